@@ -1,0 +1,45 @@
+"""Alternating turns, medians, ratios: a machine that drifts then drifts under both sides."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping
+
+Turn = Callable[[], float]
+"""One measured turn; its figure."""
+
+
+def alternate(sides: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
+    """Every side once per round, in turn; the figures of each. A first turn of each side is thrown away."""
+    figures: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, turn in sides.items():
+            figure = turn()
+            print(f"  {'warm-up' if number == 0 else f'round {number}'}: {name} {figure:.3f}", flush=True)
+            if number:
+                figures[name].append(figure)
+    return figures
+
+
+def row(figures: Mapping[str, list[float]], ours: str, unit: str) -> str:
+    """A line of a Markdown table: the median of each side, then the ratio of ours to each other, pair by pair."""
+    cells = [f"{statistics.median(values):.2f} {unit}" for values in figures.values()]
+    for name, values in figures.items():
+        if name != ours:
+            ratios = [mine / theirs for mine, theirs in zip(figures[ours], values, strict=True)]
+            cells.append(f"{statistics.median(ratios):.3f} x {name}")
+    return " | ".join(cells)
+
+
+def machine() -> str:
+    """Where the figures come from."""
+    model = subprocess.run(["lscpu"], capture_output=True, text=True).stdout
+    name = next((line.split(":", 1)[1].strip() for line in model.splitlines() if line.startswith("Model name")), "?")
+    import ray
+    import torch
+
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, Ray {ray.__version__}"
+    return f"{os.cpu_count()} x {name}, {versions}"

@@ -1,0 +1,195 @@
+"""The Ray cluster: connect to it, know its nodes, place the gang on it. (driver)"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from raydist import placement, signals
+from raydist.config import Job
+from raydist.errors import LaunchError
+from raydist.events import Events
+from raydist.group import Gang
+from raydist.node.seat import Seat
+from raydist.placement import Ask, Node, NodeType
+
+WAIT_S = 1
+"""Seconds between two looks at what is still awaited; whole ones, because Ray cuts off the rest."""
+
+
+@contextlib.contextmanager
+def connect(job: Job, events: Events) -> Iterator[None]:
+    """Be connected to Ray: to the cluster that is there, or to one that is started on this machine for this run.
+
+    A connection that the program had already (a notebook) is used, and kept.
+    """
+    import ray
+
+    began, ours = time.time(), not ray.is_initialized()
+    started = start_or_join(job) if ours else False
+    signals.take()  # Ray has put in a SIGTERM handler of its own, which exits without a word
+    try:
+        address = ray.get_runtime_context().gcs_address
+        events.say("cluster", address=address, started=started, nodes=len(nodes()))
+        events.say("phase", name="connect", s=time.time() - began)
+        yield
+    finally:
+        if ours:
+            shut_down(started)
+
+
+def shut_down(started: bool) -> None:
+    """Leave Ray; end it too, if it was started for this run."""
+    import ray
+
+    if started:
+        # Ray asks its processes one after the other to end, and waits for each: a second and more, when Ctrl-C has two.
+        node = ray._private.worker._global_node
+        end = node.kill_all_processes
+        node.kill_all_processes = lambda **_: end(check_alive=False, allow_graceful=False)
+    ray.shutdown()
+
+
+def running() -> str | None:
+    """The address of the Ray that is there: what RAY_ADDRESS says, else the last one started on this machine."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    address: str | None = canonicalize_bootstrap_address(None)
+    if address is None or answers(address):
+        return address
+    # A cluster that was killed leaves its address behind, and ray.init would wait ten minutes for it.
+    if named := os.environ.get("RAY_ADDRESS"):
+        raise LaunchError(f"no Ray at {named} (RAY_ADDRESS): nothing listens at {address}")
+    return None
+
+
+def answers(address: str) -> bool:
+    """Whether anything listens at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def cpus_to_have(job: Job) -> int:
+    """The CPUs of a Ray that is started for this job: as many as its ranks ask for, where the machine has fewer."""
+    ranks = (job.scale.nodes or 1) * (job.scale.per_node or 2)
+    return max(os.cpu_count() or 1, math.ceil(min(ranks, 64) * job.scale.cpus))
+
+
+def this_machine(job: Job) -> Node:
+    """This machine as the only node of a Ray that would be started for the job."""
+    import ray.util
+    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Found
+
+    visible = Found.get_current_process_visible_accelerator_ids()
+    gpus = Found.get_current_node_num_accelerators() if visible is None else len(visible)
+    have = {"CPU": float(cpus_to_have(job))} | ({"GPU": float(gpus)} if gpus else {})
+    return Node(id="here", ip=ray.util.get_node_ip_address(), host=socket.gethostname(), total=have, free=have)
+
+
+def start_or_join(job: Job) -> bool:
+    """Connect this process to Ray; True if Ray was started for it, on this machine."""
+    import ray
+
+    # Ray runs its workers at nice 15, below whatever else a node does. On a node that is there to train, that is wrong.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
+    try:
+        if address := running():
+            ray.init(address=address if os.environ.get("RAY_ADDRESS") else "auto", **quiet)
+            return False
+        placement.ask(job, [this_machine(job)])  # what can't be is refused before anything is started for it
+        ray.init(address="local", include_dashboard=False, num_cpus=cpus_to_have(job), **quiet)
+        return True
+    except (OSError, RuntimeError, ValueError) as error:
+        where = os.environ.get("RAY_ADDRESS") or "this machine"
+        raise LaunchError(f"no Ray at {where}: {error}") from error
+
+
+def nodes() -> list[Node]:
+    """The nodes that are alive now."""
+    import ray
+
+    return placement.nodes_from_ray(ray.nodes(), ray._private.state.available_resources_per_node())
+
+
+def node_types() -> list[NodeType]:
+    """The kinds of node that the autoscaler could bring; none without an autoscaler."""
+    import ray
+
+    return placement.types_from_config(ray._private.state.state.get_cluster_config())
+
+
+@contextlib.contextmanager
+def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
+    """The gang: one placement group, one actor per rank, all gone when the block is left."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    began = time.time()
+    selector: dict[str, Any] = (
+        {"bundle_label_selector": [dict(ask.selector)] * len(ask.bundles)} if ask.selector else {}
+    )
+    held = placement_group([dict(bundle) for bundle in ask.bundles], strategy=ask.strategy, **selector)
+    actors: list[Any] = []
+    try:
+        wait_for(held, ask, job.scale.wait_s, events)
+        plan = placement.seat(ask, bundle_nodes(held))
+        events.say("phase", name="place", s=time.time() - began)
+        kind = ray.remote(Seat)  # once: Ray exports the class at each call
+        actors += [seat_actor(kind, held, ask, seat.bundle) for seat in plan.seats]
+
+        def call(rank: int, method: str, *args: Any) -> Future[Any]:
+            return getattr(actors[rank], method).remote(*args).future()  # type: ignore[no-any-return]
+
+        with Gang(plan, call, events, on_ray=True) as gang:
+            yield gang
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(held)
+
+
+def wait_for(held: Any, ask: Ask, patience: float, events: Events) -> None:
+    """Wait until every bundle has its place, saying what for."""
+    began, told = time.monotonic(), ""
+    while not held.wait(WAIT_S):
+        text = placement.missing(ask, nodes())
+        if time.monotonic() - began > patience:
+            raise LaunchError(f"gave up after {patience:g} s (scale.wait_s): {text}")
+        if text != told:
+            events.say("wait", text=text)
+        told = text
+
+
+def bundle_nodes(held: Any) -> list[Node]:
+    """The node of each bundle, from the placement group's own table: known before any actor is."""
+    from ray.util.placement_group import placement_group_table
+
+    there = {node.id: node for node in nodes()}
+    table: Mapping[int, str] = placement_group_table(held)["bundles_to_node_id"]
+    return [there[table[bundle]] for bundle in sorted(table)]
+
+
+def seat_actor(kind: Any, held: Any, ask: Ask, bundle: int) -> Any:
+    """One Seat as an actor in its bundle. No runtime_env: Ray then takes a worker that is already running."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    resources = dict(ask.rank_resources)
+    options = {
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+        "memory": resources.pop("memory", None),
+        "resources": resources,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(held, placement_group_bundle_index=bundle),
+    }
+    return kind.options(**options).remote()

@@ -1,0 +1,136 @@
+"""What a job may call: who am I, what is to be told, how far am I. Works the same under plain torchrun. (rank side)"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raydist.config import Checkpoint
+from raydist.events import Event, event
+from raydist.node.wire import PHASES
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Who this process is among all; torchrun's words with torchrun's meaning."""
+
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    run_dir: Path = Path("runs/here")
+    """The run folder, where checkpoints go."""
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device: the GPU of its local rank where the job has GPUs, the CPU otherwise."""
+        import torch
+
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if gpus == "" or not torch.cuda.is_available():
+            return torch.device("cpu")
+        each = torch.cuda.device_count() / self.local_world_size
+        return torch.device("cuda", int(self.local_rank * each))
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Rank:
+        """The rank that torchrun's variables tell; without them, the only one."""
+        one = int(env.get("LOCAL_RANK", "0"))
+        return cls(
+            rank=int(env.get("RANK", "0")),
+            local_rank=one,
+            node_rank=int(env.get("GROUP_RANK", env.get("NODE_RANK", "0"))),
+            world_size=int(env.get("WORLD_SIZE", "1")),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", "1"))),
+            run_dir=Path(env.get("RAYDIST_RUN_DIR", "runs/here")),
+        )
+
+
+@dataclass
+class Context:
+    """Where this process stands. One per process; `enter` puts another in its place."""
+
+    rank: Rank
+    emit: Callable[[Event], None]
+    """Takes an event on its way; never blocks, never raises."""
+    beat: Callable[[int, int], None]
+    """Notes (step, index in PHASES) where the seat can read it even after the process is gone."""
+    step: int = 0
+    comm: Any = None
+    """The backend's Comm, from joining until leaving."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """What is kept of the checkpoints, as the run's settings say."""
+
+
+def _plain() -> Context:
+    """The context of a process that raydist did not start: torchrun's variables, and rank 0 prints."""
+    me = Rank.from_env(os.environ)
+
+    def show(happened: Event) -> None:
+        if me.rank == 0 and happened["kind"] in ("report", "saved", "warning"):
+            print(line(happened), flush=True)
+
+    return Context(rank=me, emit=show, beat=lambda step, phase: None)
+
+
+def line(happened: Event) -> str:
+    values = happened.get("values", {k: v for k, v in happened.items() if k not in ("t", "kind", "rank", "step")})
+    words = [f"step {happened['step']}"] if "step" in happened else []
+    words += [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()]
+    return " · ".join(words)
+
+
+_here: Context | None = None
+
+
+def here() -> Context:
+    """The context of this process."""
+    global _here
+    if _here is None:
+        _here = _plain()
+    return _here
+
+
+def enter(context: Context | None) -> None:
+    """Make `context` the one of this process; None goes back to what the environment tells."""
+    global _here
+    _here = context
+
+
+def rank() -> Rank:
+    """Who this process is: rank, local_rank, node_rank, world_size, local_world_size, device, run_dir."""
+    return here().rank
+
+
+def report(step: int | None = None, **values: Any) -> None:
+    """Tell numbers (loss=…, accuracy=…) of a step. Costs microseconds, waits for nobody, is no barrier.
+
+    Words with a meaning of their own: `steps` (how many there will be), `epoch`, `epochs`, `samples` (seen so far by
+    all ranks); with them the progress bar knows its end. A tensor is read by `.item()`, which waits for its GPU.
+    """
+    context = here()
+    if step is not None:
+        context.step = step
+        context.beat(step, PHASES.index("end"))
+    plain = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    facts = {"rank": context.rank.rank, "values": plain} | ({} if step is None else {"step": step})
+    context.emit(event("report", **facts))
+
+
+def phase(name: str) -> None:
+    """Note what this rank is doing now, one of PHASES; a hang or a death is then told with it."""
+    context = here()
+    context.beat(context.step, PHASES.index(name))
+
+
+def tell(kind: str, **facts: Any) -> None:
+    """Emit an event of this rank."""
+    context = here()
+    context.emit(event(kind, rank=context.rank.rank, **facts))

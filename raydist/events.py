@@ -1,0 +1,80 @@
+"""What happened, as data: one append-only file of JSON lines per run, and its live readers. (either side)
+
+Every event has `t` (seconds since the epoch, at its origin) and `kind`; the rest depends on the kind:
+
+    run        name, dir, version, argv          the run began
+    cluster    address, nodes, started           Ray is there; `started`: raydist brought it up itself
+    wait       text                              nodes are awaited, and for what
+    plan       backend, world_size, seats        who sits where: rank, host, ip, local_rank, gpus
+    phase      name, s                           a part of the launch budget is over: connect, place, actors, warm-up, …
+    warning    text, [rank]                      something that a person should know
+    joined     rank, pid, [network]              the rank is in the process group
+    begin      rank, [steps, epochs, samples, resumed]   a loop begins; `resumed`: the step that it goes on from
+    report     rank, [step], values              what a job reported; of ranks other than 0 only the newest per batch
+    saved      rank, step, path, s               a checkpoint is complete on disk
+    raised     rank, type, message, traceback, step      an exception reached the top of the job
+    done       rank, [spent]                     the job's function returned; spent: {step, evaluate, save: seconds}
+    ended      rank, code, signal, step          the process of the rank is gone
+    stop       reason                            the others are being ended
+    result     status, …                         the last line of the file
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from raydist.errors import Stopped
+
+Event = dict[str, Any]
+Reader = Callable[[Event], None]
+
+
+def event(kind: str, **facts: Any) -> Event:
+    """An event of now."""
+    return {"t": time.time(), "kind": kind, **facts}
+
+
+class Events(AbstractContextManager["Events"]):
+    """The event stream of one run: appends to a file, then tells the readers.
+
+    A reader that raises is dropped, and the stream says so: watching can't break a run.
+    """
+
+    def __init__(self, path: Path, readers: tuple[Reader, ...] = ()) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("a", encoding="utf-8")
+        self._readers = list(readers)
+
+    def add(self, happened: Event) -> None:
+        """Append one event. The line is in the kernel when this returns, so it outlives a killed driver."""
+        self._file.write(json.dumps(happened, default=str) + "\n")
+        self._file.flush()
+        for reader in list(self._readers):
+            try:
+                reader(happened)
+            except Stopped:
+                raise  # a signal came while the reader was drawing: that is for the driver, not the reader's fault
+            except Exception as error:
+                self._readers.remove(reader)
+                self.say("warning", text=f"a reader of events was dropped: {type(error).__name__}: {error}")
+
+    def say(self, kind: str, **facts: Any) -> None:
+        """Append an event of now."""
+        self.add(event(kind, **facts))
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[Event]:
+    """The events of a file. A last line that was cut off by a crash is left out."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)

@@ -1,0 +1,165 @@
+"""The gang of seats: open, start, stop, ask; whatever carries them (Ray's actors, or a thread here). (driver)"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raydist.config import Job, as_dict
+from raydist.errors import ConfigError, LaunchError
+from raydist.events import Events
+from raydist.fabric import Meet, Var
+from raydist.node.probe import Facts
+from raydist.node.seat import Seat
+from raydist.placement import Plan
+
+OPEN_S = 300.0
+"""Longest wait for a node to import torch: a cold network file system takes minutes."""
+CLOSE_S = 2.0
+"""Longest wait for seats to let go before their actors are killed."""
+
+Call = Callable[..., "Future[Any]"]
+"""(rank, method, *arguments) -> the answer to come."""
+
+
+class Gang(AbstractContextManager["Gang"]):
+    """All seats of a run. One round opens them, one starts the ranks; vigil.py then listens."""
+
+    def __init__(self, plan: Plan, call: Call, events: Events, *, on_ray: bool) -> None:
+        self.plan = plan
+        self.call = call
+        self.facts: tuple[Facts, ...] = ()
+        self.meet = Meet()
+        self._events = events
+        self._on_ray = on_ray
+
+    def open(self, job: Job, modules: Sequence[str]) -> None:
+        """Round 1: probe every node, warm its fork server, open the store on rank 0's node."""
+        began = time.time()
+        file = Path(job.dir).absolute() / "rendezvous" if job.init_method == "file" else None
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        store = "horovod" if job.backend.name == "horovod" else "tcp"
+        same = {
+            "run": uuid.uuid4().hex[:8], "on_ray": self._on_ray, "start": job.start, "modules": list(modules),
+            "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
+            "shared": file and str(file.parent),
+        }  # fmt: skip
+        asks = [
+            {
+                **same,
+                "rank": seat.rank,
+                "node": seat.node.id,
+                "ip": seat.node.ip,
+                "lead": seat.local_rank == 0,
+                "store": store if seat.rank == 0 and file is None else None,
+            }
+            for seat in self.plan.seats
+        ]
+        answers = self.every("open", asks, patience=OPEN_S)
+        born = max(began, *(answer["born"] for answer in answers))
+        self._events.say("phase", name="actors", s=born - began)
+        self._events.say("phase", name="warm-up", s=time.time() - born)
+        self.facts = tuple(self._facts(answers))
+        self._warn(answers)
+        self._refuse_blind(answers, file)
+        port, secret = answers[0]["store"] or (None, "")
+        self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret)
+
+    def start(self, job: Job, variables: Sequence[Iterable[Var]], call: bytes | None) -> None:
+        """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
+        same = {"job": as_dict(job), "cwd": os.getcwd(), "argv": [job.job.target], "sys_path": sys.path}
+        specs = [{**same, "rank": rank, "env": {v.name: v.value for v in own}} for rank, own in enumerate(variables)]
+        pids = self.every("start", [(spec, call) for spec in specs])
+        for seat, pid in zip(self.plan.seats, pids, strict=True):
+            self._events.say("began", rank=seat.rank, host=seat.node.host, pid=pid)
+
+    def stop(self, ranks: Iterable[int], grace: float) -> None:
+        """End these ranks: SIGTERM, `grace` seconds, SIGKILL. Does not wait; whoever listens hears their ends."""
+        for rank in ranks:
+            self.call(rank, "stop", grace)
+
+    def every(self, method: str, arguments: Sequence[Any], patience: float = 60.0) -> list[Any]:
+        """One call to every seat, all at once; the answers by rank, or a LaunchError that names the first bad seat."""
+        calls = [
+            self.call(rank, method, *(argument if isinstance(argument, tuple) else (argument,)))
+            for rank, argument in enumerate(arguments)
+        ]
+        wait(calls, timeout=patience, return_when="FIRST_EXCEPTION")
+        for seat, answer in zip(self.plan.seats, calls, strict=True):
+            if answer.done() and (error := answer.exception()) is not None:
+                kind = ConfigError if isinstance(error, ConfigError) else LaunchError
+                raise kind(f"rank {seat.rank} on {seat.node.host} ({seat.node.ip}): {cause(error)}") from error
+        silent = [seat for seat, answer in zip(self.plan.seats, calls, strict=True) if not answer.done()]
+        if silent:
+            raise LaunchError(
+                f"{len(silent)} of {len(calls)} seats did not answer '{method}' within {patience:g} s, "
+                f"the first is rank {silent[0].rank} on {silent[0].node.host} ({silent[0].node.ip})"
+            )
+        return [answer.result() for answer in calls]
+
+    def __exit__(self, *_: object) -> None:
+        wait([self.call(seat.rank, "close") for seat in self.plan.seats], timeout=CLOSE_S)
+
+    def _facts(self, answers: Sequence[dict[str, Any]]) -> Iterator[Facts]:
+        """Each rank's facts: those that the lead of its node found, with its own GPUs."""
+        for answer in answers:
+            if answer["facts"] is not None:
+                found = Facts.from_dict(answer["facts"])
+            yield replace(found, gpus=answer["gpus"])
+
+    def _warn(self, answers: Sequence[dict[str, Any]]) -> None:
+        for seat, answer in zip(self.plan.seats, answers, strict=True):
+            if answer["warm"].get("cuda"):
+                text = (
+                    f"a module imported on {seat.node.host} initialised CUDA, which no fork survives: say start=spawn"
+                )
+                self._events.say("warning", text=text)
+
+    def _refuse_blind(self, answers: Sequence[dict[str, Any]], file: Path | None) -> None:
+        blind = sorted(
+            {seat.node.host for seat, answer in zip(self.plan.seats, answers, strict=True) if not answer["sees"]}
+        )
+        if blind and file:
+            raise LaunchError(
+                f"init_method=file needs a folder that all nodes see, and {', '.join(blind)} can't see {file.parent}: "
+                "say hydra.run.dir=<a shared folder>, or init_method=env"
+            )
+
+
+def cause(error: BaseException) -> str:
+    """The last line of an error, without the traceback that Ray puts before it."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else type(error).__name__
+    missing = "No module named 'raydist'" in last
+    return last + (": install raydist on every node, for the Python that Ray runs with" if missing else "")
+
+
+@contextlib.contextmanager
+def in_thread(plan: Plan, events: Events) -> Iterator[Gang]:
+    """The same seats without Ray: they live in a thread of this process, their ranks are plain processes."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="raydist-seats", daemon=True)
+    thread.start()
+    seats = [Seat() for _ in plan.seats]
+
+    def call(rank: int, method: str, *args: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(getattr(seats[rank], method)(*args), loop)
+
+    try:
+        with Gang(plan, call, events, on_ray=False) as gang:
+            yield gang
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=CLOSE_S)

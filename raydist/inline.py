@@ -1,0 +1,96 @@
+"""No Ray: one rank in this very process, where pdb works. (driver; the rank too, in one)"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raydist import backends, context, fabric, target
+from raydist.config import Job
+from raydist.errors import Stopped
+from raydist.events import Event, Events
+from raydist.node import probe, rendezvous
+from raydist.parcel import Call
+from raydist.placement import Node, Plan
+from raydist.result import Attempt, End
+
+LOOPBACK = "127.0.0.1"
+
+
+def this_machine(job: Job) -> Node:
+    """This machine as the only node, as Ray would see it, on its loopback address.
+
+    Nobody counts CPUs without Ray: a job may have more ranks than there are, as it may under torchrun.
+    """
+    ranks = (job.scale.nodes or 1) * (job.scale.per_node or 2)
+    have = {"CPU": max(float(os.cpu_count() or 1), ranks * job.scale.cpus)}
+    if gpus := probe.count_gpus():
+        have["GPU"] = float(gpus)
+    return Node(id="here", ip=LOOPBACK, host=socket.gethostname(), total=have, free=have)
+
+
+def run_here(job: Job, plan: Plan, call: Call | None, events: Events) -> Attempt:
+    """The only rank, in this process."""
+    facts = probe.look(ip=LOOPBACK, interface=job.fabric.interface, gpus=None)
+    store, port = rendezvous.open_store(facts.address)
+    (variables,) = fabric.variables(job, plan, (facts,), fabric.Meet(address=facts.address, port=port))
+    end = End(rank=0, host=plan.seats[0].node.host, how="finished", at=time.time())
+    events.say("plan", **plan.as_event())
+    with environment({var.name: var.value for var in variables}), standing_as_rank(events):
+        try:
+            with backends.join(plan.ask.backend, job, os.environ):
+                context.tell("joined", pid=os.getpid())
+                value = target.call(target.load(job.job.target), job) if call is None else call_here(job, call)
+            return Attempt(ends=[end], values=(value,))
+        except Stopped as stop:
+            return Attempt(ends=[end], error=stop)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            context.tell(
+                "raised", type=type(error).__name__, message=str(error), traceback=text, step=context.here().step
+            )
+            told = {"type": type(error).__name__, "message": str(error), "traceback": text, "step": context.here().step}
+            return Attempt(ends=[End(**{**vars(end), **told, "how": "raised"})], exceptions={0: error})
+        finally:
+            del store
+
+
+def call_here(job: Job, call: Call) -> Any:
+    return target.call(call.function, job, *call.args, **call.kwargs)
+
+
+@contextlib.contextmanager
+def standing_as_rank(events: Events) -> Iterator[None]:
+    """This process as a rank: what it tells goes straight into the event stream."""
+    began: float | None = time.time()
+
+    def emit(happened: Event) -> None:
+        nonlocal began
+        events.add(happened)
+        if began and happened["kind"] == "report" and "step" in happened:
+            events.say("phase", name="first step", s=happened["t"] - began)
+            began = None
+
+    me = context.Rank.from_env(os.environ)
+    context.enter(context.Context(rank=me, emit=emit, beat=lambda step, phase: None))
+    try:
+        yield
+    finally:
+        context.enter(None)
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """These variables inside, what was before outside."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,150 @@
+"""The first and last lines of a rank process: become the rank, run the job, say how it ended. (rank side)"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from raydist import backends, config, context, target
+from raydist.node.channel import Channel
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask Linux to SIGKILL this process when the thread that made it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become_rank(spec: Mapping[str, Any], log_fd: int) -> None:
+    """Turn a fresh child into the rank: own session, own log, the planned environment, folder and import path."""
+    os.setsid()  # a group of its own, so that it ends with everything it starts
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for there, here in ((null, 0), (log_fd, 1), (log_fd, 2)):
+        os.dup2(there, here)
+    # line by line: a rank that dies has said what it said
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(spec["env"])
+    with contextlib.suppress(OSError):
+        os.chdir(spec["cwd"])
+    sys.path[:] = spec["sys_path"]
+    sys.argv = list(spec["argv"])
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:
+        # libgomp read the variable when the server loaded it
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int) -> NoReturn:
+    """A whole rank, in a process of its own."""
+    become_rank(spec, log_fd)
+    channel = Channel(socket.socket(fileno=channel_fd), beat_fd)
+    context.enter(context.Context(rank=context.Rank.from_env(os.environ), emit=channel.emit, beat=channel.beat))
+    code = run_job(spec)
+    channel.flush()
+    leave(code)
+
+
+def run_job(spec: Mapping[str, Any]) -> int:
+    """Join, call the job, leave. The exit code: 0, what the job gave to sys.exit, or 1 for an exception."""
+    try:
+        context.phase("start")
+        job = config.from_dict(spec["job"])
+        with backends.join(job.backend.name, job, os.environ):
+            context.tell("joined", pid=os.getpid())
+            write_pickle(spec["value"], call(spec, job))
+        return 0
+    except SystemExit as asked:
+        if asked.code is None or isinstance(asked.code, int):
+            return asked.code or 0
+        print(asked.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        error.__traceback__ = beyond_this_file(error.__traceback__)
+        traceback.print_exception(error)
+        tell_raised(spec, error)
+        return 1
+
+
+def beyond_this_file(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that lead from here to the job's own lines."""
+    ours = (__file__, target.__file__)
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in ours:
+        frames = frames.tb_next
+    return frames
+
+
+def call(spec: Mapping[str, Any], job: config.Job) -> Any:
+    """Call the job: a function by its name, or one that travelled with its arguments."""
+    if spec["call"] is None:
+        return target.call(target.load(job.job.target), job)
+    import cloudpickle
+
+    function, args, kwargs = cloudpickle.loads(Path(spec["call"]).read_bytes())
+    return target.call(function, job, *args, **kwargs)
+
+
+def tell_raised(spec: Mapping[str, Any], error: BaseException) -> None:
+    """Tell the exception as text, and leave it as an object too for whoever called raydist.run."""
+    context.tell(
+        "raised",
+        type=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        step=context.here().step,
+    )
+    error.__traceback__ = None  # frames don't travel
+    write_pickle(spec["value"] + ".error", error)
+
+
+def write_pickle(path: str, value: Any) -> None:
+    """Leave a value for the seat; one that can't travel becomes a warning."""
+    import cloudpickle
+
+    if value is None:
+        return
+    try:
+        Path(path).write_bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        context.tell("warning", text=f"a {type(value).__name__} can't travel to the driver: {error}")
+
+
+def leave(code: int) -> NoReturn:
+    """End as a Python program does, without going back into the server that this process was forked from."""
+    with contextlib.suppress(BaseException):
+        if code == 0:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def main() -> NoReturn:
+    """A rank that was spawned, not forked: the spec is a file, the three descriptors are inherited."""
+    import json
+
+    die_with_parent()
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    run_rank(spec, *(int(fd) for fd in sys.argv[2:5]))
+
+
+if __name__ == "__main__":
+    main()

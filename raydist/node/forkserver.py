@@ -1,0 +1,262 @@
+"""One per node: a plain process that has imported torch once, and forks the ranks from itself. (actor)
+
+    python -m raydist.node.forkserver LISTEN_FD LIFELINE_FD START MODULE…
+
+It is exec'ed, not forked from a Ray worker (whose threads and gRPC would not survive), has one thread of its own, and
+never touches CUDA. Seats speak to it over a Unix socket, one JSON message per packet, descriptors beside it:
+
+    {"op": "fork", "spec": {…}}  + log, channel and heartbeat descriptors   -> {"forked": pid}, later {"ended": pid, …}
+    {"op": "store", "store": "tcp", "address": ip}       -> {"store": port, "secret": "…", "pid": pid}; or horovod
+    {"op": "kill", "pid": pid, "signal": n}      n to the rank; SIGKILL goes to its whole process group
+
+It greets a seat with {"warm": {…}} once all is imported. When a seat hangs up, its ranks end; when the lifeline's other
+end closes (the actor died, however), everything ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from raydist.node.entry import die_with_parent
+from raydist.node.wire import PACKET
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class Server:
+    """The ranks of one node, who asked for each, and the way to fork one more."""
+
+    listener: socket.socket
+    lifeline: int
+    start: str
+    owner: dict[int, socket.socket] = field(default_factory=dict)
+    """Who asked for each process that lives, by pid."""
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    warm: dict[str, Any] = field(default_factory=dict)
+
+    def serve(self) -> None:
+        """Answer until the lifeline closes."""
+        wake, wake_end = os.pipe()
+        os.set_blocking(wake_end, False)
+        signal.set_wakeup_fd(wake_end)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for source in (self.listener, self.lifeline, wake):
+            self.selector.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in self.selector.select():
+                if key.fileobj is self.listener:
+                    self.greet(self.listener.accept()[0])
+                elif key.fd == wake:
+                    os.read(wake, 512)
+                elif key.fd == self.lifeline:
+                    return self.end_all()
+                else:
+                    self.answer(key.fileobj)  # type: ignore[arg-type]
+            self.reap()
+
+    def greet(self, seat: socket.socket) -> None:
+        self.selector.register(seat, selectors.EVENT_READ)
+        say(seat, warm=self.warm)
+
+    def answer(self, seat: socket.socket) -> None:
+        try:
+            packet, fds, _, _ = socket.recv_fds(seat, PACKET, 3)
+        except OSError:
+            packet, fds = b"", []
+        if not packet:
+            self.selector.unregister(seat)
+            for pid in [pid for pid, owner in self.owner.items() if owner is seat]:
+                kill(pid, signal.SIGKILL)
+            return
+        message = json.loads(packet)
+        if message["op"] == "fork":
+            pid = self.fork_rank(message["spec"], fds)
+            self.owner[pid] = seat
+            say(seat, forked=pid)
+        elif message["op"] == "store":
+            pid, opened = self.fork_store(message["store"], message["address"])
+            self.owner[pid] = seat
+            say(seat, **opened, pid=pid)
+        elif message["op"] == "kill" and message["pid"] in self.owner:
+            kill(message["pid"], message["signal"])
+        for fd in fds:
+            os.close(fd)
+
+    def fork_rank(self, spec: dict[str, Any], fds: list[int]) -> int:
+        if self.start == "spawn":
+            return spawn_rank(spec, fds)
+        pid = os.fork()
+        if pid == 0:
+            self.forget()
+            from raydist.node.entry import run_rank
+
+            run_rank(spec, *fds)
+        return pid
+
+    def fork_store(self, kind: str, address: str) -> tuple[int, dict[str, Any]]:
+        """A process that holds the store open; where (its port, its secret), or the text of why it could not."""
+        ours, its = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self.forget()
+            hold_store(kind, address, its)
+        os.close(its)
+        with os.fdopen(ours) as answer:
+            return pid, json.loads(answer.read())
+
+    def forget(self) -> None:
+        """In a fresh child: drop the server's descriptors and end with it."""
+        die_with_parent()
+        signal.set_wakeup_fd(-1)
+        for key in list(self.selector.get_map().values()):
+            with contextlib.suppress(OSError):
+                os.close(key.fd)
+        self.selector.close()
+
+    def reap(self) -> None:
+        """Tell each dead process's owner how it ended, and end what it left behind."""
+        while (dead := wait_one()) is not None:
+            pid, status = dead
+            seat = self.owner.pop(pid, None)
+            end_session(pid)
+            if seat is not None and seat.fileno() >= 0:
+                code = os.waitstatus_to_exitcode(status)
+                say(seat, ended=pid, code=max(code, 0), signal=max(-code, 0), at=time.time())
+
+    def end_all(self) -> None:
+        """SIGKILL: a rank inside a collective never returns to Python to see a SIGTERM."""
+        for pid in list(self.owner):
+            kill(pid, signal.SIGKILL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        while children := children_of(os.getpid()):
+            for pid in children:
+                kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, 0)
+
+
+def say(seat: socket.socket, **message: Any) -> None:
+    with contextlib.suppress(OSError):  # the seat hung up; its packet of zero bytes is on the way
+        seat.send(json.dumps(message).encode())
+
+
+def kill(pid: int, number: int) -> None:
+    """A signal to a child of ours; SIGKILL to its whole process group, and to it alone if it has none yet."""
+    with contextlib.suppress(ProcessLookupError):
+        if number == signal.SIGKILL and os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+
+
+def wait_one() -> tuple[int, int] | None:
+    """(pid, status) of a child that has ended, None if there is none now."""
+    with contextlib.suppress(ChildProcessError):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            return pid, status
+    return None
+
+
+def end_session(session: int) -> None:
+    """SIGKILL what a dead rank started and left: loader workers, subprocesses. They are our children by now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, signal.SIGKILL)
+    for pid in children_of(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as listed:
+            return [int(child) for child in listed.read().split()]
+    except FileNotFoundError:  # not Linux, or a kernel without the file: groups and sessions are all we can end
+        return []
+
+
+def spawn_rank(spec: dict[str, Any], fds: list[int]) -> int:
+    """A fresh interpreter for the rank, where a fork of a warm one is unsafe."""
+    import subprocess
+
+    path = f"{spec['value']}.spec"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds the environment
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(spec, file)
+    command = [sys.executable, "-m", "raydist.node.entry", path, *map(str, fds)]
+    env = {**spec["env"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(command, pass_fds=fds, env=env).pid
+
+
+def hold_store(kind: str, address: str, answer: int) -> NoReturn:
+    """In a child: open the store, say where it is, hold it until killed."""
+    os.setsid()
+    from raydist.node import rendezvous, rendezvous_http
+
+    try:
+        hold, opened = (rendezvous_http.open_store if kind == "horovod" else rendezvous.hold_store)(address)
+    except Exception as error:
+        hold, opened = None, {"store": f"{type(error).__name__}: {error}"}
+    os.write(answer, json.dumps(opened).encode())
+    os.close(answer)
+    if hold is not None:
+        hold()
+    os._exit(1)
+
+
+def warm_up(modules: list[str]) -> dict[str, Any]:
+    """Import what ranks will need; a module that fails here will fail in the rank, with its own words."""
+    began, failed = time.time(), {}
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    gc.collect()
+    gc.freeze()  # ranks share these pages; the collector must not touch them
+    torch = sys.modules.get("torch")
+    return {
+        "s": time.time() - began,
+        "failed": failed,
+        "cuda": bool(torch and torch.cuda.is_initialized()),
+        "threads": [t.name for t in threading.enumerate()[1:]],
+    }
+
+
+def main(listen_fd: str, lifeline_fd: str, start: str, *modules: str) -> None:
+    """Warm up, serve, end everything."""
+    import ctypes
+
+    if os.fork():
+        # A Ray worker SIGKILLs its children when it ends. The server lives on, to end the ranks and all they started.
+        os._exit(0)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    server = Server(socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start)
+    server.warm = warm_up(["raydist.node.entry", *modules] if start == "fork" else [])
+    try:
+        server.serve()
+    finally:
+        shutil.rmtree(os.path.dirname(server.listener.getsockname()), ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

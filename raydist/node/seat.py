@@ -1,0 +1,267 @@
+"""The actor of one rank: holds its GPU, starts its process, watches it, answers for it. (actor)
+
+A Seat is a plain class with coroutines. Ray makes an actor of it; without Ray the driver runs it in a thread.
+It never imports torch, so it can answer, take a signal and end the rank whatever the rank is stuck in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raydist.node.wire import BEAT, PACKET, read_beat
+
+if TYPE_CHECKING:
+    from raydist.events import Event
+
+LOG_CHUNK = 1 << 20
+"""Most bytes of a rank's output in one answer."""
+
+
+class Seat:
+    """One rank's place on a node. The driver calls open, start, watch …, stop, close, in this order."""
+
+    def __init__(self) -> None:
+        self.born = time.time()
+        self.rank = -1
+        self.pid = 0
+        self._store_pid = 0
+        self._lifeline: socket.socket | None = None
+        self._replies: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._news = asyncio.Event()
+        self._events: list[Event] = []
+        self._end: dict[str, Any] | None = None
+        self._drained: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """Round 1: look at the machine, bring up or join the node's fork server, open the store if rank 0 sits here.
+
+        `ask`: what group.Gang.open sends. The lead of a node answers with its facts, each seat with its own GPUs.
+        """
+        self.rank = ask["rank"]
+        self.folder = folder(f"raydist-{os.getuid()}-{ask['run']}-{ask['node'][:8]}")
+        facts = None
+        if ask["lead"]:
+            self._launch_server(ask["start"], ask["modules"], ask["threads"])
+            facts = look(ask["ip"], ask["interface"])
+        self._sock = await self._dial()
+        self._spawn(self._listen())
+        warm = (await self._reply("warm"))["warm"]
+        opened = await self.open_store(ask["store"], facts["address"]) if facts and ask["store"] else None
+        return {
+            "facts": facts,
+            "gpus": held_gpus() if ask["on_ray"] else None,
+            "born": self.born,
+            "warm": warm,
+            "store": opened,
+            "sees": ask["shared"] is None or os.path.exists(ask["shared"]),
+        }
+
+    async def open_store(self, kind: str, address: str) -> tuple[int, str]:
+        """A fresh store for an attempt, on the node of this seat; its port, and the secret that opens it."""
+        if self._store_pid:
+            self._tell(op="kill", pid=self._store_pid, signal=signal.SIGKILL)
+        self._tell(op="store", store=kind, address=address)
+        opened = await self._reply("store")
+        if isinstance(opened["store"], str):
+            raise OSError(f"the rendezvous store could not listen on {address}: {opened['store']}")
+        self._store_pid = opened["pid"]
+        return opened["store"], opened["secret"]
+
+    async def start(self, spec: dict[str, Any], call: bytes | None) -> int:
+        """Round 2: fork the rank with its variables; its pid."""
+        base = self.folder / f"rank-{self.rank}"
+        if call is not None:
+            Path(f"{base}.call").write_bytes(call)
+        spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
+        spec["env"] = {**os.environ, **spec["env"]}
+        spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
+        spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
+        self._events, self._end = [], None
+        self._log = open(f"{base}.log", "w+b", buffering=0)  # noqa: SIM115 - read until the rank is gone
+        beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.ftruncate(beat, BEAT.size)
+        self._beat = mmap.mmap(beat, BEAT.size)
+        ours, its = socket.socketpair()
+        append = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND)
+        self._tell([append, its.fileno(), beat], op="fork", spec=spec)
+        for descriptor in (append, beat):
+            os.close(descriptor)
+        its.close()
+        self.pid = int((await self._reply("forked"))["forked"])
+        self._drained = self._spawn(self._drain(ours))
+        return self.pid
+
+    async def watch(self, patience: float) -> dict[str, Any]:
+        """What is new: events, bytes of the log, the heartbeat, and how the rank ended, once all else is told.
+
+        Waits `patience` seconds so that an answer carries many events; only an end, or what says why, comes at once.
+        """
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._news.wait(), patience)
+        self._news.clear()
+        gone = self._end
+        if gone is not None and self._drained is not None:
+            await asyncio.wait({self._drained}, timeout=0.5)  # a stray process may still hold the other end
+        log = self._log.read(LOG_CHUNK)
+        events, self._events = self._events, []
+        more = len(log) == LOG_CHUNK
+        if more:
+            self._news.set()
+        step, phase, at = read_beat(self._beat)
+        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at)}
+        if gone is not None and not more:
+            answer["end"] = {**gone, "step": step, "phase": phase}
+        return answer
+
+    async def value(self) -> dict[str, bytes]:
+        """What the job returned or raised, pickled; it travels by Ray's own authenticated channel."""
+        paths = {
+            kind: self.folder / f"rank-{self.rank}.value{end}" for kind, end in (("value", ""), ("error", ".error"))
+        }
+        return {kind: path.read_bytes() for kind, path in paths.items() if path.exists()}
+
+    async def stop(self, grace: float) -> None:
+        """SIGTERM, `grace` seconds, SIGKILL; with no grace SIGKILL at once. Returns when the process is gone."""
+        if not self.pid:
+            return
+        if grace and self._end is None:
+            self._tell(op="kill", pid=self.pid, signal=signal.SIGTERM)
+            await self._gone(grace)
+        if self._end is None:
+            self._tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
+            await self._gone(5)
+
+    async def close(self) -> None:
+        """Let go of everything: hanging up ends the rank and the store, the lifeline ends the server."""
+        for task in list(self._tasks):
+            task.cancel()
+        with contextlib.suppress(AttributeError, OSError):
+            self._sock.close()
+        if self._lifeline is not None:
+            self._lifeline.shutdown(socket.SHUT_WR)
+            # its other end is held by the server and by every process forked from it: the end of all of them
+            await asyncio.get_running_loop().sock_recv(self._lifeline, 1)
+            self._lifeline.close()
+
+    def _launch_server(self, start: str, modules: list[str], threads: int) -> None:
+        """Start the node's fork server: it owns the folder, and ends everything when our end of the lifeline closes."""
+        self.folder.mkdir(mode=0o700)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(self.folder / "fork"))
+        listener.listen(1024)
+        self._lifeline, lifeline = socket.socketpair()
+        self._lifeline.setblocking(False)
+        descriptors = (listener.fileno(), lifeline.fileno())
+        command = [sys.executable, "-m", "raydist.node.forkserver", *map(str, descriptors), start, *modules]
+        env = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with open(self.folder / "server.log", "wb") as log:
+            # it detaches itself, and is up to listen long before it is warm
+            subprocess.run(
+                command, pass_fds=descriptors, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True
+            )
+        lifeline.close()
+        listener.close()
+
+    async def _dial(self) -> socket.socket:
+        """Connect to the node's fork server; the lead of the node may be a moment behind."""
+        path = self.folder / "fork"
+        for _ in range(3000):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.setblocking(False)
+            try:
+                sock.connect(str(path))
+                return sock
+            except (FileNotFoundError, ConnectionRefusedError):
+                sock.close()
+                await asyncio.sleep(0.01)
+        raise OSError(f"no fork server came up at {path}")
+
+    async def _listen(self) -> None:
+        """Sort what the fork server says: replies to a question, or the end of our rank."""
+        loop = asyncio.get_running_loop()
+        while packet := await loop.sock_recv(self._sock, PACKET):
+            message = json.loads(packet)
+            if "ended" not in message:
+                self._replies.put_nowait(message)
+            elif message["ended"] == self.pid:
+                self._end = {key: message[key] for key in ("code", "signal", "at")}
+                self._news.set()
+        self._replies.put_nowait({"lost": self._server_words()})
+        if self.pid and self._end is None:
+            self._end = {"code": 0, "signal": signal.SIGKILL, "at": time.time(), "lost": self._server_words()}
+            self._news.set()
+
+    async def _reply(self, key: str) -> dict[str, Any]:
+        message = await self._replies.get()
+        if key not in message:
+            raise OSError(f"the fork server of this node ended: {message.get('lost', message)}")
+        return message
+
+    def _server_words(self) -> str:
+        with contextlib.suppress(OSError):
+            return (self.folder / "server.log").read_text(errors="replace")[-2000:].strip() or "it left no word"
+        return "its log is gone"
+
+    async def _drain(self, sock: socket.socket) -> None:
+        """Read the rank's events until it hangs up. Of the reports of ranks other than 0 only the newest is kept."""
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 26)
+        with contextlib.suppress(OSError, ValueError):
+            while line := await reader.readline():
+                happened = json.loads(line)
+                kind = happened["kind"]
+                if kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
+                    self._events[-1] = happened
+                else:
+                    self._events.append(happened)
+                if kind in ("raised", "joined"):
+                    self._news.set()
+        writer.close()
+
+    async def _gone(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._end is None and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+
+    def _tell(self, descriptors: list[int] | None = None, **message: Any) -> None:
+        socket.send_fds(self._sock, [json.dumps(message).encode()], descriptors or [])
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def folder(name: str) -> Path:
+    """A place on this node's own disk; a Unix socket's path may have 107 bytes, and some TMPDIRs alone have more."""
+    place = Path(tempfile.gettempdir()) / name
+    return place if len(os.fsencode(place)) < 90 else Path("/tmp") / name
+
+
+def held_gpus() -> tuple[str, ...]:
+    """The GPUs that Ray gave to this actor; Ray's mask on the actor itself is of no matter, it never touches CUDA."""
+    import ray
+
+    return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+
+
+def look(ip: str, interface: str | None) -> dict[str, Any]:
+    """The facts of this machine, as JSON-able data."""
+    from dataclasses import asdict
+
+    from raydist.node import probe
+
+    return asdict(probe.look(ip=ip, interface=interface, gpus=None))

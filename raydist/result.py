@@ -1,0 +1,234 @@
+"""What a run came to: figures out of its events, and the Result that a person holds. (pure)"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from raydist.blame import End, cause, compact, failure_text, first_cause, is_victim, where
+from raydist.errors import RaydistError, Stopped
+from raydist.events import Event, read
+
+__all__ = ["Attempt", "End", "Figures", "Result", "conclude", "failure_text", "first_cause", "fold", "is_victim"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one try at the job left behind."""
+
+    ends: Sequence[End] = ()
+    """How each rank ended, by rank."""
+    values: Sequence[Any] = ()
+    exceptions: Mapping[int, BaseException] = field(default_factory=dict)
+    """What ranks raised, as far as it could travel."""
+    error: RaydistError | None = None
+    """What ended it from outside the ranks: no cluster, no place, a signal."""
+
+
+@dataclass(frozen=True)
+class Result(Generic[T]):
+    """What a run came to."""
+
+    status: str
+    """finished, failed or stopped."""
+    dir: Path
+    """The run folder."""
+    world_size: int
+    values: tuple[T | None, ...] = ()
+    """What the job's function returned, by rank."""
+    exceptions: Mapping[int, BaseException] = field(default_factory=dict)
+    """The exception of each rank that failed; a RaydistError with its text where there is no object."""
+    ends: tuple[End, ...] = ()
+    """How each rank ended, by rank."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """The last value of everything that rank 0 reported."""
+    launch: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each part of the launch: connect, place, actors, warm-up, rendezvous, first step."""
+    wall_s: float = 0.0
+    goodput: float = 0.0
+    """Seconds spent in training steps over all seconds of the run, 0 to 1."""
+    throughput: float = 0.0
+    """Samples per second of all ranks while in training steps; 0 where the job reported no `samples`."""
+    checkpoint: Path | None = None
+    """The newest checkpoint that was saved."""
+    warnings: tuple[str, ...] = ()
+    """Each warning once, with its ranks or how often it came."""
+    signal: int = 0
+    """The signal that stopped the run."""
+    error: RaydistError | None = None
+    """What ended the run from outside the ranks."""
+
+    @property
+    def cause(self) -> End | None:
+        """The first cause of a failure, the culprit rather than its victims."""
+        return first_cause(self.ends)
+
+    @property
+    def failure(self) -> str:
+        """Why it failed, for a person; empty if it did not."""
+        if self.status != "failed":
+            return ""
+        return self.error.message if self.error else failure_text(self.ends)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts of result.json and of the last event; plain JSON, so no NaN."""
+        facts = {
+            "status": self.status, "dir": str(self.dir), "world_size": self.world_size, "metrics": dict(self.metrics),
+            "launch": dict(self.launch), "wall_s": self.wall_s, "goodput": self.goodput, "throughput": self.throughput,
+            "checkpoint": self.checkpoint and str(self.checkpoint), "warnings": list(self.warnings),
+            "signal": self.signal, "error": type(self.error).__name__ if self.error else "", "failure": self.failure,
+            "cause": self.cause and asdict(self.cause),
+        }  # fmt: skip
+        return {name: _plain(value) for name, value in facts.items()}
+
+    def save(self) -> None:
+        """Write result.json into the run folder."""
+        self.dir.mkdir(parents=True, exist_ok=True)
+        (self.dir / "result.json").write_text(
+            json.dumps(self.to_json(), indent=2, default=str) + "\n", encoding="utf-8"
+        )
+
+
+def conclude(folder: Path, tried: Attempt, stream: Path, now: float | None = None) -> Result[Any]:
+    """The Result of a run: what its ranks did, and what its events (the file `stream`) add up to.
+
+    `now`: seconds since the epoch, the end of the run.
+    """
+    figures = fold(read(stream), time.time() if now is None else now)
+    failed = [end for end in tried.ends if end.failed]
+    texts = {end.rank: RaydistError(f"{where(end)} {cause(end)}") for end in failed}
+    return Result(
+        status=_status(tried.error, bool(failed)),
+        dir=folder,
+        world_size=len(tried.ends) or figures.world_size,
+        values=tuple(tried.values),
+        exceptions={**texts, **tried.exceptions},
+        ends=tuple(tried.ends),
+        metrics=figures.metrics,
+        launch=figures.launch,
+        wall_s=figures.wall_s,
+        goodput=figures.goodput,
+        throughput=figures.throughput,
+        checkpoint=Path(figures.saved) if figures.saved else None,
+        warnings=_warnings(figures.warned),
+        signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,
+        error=tried.error,
+    )
+
+
+def _status(error: RaydistError | None, failed: bool) -> str:
+    if isinstance(error, Stopped):
+        return "stopped"
+    return "failed" if error or failed else "finished"
+
+
+@dataclass
+class Figures:
+    """What the events of a run add up to; a stream of any length in a few numbers."""
+
+    world_size: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    launch: dict[str, float] = field(default_factory=dict)
+    wall_s: float = 0.0
+    saved: str = ""
+    spent_s: float | None = None
+    """Seconds in training steps, as the loop itself counted."""
+    done: int = 0
+    """Samples of those steps over all ranks, as the loop itself counted."""
+    steps: tuple[Event, ...] = ()
+    """The first and the last report of a step by rank 0."""
+    samples: tuple[Event, ...] = ()
+    """The first and the last of them that told its `samples`."""
+    warned: dict[str, list[int | None]] = field(default_factory=dict)
+    """The ranks that gave each warning; None where it came from no rank."""
+
+    def add(self, happened: Event) -> None:
+        """Take in one event. Of the ranks only 0 counts, except that all may warn."""
+        rank = happened.get("rank")
+        match happened["kind"]:
+            case "warning":
+                self.warned.setdefault(happened["text"], []).append(rank)
+            case "plan":
+                self.world_size = happened["world_size"]
+            case "phase":
+                self.launch[happened["name"]] = self.launch.get(happened["name"], 0.0) + happened["s"]
+            case "report" if rank == 0:
+                self._add_report(happened)
+            case "saved":
+                self.saved = happened["path"]
+            case "done" if rank == 0 and "step" in (happened.get("spent") or {}):
+                self.spent_s, self.done = float(happened["spent"]["step"]), happened.get("samples", 0)
+
+    def _add_report(self, report: Event) -> None:
+        self.metrics.update(report["values"])
+        # a second report of one step is an evaluation: it was no training step that took so long
+        if "step" in report and (not self.steps or report["step"] != self.steps[-1]["step"]):
+            self.steps = (*self.steps[:1], report)
+            if isinstance(report["values"].get("samples"), int | float):
+                self.samples = (*self.samples[:1], report)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds in training steps; where no loop counted them (a user's own, or cut off): first to last report."""
+        return _apart(self.steps) if self.spent_s is None else self.spent_s
+
+    @property
+    def goodput(self) -> float:
+        return min(1.0, self.step_s / self.wall_s) if self.wall_s > 0 else 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second, by the loop's own count, else between the first and the last report.
+
+        Of what was reported only the difference counts: `samples` of a resumed run include those before it.
+        """
+        if self.done and self.spent_s:
+            return self.done / self.spent_s
+        took = _apart(self.samples)
+        return (self.samples[-1]["values"]["samples"] - self.samples[0]["values"]["samples"]) / took if took else 0.0
+
+
+def fold(events: Iterable[Event], now: float | None = None) -> Figures:
+    """Add up the events of a run. `now`: its end in seconds since the epoch; without it the last event's time."""
+    figures, began, ended = Figures(), None, 0.0
+    for happened in events:
+        if happened["kind"] == "run":  # a folder may be used again: only its last run counts
+            figures, began = Figures(), None
+        figures.add(happened)
+        ended = happened["t"]
+        began = ended if began is None else began
+    figures.wall_s = 0.0 if began is None else max(0.0, (ended if now is None else now) - began)
+    return figures
+
+
+def _apart(pair: Sequence[Event]) -> float:
+    """Seconds between the first and the last of these."""
+    return max(0.0, pair[-1]["t"] - pair[0]["t"]) if pair else 0.0
+
+
+def _warnings(warned: Mapping[str, Sequence[int | None]]) -> tuple[str, ...]:
+    return tuple(text + _from(ranks) for text, ranks in warned.items())
+
+
+def _from(ranks: Sequence[int | None]) -> str:
+    """Which ranks said it, or how often it was said."""
+    named = {rank for rank in ranks if rank is not None}
+    if named:
+        return f" (rank{'s' if len(named) > 1 else ''} {compact(named)})"
+    return f" ({len(ranks)} times)" if len(ranks) > 1 else ""
+
+
+def _plain(value: Any) -> Any:
+    """The value as strict JSON can hold it: a loss of NaN is told in words."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,108 @@
+"""The flow: words -> Job -> cluster -> plan -> gang -> ranks -> Result. (driver)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from raydist import backends, checkpoint, cluster, fabric, group, inline, placement, preload, result
+from raydist.config import Job
+from raydist.errors import RaydistError, RunFailed
+from raydist.events import Events
+from raydist.fabric import Var
+from raydist.group import Gang
+from raydist.parcel import Call, unpack_all
+from raydist.placement import Plan
+from raydist.result import Attempt, Result
+from raydist.signals import stoppable
+from raydist.vigil import Vigil
+from raydist.watch.console import Console
+from raydist.words import compose
+
+T = TypeVar("T")
+
+
+@overload
+def run(job: Callable[..., T], *words: str, args: Sequence[Any] = (), **kwargs: Any) -> Result[T]: ...
+@overload
+def run(job: Job | str, *words: str) -> Result[Any]: ...
+def run(job: Job | str | Callable[..., T], *words: str, args: Sequence[Any] = (), **kwargs: Any) -> Result[Any]:
+    """Run a job on every rank and give back its Result; RunFailed if a rank failed, ConfigError before anything starts.
+
+    `job`: a function, a word as after `job=`, or a whole Job. `words`: as typed after `python -m raydist.train`.
+    A function is called on each rank with `args` and `kwargs`, and with `config` if it has a parameter of that name.
+
+        raydist.run(train, "scale=2x8", "backend=nccl", args=(0.1,)).values
+    """
+    if isinstance(job, Job):
+        return run_job(job)
+    if isinstance(job, str):
+        return run_job(compose.compose([f"job={job}", *words], claim=True))
+    return run_job(compose.compose(words, function=job, claim=True), Call.of(job, args, kwargs))
+
+
+def run_job(job: Job, call: Call | None = None) -> Result[Any]:
+    """THE FLOW: an attempt, what it came to, and one page about it."""
+    folder = Path(job.dir)
+    with Console(job.watch) as console, Events(folder / "events.jsonl", (console,)) as events:
+        events.say("run", name=job.name, dir=str(folder), target=job.job.target)
+        try:
+            with stoppable():
+                tried = attempt(job, call, events)
+        except RaydistError as error:
+            tried = Attempt(error=error)
+        outcome: Result[Any] = result.conclude(folder, tried, events.path)
+        outcome.save()
+        events.say("result", **outcome.to_json())
+    if tried.error is not None:
+        raise tried.error
+    if outcome.status == "failed":
+        raise RunFailed(outcome.failure, result=outcome, exceptions=outcome.exceptions)
+    return outcome
+
+
+def attempt(job: Job, call: Call | None, events: Events) -> Attempt:
+    """Place the job where it said, run it there, gather what came of it."""
+    backends.check_there(job.backend.name)
+    if job.group == "inline":
+        return attempt_inline(job, call, events)
+    with cluster.connect(job, events):
+        ask = placement.ask(job, cluster.nodes(), cluster.node_types())
+        with cluster.placed(job, ask, events) as gang:
+            return carry_out(job, call, gang, events)
+
+
+def attempt_inline(job: Job, call: Call | None, events: Events) -> Attempt:
+    """Without Ray, on this machine."""
+    here = inline.this_machine(job)
+    plan = placement.seat(ask := placement.ask(job, [here]), [here] * len(ask.bundles))
+    if plan.world_size == 1:
+        return inline.run_here(settled(job, plan), plan, call, events)
+    with group.in_thread(plan, events) as gang:
+        return carry_out(job, call, gang, events)
+
+
+def settled(job: Job, plan: Plan) -> Job:
+    """The job with the backend that `auto` became."""
+    return replace(job, backend=replace(job.backend, name=plan.ask.backend))
+
+
+def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:
+    """Each rank's environment, with the checkpoint to go on from."""
+    found = checkpoint.find(job.resume, Path(job.dir), lambda text: events.say("warning", text=text))
+    resume = Var("RAYDIST_RESUME", str(found or ""), f"resume={job.resume}")
+    return [[*own, resume] for own in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
+
+
+def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attempt:
+    """Two rounds, then listen."""
+    events.say("plan", **gang.plan.as_event())
+    job = settled(job, gang.plan)
+    gang.open(job, preload.modules(job.job.target, job.backend.name))
+    gang.start(job, variables(job, gang, events), call.packed if call else None)
+    vigil = Vigil(gang, events, Path(job.dir) / "logs")
+    ends = vigil.keep()
+    values, exceptions = unpack_all(gang.every("value", [()] * gang.plan.world_size))
+    return Attempt(ends=ends, values=values, exceptions=exceptions, error=vigil.stopped)

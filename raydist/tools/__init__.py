@@ -1,0 +1,1 @@
+"""Jobs and questions beside the main one: `python -m raydist.tools.NAME`. (driver)"""

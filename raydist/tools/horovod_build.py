@@ -1,0 +1,201 @@
+"""Horovod's source distribution, made to compile against today's torch. (driver)
+
+0.28.1 is Horovod's last release (June 2023). It asks for C++14 and for a Python that still has distutils, and it takes
+any nvcc that it finds for a CUDA toolkit. PATCHES is all that it takes to mend that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from raydist.errors import LaunchError
+
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+"""Of horovod-0.28.1.tar.gz on PyPI."""
+REVISION = 4
+"""Of PATCHES; a wheel built with others is not this one."""
+TOOLS = ("cmake==3.31.6", "ninja==1.13.0", "setuptools==80.9.0", "wheel==0.45.1", "packaging==25.0")
+"""What builds, in a folder of its own: a machine needs only a compiler. CMake 4 refuses the age of gloo's files."""
+
+PATCHES = (
+    ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    ("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
+    # GCC 13 no longer brings <cstdint> in by the way.
+    ("third_party/gloo/CMakeLists.txt", "-std=c++11 -fPIC", "-include cstdint -fPIC"),
+    # An nvcc on the PATH is no reason to use CUDA: being asked to is.
+    (
+        "CMakeLists.txt",
+        "check_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)",
+        "if(DEFINED ENV{HOROVOD_GPU_OPERATIONS})\n    check_language(CUDA)\nendif()\n"
+        "if(DEFINED ENV{HOROVOD_GPU_OPERATIONS} AND NOT CMAKE_CUDA_COMPILER)",
+    ),
+    (
+        "cmake/Modules/FindPytorch.cmake",
+        "and (CUDA_HOME is not None)) else False)",
+        "and (__import__('os').environ.get('HOROVOD_GPU_OPERATIONS'))) else False)",
+    ),
+    # distutils left Python in 3.12.
+    (
+        "horovod/torch/CMakeLists.txt",
+        "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        "import sysconfig; print(sysconfig.get_path('include'))",
+    ),
+    (
+        "horovod/runner/js_run.py",
+        "from distutils.spawn import find_executable",
+        "from shutil import which as find_executable",
+    ),
+    # A second init() after a shutdown() crashed wherever both the fusion threshold and the cycle time were set.
+    (
+        "horovod/common/parameter_manager.cc",
+        "  } else {\n    Eigen::VectorXd v = TunableParameter::BestValue();",
+        "  } else if (fixed_values_.count(variable) == 0) {\n    Eigen::VectorXd v = TunableParameter::BestValue();",
+    ),
+    # A reserved vector has no elements: the stall check looked through none of the ranks, and never found one missing.
+    ("horovod/common/gloo/gloo_controller.cc", "global_ranks_.reserve(size_);", "global_ranks_.resize(size_);"),
+    # Every collective goes over a process set, and those forgot HOROVOD_GLOO_IFACE: they connected to the host name's
+    # address, which is 127.0.1.1 on a Debian.
+    (
+        "horovod/common/gloo/gloo_context.cc",
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
+        "  device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
+    ),
+    # Nothing is fetched behind pip's back, and cffi is not used since Horovod 0.20.
+    ("setup.py", "setup_requires=require_list if is_build_action() else []", "setup_requires=[]"),
+    ("setup.py", "require_list.append('cffi>=1.4.0')", "pass"),
+)
+"""(file, text, text instead); a text that is not there: not the source that this was made for."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to build, and against what."""
+
+    torch: str
+    """Its version, as in 2.15.0+cu132."""
+    cuda: str = ""
+    """The CUDA toolkit's folder; empty: for CPUs."""
+    nccl: str = ""
+    """The folder with NCCL's include/ and lib/."""
+    mpi: bool = False
+
+    @property
+    def stamp(self) -> str:
+        """The local part of the built version: it says what was built against, wherever the wheel is installed."""
+        words = [f"raydist{REVISION}", "torch" + self.torch.replace("+", "."), "nccl" if self.cuda else "cpu"]
+        return ".".join([*words, "mpi"] if self.mpi else words)
+
+    @property
+    def version(self) -> str:
+        return f"{VERSION}+{self.stamp}"
+
+    def environment(self) -> dict[str, str]:
+        """The variables that Horovod's setup.py and CMake read."""
+        chosen = {
+            "HOROVOD_LOCAL_VERSION": self.stamp, "HOROVOD_WITH_PYTORCH": "1", "HOROVOD_WITH_GLOO": "1",
+            "HOROVOD_WITHOUT_TENSORFLOW": "1", "HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITHOUT_NVTX": "1",
+            "HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI": "1",
+        }  # fmt: skip
+        if self.cuda:
+            chosen |= {
+                "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": self.cuda, "CUDA_HOME": self.cuda,
+                "HOROVOD_NCCL_INCLUDE": f"{self.nccl}/include", "HOROVOD_NCCL_LIB": f"{self.nccl}/lib",
+                "HOROVOD_NCCL_LINK": "shared",
+            }  # fmt: skip
+        return chosen
+
+
+def build(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
+    """The wheel, built in an empty `folder`. Raises LaunchError with the compiler's own words."""
+    tools = folder / "tools"
+    tell("fetching cmake, ninja and the source")
+    pip("install", "--target", str(tools), *TOOLS)
+    source = unpack(fetch(folder, tools), folder)
+    patch(source)
+    unwanted = ("HOROVOD_", "CMAKE_", "MAKEFLAGS", "CUDA_HOME", "CUDACXX")
+    env = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(unwanted)},
+        **recipe.environment(),
+        "PYTHONPATH": str(tools),
+        "PATH": os.pathsep.join([str(tools / "bin"), os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
+        "HOROVOD_CMAKE": str(tools / "cmake" / "data" / "bin" / "cmake"),
+        "CMAKE_GENERATOR": "Ninja",
+        "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs),
+        "MAKEFLAGS": "-j",  # whatever it says: its being there keeps setup.py from handing -j8 to ninja
+    }
+    compile_wheel(source, env, folder / "build.log", tell)
+    return next((source / "dist").glob("*.whl"))
+
+
+def pip(*arguments: str, path: Path | None = None) -> None:
+    """Run this Python's pip, quietly unless it fails. `path`: a folder of packages that it may use."""
+    quiet = {"PIP_QUIET": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments],
+        env={**os.environ, **quiet, **({"PYTHONPATH": str(path)} if path else {})},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise LaunchError(f"pip {' '.join(arguments)} failed:\n{done.stdout.strip()[-1500:]}")
+
+
+def fetch(folder: Path, tools: Path) -> Path:
+    """Horovod's source distribution, from the package index that pip is set to."""
+    only_source = ("--no-deps", "--no-binary=:all:", "--no-build-isolation")
+    pip("download", *only_source, f"horovod=={VERSION}", "--dest", str(folder), path=tools)
+    return folder / f"horovod-{VERSION}.tar.gz"
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != SHA256:
+        raise LaunchError(f"{archive} is not Horovod {VERSION}: its sha256 is {found}, not {SHA256}")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / f"horovod-{VERSION}"
+
+
+def patch(source: Path) -> None:
+    """Apply PATCHES to the unpacked source."""
+    for name, old, new in PATCHES:
+        text = (source / name).read_text(encoding="utf-8")
+        if old not in text:
+            raise LaunchError(f"{source / name} does not say {old!r}: this is not the source of Horovod {VERSION}")
+        (source / name).write_text(text.replace(old, new), encoding="utf-8")
+
+
+def compile_wheel(source: Path, env: Mapping[str, str], log: Path, tell: Tell) -> None:
+    """Run setup.py and tell ninja's [n/m] as it goes; all it says goes to `log`."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=source, env=env,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    )  # fmt: skip
+    assert process.stdout is not None
+    with process, log.open("w", encoding="utf-8") as kept:
+        for line in process.stdout:
+            kept.write(line)
+            if step := re.match(r"\[(\d+)/(\d+)\]", line):
+                tell(f"compiling {step[1]} of {step[2]} files, {time.monotonic() - began:.0f} s")
+    if process.returncode:
+        raise LaunchError(f"Horovod did not compile; all of it is in {log}:\n{complaint(log)}")
+
+
+def complaint(log: Path) -> str:
+    """What went wrong, out of a build's log: the first errors, or else its end."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    wrong = [line for line in lines if re.search(r"\b(fatal )?error\b|CMake Error|not found", line, re.IGNORECASE)]
+    return "\n".join(f"  {line}" for line in (wrong[:12] or lines[-20:]))

@@ -1,0 +1,146 @@
+"""Listen to all ranks until each has ended; end the others once one has failed. (driver)"""
+
+from __future__ import annotations
+
+import queue
+import time
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from raydist import result, signals
+from raydist.errors import Stopped
+from raydist.events import Event, Events
+from raydist.group import Gang, cause
+from raydist.result import End
+
+VICTIM_S = 0.5
+"""How long a failure that looks like another's fault waits for the culprit to show."""
+GRACE_S = 1.0
+"""Seconds between SIGTERM and SIGKILL when a person or the cluster stops the run; `ray job stop` gives three in all."""
+SILENT_S = 5.0
+"""Seconds after which a seat that was told to stop and says nothing is taken for lost."""
+TELL_S = 0.25
+"""Seconds between two answers of one seat, unless something ends."""
+CALLS_PER_S = 400.0
+"""Answers that the driver takes per second from all seats together; with more ranks each speaks less often."""
+
+
+class Vigil:
+    """One attempt's watch over its ranks. Nothing polls: every seat has one open question, answered by news."""
+
+    def __init__(self, gang: Gang, events: Events, logs: Path) -> None:
+        self.ends: dict[int, End] = {}
+        self.stopped: Stopped | None = None
+        self._gang = gang
+        self._events = events
+        self._logs = logs
+        self._files: list[IO[bytes]] = []
+        self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped] = queue.SimpleQueue()
+        self._raised: dict[int, Event] = {}
+        self._deadline: float | None = None
+        self._stop_at: float | None = None
+        self._began = time.time()
+        self._joined: set[int] = set()
+        self._stepped = False
+
+    def keep(self) -> list[End]:
+        """How each rank ended, by rank. A signal meanwhile ends them all, and is kept in `stopped`."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        world = self._gang.plan.world_size
+        with ExitStack() as stack, signals.told(self._inbox.put):  # SimpleQueue.put may be called by a signal's handler
+            self._files = [stack.enter_context(self._log(rank).open("ab", buffering=0)) for rank in range(world)]
+            for rank in range(world):
+                self._listen(rank)
+            while len(self.ends) < world:
+                try:
+                    left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+                    self._hear(self._inbox.get(timeout=left))
+                except queue.Empty:
+                    self._overdue()
+        return [self.ends[rank] for rank in range(world)]
+
+    def _log(self, rank: int) -> Path:
+        return self._logs / f"rank-{rank}.log"
+
+    def _listen(self, rank: int) -> None:
+        answer = self._gang.call(rank, "watch", max(TELL_S, self._gang.plan.world_size / CALLS_PER_S))
+        answer.add_done_callback(lambda done: self._inbox.put((rank, done)))
+
+    def _hear(self, heard: tuple[int, Future[Any]] | Stopped) -> None:
+        if isinstance(heard, Stopped):
+            self.stopped = heard
+            self._stop(str(heard), GRACE_S)
+            return
+        rank, answer = heard
+        try:
+            news = answer.result()
+        except Exception as error:
+            self._ended(End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message=cause(error)))
+            return
+        self._files[rank].write(news["log"])
+        for happened in news["events"]:
+            self._note(rank, happened)
+        if "end" in news:
+            self._ended(self._end(rank, news["end"]))
+        elif rank not in self.ends:
+            self._listen(rank)
+
+    def _note(self, rank: int, happened: Event) -> None:
+        self._events.add(happened)
+        if happened["kind"] == "raised":
+            self._raised[rank] = happened
+            # Its process may hang in its own clean-up: the verdict doesn't wait for it.
+            self._expect(VICTIM_S)
+        elif happened["kind"] == "joined":
+            self._joined.add(rank)
+            if len(self._joined) == self._gang.plan.world_size:
+                self._events.say("phase", name="rendezvous", s=happened["t"] - self._began)
+                self._began = happened["t"]
+        elif happened["kind"] == "report" and not self._stepped and "step" in happened:
+            self._stepped = True
+            self._events.say("phase", name="first step", s=happened["t"] - self._began)
+
+    def _end(self, rank: int, end: dict[str, Any]) -> End:
+        made = End(
+            rank=rank, host=self._host(rank), how="finished", at=end["at"], step=end["step"], phase=end["phase"],
+            code=end["code"], signal=end["signal"], log=str(self._log(rank)), message=end.get("lost", ""),
+        )  # fmt: skip
+        if raised := self._raised.get(rank):
+            known = {key: raised[key] for key in ("type", "message", "traceback", "step")}
+            return replace(made, how="raised", at=raised["t"], **known)
+        if self._stop_at is not None and end["at"] >= self._stop_at and (end["signal"] or end["code"]):
+            return replace(made, how="stopped")
+        return replace(made, how="killed" if end["signal"] else "exited" if end["code"] else "finished")
+
+    def _ended(self, end: End) -> None:
+        if end.rank in self.ends:
+            return
+        self.ends[end.rank] = end
+        self._events.say("ended", rank=end.rank, how=end.how, code=end.code, signal=end.signal, step=end.step)
+        if end.how not in ("finished", "stopped"):
+            self._expect(VICTIM_S if result.is_victim(end) else 0.0)
+
+    def _expect(self, seconds: float) -> None:
+        """Stop all in so many seconds, or sooner if that was decided already."""
+        if self._stop_at is None:
+            due = time.monotonic() + seconds
+            self._deadline = due if self._deadline is None else min(self._deadline, due)
+
+    def _overdue(self) -> None:
+        if self._stop_at is None:
+            self._stop("a rank failed", 0.0)
+            return
+        for rank in range(self._gang.plan.world_size):
+            self._ended(End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message="its seat is silent"))
+
+    def _stop(self, reason: str, grace: float) -> None:
+        self._stop_at = self._stop_at or time.time()
+        self._events.say("stop", reason=reason)
+        self._gang.stop((rank for rank in range(self._gang.plan.world_size) if rank not in self.ends), grace)
+        self._deadline = time.monotonic() + grace + SILENT_S
+
+    def _host(self, rank: int) -> str:
+        return self._gang.plan.seats[rank].node.host

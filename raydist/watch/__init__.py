@@ -1,0 +1,1 @@
+"""Readers of the event stream: what a person sees of a run. (driver)"""

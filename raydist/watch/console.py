@@ -1,0 +1,107 @@
+"""What the person sees of a run, drawn from its events: a live bar in a terminal, plain lines elsewhere. (driver)"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TextIO
+
+from raydist.config import Watch
+from raydist.events import Event
+from raydist.watch import wording
+from raydist.watch.lines import Lines
+from raydist.watch.progress import Progress
+
+if TYPE_CHECKING:
+    from raydist.watch.terminal import Terminal
+
+
+class Console(AbstractContextManager["Console"]):
+    """A reader of events. It is called by the driver itself, so it only writes down what comes, and redraws seldom."""
+
+    def __init__(self, settings: Watch, stream: TextIO | None = None) -> None:
+        self._quiet = settings.progress == "none"
+        self._screen = screen(settings, sys.stdout if stream is None else stream)
+        self._progress = Progress()
+        self._warned: set[str] = set()
+
+    def __call__(self, happened: Event) -> None:
+        kind = happened["kind"]
+        if not self._quiet or kind in ("warning", "result"):
+            # Kinds that nobody here has a word for are not for the screen.
+            getattr(self, f"_on_{kind}", _ignore)(happened)
+
+    def __exit__(self, *_: object) -> None:
+        self._screen.close()
+
+    def _on_run(self, happened: Event) -> None:
+        self._screen.say(f"run   {happened['name']}, in {happened['dir']}", "bold")
+
+    def _on_cluster(self, happened: Event) -> None:
+        self._screen.say(wording.cluster(happened))
+
+    def _on_wait(self, happened: Event) -> None:
+        self._screen.say(f"wait  {happened['text']}", "yellow")
+
+    def _on_plan(self, happened: Event) -> None:
+        self._screen.say(wording.plan(happened))
+        self._screen.table(wording.seats(happened))
+
+    def _on_phase(self, happened: Event) -> None:
+        self._screen.phase(happened["name"], happened["s"])
+
+    def _on_warning(self, happened: Event) -> None:
+        text = happened["text"]
+        if text in self._warned:
+            return  # told once; the summary says how often, and by whom
+        self._warned.add(text)
+        whose = f" (rank {happened['rank']})" if happened.get("rank") is not None else ""
+        self._screen.say(f"warning: {text}{whose}", "yellow")
+
+    def _on_begin(self, happened: Event) -> None:
+        if happened.get("rank") == 0:
+            self._progress.begin(happened)
+            if happened.get("resumed"):
+                self._screen.say(f"goes on from step {happened['resumed']}")
+
+    def _on_report(self, happened: Event) -> None:
+        if happened.get("rank") == 0:
+            self._screen.draw(self._progress, happened["t"], self._progress.report(happened))
+
+    def _on_saved(self, happened: Event) -> None:
+        self._screen.saved(self._progress, happened["t"])
+
+    def _on_stop(self, happened: Event) -> None:
+        self._screen.say(f"stop  {happened['reason']}", "yellow")
+
+    def _on_result(self, happened: Event) -> None:
+        self._screen.close()
+        good = happened["status"] == "finished"
+        self._screen.say(wording.headline(happened, self._progress.step), "bold green" if good else "bold red")
+        # What ended the run from outside the ranks is raised to the caller, who says it.
+        if happened.get("failure") and not happened.get("error"):
+            first, _, rest = happened["failure"].partition("\n")
+            self._screen.say(first, "red")
+            if rest:
+                self._screen.say(rest)
+        self._screen.facts(wording.summary(happened, self._progress.evaluated, brief=self._quiet))
+        for text in () if self._quiet else happened.get("warnings", ()):
+            self._screen.say(f"  warning: {text}", "yellow")
+
+
+def _ignore(happened: Event) -> None:
+    pass
+
+
+def screen(settings: Watch, stream: TextIO) -> Lines | Terminal:
+    """The screen that the settings and the stream ask for."""
+    if hasattr(stream, "reconfigure"):
+        # A terminal or a log that isn't UTF-8 shows \u…; it must not end the run with a UnicodeEncodeError.
+        stream.reconfigure(errors="backslashreplace")
+    alive = stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
+    if settings.progress == "bar" or (settings.progress == "auto" and alive):
+        from raydist.watch.terminal import Terminal  # rich takes its time to import
+
+        return Terminal(stream)
+    return Lines(stream, settings.every_s)

@@ -1,0 +1,1 @@
+"""What a person types -> the Job: composed by Hydra, checked, refused in plain words. (driver)"""

@@ -1,0 +1,1 @@
+"""raydist's tests."""

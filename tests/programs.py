@@ -1,0 +1,72 @@
+"""raydist as a person runs it: a process of its own, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from raydist.events import Event, read
+
+
+class Program:
+    """`python -m raydist.train WORD…` in `folder`, started already. All that it starts has `tmp` as its TMPDIR."""
+
+    def __init__(self, folder: Path, *words: str, address: str | None = None, module: str = "raydist.train") -> None:
+        self.folder = folder
+        # short: Ray keeps its sockets there, and a Unix socket's path may have 107 bytes
+        self._tmp = tempfile.TemporaryDirectory(prefix="raydist-test-", dir="/tmp", ignore_cleanup_errors=True)
+        self.tmp = Path(self._tmp.name)
+        env = {**os.environ, "TMPDIR": str(self.tmp)} | ({"RAY_ADDRESS": address} if address else {})
+        self.output = folder / "screen.txt"
+        with self.output.open("w") as screen:
+            command = [sys.executable, "-m", module, *words]
+            self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=screen, stderr=screen)
+        weakref.finalize(self, self.process.kill)  # a test that failed must not leave it running
+
+    def wait(self, timeout: float = 120) -> int:
+        return self.process.wait(timeout)
+
+    @property
+    def screen(self) -> str:
+        return self.output.read_text()
+
+    @property
+    def run_dir(self) -> Path:
+        """The newest run folder."""
+        return max((path.parent for path in self.folder.glob("runs/*/*/events.jsonl")), key=lambda path: path.name)
+
+    def events(self, *kinds: str) -> list[Event]:
+        """What happened so far, of these kinds."""
+        return [happened for happened in read(self.run_dir / "events.jsonl") if not kinds or happened["kind"] in kinds]
+
+    def result(self) -> dict[str, Any]:
+        made: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
+        return made
+
+    def until_step(self, step: int, timeout: float = 90) -> None:
+        """Return once rank 0 has reported that step."""
+        until = time.monotonic() + timeout
+        while time.monotonic() < until:
+            paths = list(self.folder.glob("runs/*/*/events.jsonl"))
+            if paths and any(happened.get("step", 0) >= step for happened in self.events("report")):
+                return
+            assert self.process.poll() is None, self.screen
+            time.sleep(0.05)
+        raise AssertionError(f"no step {step} within {timeout} s:\n{self.screen}")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+def plain(text: str) -> str:
+    """Text without the terminal's escape codes."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

@@ -1,0 +1,102 @@
+"""Real ranks for tests: forked processes that meet at a real store, over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # the first step of an optimizer imports it, 1 s in each rank
+
+from raydist import backends, context
+from raydist.config import Job
+from raydist.events import Event
+from raydist.node.rendezvous import open_store
+
+# A child of a process that has used OpenMP's threads would wait for them forever.
+torch.set_num_threads(1)
+
+
+@dataclass
+class Told:
+    """What one rank came to."""
+
+    value: Any = None
+    error: str = ""
+    events: list[Event] = field(default_factory=list)
+
+    def kind(self, kind: str) -> list[Event]:
+        return [happened for happened in self.events if happened["kind"] == kind]
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step, in order."""
+        return [e["values"]["loss"] for e in self.kind("report") if "loss" in e["values"]]
+
+
+def as_rank(job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mapping[str, str]) -> Told:
+    """This process as a rank: joins, calls, leaves."""
+    os.environ.update(env)
+    told = Told()
+    me = context.Rank.from_env({**env, "RAYDIST_RUN_DIR": str(run_dir)})
+    context.enter(context.Context(rank=me, emit=told.events.append, beat=lambda step, phase: None))
+    try:
+        with backends.join(job.backend.name, job, os.environ):
+            told.value = function(job)
+    except Exception:
+        told.error = traceback.format_exc()
+    finally:
+        context.enter(None)
+    return told
+
+
+def run_ranks(
+    world_size: int, job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mapping[str, str] | None = None
+) -> list[Told]:
+    """What every rank of a job came to; a rank that failed has its traceback in `error`."""
+    store, port = open_store("127.0.0.1")
+    fork = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for rank in range(world_size):
+        here, there = fork.Pipe(duplex=False)
+        seat = variables(rank, world_size, port) | dict(env or {})
+        process = fork.Process(target=_child, args=(there, job, function, run_dir, seat))
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    told = [pickle.loads(pipe.recv_bytes()) if pipe.poll(100) else Told(error="no answer in 100 s") for pipe in pipes]
+    for process in processes:
+        process.join(20)
+        process.kill()
+    del store
+    return told
+
+
+def _child(pipe: Connection, job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mapping[str, str]) -> None:
+    told = as_rank(job, function, run_dir, env)
+    pipe.send_bytes(pickle.dumps(told))  # tensors as bytes, not as descriptors of a process that is gone
+    pipe.close()
+    os._exit(0)
+
+
+def variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher exports to a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }

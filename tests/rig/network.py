@@ -1,0 +1,150 @@
+"""The hosts together: the switch between them, faults of the network, and Ray on all of them. (driver)"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.rig.host import Host, furnish
+from tests.rig.namespaces import CAPTURED, NET, Space, finish
+
+# Values for ray_up(env=...): a silent host is declared dead after 5 s instead of 62. Ray's default threshold
+# of 5 stays, since two busy cores can well miss one or two checks.
+QUICK_DEATH = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "500",
+}
+
+_RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+_RAY_PORT = 6379
+
+
+@dataclass
+class Rig:
+    """The hosts, the switch between them and what can be done to both."""
+
+    hosts: Sequence[Host]
+    switch: Space
+    gateway: str  # this machine's own address among the hosts
+    ray_address: str = ""
+
+    def cut(self, host: Host, nic: str | None = None) -> None:
+        """Pull the cable at the switch: the host sees no carrier and nobody gets a reset. All NICs without `nic`."""
+        self.switch.ip(*(f"link set {host.port(each)} down" for each in _chosen(host, nic)))
+
+    def restore(self, host: Host, nic: str | None = None) -> None:
+        self.switch.ip(*(f"link set {host.port(each)} up" for each in _chosen(host, nic)))
+
+    def slow(self, host: Host, rate: str, nic: str | None = None) -> None:
+        """Limit a NIC both ways, in tc's words: `100mbit`. Raises NotImplementedError where the kernel can't."""
+        for each in _chosen(host, nic):
+            for space, device in ((self.switch, host.port(each)), (host.space, each)):
+                words = f"tc qdisc replace dev {device} root tbf rate {rate} burst 64kb latency 100ms"
+                done = finish(space.spawn(words.split(), **CAPTURED), check=False)
+                if done.returncode:
+                    raise NotImplementedError(f"{words!r} on {host.name}: {done.stderr.strip()}")
+
+    def ray_up(self, cpus: int = 2, *, dashboard: bool = False, env: Mapping[str, str] | None = None) -> str:
+        """Start Ray on every host, the head on the first, and return its address. `env` is for Ray's own processes."""
+        head, *others = self.hosts
+        self.ray_address = f"{head.address()}:{_RAY_PORT}"
+        seen = f"--dashboard-host={head.address()}"  # by this machine too, with the token
+        first = [f"--port={_RAY_PORT}", f"--include-dashboard={str(dashboard).lower()}", seen, "--disable-usage-stats"]
+        finish(_ray_start(head, cpus, ["--head", *first], env))
+        for starting in [_ray_start(host, cpus, [f"--address={self.ray_address}"], env) for host in others]:
+            finish(starting)
+        for host in self.hosts:
+            host.environment["RAY_ADDRESS"] = self.ray_address
+        return self.ray_address
+
+    def ray_join(self, host: Host, cpus: int = 2, env: Mapping[str, str] | None = None) -> None:
+        """Start Ray on one more host, or again on one that was killed and booted."""
+        finish(_ray_start(host, cpus, [f"--address={self.ray_address}"], env))
+
+    def ray_down(self) -> None:
+        for stopping in [host.popen([*_RAY, "stop", "--force"], **CAPTURED) for host in self.hosts if host.space.alive]:
+            finish(stopping)
+        for host in self.hosts:
+            host.environment.pop("RAY_ADDRESS", None)
+
+
+@contextmanager
+def hosts(count: int, nics: Sequence[str] = ("eth0", "ib0")) -> Iterator[Rig]:
+    """Make `count` hosts, each with these NICs on a subnet (10.<n>.<position of the NIC>.0/24) and a switch of its own.
+
+    Nothing of them is left after the block. If this process is killed, the kernel ends them with it, and the next rig
+    removes the folder.
+    """
+    _sweep()
+    with ExitStack() as stack:
+        switch = Space(NET, "")
+        stack.callback(switch.end)
+        switch.ip(*(f"link add {nic} up type bridge" for nic in nics))
+        number = _plug_in(switch, nics[0])
+        stack.callback(_ip, f"link del rig{number}")
+        # Not $TMPDIR, which may be long: Ray's sockets lie in there, and the path of a socket ends at 107 characters.
+        folder = Path(tempfile.mkdtemp(prefix=f"raydist-rig{number}-", dir="/tmp"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        rig = Rig(_furnish(count, nics, number, folder, switch), switch, f"10.{number}.0.254")
+        for host in rig.hosts:
+            host.boot()
+            stack.callback(host.end)
+        yield rig
+
+
+def _plug_in(switch: Space, nic: str) -> int:
+    """Connect this machine to the first switch by a NIC named after a number nobody uses: its name is the lock."""
+    taken = _ip("-4 route show table all").stdout
+    for number in (n for n in range(80, 250) if f" 10.{n}." not in f" {taken}"):
+        made = _ip(f"link add rig{number} type veth peer name outside netns /proc/{switch.pid}/ns/net", check=False)
+        if made.returncode == 0:
+            switch.ip(f"link set outside up master {nic}")
+            _ip(f"link set rig{number} up")
+            _ip(f"addr add 10.{number}.0.254/24 brd + dev rig{number}")
+            return number
+        if "File exists" not in made.stderr:
+            raise RuntimeError(f"no NIC rig{number} can be made: {made.stderr.strip()}")
+    raise RuntimeError("all of 10.80.0.0/16 to 10.249.0.0/16 is in use on this machine; see `ip route`")
+
+
+def _furnish(count: int, nics: Sequence[str], number: int, folder: Path, switch: Space) -> list[Host]:
+    made = []
+    names = {f"host{i}": {nic: f"10.{number}.{net}.{i + 1}" for net, nic in enumerate(nics)} for i in range(count)}
+    token = secrets.token_hex(32)
+    for name, addresses in names.items():
+        others = [f"{other[nics[0]]} {peer}\n" for peer, other in names.items() if peer != name]
+        each_nic = [f"{address} {peer}-{nic}\n" for peer, its in names.items() for nic, address in its.items()]
+        known = "".join(others + each_nic)
+        made.append(Host(name, addresses, folder / name, switch, furnish(folder / name, known, token)))
+    return made
+
+
+def _ray_start(host: Host, cpus: int, words: list[str], env: Mapping[str, str] | None) -> subprocess.Popen[str]:
+    # A node takes the temp dir of the head unless it is given its own, and 256 MiB of object store is enough for tests.
+    folder = f"--temp-dir={host.environment['RAY_TMPDIR']}/ray"
+    own = [f"--node-ip-address={host.address()}", folder, f"--num-cpus={cpus}", f"--object-store-memory={2**28}"]
+    return host.popen([*_RAY, "start", *words, *own], env=env, **CAPTURED)
+
+
+def _sweep() -> None:
+    """Remove the folders of rigs that were killed: their NIC is gone, since it dies with its rig."""
+    for folder in Path("/tmp").glob("raydist-rig*-*"):
+        nic = folder.name.split("-")[1]
+        if not Path("/sys/class/net", nic).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ip(words: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return finish(subprocess.Popen(["ip", *words.split()], text=True, **CAPTURED), check=check)
+
+
+def _chosen(host: Host, nic: str | None) -> list[str]:
+    return [nic] if nic else list(host.addresses)

@@ -1,0 +1,200 @@
+"""Each rank's variables: their values, their reasons, and what is never overruled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raydist import fabric, placement
+from raydist.config import Backend, Fabric, Job, Scale
+from raydist.fabric import Meet, Var
+from raydist.node.probe import Facts
+from raydist.placement import Node, Plan
+
+MEET = Meet(address="10.0.0.1", port=41234)
+
+
+def node(i: int, gpu: float = 0) -> Node:
+    have = {"CPU": 16.0, **({"GPU": gpu} if gpu else {})}
+    return Node(f"id-{i}", f"10.0.0.{i}", f"node-{i}", have, have)
+
+
+def facts(i: int, interface: str = "eth0", gpus: tuple[str, ...] | None = None, **more: Any) -> Facts:
+    return Facts(f"node-{i}", f"10.0.0.{i}", interface, f"10.0.0.{i}", gpus=gpus, **more)
+
+
+def job(**more: Any) -> Job:
+    return Job(name="digits", dir="/runs/digits/2026", **{"backend": Backend("gloo"), **more})
+
+
+def plan(*nodes: Node, **scale: Any) -> Plan:
+    asked = placement.ask(Job(scale=Scale(nodes=len(nodes), **scale)), nodes)
+    return placement.seat(asked, nodes)
+
+
+def planned(
+    asked: Job, where: Plan, *each: Facts, meet: Meet = MEET
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The values and the reasons, by rank; `each`: one for every rank."""
+    found = fabric.variables(asked, where, each, meet)
+    for own in found:
+        assert len({var.name for var in own}) == len(own), "a variable is there twice"
+        assert all(var.reason for var in own)
+    return [{v.name: v.value for v in own} for own in found], [{v.name: v.reason for v in own} for own in found]
+
+
+def test_the_words_of_torchrun_on_uneven_nodes() -> None:
+    asked = placement.ask(Job(scale=Scale(nodes=1, per_node=3, placement="PACK")), [node(1), node(2)])
+    uneven = placement.seat(asked, [node(2), node(1), node(2)])
+    values, _ = planned(job(), uneven, facts(1), facts(2), facts(2))
+    names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_RANK",
+             "ROLE_WORLD_SIZE", "ROLE_NAME"]  # fmt: skip
+    assert [[own[name] for name in names] for own in values] == [
+        ["0", "0", "0", "1", "3", "2", "0", "3", "default"],
+        ["1", "0", "1", "2", "3", "2", "1", "3", "default"],
+        ["2", "1", "1", "2", "3", "2", "2", "3", "default"],
+    ]
+
+
+def test_everything_that_torchrun_exports_is_there() -> None:
+    """The names are read from torch's own launcher, so that a new one is noticed."""
+    import inspect
+    import re
+
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    source = inspect.getsource(LocalElasticAgent)
+    exported = set(re.findall(r'"([A-Z_]+)": (?:str|spec|worker)', source)) | {"LOCAL_RANK"}
+    (values,), _ = planned(job(), plan(node(1), per_node=1), facts(1))
+    assert len(exported) > 10
+    assert exported <= set(values)
+
+
+def test_where_the_ranks_meet() -> None:
+    (first, second), _ = planned(job(), plan(node(1), per_node=2), facts(1), facts(1))
+    for own in (first, second):
+        assert (own["MASTER_ADDR"], own["MASTER_PORT"]) == ("10.0.0.1", "41234")
+        assert own["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # torch takes this very word
+        assert own["TORCHELASTIC_RUN_ID"] == "digits_2026"
+        assert (own["TORCHELASTIC_RESTART_COUNT"], own["TORCHELASTIC_MAX_RESTARTS"]) == ("0", "0")
+        assert own["RAYDIST_RUN_DIR"] == "/runs/digits/2026"
+        assert "RAYDIST_RENDEZVOUS_FILE" not in own
+
+
+def test_where_the_ranks_meet_in_a_file() -> None:
+    asked = job(init_method="file")
+    (own,), _ = planned(asked, plan(node(1), per_node=1), facts(1), meet=Meet("10.0.0.1", file="/shared/rendezvous"))
+    assert own["RAYDIST_RENDEZVOUS_FILE"] == "/shared/rendezvous"
+    assert not {"MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(own)
+
+
+def test_a_port_that_is_not_open_yet_says_so() -> None:
+    (own,), _ = planned(job(), plan(node(1), per_node=1), facts(1), meet=Meet("10.0.0.1"))
+    assert own["MASTER_PORT"] == fabric.LATER
+
+
+def test_the_interface_may_differ_from_node_to_node() -> None:
+    values, reasons = planned(job(), plan(node(1), node(2), per_node=1), facts(1, "eth0"), facts(2, "ens3"))
+    assert [own["GLOO_SOCKET_IFNAME"] for own in values] == ["eth0", "ens3"]
+    assert [own["NCCL_SOCKET_IFNAME"] for own in values] == ["=eth0", "=ens3"]
+    assert "owns 10.0.0.2" in reasons[1]["GLOO_SOCKET_IFNAME"]
+
+
+def test_an_interface_that_was_asked_for_is_the_reason() -> None:
+    asked = job(fabric=Fabric(interface="ib0"))
+    (own,), (why,) = planned(asked, plan(node(1), per_node=1), facts(1, "ib0"))
+    assert own["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert why["NCCL_SOCKET_IFNAME"].startswith("fabric.interface")
+
+
+@pytest.mark.parametrize(
+    ("held", "visible"),
+    [
+        ([("1",), ("0",)], "0,1"),
+        ([("10",), ("9",)], "9,10"),
+        ([("3", "2"), ("1", "0")], "0,1,2,3"),
+        ([("0",), ("0",)], "0"),
+        ([("GPU-b",), ("GPU-a",)], "GPU-a,GPU-b"),
+        ([("MIG-x",), ("7",)], "7,MIG-x"),
+    ],
+)
+def test_all_ranks_of_a_node_see_all_its_gpus_in_one_order(held: list[tuple[str, ...]], visible: str) -> None:
+    where = plan(node(1, gpu=8), per_node=2, gpus=1)
+    # Ray's own mask on the actor is no setting of the site
+    each = [facts(1, gpus=own, environment={"CUDA_VISIBLE_DEVICES": own[0]}) for own in held]
+    values, _ = planned(job(), where, *each)
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == [visible, visible]
+
+
+def test_each_node_has_its_own_gpus() -> None:
+    where = plan(node(1, gpu=2), node(2, gpu=2), per_node=2)
+    each = [facts(1, gpus=("0",)), facts(1, gpus=("1",)), facts(2, gpus=("5",)), facts(2, gpus=("4",))]
+    values, _ = planned(job(), where, *each)
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == ["0,1", "0,1", "4,5", "4,5"]
+
+
+def test_a_job_without_gpus_sees_none_and_one_that_nobody_counted_for_sees_all() -> None:
+    (own,), _ = planned(
+        job(), plan(node(1, gpu=2), per_node=1, gpus=0), facts(1, environment={"CUDA_VISIBLE_DEVICES": "1"})
+    )
+    assert own["CUDA_VISIBLE_DEVICES"] == ""
+    (own,), _ = planned(job(), plan(node(1, gpu=2), per_node=1), facts(1, gpus=None))
+    assert "CUDA_VISIBLE_DEVICES" not in own
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(0.5, "1"), (1.0, "1"), (3.9, "3"), (4, "4")])
+def test_threads_follow_the_cpus(cpus: float, threads: str) -> None:
+    (own,), _ = planned(job(scale=Scale(cpus=cpus)), plan(node(1), per_node=1), facts(1))
+    assert own["OMP_NUM_THREADS"] == threads
+
+
+def test_what_the_site_has_set_stands_and_is_told() -> None:
+    site = {"NCCL_SOCKET_IFNAME": "=bond0", "OMP_NUM_THREADS": "12"}
+    values, reasons = planned(job(), plan(node(1), node(2), per_node=1), facts(1, environment=site), facts(2))
+    assert (values[0]["NCCL_SOCKET_IFNAME"], values[0]["OMP_NUM_THREADS"]) == ("=bond0", "12")
+    why = reasons[0]["NCCL_SOCKET_IFNAME"]
+    assert "set on node-1 already" in why
+    assert "env.NCCL_SOCKET_IFNAME==eth0" in why
+    # only on that node, and only what was set there
+    assert values[0]["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert values[1]["NCCL_SOCKET_IFNAME"] == "=eth0"
+
+
+def test_what_ray_has_set_to_the_same_is_no_news() -> None:
+    _, (why,) = planned(job(), plan(node(1), per_node=1), facts(1, environment={"OMP_NUM_THREADS": "1"}))
+    assert why["OMP_NUM_THREADS"] == "scale.cpus=1"
+
+
+def test_ncclls_own_file_stands_too_but_below_the_environment() -> None:
+    conf = {"NCCL_SOCKET_IFNAME": ("bond", "/etc/nccl.conf"), "GLOO_SOCKET_IFNAME": ("eth0", "/etc/nccl.conf")}
+    where = plan(node(1), per_node=1)
+    (own,), (why,) = planned(job(), where, facts(1, nccl_conf=conf))
+    assert own["NCCL_SOCKET_IFNAME"] == "bond"
+    assert "set in /etc/nccl.conf on node-1; raydist would say =eth0" in why["NCCL_SOCKET_IFNAME"]
+    assert why["GLOO_SOCKET_IFNAME"] == "set in /etc/nccl.conf on node-1"  # the same: nothing to say against it
+    (own,), _ = planned(job(), where, facts(1, nccl_conf=conf, environment={"NCCL_SOCKET_IFNAME": "ib0"}))
+    assert own["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_what_the_person_types_wins_over_all() -> None:
+    asked = job(env={"NCCL_SOCKET_IFNAME": "=eth7", "MASTER_PORT": "1", "FLAGS": "-v"})
+    site = facts(1, environment={"NCCL_SOCKET_IFNAME": "=bond0"})
+    values, reasons = planned(asked, plan(node(1), per_node=2), site, site)
+    for own, why in zip(values, reasons, strict=True):
+        assert (own["NCCL_SOCKET_IFNAME"], own["MASTER_PORT"], own["FLAGS"]) == ("=eth7", "1", "-v")
+        assert why["NCCL_SOCKET_IFNAME"] == "env.NCCL_SOCKET_IFNAME"
+
+
+def test_values_are_text_whatever_yaml_made_of_them() -> None:
+    asked = replace(job(), env={"DEPTH": 3})  # type: ignore[dict-item]
+    (own,) = fabric.variables(asked, plan(node(1), per_node=1), [facts(1)], MEET)
+    assert Var("DEPTH", "3", "env.DEPTH") in own
+
+
+def test_variables_are_in_one_order_on_every_rank() -> None:
+    asked = job(env={"B": "1", "A": "2", "C": "3"})
+    first, second = fabric.variables(asked, plan(node(1), per_node=2), [facts(1)] * 2, MEET)
+    assert [var.name for var in first] == [var.name for var in second]
+    assert [var.name for var in first][-3:] == ["B", "A", "C"]

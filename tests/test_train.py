@@ -1,0 +1,191 @@
+"""`python -m raydist.train` as a person runs it: the main job, their own file, signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.leftovers import folders_of, gone
+from tests.programs import Program
+
+pytestmark = pytest.mark.ray
+LONG = ("train.epochs=100000", "train.evaluate_every=0", "checkpoint.every=100000")
+
+
+def test_the_main_job_with_no_arguments_starts_ray_trains_and_leaves_nothing(tmp_path: Path) -> None:
+    program = Program(tmp_path)
+    assert program.wait() == 0, program.screen
+    result = program.result()
+    assert result["status"] == "finished"
+    assert result["world_size"] == 2
+    assert result["metrics"]["accuracy"] >= 0.97
+    assert set(result["launch"]) == {"connect", "place", "actors", "warm-up", "rendezvous", "first step"}
+    assert 0 < result["goodput"] < 1
+    assert result["throughput"] > 0
+    screen = program.screen
+    for words in ("started here for this run", "rank  host", "epoch 1/", "samples/s", "accuracy", "goodput"):
+        assert words in screen
+    assert str(program.run_dir) in screen
+    assert "\x1b" not in screen  # no terminal: plain lines
+    assert {path.name for path in program.run_dir.iterdir()} >= {
+        ".hydra",
+        "events.jsonl",
+        "logs",
+        "checkpoints",
+        "result.json",
+    }
+    assert gone(str(program.tmp)) == []
+    assert folders_of(program.tmp) == []
+
+
+def test_a_persons_own_file_with_a_model_of_its_own(tmp_path: Path, ray_address: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            import raydist
+            from torch import nn
+            from torch.utils.data import TensorDataset
+
+            def job(config, hidden=4):
+                x = torch.randn(256, 8)
+                y = (x.sum(1) > 0).long()
+                net = nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+                return raydist.fit(config, model=net, train=TensorDataset(x, y), loss=nn.functional.cross_entropy)
+
+            if __name__ == "__main__":
+                raydist.main(job)
+            """
+        )
+    )
+    program = Program(
+        tmp_path, "job=mine.py", "job.args.hidden=16", "train.epochs=3", "optim=adam", address=ray_address
+    )
+    assert program.wait() == 0, program.screen
+    assert program.run_dir.parent.name == "mine"
+    assert program.result()["metrics"]["epoch"] == 3
+    alone = subprocess.run([sys.executable, "mine.py", "train.epochs=1"], cwd=tmp_path, capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("local", [True, False], ids=["own Ray", "cluster"])
+def test_a_signal_ends_the_run_in_order(
+    tmp_path: Path, ray_address: str, number: signal.Signals, code: int, local: bool
+) -> None:
+    program = Program(tmp_path, *LONG, address=None if local else ray_address)
+    program.until_step(20)
+    program.signal(number)
+    assert program.wait(30) == code
+    assert program.result()["status"] == "stopped"
+    assert program.result()["signal"] == number
+    assert signal.Signals(number).name in program.screen
+    assert "Traceback" not in program.screen
+    assert {end["how"] for end in program.events("ended")} == {"stopped"}
+    assert gone(str(program.tmp)) == []
+    assert folders_of(program.tmp) == []
+
+
+@pytest.mark.parametrize("when", ["before any rank", "while ranks train"])
+def test_a_signal_at_any_time_leaves_nothing(tmp_path: Path, ray_address: str, when: str) -> None:
+    program = Program(tmp_path, *LONG, address=ray_address)
+    if when == "while ranks train":
+        program.until_step(1)
+    else:
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob("runs/*/*/events.jsonl")) and time.monotonic() < until:
+            time.sleep(0.02)
+    program.signal(signal.SIGTERM)
+    assert program.wait(60) == 143
+    assert gone(str(program.tmp)) == []
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["own Ray", "cluster"])
+def test_a_driver_killed_with_sigkill_leaves_no_process_behind(tmp_path: Path, ray_address: str, local: bool) -> None:
+    program = Program(tmp_path, *LONG, address=None if local else ray_address)
+    program.until_step(20)
+    pids = [happened["pid"] for happened in program.events("began")]
+    program.signal(signal.SIGKILL)
+    program.wait(30)
+    until = time.monotonic() + 30
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    if local:
+        assert gone(str(program.tmp), within=40) == []
+        assert folders_of(program.tmp) == []
+
+
+def test_a_failing_job_exits_1_and_its_page_names_the_culprit(tmp_path: Path, ray_address: str) -> None:
+    (tmp_path / "bad.py").write_text(
+        "import raydist\ndef job():\n    raydist.report(step=7)\n    if raydist.rank().rank == 1:\n"
+        "        raise KeyError('no such column')\n    import time; time.sleep(100)\n"
+    )
+    program = Program(tmp_path, "job=bad.py", address=ray_address)
+    assert program.wait() == 1
+    assert "rank 1 on" in program.screen
+    assert "step 7" in program.screen
+    assert "KeyError: 'no such column'" in program.screen
+    assert "bad.py" in program.screen
+    assert program.result()["cause"]["rank"] == 1
+    assert "no such column" in (program.run_dir / "logs" / "rank-1.log").read_text()
+
+
+def test_stopped_and_resumed_gives_the_same_losses_as_unbroken(tmp_path: Path, ray_address: str) -> None:
+    # a cosine would be another one for a run that is to stop after 30 steps
+    words = ("watch.progress=none", "train.evaluate_every=0", "checkpoint.every=10", "optim.schedule=constant")
+
+    def losses(program: Program) -> dict[int, float]:
+        assert program.wait() == 0, program.screen
+        return {
+            e["step"]: e["values"]["loss"] for e in program.events("report") if e["rank"] == 0 and "lr" in e["values"]
+        }
+
+    whole = losses(Program(tmp_path, "train.epochs=3", "name=whole", *words, address=ray_address))
+    first = Program(tmp_path, "train.epochs=3", "train.steps=30", "name=parts", *words, address=ray_address)
+    assert first.wait() == 0, first.screen
+    rest = Program(tmp_path, "train.epochs=3", "name=parts", "resume=auto", *words, address=ray_address)
+    resumed = losses(rest)
+    assert min(resumed) == 31
+    assert resumed == {step: loss for step, loss in whole.items() if step > 30}
+
+
+def test_multirun_runs_every_combination(tmp_path: Path, ray_address: str) -> None:
+    program = Program(
+        tmp_path, "--multirun", "scale=1x1,1x2", "seed=1", "train.steps=2", "watch.progress=none", address=ray_address
+    )
+    assert program.wait() == 0, program.screen
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("runs/*/*/*/result.json"))]
+    assert [result["world_size"] for result in results] == [1, 2]
+
+
+def test_the_wheel_carries_conf_and_jobs_and_runs_from_any_folder(tmp_path: Path, ray_address: str) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    env = {**os.environ, "PYTHONPATH": str(site), "RAY_ADDRESS": ray_address}
+    code = "import raydist, sys; print(raydist.__file__); from raydist.train import main; sys.exit(main(sys.argv[1:]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "train.steps=2", "job=digits"],
+        cwd=elsewhere,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert str(site) in ended.stdout
+    assert (elsewhere / "runs" / "digits").is_dir()
