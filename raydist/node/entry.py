@@ -32,7 +32,8 @@ def die_with_parent() -> None:
 def become_rank(spec: Mapping[str, Any], log_fd: int) -> None:
     """Turn a fresh child into the rank: own session, own log, the planned environment, folder and import path."""
     os.setsid()  # a group of its own, so that it ends with everything it starts
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
     for there, here in ((null, 0), (log_fd, 1), (log_fd, 2)):

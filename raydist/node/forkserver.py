@@ -99,9 +99,14 @@ class Server:
     def fork_rank(self, spec: dict[str, Any], fds: list[int]) -> int:
         if self.start == "spawn":
             return spawn_rank(spec, fds)
+        # A SIGTERM for a rank that is a moment old waits until the rank no longer ignores it as the server does.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
         if pid == 0:
             self.forget()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if pid == 0:
             from raydist.node.entry import run_rank
 
             run_rank(spec, *fds)
