@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,18 +110,18 @@ def steps_per_second(start: Callable[[str, int], list[float]], ranks: int) -> fl
     return min(start("steps", ranks))
 
 
-def main(rounds: int = 3) -> list[str]:
+def main(rounds: int = 3, ranks: Sequence[int] = (2, 4, 8)) -> list[str]:
     """The rows of both tables."""
     import ray
 
-    ray.init(num_cpus=5, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(num_cpus=max(ranks) + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     starts = {RAYDIST: by_raydist, HOROVODRUN: by_horovodrun, EXECUTOR: by_executor}
     head = f"| {RAYDIST} | {HOROVODRUN} --gloo | {EXECUTOR} | {RAYDIST} / {HOROVODRUN} | {RAYDIST} / {EXECUTOR} |"
     lines = [f"| launch, ranks {head}", "|---|---|---|---|---|---|"]
-    for ranks in (2, 4):
-        print(f"launch, {ranks} ranks", flush=True)
-        sides = {name: partial(seconds, start, ranks) for name, start in starts.items()}
-        lines.append(f"| {ranks} | {row(alternate(sides, rounds), RAYDIST, 's')} |")
+    for count in ranks:
+        print(f"launch, {count} ranks", flush=True)
+        sides = {name: partial(seconds, start, count) for name, start in starts.items()}
+        lines.append(f"| {count} | {row(alternate(sides, rounds), RAYDIST, 's')} |")
     print("steps, 2 ranks", flush=True)
     sides = {name: partial(steps_per_second, start, 2) for name, start in starts.items()}
     lines += ["", f"| steps, ranks {head}", "|---|---|---|---|---|---|"]

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,8 +16,8 @@ from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
 from raydist.group import Gang
-from raydist.node.seat import Seat
-from raydist.placement import Ask, Node, NodeType
+from raydist.node.place import Place
+from raydist.placement import Ask, Node, NodeType, Plan
 
 WAIT_S = 1
 """Seconds between two looks at what is still awaited; whole ones, because Ray cuts off the rest."""
@@ -132,7 +132,6 @@ def node_types() -> list[NodeType]:
 @contextlib.contextmanager
 def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
     """The gang: one placement group, one actor per rank, all gone when the block is left."""
-    import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     began = time.time()
@@ -140,22 +139,19 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         {"bundle_label_selector": [dict(ask.selector)] * len(ask.bundles)} if ask.selector else {}
     )
     held = placement_group([dict(bundle) for bundle in ask.bundles], strategy=ask.strategy, **selector)
-    actors: list[Any] = []
+    places: Places | None = None
     try:
         wait_for(held, ask, job.scale.wait_s, events)
         plan = placement.seat(ask, bundle_nodes(held))
         events.say("phase", name="place", s=time.time() - began)
-        kind = ray.remote(Seat)  # once: Ray exports the class at each call
-        actors += [seat_actor(kind, held, ask, seat.bundle) for seat in plan.seats]
-
-        def call(rank: int, method: str, *args: Any) -> Future[Any]:
-            return getattr(actors[rank], method).remote(*args).future()  # type: ignore[no-any-return]
-
-        with Gang(plan, call, events, on_ray=True) as gang:
+        places = Places(plan, held)
+        with Gang(
+            plan, places.call, events, places.gpus if ask.rank_resources.get("GPU") else None, places.take
+        ) as gang:
             yield gang
     finally:
-        for actor in actors:
-            ray.kill(actor)
+        if places is not None:
+            places.leave()
         remove_placement_group(held)
 
 
@@ -180,16 +176,55 @@ def bundle_nodes(held: Any) -> list[Node]:
     return [there[table[bundle]] for bundle in sorted(table)]
 
 
-def seat_actor(kind: Any, held: Any, ask: Ask, bundle: int) -> Any:
-    """One Seat as an actor in its bundle. No runtime_env: Ray then takes a worker that is already running."""
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+class Places:
+    """The actors of a gang, one per rank. The first of each node is taken at once, the others when there is time."""
 
-    resources = dict(ask.rank_resources)
-    options = {
-        "num_cpus": resources.pop("CPU", 0),
-        "num_gpus": resources.pop("GPU", 0),
-        "memory": resources.pop("memory", None),
-        "resources": resources,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(held, placement_group_bundle_index=bundle),
-    }
-    return kind.options(**options).remote()
+    def __init__(self, plan: Plan, held: Any) -> None:
+        import ray
+
+        self._plan = plan
+        self._held = held
+        self._kind = ray.remote(Place)  # once: Ray exports the class at each call
+        self._actors: dict[int, Any] = {}
+        leads = {seat.node_rank: seat.rank for seat in plan.seats if seat.local_rank == 0}
+        self._lead = [leads[seat.node_rank] for seat in plan.seats]
+        self.take(leads.values())
+
+    def take(self, ranks: Iterable[int] | None = None) -> None:
+        """Bring up the actors of these ranks; of all that have none yet. Waits for none of them."""
+        for rank in range(self._plan.world_size) if ranks is None else ranks:
+            if rank not in self._actors:
+                self._actors[rank] = self._kind.options(**self._options(rank)).remote()
+
+    def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
+        """A call to the seat of a rank, by the actor that hosts it."""
+        return self._actors[self._lead[rank]].ask.remote(rank, method, *args).future()  # type: ignore[no-any-return]
+
+    def gpus(self) -> list[tuple[str, ...]]:
+        """The GPUs of each rank. Only its own actor knows them, so this brings up and waits for all."""
+        import ray
+
+        self.take()
+        found: list[tuple[str, ...]] = ray.get([self._actors[rank].gpus.remote() for rank in range(len(self._lead))])
+        return found
+
+    def leave(self) -> None:
+        """End all of them."""
+        import ray
+
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def _options(self, rank: int) -> dict[str, Any]:
+        """What one actor holds. No runtime_env: Ray then takes a worker that is already running."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        resources = dict(self._plan.ask.rank_resources)
+        bundle = self._plan.seats[rank].bundle
+        return {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "memory": resources.pop("memory", None),
+            "resources": resources,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._held, placement_group_bundle_index=bundle),
+        }

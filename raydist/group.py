@@ -36,13 +36,22 @@ Call = Callable[..., "Future[Any]"]
 class Gang(AbstractContextManager["Gang"]):
     """All seats of a run. One round opens them, one starts the ranks; vigil.py then listens."""
 
-    def __init__(self, plan: Plan, call: Call, events: Events, *, on_ray: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        call: Call,
+        events: Events,
+        gpus: Callable[[], Sequence[Sequence[str] | None]] | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`gpus`: each rank's GPUs, where somebody keeps account. `settle`: what can wait until the ranks have met."""
         self.plan = plan
         self.call = call
+        self.settle = settle
         self.facts: tuple[Facts, ...] = ()
         self.meet = Meet()
         self._events = events
-        self._on_ray = on_ray
+        self._gpus = gpus
 
     def open(self, job: Job, modules: Sequence[str]) -> None:
         """Round 1: probe every node, warm its fork server, open the store on rank 0's node."""
@@ -52,7 +61,7 @@ class Gang(AbstractContextManager["Gang"]):
             file.parent.mkdir(parents=True, exist_ok=True)
         store = "horovod" if job.backend.name == "horovod" else "tcp"
         same = {
-            "run": uuid.uuid4().hex[:8], "on_ray": self._on_ray, "start": job.start, "modules": list(modules),
+            "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules),
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
             "shared": file and str(file.parent),
         }  # fmt: skip
@@ -114,10 +123,11 @@ class Gang(AbstractContextManager["Gang"]):
 
     def _facts(self, answers: Sequence[dict[str, Any]]) -> Iterator[Facts]:
         """Each rank's facts: those that the lead of its node found, with its own GPUs."""
-        for answer in answers:
+        gpus = self._gpus() if self._gpus else [None] * len(answers)
+        for answer, own in zip(answers, gpus, strict=True):
             if answer["facts"] is not None:
                 found = Facts.from_dict(answer["facts"])
-            yield replace(found, gpus=answer["gpus"])
+            yield replace(found, gpus=own)
 
     def _warn(self, answers: Sequence[dict[str, Any]]) -> None:
         for seat, answer in zip(self.plan.seats, answers, strict=True):
@@ -158,7 +168,7 @@ def in_thread(plan: Plan, events: Events) -> Iterator[Gang]:
         return asyncio.run_coroutine_threadsafe(getattr(seats[rank], method)(*args), loop)
 
     try:
-        with Gang(plan, call, events, on_ray=False) as gang:
+        with Gang(plan, call, events) as gang:
             yield gang
     finally:
         loop.call_soon_threadsafe(loop.stop)

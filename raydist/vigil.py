@@ -98,6 +98,7 @@ class Vigil:
             self._joined.add(rank)
             if len(self._joined) == self._gang.plan.world_size:
                 self._events.say("phase", name="rendezvous", s=happened["t"] - self._began)
+                self._gang.settle()
                 self._began = happened["t"]
         elif happened["kind"] == "report" and not self._stepped and "step" in happened:
             self._stepped = True

@@ -27,7 +27,7 @@ LAYERS = """
     loop.data loop.optim loop.models loop.evaluation loop.step loop.fit loop
     words.translate words.lookup words.choices words.refusals words.compose words.manual words
     target standalone preload
-    node.rendezvous node.rendezvous_http node.channel node.entry node.forkserver node.seat node
+    node.rendezvous node.rendezvous_http node.channel node.entry node.forkserver node.seat node.place node
     group inline vigil cluster
     watch.progress watch.wording watch.terminal watch.lines watch.console watch
     run
@@ -175,7 +175,7 @@ def after(statement: str) -> set[str]:
         ("import raydist", {"torch", "ray", "horovod", "omegaconf", "hydra", "numpy", "rich", "psutil"}),
         ("import raydist.run", {"torch", "ray", "numpy", "torchvision"}),
         ("import raydist.train", {"torch", "ray", "numpy"}),
-        ("import raydist.node.seat", {"torch", "omegaconf", "hydra", "psutil", "rich"}),
+        ("import raydist.node.place", {"torch", "omegaconf", "hydra", "psutil", "rich"}),
     ],
 )
 def test_importing_is_cheap(statement: str, unwanted: set[str]) -> None:

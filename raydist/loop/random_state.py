@@ -28,7 +28,8 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
         # cuBLAS reads it when it is first used: NVIDIA's cuBLAS guide, "Results Reproducibility".
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)  # imports torch._inductor: a second in each rank
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,6 +1,6 @@
-"""The actor of one rank: holds its GPU, starts its process, watches it, answers for it. (actor)
+"""The seat of one rank: starts its process, watches it, answers for it. (actor)
 
-A Seat is a plain class with coroutines. Ray makes an actor of it; without Ray the driver runs it in a thread.
+A Seat is a plain class with coroutines. An actor on its node hosts it; without Ray a thread of the driver does.
 It never imports torch, so it can answer, take a signal and end the rank whatever the rank is stuck in.
 """
 
@@ -48,7 +48,7 @@ class Seat:
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Round 1: look at the machine, bring up or join the node's fork server, open the store if rank 0 sits here.
 
-        `ask`: what group.Gang.open sends. The lead of a node answers with its facts, each seat with its own GPUs.
+        `ask`: what group.Gang.open sends. The lead of a node answers with its facts.
         """
         self.rank = ask["rank"]
         self.folder = folder(f"raydist-{os.getuid()}-{ask['run']}-{ask['node'][:8]}")
@@ -62,7 +62,6 @@ class Seat:
         opened = await self.open_store(ask["store"], facts["address"]) if facts and ask["store"] else None
         return {
             "facts": facts,
-            "gpus": held_gpus() if ask["on_ray"] else None,
             "born": self.born,
             "warm": warm,
             "store": opened,
@@ -249,13 +248,6 @@ def folder(name: str) -> Path:
     """A place on this node's own disk; a Unix socket's path may have 107 bytes, and some TMPDIRs alone have more."""
     place = Path(tempfile.gettempdir()) / name
     return place if len(os.fsencode(place)) < 90 else Path("/tmp") / name
-
-
-def held_gpus() -> tuple[str, ...]:
-    """The GPUs that Ray gave to this actor; Ray's mask on the actor itself is of no matter, it never touches CUDA."""
-    import ray
-
-    return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
 
 def look(ip: str, interface: str | None) -> dict[str, Any]:

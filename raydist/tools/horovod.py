@@ -164,7 +164,7 @@ def release(home: str) -> str:
 
 def has_nccl(folder: str) -> bool:
     root = Path(folder or "/nowhere")
-    return (root / "include" / "nccl.h").exists() and any(root.glob("lib*/libnccl.so*"))
+    return (root / "include" / "nccl.h").exists() and bool(horovod_build.nccl_libraries(root))
 
 
 def missing(recipe: Recipe) -> list[str]:

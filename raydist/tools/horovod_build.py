@@ -113,8 +113,7 @@ class Recipe:
         if self.cuda:
             chosen |= {
                 "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": self.cuda, "CUDA_HOME": self.cuda,
-                "HOROVOD_NCCL_INCLUDE": f"{self.nccl}/include", "HOROVOD_NCCL_LIB": f"{self.nccl}/lib",
-                "HOROVOD_NCCL_LINK": "shared",
+                "HOROVOD_NCCL_INCLUDE": f"{self.nccl}/include", "HOROVOD_NCCL_LINK": "shared",
             }  # fmt: skip
         return chosen
 
@@ -130,6 +129,7 @@ def build(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith(unwanted)},
         **recipe.environment(),
+        **({"HOROVOD_NCCL_LIB": str(link_nccl(Path(recipe.nccl), folder / "nccl"))} if recipe.cuda else {}),
         "PYTHONPATH": str(tools),
         "PATH": os.pathsep.join([str(tools / "bin"), os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
         "HOROVOD_CMAKE": str(tools / "cmake" / "data" / "bin" / "cmake"),
@@ -139,6 +139,18 @@ def build(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
     }
     compile_wheel(source, env, folder / "build.log", tell)
     return next((source / "dist").glob("*.whl"))
+
+
+def nccl_libraries(root: Path) -> list[Path]:
+    """The shared libraries of the NCCL below `root`; the plain name first, where there is one."""
+    return sorted(found for pattern in ("lib*", "lib*/*") for found in root.glob(f"{pattern}/libnccl.so*"))
+
+
+def link_nccl(root: Path, folder: Path) -> Path:
+    """A folder with libnccl.so: the NCCL that comes with torch has only libnccl.so.2, which no linker looks for."""
+    folder.mkdir()
+    (folder / "libnccl.so").symlink_to(nccl_libraries(root)[0])
+    return folder
 
 
 def pip(*arguments: str, path: Path | None = None) -> None:

@@ -1,0 +1,28 @@
+"""The actor of one rank: holds its place in Ray; the first on a node hosts the seats of all ranks there. (actor)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raydist.node.seat import Seat
+
+
+class Place:
+    """One actor per rank, as Ray counts. Only the first of a node is on the way of a launch: it speaks for all.
+
+    A Ray worker costs half a second of CPU to start: sixteen ranks that each waited for their own would wait for eight.
+    """
+
+    def __init__(self) -> None:
+        self._seats: dict[int, Seat] = {}
+
+    async def ask(self, rank: int, method: str, *args: Any) -> Any:
+        """A call to the seat of a rank of this node."""
+        seat = self._seats.setdefault(rank, Seat())
+        return await getattr(seat, method)(*args)
+
+    async def gpus(self) -> tuple[str, ...]:
+        """The GPUs that Ray gave to this actor. Ray's mask on the actor is of no matter: it never touches CUDA."""
+        import ray
+
+        return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))

@@ -1,0 +1,47 @@
+"""Real Horovod ranks for tests: forked processes with the variables that raydist plans, and a real rendezvous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from raydist import fabric_horovod
+from raydist.config import Job
+from raydist.node.rendezvous_http import serving
+from raydist.placement import Ask, Node, Plan, Seat
+from tests import ranks
+from tests.ranks import Told
+
+requires_horovod = pytest.mark.skipif(
+    find_spec("horovod") is None, reason="Horovod is not built: python -m raydist.tools.horovod build"
+)
+
+
+def run_horovod(
+    world_size: int, job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mapping[str, str] | None = None
+) -> list[Told]:
+    """What every rank of a job came to, as run_ranks tells it for torch's own backends."""
+    node = Node(id="here", ip="127.0.0.1", host="here", total={}, free={})
+    seats = tuple(Seat(rank, rank, 0, world_size, 0, node) for rank in range(world_size))
+    plan = Plan(Ask("horovod", world_size, (), world_size, "PACK", {}), seats)
+    plain = ranks.variables
+
+    with serving("127.0.0.1") as door:
+        place, _, secret = door.partition("/")
+        address, _, port_ = place.partition(":")
+
+        def variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+            lines = (
+                *fabric_horovod.place(plan, seats[rank]),
+                *fabric_horovod.meeting(address, port_, secret),
+                *fabric_horovod.settings(job, "lo"),
+            )
+            return plain(rank, world_size, port) | {name: value for name, value, _ in lines}
+
+        with mock.patch.object(ranks, "variables", variables):
+            return ranks.run_ranks(world_size, job, function, run_dir, env)
