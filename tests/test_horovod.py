@@ -299,8 +299,13 @@ def test_the_timeline_lies_in_the_run_folder(tmp_path: Path) -> None:
 def test_a_stalled_collective_fails_and_the_missing_ranks_are_named(tmp_path: Path, capfd: Any) -> None:
     def stall(job: Job) -> None:
         if context.rank().rank == 1:
-            time.sleep(6)
-        comm().sum(torch.ones(1))
+            while not (tmp_path / "failed").exists():
+                time.sleep(0.05)
+            return
+        try:
+            comm().sum(torch.ones(1))
+        finally:
+            (tmp_path / "failed").touch()
 
     told = run_horovod(3, on_horovod(BASE, stall_warn_s=1, stall_fail_s=2), stall, tmp_path)
     assert "HorovodInternalError" in told[0].error
