@@ -53,8 +53,11 @@ class Gang(AbstractContextManager["Gang"]):
         self._events = events
         self._gpus = gpus
 
-    def open(self, job: Job, modules: Sequence[str]) -> None:
-        """Round 1: probe every node, warm its fork server, open the store on rank 0's node."""
+    def open(self, job: Job, modules: Sequence[str], home: dict[str, Any] | None = None) -> None:
+        """Round 1: probe every node, warm its fork server, open the store on rank 0's node.
+
+        `home`: a server that is on its way already on the driver's machine, as home.warm offers it.
+        """
         began = time.time()
         file = Path(job.dir).absolute() / "rendezvous" if job.init_method == "file" else None
         if file:
@@ -63,7 +66,7 @@ class Gang(AbstractContextManager["Gang"]):
         same = {
             "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules),
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
-            "shared": file and str(file.parent),
+            "shared": file and str(file.parent), "home": home,
         }  # fmt: skip
         asks = [
             {

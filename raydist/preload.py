@@ -16,12 +16,13 @@ LOOP = ("raydist.loop.fit", "torch._dynamo", "hydra.utils")
 def modules(target: str, backend: str) -> list[str]:
     """The modules to import for a target (`/path/file.py:function` or `package.module:function`), in order.
 
-    `backend`: as in BACKENDS, never auto.
+    `backend`: as in BACKENDS; `auto` becomes one of torch.distributed's own, which are one file.
     """
     source = source_of(target)
     named = imports(source.read_text(encoding="utf-8")) if source else []
     loop = LOOP if "raydist" in named else ()
-    found = [*ALWAYS, BACKENDS[backend], *loop, *(name for name in named if name != "raydist")]
+    joins = BACKENDS["gloo" if backend == "auto" else backend]
+    found = [*ALWAYS, joins, *loop, *(name for name in named if name != "raydist")]
     return list(dict.fromkeys(found))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from raydist import backends, checkpoint, cluster, fabric, group, inline, placement, preload, result
+from raydist import backends, checkpoint, cluster, fabric, group, home, inline, placement, preload, result
 from raydist.config import Job
 from raydist.errors import RaydistError, RunFailed
 from raydist.events import Events
@@ -68,6 +68,7 @@ def attempt(job: Job, call: Call | None, events: Events) -> Attempt:
     backends.check_there(job.backend.name)
     if job.group == "inline":
         return attempt_inline(job, call, events)
+    home.warm(job)  # while Ray answers
     with cluster.connect(job, events):
         ask = placement.ask(job, cluster.nodes(), cluster.node_types())
         with cluster.placed(job, ask, events) as gang:
@@ -100,7 +101,7 @@ def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attemp
     """Two rounds, then listen."""
     events.say("plan", **gang.plan.as_event())
     job = settled(job, gang.plan)
-    gang.open(job, preload.modules(job.job.target, job.backend.name))
+    gang.open(job, preload.modules(job.job.target, job.backend.name), home.warm(job))
     gang.start(job, variables(job, gang, events), call.packed if call else None)
     vigil = Vigil(gang, events, Path(job.dir) / "logs")
     ends = vigil.keep()

@@ -27,8 +27,8 @@ LAYERS = """
     loop.data loop.optim loop.models loop.evaluation loop.step loop.fit loop
     words.translate words.lookup words.choices words.refusals words.compose words.manual words
     target standalone preload
-    node.rendezvous node.rendezvous_http node.channel node.entry node.forkserver node.seat node.place node
-    group inline vigil cluster
+    node.rendezvous node.rendezvous_http node.channel node.entry node.forkserver node.server node.seat node.place node
+    group inline vigil cluster home
     watch.progress watch.wording watch.terminal watch.lines watch.console watch
     run
     train tools tools.plan tools.horovod_build tools.horovod

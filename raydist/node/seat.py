@@ -11,15 +11,15 @@ import contextlib
 import json
 import mmap
 import os
+import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raydist.node.server import ForkServer, folder, heritage
 from raydist.node.wire import BEAT, PACKET, read_beat
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class Seat:
         self.rank = -1
         self.pid = 0
         self._store_pid = 0
-        self._lifeline: socket.socket | None = None
+        self._server: ForkServer | None = None
+        self._listening: asyncio.Task[None] | None = None
         self._replies: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._news = asyncio.Event()
         self._events: list[Event] = []
@@ -50,14 +51,20 @@ class Seat:
 
         `ask`: what group.Gang.open sends. The lead of a node answers with its facts.
         """
-        self.rank = ask["rank"]
-        self.folder = folder(f"raydist-{os.getuid()}-{ask['run']}-{ask['node'][:8]}")
+        self.rank, self._lead = ask["rank"], ask["lead"]
+        name, home = f"raydist-{os.getuid()}-{ask['run']}-{ask['node'][:8]}", ask["home"]
+        at_home = home is not None and home["heritage"] == heritage()
+        self._at = Path(home["folder"]) if at_home else folder(name)
+        self.folder = self._at / name if at_home else self._at
         facts = None
         if ask["lead"]:
-            self._launch_server(ask["start"], ask["modules"], ask["threads"])
+            if at_home:
+                self.folder.mkdir()
+            else:
+                self._server = ForkServer.launch(self._at, ask["start"], ask["modules"], ask["threads"])
             facts = look(ask["ip"], ask["interface"])
         self._sock = await self._dial()
-        self._spawn(self._listen())
+        self._listening = self._spawn(self._listen())
         warm = (await self._reply("warm"))["warm"]
         opened = await self.open_store(ask["store"], facts["address"]) if facts and ask["store"] else None
         return {
@@ -145,38 +152,21 @@ class Seat:
 
     async def close(self) -> None:
         """Let go of everything: hanging up ends the rank and the store, the lifeline ends the server."""
+        if self._listening is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+            await asyncio.wait({self._listening})  # it hangs up too, once all that was ours is gone
+            self._sock.close()
         for task in list(self._tasks):
             task.cancel()
-        with contextlib.suppress(AttributeError, OSError):
-            self._sock.close()
-        if self._lifeline is not None:
-            self._lifeline.shutdown(socket.SHUT_WR)
-            # its other end is held by the server and by every process forked from it: the end of all of them
-            await asyncio.get_running_loop().sock_recv(self._lifeline, 1)
-            self._lifeline.close()
-
-    def _launch_server(self, start: str, modules: list[str], threads: int) -> None:
-        """Start the node's fork server: it owns the folder, and ends everything when our end of the lifeline closes."""
-        self.folder.mkdir(mode=0o700)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(str(self.folder / "fork"))
-        listener.listen(1024)
-        self._lifeline, lifeline = socket.socketpair()
-        self._lifeline.setblocking(False)
-        descriptors = (listener.fileno(), lifeline.fileno())
-        command = [sys.executable, "-m", "raydist.node.forkserver", *map(str, descriptors), start, *modules]
-        env = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with open(self.folder / "server.log", "wb") as log:
-            # it detaches itself, and is up to listen long before it is warm
-            subprocess.run(
-                command, pass_fds=descriptors, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True
-            )
-        lifeline.close()
-        listener.close()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.end)
+        elif self._listening is not None and self._lead:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     async def _dial(self) -> socket.socket:
         """Connect to the node's fork server; the lead of the node may be a moment behind."""
-        path = self.folder / "fork"
+        path = self._at / "fork"
         for _ in range(3000):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.setblocking(False)
@@ -211,7 +201,7 @@ class Seat:
 
     def _server_words(self) -> str:
         with contextlib.suppress(OSError):
-            return (self.folder / "server.log").read_text(errors="replace")[-2000:].strip() or "it left no word"
+            return (self._at / "server.log").read_text(errors="replace")[-2000:].strip() or "it left no word"
         return "its log is gone"
 
     async def _drain(self, sock: socket.socket) -> None:
@@ -242,12 +232,6 @@ class Seat:
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def folder(name: str) -> Path:
-    """A place on this node's own disk; a Unix socket's path may have 107 bytes, and some TMPDIRs alone have more."""
-    place = Path(tempfile.gettempdir()) / name
-    return place if len(os.fsencode(place)) < 90 else Path("/tmp") / name
 
 
 def look(ip: str, interface: str | None) -> dict[str, Any]:
