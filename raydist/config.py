@@ -195,6 +195,20 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Hang:
+    """When a rank counts as stuck. Nobody is ended for being slow: only for what can't get better, or for `limit_s`."""
+
+    after_s: float = above(0, 4.0)
+    """Seconds of silence, beside `steps` of the rank's own steps, after which all ranks are looked at."""
+    steps: float = at_least(0, 3.0)
+    """Steps, as long as the rank's own take (their median), that a rank may be silent in addition."""
+    limit_s: float = above(0, 1800.0)
+    """Seconds of silence after which the run is ended, whatever the reason; also where it starts or saves."""
+    end: bool = True
+    """End the run when ranks hang for good: one is stopped, or they wait in different collectives. false: only tell."""
+
+
+@dataclass(frozen=True)
 class Watch:
     """What the person sees while it runs."""
 
@@ -221,6 +235,7 @@ class Job:
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     watch: Watch = field(default_factory=Watch)
+    hang: Hang = field(default_factory=Hang)
     init_method: str = one_of("env", "tcp", "file")
     """How ranks meet: env (MASTER_ADDR and MASTER_PORT), tcp (tcp://address:port), file (a file that all nodes see)."""
     group: str = one_of("ray", "inline")
@@ -308,7 +323,7 @@ def from_dict(plain: dict[str, Any]) -> Job:
     """The Job that `as_dict` took apart."""
     parts: dict[str, Callable[..., Any]] = {
         "job": Target, "backend": _backend, "scale": Scale, "fabric": Fabric, "data": Data,
-        "optim": Optim, "train": Train, "checkpoint": Checkpoint, "watch": Watch,
+        "optim": Optim, "train": Train, "checkpoint": Checkpoint, "watch": Watch, "hang": Hang,
     }  # fmt: skip
     return Job(**{key: parts[key](**value) if key in parts else value for key, value in plain.items()})
 

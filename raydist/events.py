@@ -15,6 +15,7 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     raised     rank, type, message, traceback, step      an exception reached the top of the job
     done       rank, [spent]                     the job's function returned; spent: {step, evaluate, save: seconds}
     ended      rank, code, signal, step          the process of the rank is gone
+    hang       text, ranks, certain, s           ranks are silent for `s` seconds, and who holds them up
     stop       reason                            the others are being ended
     result     status, …                         the last line of the file
 """

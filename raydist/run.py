@@ -103,7 +103,7 @@ def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attemp
     job = settled(job, gang.plan)
     gang.open(job, preload.modules(job.job.target, job.backend.name), home.warm(job))
     gang.start(job, variables(job, gang, events), call.packed if call else None)
-    vigil = Vigil(gang, events, Path(job.dir) / "logs")
+    vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang)
     ends = vigil.keep()
     values, exceptions = unpack_all(gang.every("value", [()] * gang.plan.world_size))
     return Attempt(ends=ends, values=values, exceptions=exceptions, error=vigil.stopped)

@@ -31,7 +31,7 @@ def at(t: float, kind: str, **facts: Any) -> Event:
     return {"t": t, "kind": kind, **facts}
 
 
-def report(t: float, step: int, **values: Any) -> Event:
+def report(t: float, step: int, /, **values: Any) -> Event:
     return at(t, "report", rank=0, step=step, values=values)
 
 

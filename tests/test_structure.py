@@ -19,7 +19,7 @@ PACKAGE = ROOT / "raydist"
 LAYERS = """
     errors node.wire
     config events
-    inventory shortage placement node.probe blame
+    inventory shortage placement node.probe blame pace stuck
     fabric_horovod fabric result
     context parcel signals
     loop.random_state backends checkpoint
@@ -27,8 +27,9 @@ LAYERS = """
     loop.data loop.optim loop.models loop.evaluation loop.step loop.fit loop
     words.translate words.lookup words.choices words.refusals words.compose words.manual words
     target standalone preload
-    node.rendezvous node.rendezvous_http node.channel node.entry node.forkserver node.server node.seat node.place node
-    group inline vigil cluster home
+    node.rendezvous node.rendezvous_http node.insight node.channel
+    node.entry node.forkserver node.server node.seat node.place node
+    group inline sentry vigil cluster home
     watch.progress watch.wording watch.terminal watch.lines watch.console watch
     run
     train tools tools.plan tools.horovod_build tools.horovod

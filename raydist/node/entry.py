@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from raydist import backends, config, context, target
+from raydist.node import insight
 from raydist.node.channel import Channel
 
 PR_SET_PDEATHSIG = 1
@@ -42,6 +43,7 @@ def become_rank(spec: Mapping[str, Any], log_fd: int) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     faulthandler.enable()
+    insight.answer_signal(f"{spec['value']}.stacks")
     os.environ.clear()
     os.environ.update(spec["env"])
     with contextlib.suppress(OSError):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 LOG_CHUNK = 1 << 20
 """Most bytes of a rank's output in one answer."""
+LOOK_S = 0.6
+"""Seconds that a look at a rank takes: CPU time is counted in hundredths."""
 
 
 class Seat:
@@ -44,6 +46,8 @@ class Seat:
         self._events: list[Event] = []
         self._end: dict[str, Any] | None = None
         self._drained: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._collectives: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -132,6 +136,27 @@ class Seat:
             answer["end"] = {**gone, "step": step, "phase": phase}
         return answer
 
+    async def examine(self) -> dict[str, Any]:
+        """What the rank is doing: the state of its process, the CPU it uses, its stacks, its last collectives.
+
+        Takes `LOOK_S`, whatever state the rank is in; what it can't tell is left out.
+        """
+        if not self.pid or self._end is not None:
+            return {}
+        stacks = self.folder / f"rank-{self.rank}.value.stacks"
+        self._collectives = []
+        state, before = process(self.pid)
+        with contextlib.suppress(OSError):
+            os.truncate(stacks, 0)
+        self._tell(op="kill", pid=self.pid, signal=signal.SIGUSR2)
+        if self._writer is not None:
+            self._writer.write(b"?")
+        await asyncio.sleep(LOOK_S)
+        state, after = process(self.pid)
+        found = stacks.read_text(errors="replace") if stacks.exists() else ""
+        busy = (after - before) / LOOK_S
+        return {"pid": self.pid, "state": state, "busy": busy, "stack": found, "collectives": self._collectives}
+
     async def value(self) -> dict[str, bytes]:
         """What the job returned or raised, pickled; it travels by Ray's own authenticated channel."""
         paths = {
@@ -207,11 +232,14 @@ class Seat:
     async def _drain(self, sock: socket.socket) -> None:
         """Read the rank's events until it hangs up. Of the reports of ranks other than 0 only the newest is kept."""
         reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 26)
+        self._writer = writer
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
                 happened = json.loads(line)
                 kind = happened["kind"]
-                if kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
+                if kind == "collectives":
+                    self._collectives = happened["entries"]
+                elif kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
                     self._events[-1] = happened
                 else:
                     self._events.append(happened)
@@ -232,6 +260,15 @@ class Seat:
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def process(pid: int) -> tuple[str, float]:
+    """The state of a process in Linux's letter, and the seconds of CPU that it has used; ("", 0.0) where unknown."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0.0
+    return after_name[0], (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def look(ip: str, interface: str | None) -> dict[str, Any]:

@@ -72,6 +72,9 @@ class Console(AbstractContextManager["Console"]):
     def _on_saved(self, happened: Event) -> None:
         self._screen.saved(self._progress, happened["t"])
 
+    def _on_hang(self, happened: Event) -> None:
+        self._screen.say(f"hang  silent for {happened['s']:.0f} s: {happened['text']}", "yellow")
+
     def _on_stop(self, happened: Event) -> None:
         self._screen.say(f"stop  {happened['reason']}", "yellow")
 
