@@ -85,6 +85,7 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
         sides = {name: partial(turn, count) for name, turn in turns.items()}
         lines.append(f"| {count} | {row(alternate(sides, rounds), 'raydist', 's')} |")
     ray.shutdown()
+    del os.environ["RAY_ADDRESS"]
     return lines
 
 
