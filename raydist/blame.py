@@ -33,6 +33,8 @@ class End:
     traceback: str = ""
     log: str = ""
     """Path of the rank's log where the driver is."""
+    preempted: bool = False
+    """Lost, because the cluster took its node away."""
 
     @property
     def failed(self) -> bool:

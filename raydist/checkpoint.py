@@ -54,6 +54,11 @@ class Saved:
         """What was saved, on the CPU; read when it is first asked for."""
         return load(self.path)
 
+    def random(self, rank: int, world_size: int) -> Any:
+        """The generators of a rank, a tensor; None if it was saved by another number of ranks."""
+        drawn = self.state["random"]
+        return drawn[rank] if len(drawn) == world_size else None
+
 
 def save(
     step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None, settings: Checkpoint | None = None
@@ -67,7 +72,7 @@ def save(
         return None
     context.phase("save")
     began, folder = time.perf_counter(), here.rank.run_dir / "checkpoints"
-    path = _write(folder, step, state, {"world_size": here.rank.world_size, "metrics": dict(metrics or {})})
+    path = write(folder, step, state, {"world_size": here.rank.world_size, "metrics": dict(metrics or {})})
     prune(folder, settings or here.checkpoint)
     context.tell("saved", step=step, path=str(path), s=time.perf_counter() - began)
     return path
@@ -87,6 +92,17 @@ def latest() -> Saved | None:
     if named is None:
         return newest(context.rank().run_dir / "checkpoints", lambda text: context.tell("warning", text=text))
     return Saved(Path(named), _meta(Path(named))) if named else None
+
+
+def resumed_step() -> int:
+    """The step of what `latest` would give, by its name alone; 0 for a fresh start."""
+    name = Path(os.environ.get("RAYDIST_RESUME", "")).name
+    return int(name[5:]) if name.startswith("step-") else 0
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint that can be seen, complete or not; -1 without one."""
+    return max((int(path.name[5:]) for path in _paths(folder)), default=-1)
 
 
 def newest(folder: Path, warn: Warn = _silent) -> Saved | None:
@@ -196,8 +212,11 @@ def _meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _write(folder: Path, step: int, state: Mapping[str, Any], facts: dict[str, Any]) -> Path:
-    """Write beside, sync, rename: at every moment a reader sees a whole checkpoint or none."""
+def write(folder: Path, step: int, state: Mapping[str, Any], facts: dict[str, Any]) -> Path:
+    """Write beside, sync, rename: at every moment a reader sees a whole checkpoint or none.
+
+    `facts`: what meta.json says beside the step: world_size, metrics.
+    """
     import torch
 
     if why := next(_unloadable(state, "state"), None):

@@ -9,8 +9,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from raydist import placement, signals
@@ -21,6 +22,8 @@ from raydist.group import Gang
 from raydist.node.place import Place
 from raydist.placement import Ask, Node, NodeType, Plan
 
+RENEW_S = 0.1
+"""Seconds between two looks at whether lost ranks have a place again."""
 WAIT_S = 1
 """Seconds between two looks at what is still awaited; whole ones, because Ray cuts off the rest."""
 
@@ -183,9 +186,9 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         plan = placement.seat(ask, bundle_nodes(held))
         events.say("phase", name="place", s=time.time() - began)
         places = Places(plan, held)
-        with Gang(
-            plan, places.call, events, places.gpus if ask.rank_resources.get("GPU") else None, places.take
-        ) as gang:
+        renew = partial(renewed, places, held, job, events)
+        gpus = places.gpus if ask.rank_resources.get("GPU") else None
+        with Gang(plan, places.call, events, gpus, places.take, renew) as gang:
             yield gang
     finally:
         if places is not None:
@@ -205,6 +208,32 @@ def wait_for(held: Any, ask: Ask, patience: float, events: Events) -> None:
         told = text
 
 
+def renewed(places: Places, held: Any, job: Job, events: Events, lost: Sequence[int]) -> Plan:
+    """The plan with other nodes for the ranks of lost ones, once there are any, and actors on them.
+
+    Ray finds another place for the bundles of a node that it has given up, and keeps all others where they are.
+    """
+    began, told = time.monotonic(), ""
+    while not all_placed(held):
+        text = placement.missing(places.plan.ask, nodes())
+        if time.monotonic() - began > job.scale.wait_s:
+            raise LaunchError(f"gave up after {job.scale.wait_s:g} s (scale.wait_s): {text}")
+        if text != told:
+            events.say("wait", text=text)
+        told = text
+        time.sleep(RENEW_S)
+    places.replace(lost, placement.reseat(places.plan, bundle_nodes(held)))
+    return places.plan
+
+
+def all_placed(held: Any) -> bool:
+    """Whether every bundle has its place on a node that is alive."""
+    from ray.util.placement_group import placement_group_table
+
+    table, alive = placement_group_table(held), {node.id for node in nodes()}
+    return bool(table["state"] == "CREATED" and alive.issuperset(table["bundles_to_node_id"].values()))
+
+
 def bundle_nodes(held: Any) -> list[Node]:
     """The node of each bundle, from the placement group's own table: known before any actor is."""
     from ray.util.placement_group import placement_group_table
@@ -220,7 +249,7 @@ class Places:
     def __init__(self, plan: Plan, held: Any) -> None:
         import ray
 
-        self._plan = plan
+        self.plan = plan
         self._held = held
         self._kind = ray.remote(Place)  # once: Ray exports the class at each call
         self._actors: dict[int, Any] = {}
@@ -230,9 +259,19 @@ class Places:
 
     def take(self, ranks: Iterable[int] | None = None) -> None:
         """Bring up the actors of these ranks; of all that have none yet. Waits for none of them."""
-        for rank in range(self._plan.world_size) if ranks is None else ranks:
+        for rank in range(self.plan.world_size) if ranks is None else ranks:
             if rank not in self._actors:
                 self._actors[rank] = self._kind.options(**self._options(rank)).remote()
+
+    def replace(self, lost: Sequence[int], plan: Plan) -> None:
+        """Other actors for these ranks, at the places that they have in this plan."""
+        import ray
+
+        self.plan = plan
+        for rank in lost:
+            if rank in self._actors:
+                ray.kill(self._actors.pop(rank))
+        self.take(rank for rank in lost if plan.seats[rank].local_rank == 0)
 
     def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
         """A call to the seat of a rank, by the actor that hosts it."""
@@ -257,8 +296,8 @@ class Places:
         """What one actor holds. No runtime_env: Ray then takes a worker that is already running."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        resources = dict(self._plan.ask.rank_resources)
-        bundle = self._plan.seats[rank].bundle
+        resources = dict(self.plan.ask.rank_resources)
+        bundle = self.plan.seats[rank].bundle
         return {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),

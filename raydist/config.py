@@ -209,6 +209,24 @@ class Hang:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """States of the training in memory, for a restart that loses no step."""
+
+    every: int | None = at_least(0, None)
+    """Optimizer steps between snapshots; 0: none; null: each step, or as often as takes 1% of the time."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """How often ranks that failed are started again, from the newest state that there is."""
+
+    max: int = at_least(0, 3)
+    """Failures that are forgiven within `window_s`; 0: none. Nodes that the cluster takes away do not count."""
+    window_s: float = above(0, 3600.0)
+    """Seconds after which a failure is forgotten."""
+
+
+@dataclass(frozen=True)
 class Watch:
     """What the person sees while it runs."""
 
@@ -234,6 +252,8 @@ class Job:
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    restart: Restart = field(default_factory=Restart)
     watch: Watch = field(default_factory=Watch)
     hang: Hang = field(default_factory=Hang)
     init_method: str = one_of("env", "tcp", "file")
@@ -323,7 +343,8 @@ def from_dict(plain: dict[str, Any]) -> Job:
     """The Job that `as_dict` took apart."""
     parts: dict[str, Callable[..., Any]] = {
         "job": Target, "backend": _backend, "scale": Scale, "fabric": Fabric, "data": Data,
-        "optim": Optim, "train": Train, "checkpoint": Checkpoint, "watch": Watch, "hang": Hang,
+        "optim": Optim, "train": Train, "checkpoint": Checkpoint, "snapshot": Snapshot, "restart": Restart,
+        "watch": Watch, "hang": Hang,
     }  # fmt: skip
     return Job(**{key: parts[key](**value) if key in parts else value for key, value in plain.items()})
 

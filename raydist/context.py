@@ -62,11 +62,16 @@ class Context:
     """Takes an event on its way; never blocks, never raises."""
     beat: Callable[[int, int], None]
     """Notes (step, index in PHASES) where the seat can read it even after the process is gone."""
+    flush: Callable[[], None] = lambda: None
+    """Returns when all that was emitted is out of this process."""
     step: int = 0
     comm: Any = None
     """The backend's Comm, from joining until leaving."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """What is kept of the checkpoints, as the run's settings say."""
+    memory: tuple[int, int] | None = None
+    """Descriptors of this rank's snapshot memory and of that of the first rank here, -1 where there is none of that
+    kind; None: nobody would come after this process to read it."""
 
 
 def _plain() -> Context:
@@ -128,6 +133,12 @@ def phase(name: str) -> None:
     """Note what this rank is doing now, one of PHASES; a hang or a death is then told with it."""
     context = here()
     context.beat(context.step, PHASES.index(name))
+
+
+def stand_at(step: int) -> None:
+    """Note that so many steps are done, of which others in another attempt or run have told."""
+    here().step = step
+    phase("start")
 
 
 def tell(kind: str, **facts: Any) -> None:

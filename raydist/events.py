@@ -17,6 +17,8 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     ended      rank, code, signal, step          the process of the rank is gone
     hang       text, ranks, certain, s           ranks are silent for `s` seconds, and who holds them up
     stop       reason                            the others are being ended
+    restart    number, most, rank, host, how, step, text    another attempt begins, because of this failure
+    restarted  number, step, s, repeated         its first step is done, `s` after the failure; so many were done before
     result     status, …                         the last line of the file
 """
 

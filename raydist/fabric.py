@@ -34,6 +34,8 @@ class Meet:
     file: str | None = None
     secret: str = field(default="", repr=False)
     """What opens Horovod's rendezvous."""
+    attempt: int = 0
+    """Restarts so far."""
 
 
 def variables(job: Job, plan: Plan, facts: Sequence[Facts], meet: Meet) -> list[tuple[Var, ...]]:
@@ -75,8 +77,8 @@ def meeting(job: Job, meet: Meet) -> Iterator[Var]:
         yield Var("MASTER_PORT", port, "the store's port, open already on rank 0's node")
         yield Var("TORCHELASTIC_USE_AGENT_STORE", "True", "every rank joins that store as a client, rank 0 too")
     yield Var("TORCHELASTIC_RUN_ID", "_".join(filter(None, (job.name, PurePath(job.dir).name))), "name of the run")
-    yield Var("TORCHELASTIC_RESTART_COUNT", "0", "restarts so far")
-    yield Var("TORCHELASTIC_MAX_RESTARTS", "0", "restarts at most")
+    yield Var("TORCHELASTIC_RESTART_COUNT", str(meet.attempt), "restarts so far")
+    yield Var("TORCHELASTIC_MAX_RESTARTS", str(job.restart.max), "restart.max")
     if job.dir:
         yield Var("RAYDIST_RUN_DIR", job.dir, "the run folder")
 

@@ -23,9 +23,14 @@ from raydist.fabric import Meet, Var
 from raydist.node.probe import Facts
 from raydist.node.seat import Seat
 from raydist.placement import Plan
+from raydist.placement import Seat as Place
 
 OPEN_S = 300.0
 """Longest wait for a node to import torch: a cold network file system takes minutes."""
+ANSWER_S = 60.0
+"""Longest wait for an answer that takes no time."""
+FLUSH_S = 600.0
+"""Longest wait for the last snapshot to get to the disk; a second signal ends it sooner."""
 CLOSE_S = 2.0
 """Longest wait for seats to let go before their actors are killed."""
 
@@ -43,8 +48,12 @@ class Gang(AbstractContextManager["Gang"]):
         events: Events,
         gpus: Callable[[], Sequence[Sequence[str] | None]] | None = None,
         settle: Callable[[], None] = lambda: None,
+        renew: Callable[[Sequence[int]], Plan] | None = None,
     ) -> None:
-        """`gpus`: each rank's GPUs, where somebody keeps account. `settle`: what can wait until the ranks have met."""
+        """`gpus`: each rank's GPUs, where somebody keeps account. `settle`: what can wait until the ranks have met.
+
+        `renew`: finds another place for the ranks of lost nodes, and gives the plan with it.
+        """
         self.plan = plan
         self.call = call
         self.settle = settle
@@ -52,6 +61,7 @@ class Gang(AbstractContextManager["Gang"]):
         self.meet = Meet()
         self._events = events
         self._gpus = gpus
+        self._renew = renew
 
     def open(self, job: Job, modules: Sequence[str], home: dict[str, Any] | None = None) -> None:
         """Round 1: probe every node, warm its fork server, open the store on rank 0's node.
@@ -59,35 +69,104 @@ class Gang(AbstractContextManager["Gang"]):
         `home`: a server that is on its way already on the driver's machine, as home.warm offers it.
         """
         began = time.time()
-        file = Path(job.dir).absolute() / "rendezvous" if job.init_method == "file" else None
-        if file:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        store = "horovod" if job.backend.name == "horovod" else "tcp"
-        same = {
+        file = self._meeting_file(job)
+        self._same = {
             "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules),
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
             "shared": file and str(file.parent), "home": home,
         }  # fmt: skip
-        asks = [
-            {
-                **same,
-                "rank": seat.rank,
-                "node": seat.node.id,
-                "ip": seat.node.ip,
-                "lead": seat.local_rank == 0,
-                "store": store if seat.rank == 0 and file is None else None,
-            }
-            for seat in self.plan.seats
-        ]
-        answers = self.every("open", asks, patience=OPEN_S)
+        self._store = "horovod" if job.backend.name == "horovod" else "tcp"
+        answers = self._open(range(self.plan.world_size), None if file else self._store)
         born = max(began, *(answer["born"] for answer in answers))
         self._events.say("phase", name="actors", s=born - began)
         self._events.say("phase", name="warm-up", s=time.time() - born)
         self.facts = tuple(self._facts(answers))
-        self._warn(answers)
-        self._refuse_blind(answers, file)
         port, secret = answers[0]["store"] or (None, "")
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret)
+
+    def again(self, job: Job, attempt: int) -> None:
+        """Make ready for another attempt: seats in the place of lost ones, and a fresh store for all."""
+        until = time.monotonic() + job.scale.wait_s
+        while lost := self.lost():
+            try:
+                self._replace(lost)
+            except LaunchError:
+                if self._renew is None or time.monotonic() > until:
+                    raise
+        file = self._meeting_file(job, attempt)
+        port, secret = None, ""
+        if file is None:
+            port, secret = self.call(0, "open_store", self._store, self.facts[0].address).result(ANSWER_S)
+        self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret, attempt)
+
+    def lost(self) -> list[int]:
+        """The ranks whose seat is gone, or new and not open yet."""
+        calls = [self.call(seat.rank, "here") for seat in self.plan.seats]
+        wait(calls, timeout=ANSWER_S)
+        return [
+            rank
+            for rank, answer in enumerate(calls)
+            if not answer.done() or answer.exception() is not None or not answer.result()
+        ]
+
+    def values(self) -> list[dict[str, bytes]]:
+        """What each rank returned or raised, pickled; of seats that are gone nothing."""
+        calls = [self.call(seat.rank, "value") for seat in self.plan.seats]
+        wait(calls, timeout=ANSWER_S)
+        return [{} if not each.done() or each.exception() is not None else each.result() for each in calls]
+
+    def flush(self) -> None:
+        """Have the last snapshot written to the disk, by a node that has it."""
+        for seat in self.plan.seats:
+            if seat.local_rank == 0:
+                answer = self.call(seat.rank, "flush")
+                with contextlib.suppress(Exception):  # that node is gone: another one has the same
+                    for happened in answer.result(FLUSH_S):
+                        self._events.add(happened)
+                    return
+
+    def _replace(self, lost: Sequence[int]) -> None:
+        """Seats in the place of these."""
+        if self._renew is None:
+            raise LaunchError(f"the seat of rank {lost[0]} is gone, and there is no other machine")
+        self.plan = self._renew(lost)
+        self._same["run"], self._same["home"] = uuid.uuid4().hex[:8], None
+        opened = dict(zip(lost, self._open(lost, None), strict=True))
+        facts = {rank: answer["facts"] for rank, answer in opened.items()}
+        gpus = self._gpus() if self._gpus else [None] * self.plan.world_size
+        made = list(self.facts)
+        for rank in lost:
+            lead = rank - self.plan.seats[rank].local_rank
+            made[rank] = replace(Facts.from_dict(facts[lead]), gpus=gpus[rank])
+        self.facts = tuple(made)
+
+    def _open(self, ranks: Sequence[int], store: str | None) -> list[dict[str, Any]]:
+        """Open these seats; what each found. `store`: which kind rank 0 opens with it."""
+        seats = [self.plan.seats[rank] for rank in ranks]
+        asks = [
+            {
+                **self._same,
+                "rank": seat.rank,
+                "node": seat.node.id,
+                "ip": seat.node.ip,
+                "lead": seat.local_rank == 0,
+                "store": store if seat.rank == 0 else None,
+            }
+            for seat in seats
+        ]
+        answers = self.every("open", asks, patience=OPEN_S, ranks=ranks)
+        self._warn(seats, answers)
+        self._refuse_blind(seats, answers)
+        return answers
+
+    @staticmethod
+    def _meeting_file(job: Job, attempt: int = 0) -> Path | None:
+        """The file that ranks meet in, where they do: a new one for each attempt."""
+        if job.init_method != "file":
+            return None
+        file = Path(job.dir).absolute() / ("rendezvous" + (f"-{attempt}" if attempt else ""))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
 
     def start(self, job: Job, variables: Sequence[Iterable[Var]], call: bytes | None) -> None:
         """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
@@ -102,18 +181,24 @@ class Gang(AbstractContextManager["Gang"]):
         for rank in ranks:
             self.call(rank, "stop", grace)
 
-    def every(self, method: str, arguments: Sequence[Any], patience: float = 60.0) -> list[Any]:
-        """One call to every seat, all at once; the answers by rank, or a LaunchError that names the first bad seat."""
+    def every(
+        self, method: str, arguments: Sequence[Any], patience: float = ANSWER_S, ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        """One call to every seat (or to those of `ranks`), all at once; the answers in order.
+
+        A LaunchError names the first bad seat.
+        """
+        seats = self.plan.seats if ranks is None else [self.plan.seats[rank] for rank in ranks]
         calls = [
-            self.call(rank, method, *(argument if isinstance(argument, tuple) else (argument,)))
-            for rank, argument in enumerate(arguments)
+            self.call(seat.rank, method, *(argument if isinstance(argument, tuple) else (argument,)))
+            for seat, argument in zip(seats, arguments, strict=True)
         ]
         wait(calls, timeout=patience, return_when="FIRST_EXCEPTION")
-        for seat, answer in zip(self.plan.seats, calls, strict=True):
+        for seat, answer in zip(seats, calls, strict=True):
             if answer.done() and (error := answer.exception()) is not None:
                 kind = ConfigError if isinstance(error, ConfigError) else LaunchError
                 raise kind(f"rank {seat.rank} on {seat.node.host} ({seat.node.ip}): {cause(error)}") from error
-        silent = [seat for seat, answer in zip(self.plan.seats, calls, strict=True) if not answer.done()]
+        silent = [seat for seat, answer in zip(seats, calls, strict=True) if not answer.done()]
         if silent:
             raise LaunchError(
                 f"{len(silent)} of {len(calls)} seats did not answer '{method}' within {patience:g} s, "
@@ -132,21 +217,20 @@ class Gang(AbstractContextManager["Gang"]):
                 found = Facts.from_dict(answer["facts"])
             yield replace(found, gpus=own)
 
-    def _warn(self, answers: Sequence[dict[str, Any]]) -> None:
-        for seat, answer in zip(self.plan.seats, answers, strict=True):
+    def _warn(self, seats: Sequence[Place], answers: Sequence[dict[str, Any]]) -> None:
+        for seat, answer in zip(seats, answers, strict=True):
             if answer["warm"].get("cuda"):
                 text = (
                     f"a module imported on {seat.node.host} initialised CUDA, which no fork survives: say start=spawn"
                 )
                 self._events.say("warning", text=text)
 
-    def _refuse_blind(self, answers: Sequence[dict[str, Any]], file: Path | None) -> None:
-        blind = sorted(
-            {seat.node.host for seat, answer in zip(self.plan.seats, answers, strict=True) if not answer["sees"]}
-        )
-        if blind and file:
+    def _refuse_blind(self, seats: Sequence[Place], answers: Sequence[dict[str, Any]]) -> None:
+        blind = sorted({seat.node.host for seat, answer in zip(seats, answers, strict=True) if not answer["sees"]})
+        if blind:
+            folder = self._same["shared"]
             raise LaunchError(
-                f"init_method=file needs a folder that all nodes see, and {', '.join(blind)} can't see {file.parent}: "
+                f"init_method=file needs a folder that all nodes see, and {', '.join(blind)} can't see {folder}: "
                 "say hydra.run.dir=<a shared folder>, or init_method=env"
             )
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raydist import inventory as there
 from raydist.config import Job, Scale
-from raydist.errors import ConfigError
+from raydist.errors import ConfigError, LaunchError
 from raydist.inventory import Ask, Node, NodeType, Shelves, count, nodes_from_ray, slots, types_from_config
 from raydist.shortage import missing, never
 
 __all__ = [
-    "Ask", "Node", "NodeType", "Plan", "Seat", "ask", "missing", "nodes_from_ray", "seat", "types_from_config",
+    "Ask", "Node", "NodeType", "Plan", "Seat", "ask", "missing", "nodes_from_ray", "reseat", "seat",
+    "types_from_config",
 ]  # fmt: skip
 
 CPU_BACKENDS = ("gloo", "mpi")
@@ -151,3 +152,15 @@ def seat(asked: Ask, bundle_nodes: Sequence[Node]) -> Plan:
         own = held[node.id]
         seats += [Seat(len(seats) + i, i, node_rank, len(own), bundle, node) for i, bundle in enumerate(own)]
     return Plan(asked, tuple(seats))
+
+
+def reseat(plan: Plan, bundle_nodes: Sequence[Node]) -> Plan:
+    """The same ranks in the same bundles, some of which have moved to other nodes: everybody keeps its rank."""
+    moved = Plan(plan.ask, tuple(replace(seat, node=bundle_nodes[seat.bundle]) for seat in plan.seats))
+    together = {(seat.node_rank, seat.node.id) for seat in moved.seats}
+    if len(together) != len({seat.node_rank for seat in moved.seats}):
+        raise LaunchError(
+            "the ranks of a lost node came back on several nodes, where they can't be one node's ranks any more; "
+            "say scale.placement=STRICT_SPREAD"
+        )
+    return moved

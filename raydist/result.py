@@ -30,6 +30,20 @@ class Attempt:
     """What ranks raised, as far as it could travel."""
     error: RaydistError | None = None
     """What ended it from outside the ranks: no cluster, no place, a signal."""
+    earlier: Sequence[Attempt] = ()
+    """The attempts before it."""
+    why_last: str = ""
+    """Why there was no other after it, where it failed."""
+
+    @property
+    def cause(self) -> End | None:
+        """The first cause of its failure."""
+        return first_cause(self.ends)
+
+    @property
+    def reached(self) -> int:
+        """The last step that any rank noted."""
+        return max((end.step for end in self.ends), default=0)
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,10 @@ class Result(Generic[T]):
     """The signal that stopped the run."""
     error: RaydistError | None = None
     """What ended the run from outside the ranks."""
+    restarts: tuple[End, ...] = ()
+    """The first cause of each failure that a restart has mended."""
+    why_last: str = ""
+    """Why a failed run was not restarted, or not again."""
 
     @property
     def cause(self) -> End | None:
@@ -75,7 +93,9 @@ class Result(Generic[T]):
         """Why it failed, for a person; empty if it did not."""
         if self.status != "failed":
             return ""
-        return self.error.message if self.error else failure_text(self.ends)
+        if self.error:
+            return self.error.message
+        return failure_text(self.ends) + (f"\n  not restarted: {self.why_last}" if self.why_last else "")
 
     def to_json(self) -> dict[str, Any]:
         """The facts of result.json and of the last event; plain JSON, so no NaN."""
@@ -84,7 +104,7 @@ class Result(Generic[T]):
             "launch": dict(self.launch), "wall_s": self.wall_s, "goodput": self.goodput, "throughput": self.throughput,
             "checkpoint": self.checkpoint and str(self.checkpoint), "warnings": list(self.warnings),
             "signal": self.signal, "error": type(self.error).__name__ if self.error else "", "failure": self.failure,
-            "cause": self.cause and asdict(self.cause),
+            "cause": self.cause and asdict(self.cause), "restarts": [asdict(end) for end in self.restarts],
         }  # fmt: skip
         return {name: _plain(value) for name, value in facts.items()}
 
@@ -120,6 +140,8 @@ def conclude(folder: Path, tried: Attempt, stream: Path, now: float | None = Non
         warnings=_warnings(figures.warned),
         signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,
         error=tried.error,
+        restarts=tuple(first for each in tried.earlier if (first := each.cause) is not None),
+        why_last=tried.why_last,
     )
 
 
@@ -142,6 +164,8 @@ class Figures:
     """Seconds in training steps, as the loop itself counted."""
     done: int = 0
     """Samples of those steps over all ranks, as the loop itself counted."""
+    earlier_s: float = 0.0
+    """Seconds in training steps of attempts that ended in a restart."""
     steps: tuple[Event, ...] = ()
     """The first and the last report of a step by rank 0."""
     samples: tuple[Event, ...] = ()
@@ -161,6 +185,9 @@ class Figures:
                 self.launch[happened["name"]] = self.launch.get(happened["name"], 0.0) + happened["s"]
             case "report" if rank == 0:
                 self._add_report(happened)
+            case "restart":
+                self.earlier_s += _apart(self.steps)
+                self.steps = ()
             case "saved":
                 self.saved = happened["path"]
             case "done" if rank == 0 and "step" in (happened.get("spent") or {}):
@@ -177,7 +204,7 @@ class Figures:
     @property
     def step_s(self) -> float:
         """Seconds in training steps; where no loop counted them (a user's own, or cut off): first to last report."""
-        return _apart(self.steps) if self.spent_s is None else self.spent_s
+        return self.earlier_s + (_apart(self.steps) if self.spent_s is None else self.spent_s)
 
     @property
     def goodput(self) -> float:

@@ -7,17 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from raydist import backends, checkpoint, cluster, fabric, group, home, inline, placement, preload, result
+from raydist import attempts, backends, cluster, group, home, inline, placement, preload, restart, result
 from raydist.config import Job
 from raydist.errors import RaydistError, RunFailed
 from raydist.events import Events
-from raydist.fabric import Var
 from raydist.group import Gang
-from raydist.parcel import Call, unpack_all
+from raydist.parcel import Call
 from raydist.placement import Plan
+from raydist.restart import Again
 from raydist.result import Attempt, Result
 from raydist.signals import stoppable
-from raydist.vigil import Vigil
 from raydist.watch.console import Console
 from raydist.words import compose
 
@@ -90,20 +89,12 @@ def settled(job: Job, plan: Plan) -> Job:
     return replace(job, backend=replace(job.backend, name=plan.ask.backend))
 
 
-def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:
-    """Each rank's environment, with the checkpoint to go on from."""
-    found = checkpoint.find(job.resume, Path(job.dir), lambda text: events.say("warning", text=text))
-    resume = Var("RAYDIST_RESUME", str(found or ""), f"resume={job.resume}")
-    return [[*own, resume] for own in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
-
-
 def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attempt:
-    """Two rounds, then listen."""
+    """Two rounds, then listen; after a failure again, as long as the rule says so."""
     events.say("plan", **gang.plan.as_event())
     job = settled(job, gang.plan)
     gang.open(job, preload.modules(job.job.target, job.backend.name), home.warm(job))
-    gang.start(job, variables(job, gang, events), call.packed if call else None)
-    vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang)
-    ends = vigil.keep()
-    values, exceptions = unpack_all(gang.every("value", [()] * gang.plan.world_size))
-    return Attempt(ends=ends, values=values, exceptions=exceptions, error=vigil.stopped)
+    past = [attempts.attempt(job, call, gang, events)]
+    while isinstance(verdict := restart.decide(job.restart, past), Again):
+        past.append(attempts.another(job, call, gang, events, verdict, past[-1]))
+    return attempts.conclude(past, verdict, gang)

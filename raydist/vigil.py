@@ -15,6 +15,7 @@ from raydist.config import Hang
 from raydist.errors import Stopped
 from raydist.events import Event, Events
 from raydist.group import Gang, cause
+from raydist.restart import Again
 from raydist.result import End
 from raydist.sentry import Sentry
 from raydist.stuck import Verdict
@@ -35,12 +36,15 @@ CALLS_PER_S = 400.0
 class Vigil:
     """One attempt's watch over its ranks. Nothing polls: every seat has one open question, answered by news."""
 
-    def __init__(self, gang: Gang, events: Events, logs: Path, hang: Hang) -> None:
+    def __init__(self, gang: Gang, events: Events, logs: Path, hang: Hang, after: Again | None = None) -> None:
+        """`after`: the failure that this attempt mends, if it is not the first."""
         self.ends: dict[int, End] = {}
         self.stopped: Stopped | None = None
         self._gang = gang
         self._events = events
         self._logs = logs
+        self._after = after
+        self._resumed: int | None = None
         self._files: list[IO[bytes]] = []
         self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict] = queue.SimpleQueue()
         self._sentry = Sentry(gang, hang, events, logs, self._inbox.put)
@@ -91,7 +95,8 @@ class Vigil:
         try:
             news = answer.result()
         except Exception as error:
-            self._ended(End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message=cause(error)))
+            gone = End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message=cause(error))
+            self._ended(replace(gone, preempted=getattr(error, "preempted", False)))
             return
         self._files[rank].write(news["log"])
         for happened in news["events"]:
@@ -111,12 +116,25 @@ class Vigil:
         elif happened["kind"] == "joined":
             self._joined.add(rank)
             if len(self._joined) == self._gang.plan.world_size:
-                self._events.say("phase", name="rendezvous", s=happened["t"] - self._began)
+                if self._after is None:
+                    self._events.say("phase", name="rendezvous", s=happened["t"] - self._began)
                 self._gang.settle()
                 self._began = happened["t"]
+        elif happened["kind"] == "begin" and rank == 0:
+            self._resumed = happened.get("resumed")
         elif happened["kind"] == "report" and not self._stepped and "step" in happened:
+            self._first_step(rank, happened)
+
+    def _first_step(self, rank: int, report: Event) -> None:
+        after, step = self._after, report["step"]
+        if after is None:
             self._stepped = True
-            self._events.say("phase", name="first step", s=happened["t"] - self._began)
+            self._events.say("phase", name="first step", s=report["t"] - self._began)
+        elif rank == 0 and step > (self._resumed or 0):  # before, it may be an evaluation
+            self._stepped = True
+            repeated = after.reached - (step - 1 if self._resumed is None else self._resumed)
+            took = report["t"] - after.cause.at
+            self._events.say("restarted", number=after.number, step=step, s=took, repeated=max(0, repeated))
 
     def _end(self, rank: int, end: dict[str, Any]) -> End:
         made = End(

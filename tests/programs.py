@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,22 @@ class Program:
 
     def until_step(self, step: int, timeout: float = 90) -> None:
         """Return once rank 0 has reported that step."""
+
+        def there() -> bool:
+            paths = list(self.folder.glob("runs/*/*/events.jsonl"))
+            return bool(paths) and any(happened.get("step", 0) >= step for happened in self.events("report"))
+
+        self.until(there, f"step {step}", timeout)
+
+    def until(self, true: Callable[[], bool], what: str = "that", timeout: float = 90) -> None:
+        """Return once this holds of the running program."""
         until = time.monotonic() + timeout
         while time.monotonic() < until:
-            paths = list(self.folder.glob("runs/*/*/events.jsonl"))
-            if paths and any(happened.get("step", 0) >= step for happened in self.events("report")):
+            if true():
                 return
             assert self.process.poll() is None, self.screen
             time.sleep(0.05)
-        raise AssertionError(f"no step {step} within {timeout} s:\n{self.screen}")
+        raise AssertionError(f"no {what} within {timeout} s:\n{self.screen}")
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

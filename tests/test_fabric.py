@@ -78,7 +78,7 @@ def test_where_the_ranks_meet() -> None:
         assert (own["MASTER_ADDR"], own["MASTER_PORT"]) == ("10.0.0.1", "41234")
         assert own["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # torch takes this very word
         assert own["TORCHELASTIC_RUN_ID"] == "digits_2026"
-        assert (own["TORCHELASTIC_RESTART_COUNT"], own["TORCHELASTIC_MAX_RESTARTS"]) == ("0", "0")
+        assert (own["TORCHELASTIC_RESTART_COUNT"], own["TORCHELASTIC_MAX_RESTARTS"]) == ("0", "3")
         assert own["RAYDIST_RUN_DIR"] == "/runs/digits/2026"
         assert "RAYDIST_RENDEZVOUS_FILE" not in own
 

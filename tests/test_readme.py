@@ -26,8 +26,8 @@ PLACES = {
 # The way of a job through the files; what all need comes last.
 FLOW = """
     train words run cluster inventory placement shortage preload home group node fabric fabric_horovod parcel target
-    backends context loop checkpoint vigil sentry pace stuck result blame watch standalone inline tools config events
-    errors signals
+    backends context loop snapshot checkpoint attempts vigil sentry pace stuck restart result blame watch standalone
+    inline tools config events errors signals
 """
 
 

@@ -20,16 +20,16 @@ LAYERS = """
     errors node.wire
     config events
     inventory shortage placement node.probe blame pace stuck
-    fabric_horovod fabric result
-    context parcel signals
+    fabric_horovod fabric result restart
+    context parcel signals snapshot
     loop.random_state backends checkpoint
     backends.ddp backends.horovod
-    loop.data loop.optim loop.models loop.evaluation loop.step loop.fit loop
+    loop.data loop.optim loop.models loop.evaluation loop.step loop.keeping loop.fit loop
     words.translate words.lookup words.choices words.refusals words.compose words.manual words
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel
-    node.entry node.forkserver node.server node.seat node.place node
-    group inline sentry vigil cluster home
+    node.entry node.processes node.memory node.forkserver node.server node.seat node.place node
+    group inline sentry vigil attempts cluster home
     watch.progress watch.wording watch.terminal watch.lines watch.console watch
     run
     train tools tools.plan tools.horovod_build tools.horovod

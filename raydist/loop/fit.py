@@ -19,6 +19,7 @@ from raydist.config import Job, as_saved
 from raydist.errors import ConfigError, RaydistError, suggest
 from raydist.loop import data, models, optim, random_state
 from raydist.loop.evaluation import Metric, evaluate, same_buffers
+from raydist.loop.keeping import Keeper, Kept
 from raydist.loop.step import Loss, Stepper
 
 
@@ -66,17 +67,18 @@ class Training:
         self.spent = {"step": 0.0, "evaluate": 0.0, "save": 0.0}
         self.evaluated, self.saved = -1, 0  # the step of the last evaluation, and of the last checkpoint
         self.told = Told(self.device)
+        self.keeper = Keeper(job, self.comm)
         if (best := job.checkpoint.best) is not None:
             mode, _, metric = best.partition(":")
             if metric not in (known := ["loss", *metrics]):
                 raise ConfigError(f"checkpoint.best={best}: {suggest(metric, known, f'checkpoint.best={mode}:')}")
 
     def begin(self, model: torch.nn.Module, loss: Loss) -> None:
-        """Equip the model, from a checkpoint where there is one."""
-        found = self._agree(checkpoint.latest())
+        """Equip the model, from a snapshot or a checkpoint where there is one."""
+        found = self._find()
         if found is not None:
             place = found.state["position"]
-            self.step, self.samples, self.saved = found.step, place["samples"], found.step
+            self.step, self.samples = found.step, place["samples"]
             self.order.epoch, self.order.position = place["epoch"], place["position"]
         per_epoch, epochs = self.order.steps_per_epoch, self.job.train.epochs
         after = self.order.steps_left + (epochs - self.order.epoch - 1) * per_epoch
@@ -89,10 +91,22 @@ class Training:
         random_state.seed_everything(self._seed(), self.job.deterministic)
         if found is not None:
             self._restore(found)
+        self.keeper.begin(self.step)
+        context.stand_at(self.step)
         context.tell("begin", steps=self.steps, epochs=self.epochs, samples=self.order.size, resumed=self.resumed)
 
     def _seed(self) -> int:
         return random_state.derive(self.job.seed, self.step, self.order.rank)
+
+    def _find(self) -> Saved | Kept | None:
+        """What to go on from; of a snapshot and a checkpoint the newer one."""
+        kept = self.keeper.find()
+        if kept is not None and kept.step >= checkpoint.resumed_step():
+            self.saved = checkpoint.resumed_step()
+            return kept
+        found = self._agree(checkpoint.latest())
+        self.saved = found.step if found else 0
+        return found
 
     def _agree(self, found: Saved | None) -> Saved | None:
         """The checkpoint that all ranks found: without a disk that all nodes see they may have found different ones."""
@@ -108,15 +122,27 @@ class Training:
             )
         return found
 
-    def _restore(self, found: Saved) -> None:
+    def _restore(self, found: Saved | Kept) -> None:
         state = found.state
-        if self.step < self.steps and self.order.steps_left:
-            self.stepper.rehearse(iter(self.batches))
+        if self.step < self.steps:
+            self._rehearse()
         self.stepper.load(state, found.path)
-        if len(state["random"]) == self.order.world_size:
-            random_state.restore(state["random"][self.order.rank], self.device)
+        random = found.random(self.order.rank, self.order.world_size)
+        if random is not None:
+            random_state.restore(random, self.device)
         else:
             random_state.seed_everything(self._seed(), self.job.deterministic)
+        if isinstance(found, Kept):
+            self.loss = found.mine["loss"]
+            for name, buffer in self.stepper.model.named_buffers():
+                buffer.copy_(found.mine["buffers"][name])
+
+    def _rehearse(self) -> None:
+        place = self.order.position
+        if not self.order.steps_left:  # a snapshot may be of the last step of an epoch
+            self.order.position = 0
+        self.stepper.rehearse(iter(self.batches))
+        self.order.position = place
 
     def run(self) -> dict[str, float]:
         """Everything, from where it stands to the end."""
@@ -125,13 +151,15 @@ class Training:
         self.told.rest()
         self._evaluate()
         self._save()
+        self.keeper.rest()
         context.tell("done", spent=self.spent, samples=(self.step - self.resumed) * self.order.global_batch)
-        return ({"loss": self.loss.item()} if self.step > self.resumed else {}) | self.results
+        return ({"loss": self.loss.item()} if hasattr(self, "loss") else {}) | self.results
 
     def _epoch(self) -> None:
         """To the end of the epoch, or of the training."""
         order, every = self.order, self.job.checkpoint.every
         batches, began = iter(self.batches), time.perf_counter()
+        self.keeper.go_on()
         while order.steps_left and self.step < self.steps:
             self._step(batches)
             if every and self.step % every == 0 and order.steps_left:
@@ -157,6 +185,19 @@ class Training:
             self.step, self.loss, steps=self.steps, epoch=self.order.epoch + 1, epochs=self.epochs,
             samples=self.samples, lr=rate,
         )  # fmt: skip
+        self.keeper.step(self.step, self._own, self._state)
+
+    def _state(self) -> dict[str, Any]:
+        """What a training goes on from, and is the same on all ranks."""
+        return {**self.stepper.state(), "position": self._position()}
+
+    def _position(self) -> dict[str, int]:
+        return {"epoch": self.order.epoch, "position": self.order.position, "samples": self.samples}
+
+    def _own(self) -> dict[str, Any]:
+        """What differs from rank to rank."""
+        buffers = dict(self.stepper.model.named_buffers())  # running means: some backends leave each rank its own
+        return {"random": random_state.capture(self.device), "loss": self.loss, "buffers": buffers}
 
     def _evaluate(self) -> None:
         """Metrics of the model as it is now, if there are tests, and if that is not known already."""
@@ -177,16 +218,12 @@ class Training:
         if self.saved == self.step:
             return
         with self._spending("save"):
-            drawn = self.comm.gather(random_state.capture(self.device))
-            place = {"epoch": self.order.epoch, "position": self.order.position, "samples": self.samples}
-            state = {
-                **self.stepper.state(),
-                "random": torch.stack(drawn),
-                "position": place,
-                "config": as_saved(self.job),
-            }
+            drawn = torch.stack(self.comm.gather(random_state.capture(self.device)))
             metrics = {"loss": self.loss.item(), **(self.results if self.evaluated == self.step else {})}
-            checkpoint.save(self.step, state, metrics, self.job.checkpoint)
+            beside = {"position": self._position(), "random": drawn}
+            if self.order.rank == 0 and not self.keeper.to_disk(self.step, self._own, self._state, beside, metrics):
+                state = {**self._state(), **beside, "config": as_saved(self.job)}
+                checkpoint.save(self.step, state, metrics, self.job.checkpoint)
         self.saved = self.step
 
     @contextmanager
@@ -197,6 +234,7 @@ class Training:
         began = time.perf_counter()
         yield
         self.spent[what] += time.perf_counter() - began
+        self.keeper.go_on()
 
 
 class Told:

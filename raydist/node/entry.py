@@ -55,11 +55,14 @@ def become_rank(spec: Mapping[str, Any], log_fd: int) -> None:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int) -> NoReturn:
-    """A whole rank, in a process of its own."""
+def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int, *memory: int) -> NoReturn:
+    """A whole rank, in a process of its own. `memory`: descriptors as in context.Context."""
     become_rank(spec, log_fd)
     channel = Channel(socket.socket(fileno=channel_fd), beat_fd)
-    context.enter(context.Context(rank=context.Rank.from_env(os.environ), emit=channel.emit, beat=channel.beat))
+    own, lead = memory
+    me = context.Rank.from_env(os.environ)
+    here = context.Context(me, emit=channel.emit, beat=channel.beat, flush=channel.flush, memory=(own, lead))
+    context.enter(here)
     code = run_job(spec)
     channel.flush()
     leave(code)
@@ -141,12 +144,12 @@ def leave(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """A rank that was spawned, not forked: the spec is a file, the three descriptors are inherited."""
+    """A rank that was spawned, not forked: the spec is a file, the five descriptors are inherited."""
     import json
 
     die_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text())
-    run_rank(spec, *(int(fd) for fd in sys.argv[2:5]))
+    run_rank(spec, *(int(fd) for fd in sys.argv[2:7]))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ never touches CUDA. Seats speak to it over a Unix socket, one JSON message per p
 
     {"op": "fork", "spec": {…}}  + log, channel and heartbeat descriptors   -> {"forked": pid}, later {"ended": pid, …}
     {"op": "store", "store": "tcp", "address": ip}       -> {"store": port, "secret": "…", "pid": pid}; or horovod
+    {"op": "save", "slot": n}    + a descriptor for its word     n of the first rank's snapshots becomes a checkpoint
     {"op": "kill", "pid": pid, "signal": n}      n to the rank; SIGKILL goes to its whole process group
 
-It greets a seat with {"warm": {…}} once all is imported. When a seat hangs up, its ranks end, and then the server hangs
-up too; when the lifeline's other end closes (its owner died, however), or no seat came for IDLE_S, everything ends.
+It greets a seat with {"warm": {…}} once all is imported. When a seat hangs up, its ranks end, their last state goes to
+the disk, and then the server hangs up too; when the lifeline's other end closes (its owner died, however), or no seat
+came for IDLE_S, everything ends.
 """
 
 from __future__ import annotations
@@ -34,9 +36,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from raydist.node.entry import die_with_parent
+from raydist.node.memory import Memories, write_checkpoint
+from raydist.node.processes import end_children, end_session, kill, wait_one
 from raydist.node.wire import PACKET
 
 PR_SET_CHILD_SUBREAPER = 36
+WRITE_S = 600.0
+"""Longest wait for the last state to get to the disk when everything else has ended: large ones take minutes."""
 OWN = 3
 """What it listens to when no seat is there: its socket, the lifeline, the end of a child."""
 
@@ -53,6 +59,10 @@ class Server:
     """Who asked for each process that lives, by pid."""
     leaving: set[socket.socket] = field(default_factory=set)
     """Seats that have hung up, and whose processes have not all ended."""
+    memories: dict[socket.socket, Memories] = field(default_factory=dict)
+    """Where the ranks of each seat keep their snapshots."""
+    writers: dict[int, Memories] = field(default_factory=dict)
+    """Whose state a process writes to the disk, by its pid."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     warm: dict[str, Any] = field(default_factory=dict)
 
@@ -89,24 +99,31 @@ class Server:
         except OSError:
             packet, fds = b"", []
         if not packet:
-            self.selector.unregister(seat)
-            self.leaving.add(seat)
-            for pid in [pid for pid, owner in self.owner.items() if owner is seat]:
-                kill(pid, signal.SIGKILL)
+            self.see_off(seat)
             return
         message = json.loads(packet)
         if message["op"] == "fork":
-            pid = self.fork_rank(message["spec"], fds)
+            held = self.memories[seat] = Memories.of_run(message["spec"], self.memories.values())
+            pid = self.fork_rank(message["spec"], [*fds, *held.of_rank(seat, message["spec"]["env"])])
             self.owner[pid] = seat
             say(seat, forked=pid)
         elif message["op"] == "store":
             pid, opened = self.fork_store(message["store"], message["address"])
             self.owner[pid] = seat
             say(seat, **opened, pid=pid)
+        elif message["op"] == "save" and (message["slot"] is not None or self.memories[seat].newer()):
+            self.fork_writer(seat, message["slot"], *fds)
         elif message["op"] == "kill" and message["pid"] in self.owner:
             kill(message["pid"], message["signal"])
         for fd in fds:
             os.close(fd)
+
+    def see_off(self, seat: socket.socket) -> None:
+        """A seat has hung up: SIGKILL its ranks, which inside a collective would not see a SIGTERM."""
+        self.selector.unregister(seat)
+        self.leaving.add(seat)
+        for pid in [pid for pid, owner in self.owner.items() if owner is seat and pid not in self.writers]:
+            kill(pid, signal.SIGKILL)
 
     def fork_rank(self, spec: dict[str, Any], fds: list[int]) -> int:
         if self.start == "spawn":
@@ -135,6 +152,15 @@ class Server:
         with os.fdopen(ours) as answer:
             return pid, json.loads(answer.read())
 
+    def fork_writer(self, seat: socket.socket, slot: int | None, word: int) -> None:
+        """A process that makes a checkpoint of a slot (None: of the newest), and sends an event of it to `word`."""
+        pid = os.fork()
+        if pid == 0:
+            self.forget()
+            os.setsid()
+            write_checkpoint(self.memories[seat].descriptors, slot, word)
+        self.owner[pid], self.writers[pid] = seat, self.memories[seat]
+
     def forget(self) -> None:
         """In a fresh child: drop the server's descriptors and end with it."""
         die_with_parent()
@@ -149,6 +175,8 @@ class Server:
         while (dead := wait_one()) is not None:
             pid, status = dead
             seat = self.owner.pop(pid, None)
+            if written := self.writers.pop(pid, None):
+                written.unlock()
             end_session(pid)
             if seat is not None and seat.fileno() >= 0:
                 code = os.waitstatus_to_exitcode(status)
@@ -156,64 +184,30 @@ class Server:
         if self.leaving and not self.owner:
             end_children()  # what went into a session of its own
         for seat in self.leaving - set(self.owner.values()):
+            held = self.memories.get(seat)
+            if held is not None and held.owed():
+                self.fork_writer(seat, None, -1)
+                continue
+            if held is not None:
+                held.release(seat)
             self.leaving.remove(seat)
             seat.close()
 
     def end_all(self) -> None:
-        """SIGKILL: a rank inside a collective never returns to Python to see a SIGTERM."""
-        for pid in list(self.owner):
-            kill(pid, signal.SIGKILL)
+        """As if every seat had hung up."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.listener:
+                self.see_off(key.fileobj)
+        until = time.monotonic() + WRITE_S
+        while self.leaving and time.monotonic() < until:
+            self.reap()
+            time.sleep(0.002)
         end_children()
 
 
 def say(seat: socket.socket, **message: Any) -> None:
     with contextlib.suppress(OSError):  # the seat hung up; its packet of zero bytes is on the way
         seat.send(json.dumps(message).encode())
-
-
-def kill(pid: int, number: int) -> None:
-    """A signal to a child of ours; SIGKILL to its whole process group, and to it alone if it has none yet."""
-    with contextlib.suppress(ProcessLookupError):
-        if number == signal.SIGKILL and os.getpgid(pid) == pid:
-            os.killpg(pid, number)
-        else:
-            os.kill(pid, number)
-
-
-def wait_one() -> tuple[int, int] | None:
-    """(pid, status) of a child that has ended, None if there is none now."""
-    with contextlib.suppress(ChildProcessError):
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            return pid, status
-    return None
-
-
-def end_session(session: int) -> None:
-    """SIGKILL what a dead rank started and left: loader workers, subprocesses. They are our children by now."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(session, signal.SIGKILL)
-    for pid in children_of(os.getpid()):
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(pid) == session:
-                os.kill(pid, signal.SIGKILL)
-
-
-def end_children() -> None:
-    """SIGKILL whatever is a child of ours, and what thereby becomes one."""
-    while children := children_of(os.getpid()):
-        for pid in children:
-            kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0)
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as listed:
-            return [int(child) for child in listed.read().split()]
-    except FileNotFoundError:  # not Linux, or a kernel without the file: groups and sessions are all we can end
-        return []
 
 
 def spawn_rank(spec: dict[str, Any], fds: list[int]) -> int:
@@ -226,7 +220,7 @@ def spawn_rank(spec: dict[str, Any], fds: list[int]) -> int:
         json.dump(spec, file)
     command = [sys.executable, "-m", "raydist.node.entry", path, *map(str, fds)]
     env = {**spec["env"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen(command, pass_fds=fds, env=env).pid
+    return subprocess.Popen(command, pass_fds=[fd for fd in fds if fd >= 0], env=env).pid
 
 
 def hold_store(kind: str, address: str, answer: int) -> NoReturn:

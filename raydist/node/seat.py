@@ -48,6 +48,7 @@ class Seat:
         self._drained: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._collectives: list[dict[str, Any]] = []
+        self._saving: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class Seat:
         spec["env"] = {**os.environ, **spec["env"]}
         spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
         spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
-        self._events, self._end = [], None
+        await self._forget(str(base))
         self._log = open(f"{base}.log", "w+b", buffering=0)  # noqa: SIM115 - read until the rank is gone
         beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         os.ftruncate(beat, BEAT.size)
@@ -114,6 +115,16 @@ class Seat:
         self._drained = self._spawn(self._drain(ours))
         return self.pid
 
+    async def _forget(self, base: str) -> None:
+        """Leave the attempt before this one behind, once its last checkpoint is on the disk."""
+        if self._saving is not None:
+            await asyncio.wait({self._saving})
+        if self._drained is not None:
+            self._drained.cancel()
+        self._events, self._end = [], None
+        for kind in ("value", "value.error"):
+            Path(f"{base}.{kind}").unlink(missing_ok=True)
+
     async def watch(self, patience: float) -> dict[str, Any]:
         """What is new: events, bytes of the log, the heartbeat and its age, and how the rank ended, last of all.
 
@@ -124,7 +135,8 @@ class Seat:
         self._news.clear()
         gone = self._end
         if gone is not None and self._drained is not None:
-            await asyncio.wait({self._drained}, timeout=0.5)  # a stray process may still hold the other end
+            told = {self._drained} | ({self._saving} if self._saving else set())
+            await asyncio.wait(told, timeout=0.5)  # a stray process may still hold the other end
         log = self._log.read(LOG_CHUNK)
         events, self._events = self._events, []
         more = len(log) == LOG_CHUNK
@@ -164,6 +176,27 @@ class Seat:
             kind: self.folder / f"rank-{self.rank}.value{end}" for kind, end in (("value", ""), ("error", ".error"))
         }
         return {kind: path.read_bytes() for kind, path in paths.items() if path.exists()}
+
+    async def here(self) -> bool:
+        """Whether this seat is open: one that has come in the place of a lost one is not."""
+        return self._listening is not None and not self._listening.done()
+
+    async def flush(self) -> list[Event]:
+        """Have the newest snapshot of this node written to the disk, if it is not there yet; what there is to tell."""
+        if self._saving is not None:
+            await asyncio.wait({self._saving})
+        if self.pid:
+            await asyncio.wait({self._save(None)})
+        events, self._events = self._events, []
+        return events
+
+    def _save(self, slot: int | None) -> asyncio.Task[None]:
+        """Have a snapshot written to the disk. Its writer tells its own events."""
+        ours, its = socket.socketpair()
+        self._tell([its.fileno()], op="save", slot=slot)
+        its.close()
+        self._saving = self._spawn(self._drain(ours, of_rank=False))
+        return self._saving
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, `grace` seconds, SIGKILL; with no grace SIGKILL at once. Returns when the process is gone."""
@@ -230,15 +263,18 @@ class Seat:
             return (self._at / "server.log").read_text(errors="replace")[-2000:].strip() or "it left no word"
         return "its log is gone"
 
-    async def _drain(self, sock: socket.socket) -> None:
+    async def _drain(self, sock: socket.socket, of_rank: bool = True) -> None:
         """Read the rank's events until it hangs up. Of the reports of ranks other than 0 only the newest is kept."""
         reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 26)
-        self._writer = writer
+        if of_rank:
+            self._writer = writer
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
                 happened = json.loads(line)
                 kind = happened["kind"]
-                if kind == "collectives":
+                if kind == "save":
+                    self._save(happened["slot"])
+                elif kind == "collectives":
                     self._collectives = happened["entries"]
                 elif kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
                     self._events[-1] = happened

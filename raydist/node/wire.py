@@ -1,4 +1,4 @@
-"""What rank, fork server and seat agree on: the heartbeat page and the size of a packet. (either side)
+"""What rank, fork server and seat agree on: heartbeat, first page of a snapshot memory, size of a packet. (either side)
 
 Kept apart and small, because every seat is a Ray worker of its own and pays for each import.
 """
@@ -25,3 +25,39 @@ def read_beat(page: mmap.mmap) -> tuple[int, str, float]:
     """(step, phase, seconds since the epoch) that the rank last noted; (0, "", 0.0) before its first."""
     step, phase, at = BEAT.unpack_from(page, 0)
     return step, PHASES[phase] if at else "", at
+
+
+PAGE = 4096
+"""Bytes of the first page of a rank's snapshot memory; slots begin at multiples of it."""
+SLOTS = 3
+"""Two for states that take turns, one for when another is on its way to the disk."""
+ABOUT = SLOTS
+"""The slot with what is the same for all states of an attempt."""
+BESIDE = SLOTS + 1
+"""The slot with what belongs into a checkpoint beside the state that is on its way to the disk."""
+LOCK = struct.Struct("<q")
+"""First on the page: the slot that is on its way to the disk, or -1."""
+SLOT = struct.Struct("<qqqqqq")
+"""Then per slot: step (-1: not complete), where it begins, its bytes, those used by tensors, those used by their
+description, and whether the state is a whole one (1) or only what is a rank's own (0)."""
+STEP = struct.Struct("<q")
+
+
+def at_slot(slot: int) -> int:
+    """Where on the page a slot is described."""
+    return LOCK.size + slot * SLOT.size
+
+
+def blank_page() -> bytes:
+    """The first page of a memory that holds nothing yet."""
+    page = bytearray(PAGE)
+    LOCK.pack_into(page, 0, -1)
+    for slot in range(BESIDE + 1):
+        STEP.pack_into(page, at_slot(slot), -1)
+    return bytes(page)
+
+
+def complete_slots(page: bytes | mmap.mmap) -> dict[int, int]:
+    """The slot of each step that is complete."""
+    steps = {STEP.unpack_from(page, at_slot(slot))[0]: slot for slot in range(SLOTS)}
+    return {step: slot for step, slot in steps.items() if step >= 0}

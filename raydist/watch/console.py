@@ -75,6 +75,14 @@ class Console(AbstractContextManager["Console"]):
     def _on_hang(self, happened: Event) -> None:
         self._screen.say(f"hang  silent for {happened['s']:.0f} s: {happened['text']}", "yellow")
 
+    def _on_restart(self, happened: Event) -> None:
+        self._screen.say(f"restart {happened['number']}: {happened['text']}", "yellow")
+
+    def _on_restarted(self, happened: Event) -> None:
+        again = f"{wording.count(happened['repeated'], 'step')} done again" if happened["repeated"] else "no step lost"
+        back = f"back at step {happened['step']} after {happened['s']:.2f} s, {again}"
+        self._screen.say(f"restart {happened['number']}: {back}", "green")
+
     def _on_stop(self, happened: Event) -> None:
         self._screen.say(f"stop  {happened['reason']}", "yellow")
 

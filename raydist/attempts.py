@@ -1,0 +1,56 @@
+"""One attempt after the other: what each starts from, its ranks' ends, and what all came to. (driver)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from raydist import checkpoint, fabric
+from raydist.config import Job
+from raydist.errors import RaydistError
+from raydist.events import Events
+from raydist.fabric import Var
+from raydist.group import Gang
+from raydist.parcel import Call, unpack_all
+from raydist.restart import Again, Stop
+from raydist.result import Attempt
+from raydist.vigil import Vigil
+
+
+def attempt(job: Job, call: Call | None, gang: Gang, events: Events, after: Again | None = None) -> Attempt:
+    """Start the ranks, and listen until all have ended. `after`: the failure that this attempt mends."""
+    gang.start(job, variables(job, gang, events), call.packed if call else None)
+    vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang, after)
+    return Attempt(ends=vigil.keep(), error=vigil.stopped)
+
+
+def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Again, before: Attempt) -> Attempt:
+    """A further attempt; if there is no place for it, what was before, with the reason."""
+    events.say("restart", **after.as_event(job.restart))
+    try:
+        gang.again(job, after.number)
+        return attempt(job, call, gang, events, after)
+    except RaydistError as error:
+        return replace(before, error=error)
+
+
+def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:
+    """Each rank's environment, with the checkpoint to go on from: in a restart this run's own, if it has one by now."""
+
+    def warn(text: str) -> None:
+        events.say("warning", text=text)
+
+    own = checkpoint.newest(Path(job.dir) / "checkpoints", warn) if gang.meet.attempt else None
+    found = own.path.absolute() if own else checkpoint.find(job.resume, Path(job.dir), warn)
+    resume = Var("RAYDIST_RESUME", str(found or ""), "the newest of this run" if own else f"resume={job.resume}")
+    return [[*each, resume] for each in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
+
+
+def conclude(past: Sequence[Attempt], verdict: Stop, gang: Gang) -> Attempt:
+    """All attempts as one: what the last came to. If it failed, its last state is on the disk when this returns."""
+    last = past[-1]
+    if last.error is not None or last.cause is not None:
+        gang.flush()
+    values, exceptions = unpack_all(gang.values())
+    return replace(last, values=values, exceptions=exceptions, earlier=tuple(past[:-1]), why_last=verdict.reason)

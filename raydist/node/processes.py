@@ -1,0 +1,52 @@
+"""The processes that a fork server has made: signalled, waited for, ended with all that they started. (actor)"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+
+def kill(pid: int, number: int) -> None:
+    """A signal to a child of ours; SIGKILL to its whole process group, and to it alone if it has none yet."""
+    with contextlib.suppress(ProcessLookupError):
+        if number == signal.SIGKILL and os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+
+
+def wait_one() -> tuple[int, int] | None:
+    """(pid, status) of a child that has ended, None if there is none now."""
+    with contextlib.suppress(ChildProcessError):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            return pid, status
+    return None
+
+
+def end_session(session: int) -> None:
+    """SIGKILL what a dead rank started and left: loader workers, subprocesses. They are our children by now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(session, signal.SIGKILL)
+    for pid in children_of(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)
+
+
+def end_children() -> None:
+    """SIGKILL whatever is a child of ours, and what thereby becomes one."""
+    while children := children_of(os.getpid()):
+        for pid in children:
+            kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as listed:
+            return [int(child) for child in listed.read().split()]
+    except FileNotFoundError:  # not Linux, or a kernel without the file: groups and sessions are all we can end
+        return []

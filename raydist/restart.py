@@ -1,0 +1,96 @@
+"""(rule, past attempts) -> again, or stop and why. (pure)"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raydist.blame import End, cause, where
+from raydist.config import Restart
+from raydist.result import Attempt
+
+NEVER = frozenset({"ConfigError", "LaunchError"})
+"""Exceptions that another attempt can only meet again: a word is wrong, or something is not there."""
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT})
+"""Signals that come from somebody else: the same one twice at the same step says nothing about the job."""
+STUCK = 3
+"""Failures without a step in between after which there is no point in another attempt."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """Another attempt."""
+
+    number: int
+    """Restarts so far, this one among them."""
+    cause: End
+    reached: int
+    """The last step that any rank had noted."""
+
+    def as_event(self, rule: Restart) -> dict[str, Any]:
+        """The facts of the event `restart`."""
+        end = self.cause
+        return {
+            "number": self.number, "most": rule.max, "rank": end.rank, "host": end.host, "how": end.how,
+            "step": end.step, "text": f"{where(end)} {brief(end)}",
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stop:
+    """No other attempt."""
+
+    reason: str
+    """Why, for a person; empty where nothing failed, or where none was asked for."""
+
+
+def decide(rule: Restart, past: Sequence[Attempt]) -> Again | Stop:
+    """What to do after the last of these attempts."""
+    last = past[-1]
+    if last.error is not None or (end := last.cause) is None or rule.max == 0:
+        return Stop("")
+    if end.type in NEVER:
+        return Stop(f"a {end.type} would come again")
+    if len(past) > 1 and same(past[-2].cause, end):
+        return Stop(f"the same failure came twice at step {end.step}: {brief(end)}")
+    if (stuck := without_progress(past)) >= STUCK:
+        return Stop(f"{stuck} failures in a row, and not one step further than step {last.reached}")
+    counted = [each for each in past if counts(rule, each, end.at)]
+    if len(counted) > rule.max:
+        return Stop(f"{len(counted)} failures within {rule.window_s:g} s, restart.max={rule.max}")
+    return Again(len(past), end, last.reached)
+
+
+def counts(rule: Restart, attempt: Attempt, now: float) -> bool:
+    """Whether a failure uses up one of those that are forgiven: an old one, or a node taken away, does not."""
+    end = attempt.cause
+    return end is not None and not end.preempted and now - end.at <= rule.window_s
+
+
+def without_progress(past: Sequence[Attempt]) -> int:
+    """So many failures in a row, up to the last one, since a step was done that had not been done before."""
+    furthest, count = -1, 0
+    for attempt in past:
+        count = 1 if attempt.reached > furthest else count + 1
+        furthest = max(furthest, attempt.reached)
+    return count
+
+
+def same(one: End | None, other: End) -> bool:
+    """Whether two failures look like one and the same fault of the job: same place, same words, same step."""
+    if one is None or other.how == "lost" or other.signal in FROM_OUTSIDE:
+        return False
+    return fault(one) == fault(other)
+
+
+def fault(end: End) -> tuple[int, str, int, int, str, str]:
+    """What makes a failure the same one, numbers in its message aside."""
+    return end.step, end.how, end.code, end.signal, end.type, re.sub(r"0x[0-9a-f]+|\d+", "#", end.message)
+
+
+def brief(end: End) -> str:
+    """The failure on one line."""
+    return cause(end).splitlines()[0][:200]

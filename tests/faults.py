@@ -1,0 +1,111 @@
+"""Faults as data: what goes wrong, on which rank, at which step; and a training that they strike."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raydist
+from raydist import context
+
+VARIABLE = "RAYDIST_TEST_FAULTS"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong, once `step` steps are done."""
+
+    act: str
+    """kill, stop (SIGSTOP), raise, exit, abort, skip (the next step's collectives)."""
+    rank: int
+    step: int
+    attempts: tuple[int, ...] = (0,)
+    """In which attempts it happens; empty: in all."""
+
+    def due(self, step: int) -> bool:
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return (self.rank, self.step) == (raydist.rank().rank, step) and attempt in (self.attempts or (attempt,))
+
+    def strike(self) -> None:
+        """Do it, to this very process."""
+        match self.act:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "raise":
+                raise ValueError(f"struck at step {self.step}")
+            case "exit":
+                sys.exit(3)
+            case "abort":
+                os.abort()
+            case "skip":
+                time.sleep(1000)
+
+
+def kill(rank: int, step: int, *attempts: int) -> Fault:
+    return Fault("kill", rank, step, attempts or (0,))
+
+
+def words(*faults: Fault) -> list[str]:
+    """The words that make a run suffer these."""
+    plain = json.dumps([asdict(fault) for fault in faults])
+    return [f"env.{VARIABLE}={json.dumps(plain)}"] if faults else []
+
+
+def strike(step: int) -> None:
+    """Let happen what is due now that so many steps are done."""
+    for plain in json.loads(os.environ.get(VARIABLE, "[]")):
+        fault = Fault(**{**plain, "attempts": tuple(plain["attempts"])})
+        if fault.due(step):
+            fault.strike()
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss, computed when the steps before are done: here faults strike."""
+    strike(context.here().step)
+    return nn.functional.cross_entropy(output, target)
+
+
+def training(config: Any, pause: float = 0.0) -> dict[str, Any]:
+    """A small training with dropout and momentum; what it ends with, to the last bit. 16 steps an epoch on 2 ranks."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(256, 10, generator=generator), torch.randint(3, (256,), generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 3))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        time.sleep(pause)
+        return cross_entropy(output, target)
+
+    figures = raydist.fit(config, train=TensorDataset(inputs, targets), test=TensorDataset(inputs, targets),
+                          loss=loss, model=model)  # fmt: skip
+    weights = {name: value.tolist() for name, value in model.state_dict().items()}
+    return {"figures": figures, "weights": weights, "random": torch.get_rng_state().tolist()}
+
+
+def own_loop(steps: int = 40) -> tuple[int, float]:
+    """A loop of one's own that saves every tenth step; the step it went on from, and its weight at the end."""
+    from raydist import checkpoint
+
+    weight, begin = torch.zeros(1), 0
+    if (found := checkpoint.latest()) is not None:
+        weight, begin = found.state["weight"], found.step
+    for step in range(begin + 1, steps + 1):
+        total = torch.ones(1) * step
+        torch.distributed.all_reduce(total)
+        weight += total
+        if step % 10 == 0:
+            checkpoint.save(step, {"weight": weight})
+        raydist.report(step=step, loss=float(weight))
+        strike(step)
+    return begin, float(weight)

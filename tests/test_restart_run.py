@@ -1,0 +1,267 @@
+"""Runs that faults strike: what the user sees of them is what an unbroken run shows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raydist
+from raydist import checkpoint
+from raydist.errors import RunFailed
+from raydist.events import Event, read
+from raydist.result import Result
+from tests import faults
+from tests.faults import Fault, kill
+from tests.leftovers import folders_of, gone
+from tests.programs import Program
+
+pytestmark = pytest.mark.ray
+WORDS = ("watch.progress=none", "train.epochs=3", "data.batch_size=8", "optim=sgd", "snapshot.every=1", "seed=5")
+BACKENDS = ["gloo", "horovod"]
+
+
+def train(*words: str, struck: tuple[Fault, ...] = (), group: str = "inline") -> Result[Any]:
+    return raydist.run(faults.training, "scale=1x2", f"group={group}", *WORDS, *faults.words(*struck), *words)
+
+
+@cache
+def unbroken(backend: str) -> tuple[Any, list[float]]:
+    """What a run without a fault ends with, and the loss of each of its steps."""
+    done = train(f"backend={backend}")
+    return done.values, losses(done)
+
+
+def events(done: Result[Any], kind: str) -> list[Event]:
+    return [happened for happened in read(done.dir / "events.jsonl") if happened["kind"] == kind]
+
+
+def losses(done: Result[Any]) -> list[float]:
+    """The loss of each step on rank 0; of a step that was done twice both must agree."""
+    found: dict[int, float] = {}
+    for report in events(done, "report"):
+        if report["rank"] == 0 and "loss" in report["values"]:
+            assert found.setdefault(report["step"], report["values"]["loss"]) == report["values"]["loss"]
+    return [loss for _, loss in sorted(found.items())]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("struck", "how"),
+    [
+        (kill(1, 10), "killed"),
+        (kill(0, 16), "killed"),  # the last step of an epoch: evaluation and checkpoint come after the restart
+        (Fault("raise", 1, 20), "raised"),
+        (Fault("exit", 0, 33), "exited"),
+        (Fault("abort", 1, 1), "killed"),
+    ],
+    ids=lambda value: f"{value.act}{value.step}" if isinstance(value, Fault) else "",
+)
+def test_a_run_that_is_struck_ends_as_if_it_had_not_been(on_ray: Path, backend: str, struck: Fault, how: str) -> None:
+    done = train(f"backend={backend}", struck=(struck,))
+    assert done.status == "finished"
+    assert (done.values, losses(done)) == unbroken(backend)
+    (end,) = done.restarts
+    assert (end.rank, end.how, end.step) == (struck.rank, how, struck.step)
+    (back,) = events(done, "restarted")
+    assert (back["number"], back["step"], back["repeated"]) == (1, struck.step + 1, 0)
+    assert not done.failure
+
+
+@pytest.mark.parametrize("group", ["inline", "ray"])
+def test_two_faults_and_a_snapshot_now_and_then(on_ray: Path, group: str) -> None:
+    done = train("snapshot.every=4", struck=(kill(1, 10), kill(0, 30, 1)), group=group)
+    assert (done.values, losses(done)) == unbroken("gloo")
+    assert [event["repeated"] for event in events(done, "restarted")] == [2, 2]
+    assert [event["number"] for event in events(done, "restart")] == [1, 2]
+    assert [end.rank for end in done.restarts] == [1, 0]
+    assert 0 < done.goodput < 1
+
+
+def test_a_restart_costs_no_placement_and_no_new_actor(on_ray: Path) -> None:
+    done = train(struck=(kill(1, 10),), group="ray")
+    phases = [event["name"] for event in events(done, "phase")]
+    assert phases == ["connect", "place", "actors", "warm-up", "rendezvous", "first step"]
+    assert len(events(done, "plan")) == 1
+    assert done.launch.keys() == set(phases)
+
+
+def test_the_ranks_are_told_how_often_they_were_restarted(on_ray: Path) -> None:
+    def job() -> tuple[str, str]:
+        raydist.report(step=1)
+        faults.strike(1)
+        return os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
+
+    words = faults.words(kill(0, 1))
+    done = raydist.run(job, "scale=1x2", "group=inline", "restart.max=5", "watch.progress=none", *words)
+    assert done.values == (("1", "5"), ("1", "5"))
+
+
+@pytest.mark.parametrize("init_method", ["tcp", "file"])
+def test_ranks_meet_anew_by_every_method(on_ray: Path, init_method: str) -> None:
+    done = train(f"init_method={init_method}", struck=(kill(0, 5),))
+    assert done.values == unbroken("gloo")[0]
+
+
+@pytest.mark.parametrize("start", ["spawn"])
+def test_ranks_that_are_not_forked_are_restarted_too(on_ray: Path, start: str) -> None:
+    done = train(f"start={start}", struck=(kill(1, 10),))
+    assert (done.values, losses(done)) == unbroken("gloo")
+
+
+def test_a_loop_of_ones_own_goes_on_from_its_newest_checkpoint(on_ray: Path) -> None:
+    words = ("scale=1x2", "group=inline", "watch.progress=none")
+    whole = raydist.run(faults.own_loop, *words)
+    done = raydist.run(faults.own_loop, *words, *faults.words(kill(1, 25)))
+    assert done.values == ((20, whole.values[0][1]), (20, whole.values[1][1]))
+    (back,) = events(done, "restarted")
+    assert (back["step"], back["repeated"]) == (21, 5)
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) -> None:
+    def struck() -> int:
+        from raydist import context
+
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        begin, _ = faults.own_loop(24 if first else 40)
+        if first and context.rank().rank == 0:
+            (context.rank().run_dir / "checkpoints" / "step-00000020" / "state.pt").write_bytes(b"cut off")
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.barrier()
+        return begin
+
+    done = raydist.run(struck, "scale=1x2", "group=inline", "watch.progress=none")
+    assert done.values == (10, 10)
+    assert any("step-00000020 is passed over" in text for text in done.warnings)
+
+
+def test_restart_none_ends_with_the_first_failure_and_its_state_is_on_the_disk(on_ray: Path) -> None:
+    with pytest.raises(RunFailed, match="killed by SIGKILL") as caught:
+        train("restart=none", struck=(kill(1, 21),))
+    result = caught.value.result
+    assert (result.restarts, result.cause.step) == ((), 21)
+    assert result.checkpoint.name == "step-00000021"
+    resumed = train(f"resume={result.dir}")
+    assert (resumed.values, losses(resumed)[-27:]) == (unbroken("gloo")[0], unbroken("gloo")[1][21:])
+
+
+@pytest.mark.parametrize(
+    ("struck", "attempts", "reason"),
+    [
+        (Fault("raise", 1, 12, ()), 2, "the same failure came twice at step 12: ValueError: struck at step 12"),
+        (kill(1, 12, 0, 1, 2, 3), 3, "3 failures in a row, and not one step further than step 12"),
+    ],
+)
+def test_what_comes_again_and_again_ends_with_the_reason(
+    on_ray: Path, struck: Fault, attempts: int, reason: str
+) -> None:
+    with pytest.raises(RunFailed) as caught:
+        train(struck=(struck,))
+    result = caught.value.result
+    assert len(result.restarts) == attempts - 1
+    assert result.why_last == reason
+    assert reason in str(caught.value)
+    assert result.checkpoint.name == "step-00000012"
+
+
+def test_more_failures_than_are_forgiven(on_ray: Path) -> None:
+    struck = tuple(kill(attempt % 2, 10 + attempt, attempt) for attempt in range(5))
+    with pytest.raises(RunFailed, match=r"3 failures within 3600 s, restart\.max=2"):
+        train("restart.max=2", struck=struck)
+
+
+def test_a_word_that_is_wrong_for_the_ranks_is_not_tried_again(on_ray: Path) -> None:
+    with pytest.raises(RunFailed, match=r"checkpoint\.best=max:accurracy") as caught:
+        train("checkpoint.best=max:accurracy")
+    assert caught.value.result.restarts == ()
+
+
+def program(folder: Path, *words: str) -> Program:
+    """The same training, for long, as a person starts it."""
+    (folder / "slow.py").write_text(
+        "import raydist\nfrom tests import faults\n\ndef job(config):\n    faults.training(config, pause=0.01)\n"
+    )
+    return Program(folder, "job=slow.py", "scale=1x2", "group=inline", *WORDS, "train.epochs=200", *words)
+
+
+@pytest.fixture
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+
+
+@pytest.mark.usefixtures("on_path")
+def test_ctrl_c_leaves_the_last_state_on_the_disk(tmp_path: Path) -> None:
+    started = program(tmp_path, "checkpoint.every=100000")
+    started.until_step(20)
+    started.signal(signal.SIGINT)
+    assert started.wait() == 128 + signal.SIGINT, started.screen
+    found = checkpoint.newest(started.run_dir / "checkpoints")
+    assert found is not None
+    assert found.step >= 20
+    assert started.result()["checkpoint"] == str(found.path)
+    assert gone(str(started.tmp)) == []
+    assert folders_of(started.tmp) == []
+
+
+@pytest.mark.usefixtures("on_path")
+def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(tmp_path: Path) -> None:
+    started = program(tmp_path, "checkpoint.every=100000")
+    started.until_step(20)
+    started.signal(signal.SIGKILL)
+    started.wait()
+    assert gone(str(started.tmp)) == []
+    assert folders_of(started.tmp) == []
+    found = checkpoint.newest(started.run_dir / "checkpoints")
+    assert found is not None
+    assert found.step >= max(event["step"] for event in started.events("report"))
+
+
+@pytest.mark.usefixtures("on_path")
+def test_a_storm_changes_nothing(tmp_path: Path, on_ray: Path) -> None:
+    """A rank is killed every now and then, whichever it is and whatever it does."""
+    words = ("train.epochs=25", "checkpoint.every=30", "restart.max=1000")
+    whole = train(*words)
+    (tmp_path / "storm").mkdir()
+    started = program(tmp_path / "storm", *words)
+    for count in range(12):
+        started.until(lambda count=count: len(started.events("restarted")) == count)
+        started.until_step(30 * (count + 1))
+        ranks = [event["pid"] for event in started.events("began")][-2:]
+        os.kill(ranks[count % 2], signal.SIGKILL)
+    assert started.wait() == 0, started.screen
+    last = [event for event in started.events("report") if event["rank"] == 0 and "test_loss" in event["values"]][-1]
+    assert last["values"]["test_loss"] == whole.metrics["test_loss"]
+    saved = checkpoint.load(Path(started.result()["checkpoint"]))
+    for name, value in saved["model"].items():
+        assert value.tolist() == whole.values[0]["weights"][name]
+    assert len(started.result()["restarts"]) == 12
+    assert gone(str(started.tmp)) == []
+
+
+def test_checkpoints_are_those_of_a_run_without_snapshots(on_ray: Path) -> None:
+    words = ("checkpoint.every=20", "checkpoint.best=min:loss", "checkpoint.keep=2")
+    with_them, without = train(*words), train(*words, "snapshot.every=0")
+    names = [sorted(path.name for path in (done.dir / "checkpoints").iterdir()) for done in (with_them, without)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        one, other = (checkpoint.examine(done.dir / "checkpoints" / name) for done in (with_them, without))
+        differing = [key for key in {**one.state, **other.state} if not equal(one.state.get(key), other.state.get(key))]
+        assert differing == ["config"]
+        assert {**one.meta, "time": 0, "files": 0} == {**other.meta, "time": 0, "files": 0}
+    assert with_them.warnings == ()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)

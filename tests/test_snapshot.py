@@ -1,0 +1,172 @@
+"""States in memory: what comes out is what went in, and nothing half-written is ever seen."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raydist import snapshot
+from raydist.node.wire import blank_page
+from raydist.snapshot import Memory, NoRoom, lay_out, memory_left, put_together, take_apart
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    made = os.memfd_create("test")
+    os.pwrite(made, blank_page(), 0)
+    yield made
+    os.close(made)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and (one.dtype, one.stride()) == (other.dtype, other.stride())
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def state(step: int, size: int = 10) -> dict[str, Any]:
+    return {"own": {"random": torch.full((3,), step)}, "model": {"weight": torch.full((size,), float(step))}}
+
+
+def test_a_state_comes_back_as_it_was_whatever_it_holds(descriptor: int) -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    kept = {
+        "model": net.state_dict(), "optimizer": optimizer.state_dict(), "none": None, "tuple": (1, 2.5, "x", b"y"),
+        "numbers": {3: torch.tensor(7), "nan": torch.tensor(float("nan")).isnan()}, "empty": torch.empty(0, 3),
+        "half": torch.randn(5).half(), "flags": torch.tensor([True, False]), "view": torch.arange(10)[::2],
+        "ordered": OrderedDict(b=[torch.ones(2)], a=1),
+    }  # fmt: skip
+    memory = Memory(descriptor)
+    found = Memory(descriptor).read(memory.write(5, kept))
+    kept["view"] = kept["view"].contiguous()  # gaps between the numbers are not kept
+    assert same(found, kept)
+    assert found["model"]._metadata == kept["model"]._metadata
+    assert list(memory.steps) == [5]
+
+
+def test_what_is_read_stays_when_the_slot_is_written_again(descriptor: int) -> None:
+    memory = Memory(descriptor)
+    found = memory.read(memory.write(1, state(1)))
+    for step in range(2, 6):
+        memory.write(step, state(step))
+    assert same(found, state(1))
+
+
+def test_the_two_newest_states_are_there_and_two_slots_are_enough(descriptor: int) -> None:
+    memory = Memory(descriptor)
+    used = {memory.write(step, state(step)) for step in range(10)}
+    assert used == {0, 1}
+    assert sorted(memory.steps) == [8, 9]
+    assert [row[:2] for row in memory.told()] == [(9, 1), (8, 1)]
+    size = os.fstat(descriptor).st_size
+    memory.write(10, state(10))
+    assert os.fstat(descriptor).st_size == size
+
+
+def test_a_slot_on_its_way_to_the_disk_is_left_alone(descriptor: int) -> None:
+    memory = Memory(descriptor)
+    locked = memory.write(1, state(1))
+    memory.lock(locked)
+    for step in range(2, 10):
+        assert memory.write(step, state(step)) != locked
+    assert same(memory.read(locked), state(1))
+    assert sorted(memory.steps) == [1, 8, 9]
+
+
+def test_a_state_may_grow(descriptor: int) -> None:
+    memory = Memory(descriptor)
+    for step, size in enumerate([10, 1000, 100_000, 10, 1_000_000]):
+        assert same(memory.read(memory.write(step, state(step, size))), state(step, size))
+        assert step == 0 or same(memory.read(memory.steps[step - 1])["own"], state(step - 1)["own"])
+
+
+def test_a_part_of_ones_own_is_no_whole_state(descriptor: int) -> None:
+    memory = Memory(descriptor)
+    memory.write(3, {"own": {"random": torch.ones(3)}})
+    assert memory.told()[0][:2] == (3, 0)
+
+
+def test_states_of_later_steps_can_be_dropped(descriptor: int) -> None:
+    memory = Memory(descriptor)
+    memory.write(4, state(4))
+    memory.write(5, state(5))
+    memory.forget_after(4)
+    assert list(memory.steps) == [4]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_writer_that_is_killed_at_any_moment_leaves_whole_states_only(descriptor: int, seed: int) -> None:
+    writer = os.fork()
+    if writer == 0:
+        torch.set_num_threads(1)
+        memory, step = Memory(descriptor), 0
+        while True:
+            step += 1
+            memory.write(step, state(step, 200_000))
+    memory, until = Memory(descriptor), time.monotonic() + 20
+    while len(memory.steps) < 1 and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(random.Random(seed).uniform(0.01, 0.05))
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    assert memory.steps
+    for step, slot in memory.steps.items():
+        assert same(memory.read(slot), state(step, 200_000))
+
+
+def test_too_little_memory_is_said_and_leaves_the_states_that_are_there(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(descriptor)
+    memory.write(1, state(1))
+    monkeypatch.setattr(snapshot, "memory_left", lambda: 10 << 20)
+    with pytest.raises(NoRoom, match="a state takes 8 MiB, and 10 MiB of memory are free"):
+        memory.write(2, state(2, 1 << 21))
+    assert same(memory.read(memory.steps[1]), state(1))
+
+
+def test_the_memory_left_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
+    assert memory_left(tmp_path) > 1 << 60
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:     500 kB\n")
+    assert memory_left(tmp_path) == 500 * 1024
+    cgroup = tmp_path / "sys/fs/cgroup"
+    cgroup.mkdir(parents=True)
+    (cgroup / "memory.max").write_text("max\n")
+    (cgroup / "memory.current").write_text("100000\n")
+    assert memory_left(tmp_path) == 500 * 1024
+    (cgroup / "memory.max").write_text("300000\n")
+    assert memory_left(tmp_path) == 200_000
+
+
+def test_tensors_are_taken_out_and_put_back_in_their_places() -> None:
+    tensors: list[torch.Tensor] = []
+    whole = {"a": torch.ones(1), "b": [torch.zeros(2), {"c": torch.ones(3)}]}
+    tree = take_apart(whole, tensors)
+    assert [tensor.numel() for tensor in tensors] == [1, 2, 3]
+    assert same(put_together(tree, tensors), whole)
+
+
+def test_tensors_do_not_overlap() -> None:
+    spots, end = lay_out([torch.ones(3), torch.ones(5, dtype=torch.uint8), torch.ones(1, dtype=torch.float64)])
+    begins = [spot.begin for spot in spots]
+    assert begins == [0, 64, 128]
+    assert end == 192
