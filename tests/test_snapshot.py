@@ -48,7 +48,7 @@ def test_a_state_comes_back_as_it_was_whatever_it_holds(descriptor: int) -> None
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.randn(2, 3, 8, 8)).sum().backward()
     optimizer.step()
-    kept = {
+    kept: dict[str, Any] = {
         "model": net.state_dict(), "optimizer": optimizer.state_dict(), "none": None, "tuple": (1, 2.5, "x", b"y"),
         "numbers": {3: torch.tensor(7), "nan": torch.tensor(float("nan")).isnan()}, "empty": torch.empty(0, 3),
         "half": torch.randn(5).half(), "flags": torch.tensor([True, False]), "view": torch.arange(10)[::2],

@@ -194,7 +194,7 @@ def of_step(offers: Sequence[Offer], step: int) -> Offer:
 def choose(offers: Sequence[Sequence[Offer]]) -> tuple[int, int] | None:
     """(step, a rank that has all of it) of the newest state that will do, by the offers of each rank.
 
-    It will do if somebody has all of it, and every rank either has its own part of it or has nothing at all: such a rank
+    It will do if somebody has all of it, and every rank has its own part of it or nothing at all: such a rank
     is new, and takes what the others have.
     """
     held = [{offer.step: offer for offer in each if offer.step >= 0} for each in offers]

@@ -1,0 +1,146 @@
+"""Seconds from the SIGKILL of one of 2 ranks until the next step is done: raydist beside torchrun and Ray Train.
+
+All train the same small network, each goes on as it does by itself: raydist from its snapshot in memory, torchrun and Ray
+Train from a checkpoint that is saved after each step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.measure import alternate, heads, row
+
+STEPS, STRUCK = 60, 30
+
+
+def strike(folder: Path, step: int, rank: int) -> None:
+    """Note that a step is done; once, after some of them, rank 1 is killed."""
+    with (folder / f"{rank}.times").open("a") as times:
+        times.write(f"{time.time()} {step}\n")
+    if rank == 1 and step == STRUCK and not (folder / "killed").exists():
+        (folder / "killed").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def recovery(folder: Path) -> float:
+    """From the signal to the end of the next step that was not done before, on rank 0."""
+    killed = float((folder / "killed").read_text())
+    done = [line.split() for line in (folder / "0.times").read_text().splitlines()]
+    return min(float(at) for at, step in done if int(step) > STRUCK and float(at) > killed) - killed
+
+
+def by_raydist(config: Any, folder: str) -> None:
+    """On a rank: raydist's own loop."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    import raydist
+    from raydist import context
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if step := context.here().step:
+            strike(Path(folder), step, raydist.rank().rank)
+        return torch.nn.functional.cross_entropy(output, target)
+
+    data = TensorDataset(torch.randn(4096, 64), torch.randint(10, (4096,)))
+    raydist.fit(config, train=data, loss=loss, model=network())
+
+
+def network() -> Any:
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def by_hand(folder: Path, save: Callable[[dict[str, Any]], None], found: dict[str, Any] | None) -> None:
+    """On a rank: a loop in plain torch that saves after each step."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    net = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    begin = 0
+    if found is not None:
+        net.module.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        begin = found["step"]
+    for step in range(begin + 1, STEPS + 1):
+        loss = torch.nn.functional.cross_entropy(net(torch.randn(32, 64)), torch.randint(10, (32,)))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        save({"model": net.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
+        strike(folder, step, dist.get_rank())
+
+
+def turn_raydist() -> float:
+    import raydist
+
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("scale=1x2", "backend=gloo", "watch.progress=none", f"train.steps={STEPS}", "snapshot.every=1")
+        raydist.run(by_raydist, *words, "checkpoint.every=100000", args=(folder,))
+        return recovery(Path(folder))
+
+
+def turn_torchrun() -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command += ["--max-restarts=1", __file__, folder]
+        subprocess.run(command, check=True, capture_output=True, env=env)
+        return recovery(Path(folder))
+
+
+def turn_ray_train() -> float:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1))
+        TorchTrainer(lambda: plain(Path(folder)), scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
+        return recovery(Path(folder))
+
+
+def plain(folder: Path) -> None:
+    """On a rank of the others: where its states lie, and the newest of them."""
+    import torch
+    import torch.distributed as dist
+
+    path = folder / "state.pt"
+    found = torch.load(path, weights_only=True) if path.exists() else None
+
+    def save(state: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            torch.save(state, folder / "beside.pt")
+            (folder / "beside.pt").rename(path)
+
+    by_hand(folder, save, found)
+
+
+def main(rounds: int = 3) -> list[str]:
+    """The table's rows."""
+    import ray
+
+    ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    print("recovery", flush=True)
+    turns = {"raydist": turn_raydist, "torchrun": turn_torchrun, "Ray Train": turn_ray_train}
+    lines = [f"| {heads(turns, 'raydist')} |", "|---" * 5 + "|", f"| {row(alternate(turns, rounds), 'raydist', 's')} |"]
+    ray.shutdown()
+    return lines
+
+
+if __name__ == "__main__":  # a rank of torchrun
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    plain(Path(sys.argv[1]))
+    dist.destroy_process_group()
