@@ -1,7 +1,7 @@
 """Seconds from the SIGKILL of one of 2 ranks until the next step is done: raydist beside torchrun and Ray Train.
 
-All train the same small network, each goes on as it does by itself: raydist from its snapshot in memory, torchrun and Ray
-Train from a checkpoint that is saved after each step.
+All train the same small network, and go on as each does by itself: raydist from its snapshot in memory, torchrun and
+Ray Train from a checkpoint that is saved after each step.
 """
 
 from __future__ import annotations
