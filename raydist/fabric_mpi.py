@@ -31,6 +31,7 @@ def command(mpi: Mapping[str, str], ranks: Sequence[int], interface: str, root: 
         bind = "--bind-to"
     else:
         words = ["-launcher", "ssh", "-launcher-exec", "{agent}", "-hosts", hosts, "-wdir", "/"]
+        words += ["-genvnone"]  # or the ranks of all hosts get the environment of this one
         words += ["-iface", interface] if interface not in LOOPBACK else []
         bind = "-bind-to"
     words += (
