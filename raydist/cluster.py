@@ -213,7 +213,7 @@ class Places:
         """Bring up the actors of these ranks; of all that have none yet. Waits for none of them."""
         for rank in range(self._plan.world_size) if ranks is None else ranks:
             if rank not in self._actors:
-                self._actors[rank] = self._kind.options(**self._options(rank)).remote()
+                self._actors[rank] = self._kind.options(**self._options(rank)).remote(self._plan.ask.backend)
 
     def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
         """A call to the seat of a rank, by the actor that hosts it."""

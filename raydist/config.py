@@ -73,11 +73,22 @@ class Horovod:
 
 
 @dataclass(frozen=True)
+class Mpi:
+    """What backend=mpi starts the ranks with."""
+
+    mpirun: str = "auto"
+    """Path of Open MPI's or MPICH's mpirun on every node; auto: the one on PATH, else the one of this Python."""
+    args: list[str] = field(default_factory=list)
+    """More words for mpirun: backend.mpi.args=[--bind-to,core]."""
+
+
+@dataclass(frozen=True)
 class Backend:
     """Who moves the gradients."""
 
     name: str = "auto"
-    """auto (nccl where the job has GPUs, gloo otherwise), gloo, nccl, horovod; mpi, ucc where this torch has them."""
+    """auto (nccl where the job has GPUs, gloo otherwise), gloo, nccl, horovod; mpi for a script of MPI's, and
+    for a job, as ucc, where this torch has it."""
     timeout_s: float = above(0, 600.0)
     """Seconds a collective or the rendezvous may take before torch gives up."""
     bucket_mb: float = above(0, 25.0)
@@ -87,6 +98,7 @@ class Backend:
     static_graph: bool = False
     """DDP: promise that the graph never changes, which lets DDP do less each step."""
     horovod: Horovod = field(default_factory=Horovod)
+    mpi: Mpi = field(default_factory=Mpi)
 
 
 @dataclass(frozen=True)
@@ -225,6 +237,10 @@ class Job:
     name: str = ""
     """Name of the run and of its folder; empty: the job's own name."""
     job: Target = field(default_factory=Target)
+    script: str = ""
+    """A program to run on every rank instead of a job: a Python file, or any command."""
+    args: list[str] = field(default_factory=list)
+    """The words after the script: 'args=[--epochs,3]'."""
     backend: Backend = field(default_factory=Backend)
     scale: Scale = field(default_factory=Scale)
     fabric: Fabric = field(default_factory=Fabric)
@@ -328,5 +344,5 @@ def from_dict(plain: dict[str, Any]) -> Job:
     return Job(**{key: parts[key](**value) if key in parts else value for key, value in plain.items()})
 
 
-def _backend(horovod: dict[str, Any], **plain: Any) -> Backend:
-    return Backend(**plain, horovod=Horovod(**horovod))
+def _backend(horovod: dict[str, Any], mpi: dict[str, Any], **plain: Any) -> Backend:
+    return Backend(**plain, horovod=Horovod(**horovod), mpi=Mpi(**mpi))

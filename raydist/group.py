@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import sys
 import threading
 import time
@@ -20,8 +21,8 @@ from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
 from raydist.fabric import Meet, Var
+from raydist.node.place import make_seat
 from raydist.node.probe import Facts
-from raydist.node.seat import Seat
 from raydist.placement import Plan
 
 OPEN_S = 300.0
@@ -67,6 +68,7 @@ class Gang(AbstractContextManager["Gang"]):
             "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules),
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
             "shared": file and str(file.parent), "home": home,
+            "mpirun": job.backend.mpi.mpirun, "secret": secrets.token_hex(32),
         }  # fmt: skip
         asks = [
             {
@@ -91,7 +93,12 @@ class Gang(AbstractContextManager["Gang"]):
 
     def start(self, job: Job, variables: Sequence[Iterable[Var]], call: bytes | None) -> None:
         """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
-        same = {"job": as_dict(job), "cwd": os.getcwd(), "argv": [job.job.target], "sys_path": sys.path}
+        same = {
+            "job": as_dict(job),
+            "cwd": os.getcwd(),
+            "argv": [job.script or job.job.target, *job.args],
+            "sys_path": sys.path,
+        }
         specs = [{**same, "rank": rank, "env": {v.name: v.value for v in own}} for rank, own in enumerate(variables)]
         pids = self.every("start", [(spec, call) for spec in specs])
         for seat, pid in zip(self.plan.seats, pids, strict=True):
@@ -165,7 +172,7 @@ def in_thread(plan: Plan, events: Events) -> Iterator[Gang]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="raydist-seats", daemon=True)
     thread.start()
-    seats = [Seat() for _ in plan.seats]
+    seats = [make_seat(plan.ask.backend) for _ in plan.seats]
 
     def call(rank: int, method: str, *args: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(getattr(seats[rank], method)(*args), loop)

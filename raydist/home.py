@@ -29,7 +29,7 @@ def warm(job: Job) -> dict[str, Any] | None:
     """Have a server for the job on this machine, and offer it to its seats; None where ranks are not forked."""
     if job.start != "fork":
         return None
-    needed = preload.modules(job.job.target, job.backend.name)
+    needed = preload.modules(job.job.target, job.backend.name, job.script)
     # A person's own files change from run to run: the ranks import those themselves.
     key = tuple(name for name in needed if is_installed(name.partition(".")[0])), max(1, int(job.scale.cpus))
     with _keeping:

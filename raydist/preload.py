@@ -13,11 +13,14 @@ LOOP = ("raydist.loop.fit", "torch._dynamo", "hydra.utils")
 """What raydist.fit needs; torch's optimizers import torch._dynamo at their first step, `_target_` needs hydra."""
 
 
-def modules(target: str, backend: str) -> list[str]:
+def modules(target: str, backend: str, script: str = "") -> list[str]:
     """The modules to import for a target (`/path/file.py:function` or `package.module:function`), in order.
 
-    `backend`: as in BACKENDS; `auto` becomes one of torch.distributed's own, which are one file.
+    `backend`: as in BACKENDS; `auto` becomes one of torch.distributed's own, which are one file. `script`: the program
+    that runs instead; nothing but its own imports then.
     """
+    if script:
+        return imports(Path(script).read_text(encoding="utf-8")) if script.endswith(".py") else []
     source = source_of(target)
     named = imports(source.read_text(encoding="utf-8")) if source else []
     loop = LOOP if "raydist" in named else ()
@@ -46,4 +49,5 @@ def imports(source: str) -> list[str]:
             named += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             named.append(node.module)
-    return [name for name in named if not name.startswith("__")]
+    # mpi4py.MPI joins MPI when it is imported: that is for each rank, not for the server that they are forked from
+    return [name for name in named if not name.startswith(("__", "mpi4py."))]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from raydist import backends, checkpoint, cluster, fabric, group, home, inline, placement, preload, result
+from raydist import backends, checkpoint, cluster, fabric, group, home, inline, mpi, placement, preload, result
 from raydist.config import Job
 from raydist.errors import RaydistError, RunFailed
 from raydist.events import Events
@@ -65,7 +65,7 @@ def run_job(job: Job, call: Call | None = None) -> Result[Any]:
 
 def attempt(job: Job, call: Call | None, events: Events) -> Attempt:
     """Place the job where it said, run it there, gather what came of it."""
-    backends.check_there(job.backend.name)
+    backends.check_there(job.backend.name, job.script)
     if job.group == "inline":
         return attempt_inline(job, call, events)
     home.warm(job)  # while Ray answers
@@ -79,7 +79,7 @@ def attempt_inline(job: Job, call: Call | None, events: Events) -> Attempt:
     """Without Ray, on this machine."""
     here = inline.this_machine(job)
     plan = placement.seat(ask := placement.ask(job, [here]), [here] * len(ask.bundles))
-    if plan.world_size == 1:
+    if plan.world_size == 1 and not job.script:
         return inline.run_here(settled(job, plan), plan, call, events)
     with group.in_thread(plan, events) as gang:
         return carry_out(job, call, gang, events)
@@ -101,9 +101,10 @@ def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attemp
     """Two rounds, then listen."""
     events.say("plan", **gang.plan.as_event())
     job = settled(job, gang.plan)
-    gang.open(job, preload.modules(job.job.target, job.backend.name), home.warm(job))
-    gang.start(job, variables(job, gang, events), call.packed if call else None)
-    vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang)
-    ends = vigil.keep()
+    gang.open(job, preload.modules(job.job.target, job.backend.name, job.script), home.warm(job))
+    with mpi.launching(job, gang):
+        gang.start(job, variables(job, gang, events), call.packed if call else None)
+        vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang)
+        ends = vigil.keep()
     values, exceptions = unpack_all(gang.every("value", [()] * gang.plan.world_size))
     return Attempt(ends=ends, values=values, exceptions=exceptions, error=vigil.stopped)

@@ -127,6 +127,8 @@ class Vigil:
             return replace(made, how="hung", message=self._hung.text, traceback=self._hung.stack_of(made.rank))
         if self._stop_at is not None and end["at"] >= self._stop_at and (end["signal"] or end["code"]):
             return replace(made, how="stopped")
+        if "by" in end:
+            return replace(made, how="ended")
         return replace(made, how="killed" if end["signal"] else "exited" if end["code"] else "finished")
 
     def _ended(self, end: End) -> None:

@@ -20,16 +20,17 @@ LAYERS = """
     errors node.wire
     config events
     inventory shortage placement node.probe blame pace stuck
-    fabric_horovod fabric result
+    fabric_horovod fabric_mpi fabric result
     context parcel signals
     loop.random_state backends checkpoint
     backends.ddp backends.horovod
     loop.data loop.optim loop.models loop.evaluation loop.step loop.fit loop
-    words.translate words.lookup words.choices words.refusals words.compose words.manual words
+    words.translate words.lookup words.script words.choices words.refusals words.compose words.manual words
     target standalone preload
-    node.rendezvous node.rendezvous_http node.insight node.channel
-    node.entry node.forkserver node.server node.seat node.place node
-    group inline sentry vigil cluster home
+    node.rendezvous node.rendezvous_http node.insight node.channel node.program
+    node.entry node.forkserver node.server node.seat
+    node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
+    group inline sentry vigil cluster mpi home
     watch.progress watch.wording watch.terminal watch.lines watch.console watch
     run
     train tools tools.plan tools.horovod_build tools.horovod

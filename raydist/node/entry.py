@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from raydist import backends, config, context, target
-from raydist.node import insight
+from raydist.node import insight, program
 from raydist.node.channel import Channel
 
 PR_SET_PDEATHSIG = 1
@@ -55,9 +56,14 @@ def become_rank(spec: Mapping[str, Any], log_fd: int) -> None:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int) -> NoReturn:
-    """A whole rank, in a process of its own."""
+def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int, pmi_fd: int = -1) -> NoReturn:
+    """A whole rank, in a process of its own. `pmi_fd`: its way to MPICH's process manager, where mpirun gave one."""
     become_rank(spec, log_fd)
+    if "cpus" in spec:
+        os.sched_setaffinity(0, spec["cpus"])
+    if pmi_fd >= 0:
+        os.set_inheritable(pmi_fd, True)
+        os.environ["PMI_FD"] = str(pmi_fd)
     channel = Channel(socket.socket(fileno=channel_fd), beat_fd)
     context.enter(context.Context(rank=context.Rank.from_env(os.environ), emit=channel.emit, beat=channel.beat))
     code = run_job(spec)
@@ -65,11 +71,21 @@ def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int
     leave(code)
 
 
+def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
+    """Another program than Python in a rank's place: a group, a log and an environment of its own."""
+    become_rank(spec, log_fd)
+    program.execute(spec["argv"])
+
+
 def run_job(spec: Mapping[str, Any]) -> int:
     """Join, call the job, leave. The exit code: 0, what the job gave to sys.exit, or 1 for an exception."""
     try:
         context.phase("start")
         job = config.from_dict(spec["job"])
+        if job.script:
+            context.tell("joined", pid=os.getpid())
+            program.run([job.script, *job.args])
+            return 0
         with backends.join(job.backend.name, job, os.environ):
             context.tell("joined", pid=os.getpid())
             write_pickle(spec["value"], call(spec, job))
@@ -88,7 +104,7 @@ def run_job(spec: Mapping[str, Any]) -> int:
 
 def beyond_this_file(frames: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames that lead from here to the job's own lines."""
-    ours = (__file__, target.__file__)
+    ours = (__file__, target.__file__, program.__file__, runpy.__file__, "<frozen runpy>")
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
     return frames
@@ -146,7 +162,7 @@ def main() -> NoReturn:
 
     die_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text())
-    run_rank(spec, *(int(fd) for fd in sys.argv[2:5]))
+    run_rank(spec, *(int(fd) for fd in sys.argv[2:]))
 
 
 if __name__ == "__main__":

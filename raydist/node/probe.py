@@ -49,6 +49,8 @@ class Facts:
     """What is set already of the variables that matter."""
     nccl_conf: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """NCCL's settings from its files: name -> (value, file)."""
+    mpi: Mapping[str, str] = field(default_factory=dict)
+    """backend=mpi: the kind of MPI here, its version, and the path of its mpirun."""
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Facts:

@@ -45,6 +45,11 @@ class Seat:
         self._news = asyncio.Event()
         self._events: list[Event] = []
         self._end: dict[str, Any] | None = None
+        self._ends: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._adds: dict[str, str] = {}
+        """Variables that the rank gets from elsewhere; those of its spec win over them."""
+        self._hands: list[int] = []
+        """Descriptors that the rank gets beside log, channel and heartbeat."""
         self._drained: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._collectives: list[dict[str, Any]] = []
@@ -96,7 +101,7 @@ class Seat:
         if call is not None:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
-        spec["env"] = {**os.environ, **spec["env"]}
+        spec["env"] = {**os.environ, **self._adds, **spec["env"]}
         spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
         spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
         self._events, self._end = [], None
@@ -106,12 +111,13 @@ class Seat:
         self._beat = mmap.mmap(beat, BEAT.size)
         ours, its = socket.socketpair()
         append = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND)
-        self._tell([append, its.fileno(), beat], op="fork", spec=spec)
+        self._tell([append, its.fileno(), beat, *self._hands], op="fork", spec=spec)
         for descriptor in (append, beat):
             os.close(descriptor)
         its.close()
         self.pid = int((await self._reply("forked"))["forked"])
         self._drained = self._spawn(self._drain(ours))
+        self._spawn(self._see_end(self.pid))
         return self.pid
 
     async def watch(self, patience: float) -> dict[str, Any]:
@@ -210,13 +216,21 @@ class Seat:
             message = json.loads(packet)
             if "ended" not in message:
                 self._replies.put_nowait(message)
-            elif message["ended"] == self.pid:
-                self._end = {key: message[key] for key in ("code", "signal", "at")}
-                self._news.set()
+            else:
+                self.end_of(message["ended"]).set_result({key: message[key] for key in ("code", "signal", "at")})
         self._replies.put_nowait({"lost": self._server_words()})
-        if self.pid and self._end is None:
-            self._end = {"code": 0, "signal": signal.SIGKILL, "at": time.time(), "lost": self._server_words()}
-            self._news.set()
+        for end in self._ends.values():
+            if not end.done():
+                lost = {"code": 0, "signal": signal.SIGKILL, "at": time.time(), "lost": self._server_words()}
+                end.set_result(lost)
+
+    def end_of(self, pid: int) -> asyncio.Future[dict[str, Any]]:
+        """How a process of this seat ends. One that dies at once does so before its pid is known here."""
+        return self._ends.setdefault(pid, asyncio.get_running_loop().create_future())
+
+    async def _see_end(self, pid: int) -> None:
+        self._end = await self.end_of(pid)
+        self._news.set()
 
     async def _reply(self, key: str) -> dict[str, Any]:
         message = await self._replies.get()

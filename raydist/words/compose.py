@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from raydist.config import SECRET, Job, as_saved, check
 from raydist.errors import ConfigError, nearest
-from raydist.words import lookup
+from raydist.words import lookup, script
 from raydist.words.choices import Choices, schema
 from raydist.words.refusals import in_plain_words
 from raydist.words.translate import translate
@@ -227,9 +227,13 @@ class Loader(ConfigLoaderImpl):
         if checked:
             job = to_job(config)
             check_resume(job)
-            target = target if self.by_object else lookup.settle(target, job.job.args)
+            if config.script:
+                config.script = target = script.settle(config.script)
+            elif not self.by_object:
+                target = lookup.settle(target, job.job.args)
         config.job.target = target
         named_after = target.rpartition(".")[2].rpartition(":")[2] if self.by_object else lookup.stem(target)
+        named_after = Path(config.script).stem if config.script else named_after
         config.name = get_valid_filename(config.name or named_after)
 
 
