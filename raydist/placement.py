@@ -81,7 +81,7 @@ def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, 
     name, gpus, most = job.backend.name, job.scale.gpus, max((each.get("GPU", 0) for each in have), default=0)
     if gpus and gpus > 1 and gpus % 1:
         raise ConfigError(f"scale.gpus={gpus:g}: Ray gives whole GPUs above 1; say scale.gpus={math.ceil(gpus)}")
-    if name == "auto":
+    if name in ("auto", "script"):
         # NCCL refuses two ranks on one GPU
         name = "nccl" if most and (gpus is None or gpus >= 1) else "gloo"
         return name, gpus if gpus is not None else float(name == "nccl")

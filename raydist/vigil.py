@@ -123,6 +123,8 @@ class Vigil:
         if raised := self._raised.get(rank):
             known = {key: raised[key] for key in ("type", "message", "traceback", "step")}
             return replace(made, how="raised", at=raised["t"], **known)
+        if made.code and (left := end.get("error")):
+            return replace(made, how="raised", **left)
         if self._hung and made.rank in self._hung.culprits and not self.stopped:
             return replace(made, how="hung", message=self._hung.text, traceback=self._hung.stack_of(made.rank))
         if self._stop_at is not None and end["at"] >= self._stop_at and (end["signal"] or end["code"]):

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "raydist"
 
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
-    errors node.wire
+    errors script node.wire
     config events
     inventory shortage placement node.probe blame pace stuck
     fabric_horovod fabric_mpi fabric result
@@ -25,7 +25,8 @@ LAYERS = """
     loop.random_state backends checkpoint
     backends.ddp backends.horovod
     loop.data loop.optim loop.models loop.evaluation loop.step loop.fit loop
-    words.translate words.lookup words.script words.choices words.refusals words.compose words.manual words
+    words.translate words.lookup words.script words.env_file words.choices words.refusals words.compose words.manual
+    words
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel node.program
     node.entry node.forkserver node.server node.seat

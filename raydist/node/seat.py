@@ -50,6 +50,7 @@ class Seat:
         """Variables that the rank gets from elsewhere; those of its spec win over them."""
         self._hands: list[int] = []
         """Descriptors that the rank gets beside log, channel and heartbeat."""
+        self._error: Path | None = None
         self._drained: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._collectives: list[dict[str, Any]] = []
@@ -70,7 +71,7 @@ class Seat:
             if at_home:
                 self.folder.mkdir()
             else:
-                self._server = ForkServer.launch(self._at, ask["start"], ask["modules"], ask["threads"])
+                self._server = ForkServer.launch(self._at, ask["start"], ask["modules"], ask["threads"], env=ask["env"])
             facts = look(ask["ip"], ask["interface"])
         self._sock = await self._dial()
         self._listening = self._spawn(self._listen())
@@ -102,6 +103,10 @@ class Seat:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
         spec["env"] = {**os.environ, **self._adds, **spec["env"]}
+        if spec["script"]:
+            self._error = Path(f"{base}.error.json")
+            self._error.unlink(missing_ok=True)
+            spec["env"]["TORCHELASTIC_ERROR_FILE"] = str(self._error)
         spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
         spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
         self._events, self._end = [], None
@@ -139,7 +144,7 @@ class Seat:
         step, phase, at = read_beat(self._beat)
         answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at)}
         if gone is not None and not more:
-            answer["end"] = {**gone, "step": step, "phase": phase}
+            answer["end"] = {**gone, "step": step, "phase": phase, "error": recorded(self._error)}
         return answer
 
     async def examine(self) -> dict[str, Any]:
@@ -274,6 +279,19 @@ class Seat:
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def recorded(file: Path | None) -> dict[str, str]:
+    """What torch.distributed.elastic's @record left of an error: type, message, traceback; nothing where it did not."""
+    try:
+        found = json.loads(file.read_text(errors="replace"))["message"] if file else {}
+    except (OSError, ValueError, KeyError):
+        return {}
+    if isinstance(found, str):  # what torchrun's own agent writes for a signal
+        return {"type": "", "message": found, "traceback": ""}
+    kind, _, message = str(found.get("message", "")).partition(": ")
+    frames = found.get("extraInfo", {}).get("py_callstack", "")
+    return {"type": kind, "message": message, "traceback": str(frames)} if found else {}
 
 
 def process(pid: int) -> tuple[str, float]:
