@@ -107,6 +107,8 @@ class Scale:
 
     nodes: int | None = at_least(1, 1)
     """Nodes to use; null takes every node that is there (scale=cluster)."""
+    max_nodes: int | None = at_least(1, None)
+    """With it, `nodes` is the least: the job takes as many as have room when it starts, up to so many."""
     per_node: int | None = at_least(1, None)
     """Ranks on each node; null: one per GPU, or without GPUs two on one node and one per cpus over a cluster."""
     gpus: float | None = at_least(0, None)

@@ -91,6 +91,7 @@ class Vigil:
             self._ended(End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message=cause(error)))
             return
         self._files[rank].write(news["log"])
+        self._events.show(rank, news["log"])
         for happened in news["events"]:
             self._note(rank, happened)
         if "end" in news:

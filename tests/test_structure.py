@@ -26,15 +26,15 @@ LAYERS = """
     backends.ddp backends.horovod
     loop.data loop.optim loop.models loop.evaluation loop.step loop.fit loop
     words.translate words.lookup words.script words.env_file words.choices words.refusals words.compose words.manual
-    words
+    words.torchrun words
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel node.program
     node.entry node.forkserver node.server node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
     group inline sentry vigil cluster mpi home
-    watch.progress watch.wording watch.terminal watch.lines watch.console watch
+    watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch
     run
-    train tools tools.plan tools.horovod_build tools.horovod
+    train tools tools.launch tools.plan tools.horovod_build tools.horovod
 """
 FOLDERS = ("watch", "backends", "tools", "node", "loop", "words")
 SIDES = ("driver", "pure", "actor", "rank side", "either side")

@@ -236,6 +236,8 @@ class Loader(ConfigLoaderImpl):
             elif not self.by_object:
                 target = lookup.settle(target, job.job.args)
         config.job.target = target
+        if config.watch.output == "auto":
+            config.watch.output = "all" if config.script else "none"
         named_after = target.rpartition(".")[2].rpartition(":")[2] if self.by_object else lookup.stem(target)
         named_after = script.stem(config.script) if config.script else named_after
         config.name = get_valid_filename(config.name or named_after)
