@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from raydist import placement, signals
+from raydist import placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
@@ -163,7 +163,7 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         wait_for(held, ask, job.scale.wait_s, events)
         plan = placement.seat(ask, bundle_nodes(held))
         events.say("phase", name="place", s=time.time() - began)
-        places = Places(plan, held)
+        places = Places(plan, held, shipping.runtime_env(job))
         with Gang(
             plan, places.call, events, places.gpus if ask.rank_resources.get("GPU") else None, places.take
         ) as gang:
@@ -198,11 +198,12 @@ def bundle_nodes(held: Any) -> list[Node]:
 class Places:
     """The actors of a gang, one per rank. The first of each node is taken at once, the others when there is time."""
 
-    def __init__(self, plan: Plan, held: Any) -> None:
+    def __init__(self, plan: Plan, held: Any, shipped: Mapping[str, Any]) -> None:
         import ray
 
         self._plan = plan
         self._held = held
+        self._shipped = shipped
         self._kind = ray.remote(Place)  # once: Ray exports the class at each call
         self._actors: dict[int, Any] = {}
         leads = {seat.node_rank: seat.rank for seat in plan.seats if seat.local_rank == 0}
@@ -235,7 +236,7 @@ class Places:
             ray.kill(actor)
 
     def _options(self, rank: int) -> dict[str, Any]:
-        """What one actor holds. No runtime_env: Ray then takes a worker that is already running."""
+        """What one actor holds. Without a runtime_env Ray takes a worker that is already running."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         resources = dict(self._plan.ask.rank_resources)
@@ -245,5 +246,6 @@ class Places:
             "num_gpus": resources.pop("GPU", 0),
             "memory": resources.pop("memory", None),
             "resources": resources,
+            **self._shipped,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._held, placement_group_bundle_index=bundle),
         }

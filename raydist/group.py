@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raydist import script
+from raydist import script, shipping
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
@@ -94,8 +94,11 @@ class Gang(AbstractContextManager["Gang"]):
 
     def start(self, job: Job, variables: Sequence[Iterable[Var]], call: bytes | None) -> None:
         """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
-        program = from_here(job.script)
-        same = {"job": as_dict(job), "cwd": os.getcwd(), "script": program, "sys_path": sys.path}
+        cwd = shipping.root(job) or os.getcwd()
+        program = seen_from(cwd, job.script)
+        paths = [path for path in sys.path if not shipping.root(job) or os.path.abspath(path) != cwd]
+        here = "" if shipping.root(job) else cwd  # a seat that knows no better takes its actor's folder: the copy
+        same = {"job": as_dict(job), "cwd": here, "script": program, "sys_path": paths}
         envs = [{var.name: var.value for var in own} for own in variables]
         args = [script.fill(job.args, env, job.init_method, self.plan.ask.backend) for env in envs]
         first = program or job.job.target
@@ -158,9 +161,9 @@ class Gang(AbstractContextManager["Gang"]):
             )
 
 
-def from_here(script: str) -> str:
-    """A script as seen from this folder, of which other nodes may have a copy elsewhere; `-m module`, a bare name."""
-    inside = os.path.relpath(script) if os.path.isabs(script) else ""
+def seen_from(folder: str, script: str) -> str:
+    """A script as seen from a folder, of which other nodes may have a copy elsewhere; `-m module`, a bare name."""
+    inside = os.path.relpath(script, folder) if os.path.isabs(script) else ""
     if not inside or inside.startswith(".."):
         return script
     return inside if inside.endswith(".py") else os.path.join(".", inside)

@@ -42,6 +42,8 @@ def of_script(script: str) -> list[str]:
     seen, left = set[Path](), [first] if first else []
     while left:
         seen.add(file := left.pop())
+        if not file.is_file():
+            continue
         source = file.read_text(encoding="utf-8", errors="replace")
         found = imports(source)
         beside = [place / f"{name.replace('.', '/')}.py" for place in (file.parent, Path()) for name in found]

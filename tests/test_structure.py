@@ -21,7 +21,7 @@ LAYERS = """
     config events
     inventory shortage placement node.probe blame pace stuck
     fabric_horovod fabric_mpi fabric result
-    context parcel signals
+    context parcel signals shipping
     loop.random_state backends checkpoint
     backends.ddp backends.horovod
     loop.data loop.optim loop.models loop.evaluation loop.step loop.fit loop

@@ -32,6 +32,8 @@ def run(script: str, args: Sequence[str]) -> None:
     become_fresh()
     sys.modules["__main__"] = main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        main.__dict__["__annotations__"] = {}
     if script.startswith("-m "):
         run_module(script[3:].strip(), args)
     else:
@@ -42,7 +44,9 @@ def become_fresh() -> None:
     """What a fork has of the server, and a fresh interpreter has not."""
     random.seed()
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # it took its state when the server imported it: all forks would draw the same
+        numpy.random.seed()  # both took a seed when the server imported them: all forks would draw the same
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
     if process := sys.modules.get("multiprocessing.process"):
         process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
         process.current_process().authkey = os.urandom(32)  # type: ignore[attr-defined]

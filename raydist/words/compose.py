@@ -24,7 +24,7 @@ from hydra.core.utils import get_valid_filename, setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from raydist import fabric_horovod
+from raydist import fabric_horovod, shipping
 from raydist.config import SECRET, Job, as_saved, check
 from raydist.errors import ConfigError, nearest
 from raydist.words import env_file, lookup, script
@@ -231,6 +231,7 @@ class Loader(ConfigLoaderImpl):
         if checked:
             job = to_job(config)
             check_resume(job)
+            shipping.check(job)
             if config.script:
                 config.script = target = script.settle(job)
             elif not self.by_object:
