@@ -33,7 +33,7 @@ def run(script: str, args: Sequence[str]) -> None:
     sys.modules["__main__"] = main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     if sys.version_info < (3, 14):
-        main.__dict__["__annotations__"] = {}
+        main.__dict__["__annotations__"] = {}  # noqa: RUF063 - it is made, not asked for
     if script.startswith("-m "):
         run_module(script[3:].strip(), args)
     else:
