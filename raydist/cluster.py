@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import math
 import os
 import socket
@@ -130,8 +131,26 @@ def _start_own(cpus: int, quiet: Mapping[str, Any]) -> None:
     import ray
 
     atexit.register(end_own)  # each further run of this program finds it running
-    ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
+    with in_own_sessions():
+        ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
     _own_cpus = cpus
+
+
+@contextlib.contextmanager
+def in_own_sessions() -> Iterator[None]:
+    """Start Ray's processes apart from this one's group.
+
+    `timeout`, a shell or a batch system sends its SIGTERM to the whole group. Without its GCS, Ray lets every call wait
+    for a minute, and then aborts this process.
+    """
+    from ray._private import services
+
+    plain = services.ConsolePopen
+    services.ConsolePopen = functools.partial(plain, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = plain
 
 
 def nodes() -> list[Node]:

@@ -212,7 +212,7 @@ class Checkpoint:
 class Hang:
     """When a rank counts as stuck. Nobody is ended for being slow: only for what can't get better, or for `limit_s`."""
 
-    after_s: float = above(0, 4.0)
+    after_s: float = above(0, 3.0)
     """Seconds of silence, beside `steps` of the rank's own steps, after which all ranks are looked at."""
     steps: float = at_least(0, 3.0)
     """Steps, as long as the rank's own take (their median), that a rank may be silent in addition."""

@@ -26,7 +26,7 @@ class Pulse:
 
     beat: Beat = (0, "", 0.0)
     heard: float = 0.0
-    """When its heartbeat was last seen to change, on the driver's clock."""
+    """When it last wrote its heartbeat, on the driver's clock."""
     stepped: float = 0.0
     """When its last step ended, on its own clock."""
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
@@ -45,7 +45,7 @@ class Pace:
     """Silence in seconds after which to look again, once it was looked in vain."""
 
     def note(self, rank: int, beat: Beat, now: float) -> None:
-        """Take in a heartbeat, heard at `now` seconds of the driver's clock."""
+        """Take in a heartbeat, written at `now` seconds of the driver's clock."""
         pulse = self.pulses.setdefault(rank, Pulse(heard=now))
         if beat == pulse.beat:
             return

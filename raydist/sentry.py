@@ -36,10 +36,10 @@ class Sentry:
         self._said = ""
         self._due = 0.0
 
-    def note(self, rank: int, beat: Beat) -> None:
-        """A rank's heartbeat, as its seat last read it. Looks at everybody if it is time for that."""
+    def note(self, rank: int, beat: Beat, quiet: float) -> None:
+        """A rank's heartbeat, as its seat has just read it, `quiet` seconds old. Looks at everybody if it is time."""
         now = time.monotonic()
-        self._pace.note(rank, beat, now)
+        self._pace.note(rank, beat, now - quiet)
         if now >= self._due and not self._looking:
             self._due = now + WAKE_S
             if self._pace.silent(now):

@@ -25,8 +25,9 @@ GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL when a person or the cluster stops the run; `ray job stop` gives three in all."""
 SILENT_S = 5.0
 """Seconds after which a seat that was told to stop and says nothing is taken for lost."""
-TELL_S = 0.25
-"""Seconds between two answers of one seat, unless something ends."""
+TELL_S = (0.25, 1.0)
+"""Seconds between two answers of one seat, unless something ends: at the beginning, and in a long run, whose ranks need
+the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
 CALLS_PER_S = 400.0
 """Answers that the driver takes per second from all seats together; with more ranks each speaks less often."""
 
@@ -71,7 +72,9 @@ class Vigil:
         return self._logs / f"rank-{rank}.log"
 
     def _listen(self, rank: int) -> None:
-        answer = self._gang.call(rank, "watch", max(TELL_S, self._gang.plan.world_size / CALLS_PER_S))
+        soon, seldom = TELL_S
+        patience = min(seldom, max(soon, (time.time() - self._began) / 20))
+        answer = self._gang.call(rank, "watch", max(patience, self._gang.plan.world_size / CALLS_PER_S))
         answer.add_done_callback(lambda done: self._inbox.put((rank, done)))
 
     def _hear(self, heard: tuple[int, Future[Any]] | Stopped | Verdict) -> None:
@@ -97,7 +100,7 @@ class Vigil:
         if "end" in news:
             self._ended(self._end(rank, news["end"]))
         elif rank not in self.ends:
-            self._sentry.note(rank, news["beat"])
+            self._sentry.note(rank, news["beat"], news["quiet"])
             self._listen(rank)
 
     def _note(self, rank: int, happened: Event) -> None:

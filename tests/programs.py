@@ -18,9 +18,14 @@ from raydist.events import Event, read
 
 
 class Program:
-    """`python -m raydist.train WORD…` in `folder`, started already. All that it starts has `tmp` as its TMPDIR."""
+    """`python -m raydist.train WORD…` in `folder`, started already. All that it starts has `tmp` as its TMPDIR.
 
-    def __init__(self, folder: Path, *words: str, address: str | None = None, module: str = "raydist.train") -> None:
+    `group`: it leads a process group of its own, as a program does that a shell starts.
+    """
+
+    def __init__(
+        self, folder: Path, *words: str, address: str | None = None, module: str = "raydist.train", group: bool = False
+    ) -> None:
         self.folder = folder
         # short: Ray keeps its sockets there, and a Unix socket's path may have 107 bytes
         self._tmp = tempfile.TemporaryDirectory(prefix="raydist-test-", dir="/tmp", ignore_cleanup_errors=True)
@@ -29,7 +34,9 @@ class Program:
         self.output = folder / "screen.txt"
         with self.output.open("w") as screen:
             command = [sys.executable, "-m", module, *words]
-            self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=screen, stderr=screen)
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=env, stdout=screen, stderr=screen, start_new_session=group
+            )
         weakref.finalize(self, self.process.kill)  # a test that failed must not leave it running
 
     def wait(self, timeout: float = 120) -> int:

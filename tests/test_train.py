@@ -95,6 +95,17 @@ def test_a_signal_ends_the_run_in_order(
     assert folders_of(program.tmp) == []
 
 
+def test_a_sigterm_for_the_whole_group_ends_the_run_in_order_too(tmp_path: Path) -> None:
+    """As `timeout` sends it, and batch systems do: a Ray of the run's own must outlive it by a moment."""
+    program = Program(tmp_path, *LONG, group=True)
+    program.until_step(20)
+    os.killpg(program.process.pid, signal.SIGTERM)
+    assert program.wait(20) == 143
+    assert program.result()["status"] == "stopped"
+    assert {end["how"] for end in program.events("ended")} == {"stopped"}
+    assert gone(str(program.tmp)) == []
+
+
 @pytest.mark.parametrize("when", ["before any rank", "while ranks train"])
 def test_a_signal_at_any_time_leaves_nothing(tmp_path: Path, ray_address: str, when: str) -> None:
     program = Program(tmp_path, *LONG, address=ray_address)

@@ -126,7 +126,7 @@ class Seat:
         return self.pid
 
     async def watch(self, patience: float) -> dict[str, Any]:
-        """What is new: events, bytes of the log, the heartbeat, and how the rank ended, once all else is told.
+        """What is new: events, bytes of the log, the heartbeat and its age, and how the rank ended, last of all.
 
         Waits `patience` seconds so that an answer carries many events; only an end, or what says why, comes at once.
         """
@@ -142,7 +142,8 @@ class Seat:
         if more:
             self._news.set()
         step, phase, at = read_beat(self._beat)
-        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at)}
+        quiet = time.time() - at if at else 0.0
+        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet}
         if gone is not None and not more:
             answer["end"] = {**gone, "step": step, "phase": phase, "error": recorded(self._error)}
         return answer
