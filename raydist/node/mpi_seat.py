@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -27,6 +29,10 @@ GIVEN_UP_S = 1.0
 """Seconds that a rank has to end by itself, or be ended by the driver, once mpirun has let go of it."""
 SAID = 4000
 """Most characters of what mpirun or a daemon said that travel to the driver."""
+
+ABORT = re.compile(r"^Abort\(\d+\) on node \d+ .*application called MPI_Abort.*$", re.MULTILINE)
+FORSAKEN = "PMIU_write error"
+"""MPICH: a rank whose process manager is gone, since another one called MPI_Abort, fails all by itself."""
 
 
 class MpiSeat(Seat):
@@ -117,6 +123,9 @@ class MpiSeat(Seat):
         """As ever; and take away the shared memory that MPI's killed ranks left."""
         await self.dismiss("the run is over")
         await super().close()
+        for end in self._ends.values():
+            if not end.done():
+                end.set_result({"code": 0, "signal": signal.SIGKILL, "at": time.time()})
         for sock in filter(None, [self._door, self._child_sock, *self._agents.values()]):
             sock.close()
         if self._lead:
@@ -167,6 +176,11 @@ class MpiSeat(Seat):
     async def _see_end(self, pid: int) -> None:
         """As ever; mpirun's child then ends likewise, so that mpirun knows."""
         end = await self.end_of(pid)
+        said = (self.folder / f"rank-{self.rank}.log").read_bytes()[-SAID:].decode(errors="replace")
+        if called := ABORT.search(said):
+            end["lost"] = called[0]
+        elif end["code"] and FORSAKEN in said:
+            end.update(by="mpirun", lost=self._why)
         if self._child_sock is not None:
             tell(self._child_sock, end)
         await super()._see_end(pid)

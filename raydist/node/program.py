@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import runpy
 import sys
@@ -22,10 +23,16 @@ def run(argv: Sequence[str]) -> None:
 
 
 def leave_mpi() -> None:
-    """What mpi4py does when an interpreter is torn down, which a rank's never is: it ends without going back."""
+    """Leave MPI and end: what mpi4py does when an interpreter is torn down, which a forked rank's never is."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+    if mpi is None:
+        return
+    if mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # MPICH takes leave of its process manager in a handler of C's exit, and is held for killed without it
+    ctypes.CDLL(None).exit(0)
 
 
 def execute(argv: Sequence[str]) -> NoReturn:
