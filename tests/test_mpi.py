@@ -104,10 +104,6 @@ def test_the_rank_that_failed_is_the_culprit(
     with pytest.raises(RunFailed) as failed:
         run("script=fail.py", f"args=[{way}]", *mpi_words)
     cause = failed.value.result.cause
-    if way == "abort" and mpi_words is HYDRA:
-        # MPICH takes leave of its process manager once more, fails, and ends with a code of that
-        assert "application called MPI_Abort(MPI_COMM_WORLD, 9)" in str(failed.value)
-        code = 15
     assert (cause.rank, cause.how, cause.code, cause.signal) == (1, how, code, number), failed.value
     assert segments() <= before
 
@@ -189,7 +185,7 @@ def test_hosts_with_different_mpis_are_refused(monkeypatch: pytest.MonkeyPatch) 
     there = [Node(id=name, ip="10.0.0.1", host=name, total={}, free={}) for name in ("host0", "host1")]
     plan = seat(Ask("mpi", 2, ({},) * 2, 1, "PACK", {}, {}), there)
     mpis = [{"kind": "openmpi", "version": version, "mpirun": "/usr/bin/mpirun"} for version in ("5.0.11", "4.1.6")]
-    gang = Gang(plan, lambda *_: None, None)  # type: ignore[arg-type,return-value]
+    gang = Gang(plan, lambda *_: None, None)  # type: ignore[arg-type]
     gang.facts = tuple(Facts("a", "10.0.0.1", "eth0", "10.0.0.1", mpi=own) for own in mpis)
     with pytest.raises(ConfigError, match=r"host1 has openmpi 4.1.6 \(/usr/bin/mpirun\), and host0 has openmpi 5.0.11"):
         mpi.check_alike(gang)

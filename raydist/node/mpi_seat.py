@@ -30,7 +30,8 @@ GIVEN_UP_S = 1.0
 SAID = 4000
 """Most characters of what mpirun or a daemon said that travel to the driver."""
 
-ABORT = re.compile(r"^Abort\(\d+\) on node \d+ .*application called MPI_Abort.*$", re.MULTILINE)
+ABORT = re.compile(r"^Abort\((\d+)\) on node \d+ .*application called MPI_Abort.*$", re.MULTILINE)
+"""MPICH's last word of who called MPI_Abort, and with which code."""
 FORSAKEN = "PMIU_write error"
 """MPICH: a rank whose process manager is gone, since another one called MPI_Abort, fails all by itself."""
 
@@ -49,6 +50,7 @@ class MpiSeat(Seat):
         self._agents: dict[int, socket.socket] = {}
         self._why = ""
         self._has_daemon = False
+        self._given_up = False
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
         """As ever; the lead of a node also finds its MPI. Then listen for mpirun's children."""
@@ -178,8 +180,8 @@ class MpiSeat(Seat):
         end = await self.end_of(pid)
         said = (self.folder / f"rank-{self.rank}.log").read_bytes()[-SAID:].decode(errors="replace")
         if called := ABORT.search(said):
-            end["lost"] = called[0]
-        elif end["code"] and FORSAKEN in said:
+            end.update(code=int(called[1]), signal=0, lost=called[0])
+        elif (self._given_up and end["signal"] == signal.SIGKILL) or (end["code"] and FORSAKEN in said):
             end.update(by="mpirun", lost=self._why)
         if self._child_sock is not None:
             tell(self._child_sock, end)
@@ -189,9 +191,10 @@ class MpiSeat(Seat):
         """mpirun ends its children if one of them failed, or called MPI_Abort: end the rank too, if nobody does."""
         await readable(sock)
         sock.close()
-        await self._gone(GIVEN_UP_S)
+        # Open MPI's caller of MPI_Abort ends with its code; MPICH's waits to be killed, and would go on soon
+        await self._gone(GIVEN_UP_S if "PMIX_RANK" in self._adds else GIVEN_UP_S / 4)
         if self._end is None and self.pid:
-            self.end_of(self.pid).add_done_callback(lambda done: done.result().update(by="mpirun", lost=self._why))
+            self._given_up = True
             self._tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
 
 
