@@ -159,10 +159,10 @@ class MpiSeat(Seat):
     async def _take_in(self, sock: socket.socket) -> None:
         await readable(sock)
         packet, descriptors, _, _ = socket.recv_fds(sock, PACKET, 1)
-        told = json.loads(packet or b"{}")
-        right = secrets.compare_digest(str(told.get("secret", "")), self._secret)
+        told = heard(packet)
+        right = secrets.compare_digest(str(told.get("secret", "")).encode(), self._secret.encode())
         assert self._child is not None, "open made it"
-        if not right or ("env" in told and self._child.done()):
+        if not right or ("env" in told and self._child.done()) or not told.keys() & {"env", "words"}:
             for descriptor in descriptors:
                 os.close(descriptor)
             tell(sock, {"code": 1, "said": "raydist: this is not mpirun's child\n"})
@@ -206,6 +206,14 @@ async def readable(sock: socket.socket) -> None:
         await ready.wait()
     finally:
         loop.remove_reader(sock)
+
+
+def heard(packet: bytes) -> dict[str, Any]:
+    """What somebody said at the door; nothing, if it is not in our words."""
+    with contextlib.suppress(ValueError):
+        told = json.loads(packet)
+        return told if isinstance(told, dict) else {}
+    return {}
 
 
 def tell(sock: socket.socket, end: dict[str, Any]) -> None:
