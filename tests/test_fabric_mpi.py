@@ -60,7 +60,14 @@ def test_a_person_may_bind(mpi: dict[str, str]) -> None:
 def test_loopback_is_named_to_nobody() -> None:
     """PRRTE finds no network at all when it is told lo."""
     assert "lo" not in fabric_mpi.command(OMPI, [2], "lo", root=False, more=[])
-    assert list(fabric_mpi.network("openmpi", "lo")) == []
+    assert list(fabric_mpi.network(OMPI, "lo")) == []
+
+
+def test_tcp_stays_on_the_interface_and_rdma_is_left_alone() -> None:
+    assert {name: value for name, value, _ in fabric_mpi.network(OMPI, "ib0")} == {"OMPI_MCA_btl_tcp_if_include": "ib0"}
+    mpich = {**OMPI, "kind": "mpich", "rdma": ""}
+    assert {name for name, _, _ in fabric_mpi.network(mpich, "ib0")} == {"FI_TCP_IFACE", "UCX_NET_DEVICES"}
+    assert {name for name, _, _ in fabric_mpi.network({**mpich, "rdma": "mlx5_0"}, "ib0")} == {"FI_TCP_IFACE"}
 
 
 def test_hosts_have_names_of_no_machine() -> None:

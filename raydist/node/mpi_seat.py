@@ -59,7 +59,7 @@ class MpiSeat(Seat):
         if answer["facts"] is not None:
             self._install = mpi_install.find(ask["mpirun"])
             self._interface = answer["facts"]["interface"]
-            answer["facts"]["mpi"] = asdict(self._install)
+            answer["facts"]["mpi"] = {**asdict(self._install), "rdma": mpi_install.rdma()}
         self._child = asyncio.get_running_loop().create_future()
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door.setblocking(False)
@@ -120,6 +120,7 @@ class MpiSeat(Seat):
         self._asked.put_nowait(None)
         if self._child is not None and not self._child.done():
             self._child.set_exception(LaunchError(why))
+            self._child.exception()  # maybe nobody waits for it
 
     async def close(self) -> None:
         """As ever; and take away the shared memory that MPI's killed ranks left."""
