@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.measure import alternate, row
+from bench.measure import alternate, heads, row
 from bench.steps import BATCH, STEPS, WARM
 
 Job = Callable[[], float]
@@ -116,7 +116,7 @@ def main(rounds: int = 3, ranks: Sequence[int] = (2, 4, 8)) -> list[str]:
 
     ray.init(num_cpus=max(ranks) + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     starts = {RAYDIST: by_raydist, HOROVODRUN: by_horovodrun, EXECUTOR: by_executor}
-    head = f"| {RAYDIST} | {HOROVODRUN} --gloo | {EXECUTOR} | {RAYDIST} / {HOROVODRUN} | {RAYDIST} / {EXECUTOR} |"
+    head = f"| {heads(starts, RAYDIST)} |"
     lines = [f"| launch, ranks {head}", "|---|---|---|---|---|---|"]
     for count in ranks:
         print(f"launch, {count} ranks", flush=True)

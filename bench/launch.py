@@ -1,6 +1,7 @@
 """Seconds from the call until the first all-reduce has returned on all ranks, Ray being up already.
 
-raydist.run beside Ray Train's TorchTrainer and torchrun, 2 to 16 ranks on this machine.
+raydist.run beside Ray Train's TorchTrainer and torchrun, 2 to 16 ranks on this machine. The first call of a program has
+to wait for torch; each further one (a notebook, --multirun) finds a fork server that has it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from bench.measure import alternate, row
+from bench.measure import alternate, heads, row
 
 RANKS = (2, 4, 8, 16)
 
@@ -32,6 +34,12 @@ def turn_raydist(ranks: int) -> float:
     began = time.time()
     done = raydist.run(first_all_reduce, f"scale=1x{ranks}", "backend=gloo", "watch.progress=none")
     return max(value for value in done.values if value) - began
+
+
+def turn_first(ranks: int) -> float:
+    """The first call of a program that is connected to Ray already, as this one is."""
+    done = subprocess.run([sys.executable, "-m", "bench.launch", "first", str(ranks)], check=True, capture_output=True)
+    return float(done.stdout.split()[-1])
 
 
 def turn_ray_train(ranks: int) -> float:
@@ -68,23 +76,32 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
     import ray
 
     ray.init(num_cpus=max(ranks) + 1, include_dashboard=True, logging_level="ERROR", log_to_driver=False)
-    lines = [
-        "| ranks | raydist | Ray Train | torchrun | raydist / Ray Train | raydist / torchrun |",
-        "|---|---|---|---|---|---|",
-    ]
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for the programs of turn_first
+    turns = {"raydist": turn_raydist, "raydist, first call": turn_first,
+             "Ray Train": turn_ray_train, "torchrun": turn_torchrun}  # fmt: skip
+    lines = [f"| ranks | {heads(turns, 'raydist')} |", "|---" * 9 + "|"]
     for count in ranks:
         print(f"launch, {count} ranks", flush=True)
-        sides = {
-            "raydist": lambda count=count: turn_raydist(count),
-            "Ray Train": lambda count=count: turn_ray_train(count),
-            "torchrun": lambda count=count: turn_torchrun(count),
-        }
+        sides = {name: partial(turn, count) for name, turn in turns.items()}
         lines.append(f"| {count} | {row(alternate(sides, rounds), 'raydist', 's')} |")
     ray.shutdown()
+    del os.environ["RAY_ADDRESS"]
     return lines
 
 
-if __name__ == "__main__":  # a rank of torchrun
+def main_first(ranks: int) -> None:
+    """A program of turn_first."""
+    import ray
+
+    ray.init(logging_level="ERROR", log_to_driver=False)
+    print(turn_raydist(ranks))
+
+
+if __name__ == "__main__" and sys.argv[1] == "first":
+    from bench import launch  # by its name: the function travels to the ranks
+
+    launch.main_first(int(sys.argv[2]))
+elif __name__ == "__main__":  # a rank of torchrun
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

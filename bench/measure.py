@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 Turn = Callable[[], float]
 """One measured turn; its figure."""
@@ -25,13 +25,24 @@ def alternate(sides: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
 
 
 def row(figures: Mapping[str, list[float]], ours: str, unit: str) -> str:
-    """A line of a Markdown table: the median of each side, then the ratio of ours to each other, pair by pair."""
+    """A line of a Markdown table: the median of each side, then the ratio of ours to each of the others', pair by pair.
+
+    Every side whose name begins like `ours` is ours.
+    """
     cells = [f"{statistics.median(values):.2f} {unit}" for values in figures.values()]
-    for name, values in figures.items():
-        if name != ours:
-            ratios = [mine / theirs for mine, theirs in zip(figures[ours], values, strict=True)]
-            cells.append(f"{statistics.median(ratios):.3f} x {name}")
+    for mine in (name for name in figures if name.startswith(ours)):
+        for theirs in (name for name in figures if not name.startswith(ours)):
+            ratios = [one / other for one, other in zip(figures[mine], figures[theirs], strict=True)]
+            cells.append(f"{statistics.median(ratios):.3f}")
     return " | ".join(cells)
+
+
+def heads(sides: Iterable[str], ours: str) -> str:
+    """The line above such lines."""
+    names = list(sides)
+    pairs = [f"{mine} / {theirs}" for mine in names if mine.startswith(ours)
+             for theirs in names if not theirs.startswith(ours)]  # fmt: skip
+    return " | ".join([*names, *pairs])
 
 
 def machine() -> str:

@@ -76,7 +76,7 @@ def main(rounds: int = 5) -> list[str]:
     figures = alternate({"raydist": turn_raydist, "torchrun": turn_torchrun}, rounds)
     ray.shutdown()
     return [
-        "| raydist, report() each step | torchrun | ratio |",
+        "| raydist, report() each step | torchrun | raydist / torchrun |",
         "|---|---|---|",
         f"| {row(figures, 'raydist', 'steps/s')} |",
     ]

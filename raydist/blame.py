@@ -15,8 +15,8 @@ class End:
     rank: int
     host: str
     how: str
-    """finished, raised (an exception), exited (a code), killed (a signal), lost (node or actor), ended (by mpirun),
-    stopped (by us)."""
+    """finished, raised (an exception), exited (a code), killed (a signal), lost (node or actor), hung (and was ended
+    for it), ended (by mpirun), stopped (by us)."""
     at: float
     """Seconds since the epoch."""
     step: int = 0
@@ -131,6 +131,8 @@ def cause(end: End) -> str:
         return f"killed by {_signal_name(end.signal)}" + (f" ({meaning})" if meaning else "") + _said(end)
     if end.how == "exited":
         return f"exited with code {end.code}" + _said(end)
+    if end.how == "hung":
+        return f"hangs: {end.message}"
     if end.how == "ended":
         return "ended because mpirun gave it up" + _said(end)
     if end.how == "lost":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -23,16 +24,23 @@ WAIT_S = 1
 """Seconds between two looks at what is still awaited; whole ones, because Ray cuts off the rest."""
 
 
+_own_cpus = 0
+"""CPUs of the Ray that this process has started; 0 while there is none."""
+
+
 @contextlib.contextmanager
 def connect(job: Job, events: Events) -> Iterator[None]:
-    """Be connected to Ray: to the cluster that is there, or to one that is started on this machine for this run.
+    """Be connected to Ray: to the cluster that is there, or to one started on this machine, which stays for a next run.
 
     A connection that the program had already (a notebook) is used, and kept.
     """
     import ray
 
-    began, ours = time.time(), not ray.is_initialized()
-    started = start_or_join(job) if ours else False
+    began = time.time()
+    if _own_cpus and not (_own_cpus >= cpus_to_have(job) and answers(ray.get_runtime_context().gcs_address)):
+        end_own()
+    here = ray.is_initialized()
+    started = False if here else start_or_join(job)
     signals.take()  # Ray has put in a SIGTERM handler of its own, which exits without a word
     try:
         address = ray.get_runtime_context().gcs_address
@@ -40,20 +48,22 @@ def connect(job: Job, events: Events) -> Iterator[None]:
         events.say("phase", name="connect", s=time.time() - began)
         yield
     finally:
-        if ours:
-            shut_down(started)
+        if not here and not started:
+            ray.shutdown()
 
 
-def shut_down(started: bool) -> None:
-    """Leave Ray; end it too, if it was started for this run."""
+def end_own() -> None:
+    """End the Ray that this process has started, if it is there still."""
+    global _own_cpus
     import ray
 
-    if started:
+    node = ray._private.worker._global_node
+    if _own_cpus and node is not None:
         # Ray asks its processes one after the other to end, and waits for each: a second and more, when Ctrl-C has two.
-        node = ray._private.worker._global_node
         end = node.kill_all_processes
         node.kill_all_processes = lambda **_: end(check_alive=False, allow_graceful=False)
-    ray.shutdown()
+        ray.shutdown()
+    _own_cpus = 0
 
 
 def running() -> str | None:
@@ -108,11 +118,20 @@ def start_or_join(job: Job) -> bool:
             ray.init(address=address if os.environ.get("RAY_ADDRESS") else "auto", **quiet)
             return False
         placement.ask(job, [this_machine(job)])  # what can't be is refused before anything is started for it
-        ray.init(address="local", include_dashboard=False, num_cpus=cpus_to_have(job), **quiet)
+        _start_own(cpus_to_have(job), quiet)
         return True
     except (OSError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS") or "this machine"
         raise LaunchError(f"no Ray at {where}: {error}") from error
+
+
+def _start_own(cpus: int, quiet: Mapping[str, Any]) -> None:
+    global _own_cpus
+    import ray
+
+    atexit.register(end_own)  # each further run of this program finds it running
+    ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
+    _own_cpus = cpus
 
 
 def nodes() -> list[Node]:

@@ -88,7 +88,7 @@ class Backend:
 
     name: str = "auto"
     """auto (nccl where the job has GPUs, gloo otherwise), gloo, nccl, horovod; mpi for a script of MPI's, and
-    for a job, as ucc, where this torch has it."""
+    for a job, as ucc, where this torch has it. script: auto, for a script= that joins as under torchrun."""
     timeout_s: float = above(0, 600.0)
     """Seconds a collective or the rendezvous may take before torch gives up."""
     bucket_mb: float = above(0, 25.0)
@@ -107,6 +107,8 @@ class Scale:
 
     nodes: int | None = at_least(1, 1)
     """Nodes to use; null takes every node that is there (scale=cluster)."""
+    max_nodes: int | None = at_least(1, None)
+    """With it, `nodes` is the least: the job takes as many as have room when it starts, up to so many."""
     per_node: int | None = at_least(1, None)
     """Ranks on each node; null: one per GPU, or without GPUs two on one node and one per cpus over a cluster."""
     gpus: float | None = at_least(0, None)
@@ -207,6 +209,20 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Hang:
+    """When a rank counts as stuck. Nobody is ended for being slow: only for what can't get better, or for `limit_s`."""
+
+    after_s: float = above(0, 4.0)
+    """Seconds of silence, beside `steps` of the rank's own steps, after which all ranks are looked at."""
+    steps: float = at_least(0, 3.0)
+    """Steps, as long as the rank's own take (their median), that a rank may be silent in addition."""
+    limit_s: float = above(0, 1800.0)
+    """Seconds of silence after which the run is ended, whatever the reason; also where it starts or saves."""
+    end: bool = True
+    """End the run when ranks hang for good: one is stopped, or they wait in different collectives. false: only tell."""
+
+
+@dataclass(frozen=True)
 class Watch:
     """What the person sees while it runs."""
 
@@ -214,6 +230,8 @@ class Watch:
     """auto: a live bar in a terminal, plain lines elsewhere."""
     every_s: float = above(0, 10.0)
     """Seconds between plain lines."""
+    output: str = "auto"
+    """Ranks whose output is shown, each line with its rank: all, none, 0,3; auto: all of a script, none of a job."""
 
 
 @dataclass(frozen=True)
@@ -224,9 +242,10 @@ class Job:
     """Name of the run and of its folder; empty: the job's own name."""
     job: Target = field(default_factory=Target)
     script: str = ""
-    """A program to run on every rank instead of a job: a Python file, or any command."""
+    """A program to run on every rank instead of a job: a Python file, "-m package.module", or any command."""
     args: list[str] = field(default_factory=list)
-    """The words after the script: 'args=[--epochs,3]'."""
+    """The words after the script: args='--epochs 3 --rank {rank}'. Between braces: rank, world_size, local_rank,
+    node_rank, init_method, master_addr, master_port, backend."""
     backend: Backend = field(default_factory=Backend)
     scale: Scale = field(default_factory=Scale)
     fabric: Fabric = field(default_factory=Fabric)
@@ -237,6 +256,7 @@ class Job:
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     watch: Watch = field(default_factory=Watch)
+    hang: Hang = field(default_factory=Hang)
     init_method: str = one_of("env", "tcp", "file")
     """How ranks meet: env (MASTER_ADDR and MASTER_PORT), tcp (tcp://address:port), file (a file that all nodes see)."""
     group: str = one_of("ray", "inline")
@@ -251,6 +271,12 @@ class Job:
     """none; auto (newest complete checkpoint of this run folder, else of the newest run of that name); or a path."""
     env: dict[str, str] = field(default_factory=dict)
     """More environment variables for the ranks; they win over raydist's own."""
+    env_file: str = ""
+    """A file with such variables, as docker's --env-file: NAME=value, or NAME to pass one on; `env` wins over it."""
+    working_dir: str = ""
+    """A folder to send to every node (working_dir=.): the ranks run in their copy of it, as after ray job submit."""
+    pip: list[str] = field(default_factory=list)
+    """Packages that Ray installs for the ranks, or one requirements file: pip=[transformers,einops==0.8.0]."""
     dir: str = ""
     """The run folder; Hydra's (hydra.run.dir). Filled in when the run starts."""
 
@@ -273,26 +299,7 @@ def check(job: Job) -> Job:
             f"data.global_batch={job.data.global_batch} can't be split into train.accumulate={job.train.accumulate} "
             f"equal parts: say data.global_batch={near}"
         )
-    if job.backend.name == "horovod":
-        _check_horovod(job)
     return job
-
-
-def _check_horovod(job: Job) -> None:
-    settings = job.backend.horovod
-    if job.init_method != "env":
-        raise ConfigError(f"init_method={job.init_method}: Horovod has a rendezvous of its own; say init_method=env")
-    if 0 < settings.stall_fail_s <= settings.stall_warn_s:
-        raise ConfigError(
-            f"backend.horovod.stall_fail_s={settings.stall_fail_s}: must be more than stall_warn_s, or 0; "
-            f"say backend.horovod.stall_fail_s={2 * settings.stall_warn_s}"
-        )
-    for ranks in settings.process_sets:
-        if not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks):
-            raise ConfigError(
-                f"backend.horovod.process_sets: {ranks} is no set of ranks; "
-                "say backend.horovod.process_sets=[[0,1],[2,3]]"
-            )
 
 
 def _check_fields(node: Any, prefix: str) -> None:
@@ -324,7 +331,7 @@ def from_dict(plain: dict[str, Any]) -> Job:
     """The Job that `as_dict` took apart."""
     parts: dict[str, Callable[..., Any]] = {
         "job": Target, "backend": _backend, "scale": Scale, "fabric": Fabric, "data": Data,
-        "optim": Optim, "train": Train, "checkpoint": Checkpoint, "watch": Watch,
+        "optim": Optim, "train": Train, "checkpoint": Checkpoint, "watch": Watch, "hang": Hang,
     }  # fmt: skip
     return Job(**{key: parts[key](**value) if key in parts else value for key, value in plain.items()})
 

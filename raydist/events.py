@@ -15,6 +15,7 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     raised     rank, type, message, traceback, step      an exception reached the top of the job
     done       rank, [spent]                     the job's function returned; spent: {step, evaluate, save: seconds}
     ended      rank, code, signal, step          the process of the rank is gone
+    hang       text, ranks, certain, s           ranks are silent for `s` seconds, and who holds them up
     stop       reason                            the others are being ended
     result     status, …                         the last line of the file
 """
@@ -55,6 +56,14 @@ class Events(AbstractContextManager["Events"]):
         """Append one event. The line is in the kernel when this returns, so it outlives a killed driver."""
         self._file.write(json.dumps(happened, default=str) + "\n")
         self._file.flush()
+        self._tell(happened)
+
+    def show(self, rank: int, output: bytes) -> None:
+        """What a rank has printed: for the readers only. It is in the rank's own log already."""
+        if output:
+            self._tell(event("output", rank=rank, output=output))
+
+    def _tell(self, happened: Event) -> None:
         for reader in list(self._readers):
             try:
                 reader(happened)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raydist import script
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
@@ -54,17 +55,21 @@ class Gang(AbstractContextManager["Gang"]):
         self._events = events
         self._gpus = gpus
 
-    def open(self, job: Job, modules: Sequence[str]) -> None:
-        """Round 1: probe every node, warm its fork server, open the store on rank 0's node."""
+    def open(self, job: Job, modules: Sequence[str], home: dict[str, Any] | None = None) -> None:
+        """Round 1: probe every node, warm its fork server, open the store on rank 0's node.
+
+        `home`: a server that is on its way already on the driver's machine, as home.warm offers it.
+        """
         began = time.time()
         file = Path(job.dir).absolute() / "rendezvous" if job.init_method == "file" else None
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
         store = "horovod" if job.backend.name == "horovod" else "tcp"
         same = {
-            "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules),
+            "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules), "env": job.env,
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
-            "shared": file and str(file.parent), "mpirun": job.backend.mpi.mpirun, "secret": secrets.token_hex(32),
+            "shared": file and str(file.parent), "home": home,
+            "mpirun": job.backend.mpi.mpirun, "secret": secrets.token_hex(32),
         }  # fmt: skip
         asks = [
             {
@@ -89,13 +94,12 @@ class Gang(AbstractContextManager["Gang"]):
 
     def start(self, job: Job, variables: Sequence[Iterable[Var]], call: bytes | None) -> None:
         """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
-        same = {
-            "job": as_dict(job),
-            "cwd": os.getcwd(),
-            "argv": [job.script or job.job.target, *job.args],
-            "sys_path": sys.path,
-        }
-        specs = [{**same, "rank": rank, "env": {v.name: v.value for v in own}} for rank, own in enumerate(variables)]
+        program = from_here(job.script)
+        same = {"job": as_dict(job), "cwd": os.getcwd(), "script": program, "sys_path": sys.path}
+        envs = [{var.name: var.value for var in own} for own in variables]
+        args = [script.fill(job.args, env, job.init_method, self.plan.ask.backend) for env in envs]
+        first = program or job.job.target
+        specs = [{**same, "rank": i, "env": env, "argv": [first, *args[i]]} for i, env in enumerate(envs)]
         pids = self.every("start", [(spec, call) for spec in specs])
         for seat, pid in zip(self.plan.seats, pids, strict=True):
             self._events.say("began", rank=seat.rank, host=seat.node.host, pid=pid)
@@ -152,6 +156,14 @@ class Gang(AbstractContextManager["Gang"]):
                 f"init_method=file needs a folder that all nodes see, and {', '.join(blind)} can't see {file.parent}: "
                 "say hydra.run.dir=<a shared folder>, or init_method=env"
             )
+
+
+def from_here(script: str) -> str:
+    """A script as seen from this folder, of which other nodes may have a copy elsewhere; `-m module`, a bare name."""
+    inside = os.path.relpath(script) if os.path.isabs(script) else ""
+    if not inside or inside.startswith(".."):
+        return script
+    return inside if inside.endswith(".py") else os.path.join(".", inside)
 
 
 def cause(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from raydist import backends, checkpoint, cluster, fabric, group, inline, mpi, placement, preload, result
+from raydist import backends, checkpoint, cluster, fabric, group, home, inline, mpi, placement, preload, result
 from raydist.config import Job
 from raydist.errors import RaydistError, RunFailed
 from raydist.events import Events
@@ -68,6 +68,7 @@ def attempt(job: Job, call: Call | None, events: Events) -> Attempt:
     backends.check_there(job.backend.name, job.script)
     if job.group == "inline":
         return attempt_inline(job, call, events)
+    home.warm(job)  # while Ray answers
     with cluster.connect(job, events):
         ask = placement.ask(job, cluster.nodes(), cluster.node_types())
         with cluster.placed(job, ask, events) as gang:
@@ -100,10 +101,10 @@ def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attemp
     """Two rounds, then listen."""
     events.say("plan", **gang.plan.as_event())
     job = settled(job, gang.plan)
-    gang.open(job, preload.modules(job.job.target, job.backend.name, job.script))
+    gang.open(job, preload.modules(job.job.target, job.backend.name, job.script), home.warm(job))
     with mpi.launching(job, gang):
         gang.start(job, variables(job, gang, events), call.packed if call else None)
-        vigil = Vigil(gang, events, Path(job.dir) / "logs")
+        vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang)
         ends = vigil.keep()
     values, exceptions = unpack_all(gang.every("value", [()] * gang.plan.world_size))
     return Attempt(ends=ends, values=values, exceptions=exceptions, error=vigil.stopped)

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from raydist import result, signals
+from raydist.config import Hang
 from raydist.errors import Stopped
 from raydist.events import Event, Events
 from raydist.group import Gang, cause
 from raydist.result import End
+from raydist.sentry import Sentry
+from raydist.stuck import Verdict
 
 VICTIM_S = 0.5
 """How long a failure that looks like another's fault waits for the culprit to show."""
@@ -31,14 +34,16 @@ CALLS_PER_S = 400.0
 class Vigil:
     """One attempt's watch over its ranks. Nothing polls: every seat has one open question, answered by news."""
 
-    def __init__(self, gang: Gang, events: Events, logs: Path) -> None:
+    def __init__(self, gang: Gang, events: Events, logs: Path, hang: Hang) -> None:
         self.ends: dict[int, End] = {}
         self.stopped: Stopped | None = None
         self._gang = gang
         self._events = events
         self._logs = logs
         self._files: list[IO[bytes]] = []
-        self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict] = queue.SimpleQueue()
+        self._sentry = Sentry(gang, hang, events, logs, self._inbox.put)
+        self._hung: Verdict | None = None
         self._raised: dict[int, Event] = {}
         self._deadline: float | None = None
         self._stop_at: float | None = None
@@ -69,10 +74,15 @@ class Vigil:
         answer = self._gang.call(rank, "watch", max(TELL_S, self._gang.plan.world_size / CALLS_PER_S))
         answer.add_done_callback(lambda done: self._inbox.put((rank, done)))
 
-    def _hear(self, heard: tuple[int, Future[Any]] | Stopped) -> None:
+    def _hear(self, heard: tuple[int, Future[Any]] | Stopped | Verdict) -> None:
         if isinstance(heard, Stopped):
             self.stopped = heard
             self._stop(str(heard), GRACE_S)
+            return
+        if isinstance(heard, Verdict):
+            if self._sentry.weigh(heard) and self._stop_at is None:
+                self._hung = heard
+                self._stop("ranks hang", 0.0)
             return
         rank, answer = heard
         try:
@@ -81,11 +91,13 @@ class Vigil:
             self._ended(End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message=cause(error)))
             return
         self._files[rank].write(news["log"])
+        self._events.show(rank, news["log"])
         for happened in news["events"]:
             self._note(rank, happened)
         if "end" in news:
             self._ended(self._end(rank, news["end"]))
         elif rank not in self.ends:
+            self._sentry.note(rank, news["beat"])
             self._listen(rank)
 
     def _note(self, rank: int, happened: Event) -> None:
@@ -112,6 +124,10 @@ class Vigil:
         if raised := self._raised.get(rank):
             known = {key: raised[key] for key in ("type", "message", "traceback", "step")}
             return replace(made, how="raised", at=raised["t"], **known)
+        if made.code and (left := end.get("error")):
+            return replace(made, how="raised", **left)
+        if self._hung and made.rank in self._hung.culprits and not self.stopped:
+            return replace(made, how="hung", message=self._hung.text, traceback=self._hung.stack_of(made.rank))
         if self._stop_at is not None and end["at"] >= self._stop_at and (end["signal"] or end["code"]):
             return replace(made, how="stopped")
         if "by" in end:
@@ -122,6 +138,7 @@ class Vigil:
         if end.rank in self.ends:
             return
         self.ends[end.rank] = end
+        self._sentry.gone(end.rank)
         self._events.say("ended", rank=end.rank, how=end.how, code=end.code, signal=end.signal, step=end.step)
         if end.how not in ("finished", "stopped"):
             self._expect(VICTIM_S if result.is_victim(end) else 0.0)

@@ -8,6 +8,14 @@ from pathlib import Path
 import psutil
 
 
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def processes_of(mark: str) -> list[str]:
     """Command lines of living processes that were started with `mark` somewhere in their environment."""
     found = []

@@ -31,7 +31,7 @@ def at(t: float, kind: str, **facts: Any) -> Event:
     return {"t": t, "kind": kind, **facts}
 
 
-def report(t: float, step: int, **values: Any) -> Event:
+def report(t: float, step: int, /, **values: Any) -> Event:
     return at(t, "report", rank=0, step=step, values=values)
 
 
@@ -101,7 +101,7 @@ def test_a_whole_run_is_told(progress: str) -> None:
     text = ESCAPE.sub("", show(a_run(), progress))
     for words in (
         f"run   digits, in {FOLDER}",
-        "started here for this run, at 10.0.0.1:6379: 1 node\n",
+        "started here, at 10.0.0.1:6379: 1 node\n",
         "waiting for 1 more node with 8 GPU",
         "2 ranks on 1 node, backend gloo",
         "rank  host    ip        local_rank  gpus",

@@ -20,6 +20,7 @@ import pytest
 
 from raydist.config import Job, as_dict
 from raydist.node.wire import BEAT, PACKET, read_beat
+from tests.leftovers import alive
 
 
 class Node:
@@ -34,7 +35,7 @@ class Node:
         self.lifeline, its = socket.socketpair()
         self.lifeline.settimeout(30)
         fds = (listener.fileno(), its.fileno())
-        command = [sys.executable, "-m", "raydist.node.forkserver", *map(str, fds), start, *modules]
+        command = [sys.executable, "-m", "raydist.node.forkserver", *map(str, fds), start, "0", *modules]
         subprocess.run(command, pass_fds=fds, check=True)
         its.close()
         listener.close()
@@ -101,13 +102,6 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     node = Node(tmp_path_factory.mktemp("node") / "f", modules=("torch", "raydist.backends.ddp", "cloudpickle"))
     yield node
     node.close()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def soon(true: Callable[[], bool]) -> bool:
@@ -220,6 +214,26 @@ def test_a_seat_that_hangs_up_takes_its_rank_with_it_and_no_other(warm: Node) ->
     assert soon(lambda: not alive(second))
 
 
+def test_the_server_hangs_up_when_all_that_a_seat_had_started_is_gone(tmp_path: Path) -> None:
+    node = Node(tmp_path / "f", modules=("raydist.backends.ddp",))
+    line = node.dial()
+
+    def job() -> None:
+        subprocess.Popen(["sleep", "300"], start_new_session=True)
+        time.sleep(300)
+
+    pid = line.fork(job)
+    assert soon(lambda: len(psutil.Process(pid).children()) == 1)
+    child = psutil.Process(pid).children()[0].pid
+    line.socket.shutdown(socket.SHUT_WR)
+    while line.socket.recv(PACKET):
+        pass
+    assert not alive(pid)
+    assert not alive(child)
+    node.dial()  # and is ready for the next
+    node.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_rank_can_be_ended_from_its_first_moment_on(warm: Node, number: signal.Signals) -> None:
     for _ in range(20):  # the server ignores SIGTERM, and a child that is a moment old is still like it
@@ -278,6 +292,14 @@ def test_everything_ends_with_the_lifeline_and_the_folder_is_gone(tmp_path: Path
     node.close()
     assert not alive(pid)
     assert soon(lambda: not alive(child))
+    assert not node.folder.exists()
+
+
+def test_the_lifeline_ends_it_while_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raydist_slow_module.py").write_text("import time; time.sleep(300)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    node = Node(tmp_path / "f", modules=("raydist_slow_module",))
+    node.close()
     assert not node.folder.exists()
 
 

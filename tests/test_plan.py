@@ -23,7 +23,10 @@ from tests.conftest import ROOT
 
 @pytest.fixture(autouse=True)
 def _no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This machine has no Ray, whatever else runs on it."""
+    """This machine has no Ray, whatever else runs on it, and whatever an earlier test was connected to."""
+    import ray
+
+    ray.shutdown()
     monkeypatch.setenv("RAY_ADDRESS", "local")
     for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "OMP_", "CUDA_"))]:
         monkeypatch.delenv(name)

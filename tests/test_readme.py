@@ -25,8 +25,9 @@ PLACES = {
 
 # The way of a job through the files; what all need comes last.
 FLOW = """
-    train words run cluster inventory placement shortage preload group node fabric fabric_horovod parcel target
-    backends context loop checkpoint vigil result blame watch standalone inline tools config events errors signals
+    train words run cluster inventory placement shortage preload home group node fabric fabric_horovod parcel target
+    backends context loop checkpoint vigil sentry pace stuck result blame watch standalone inline tools config events
+    errors signals
 """
 
 

@@ -56,7 +56,9 @@ class Comm(Protocol):
 
 def check_there(name: str, script: str = "") -> None:
     """Refuse a backend whose package is not installed, or that nobody knows. `script`: what runs instead of a job."""
-    if name not in ("auto", *BACKENDS):
+    if name == "script" and not script:
+        raise ConfigError("backend=script: which one? Say script=train.py, or backend=auto for a job")
+    if name not in ("auto", "script", *BACKENDS):
         raise ConfigError(f"backend.name={name}: {suggest(name, BACKENDS, 'backend=')}")
     if name == "horovod" and find_spec("horovod") is None:
         raise ConfigError("backend=horovod: Horovod is not installed here; python -m raydist.tools.horovod build")

@@ -6,12 +6,14 @@ import contextlib
 import json
 import mmap
 import os
+import select
 import socket
 import threading
 import time
 from collections import deque
 
-from raydist.events import Event
+from raydist.events import Event, event
+from raydist.node import insight
 from raydist.node.wire import BEAT
 
 FLUSH_S = 0.1
@@ -27,7 +29,7 @@ class Channel:
         self._waiting: deque[Event] = deque()
         self._sending = threading.Lock()
         self._open = True
-        threading.Thread(target=self._flush_often, name="raydist-channel", daemon=True).start()
+        threading.Thread(target=self._serve, name="raydist-channel", daemon=True).start()
         # A forked DataLoader worker has no flush thread, and may inherit a taken lock: it keeps silent.
         os.register_at_fork(after_in_child=self.shut)
 
@@ -57,8 +59,14 @@ class Channel:
         self._open = False
         self._waiting = deque(maxlen=0)
 
-    def _flush_often(self) -> None:
+    def _serve(self) -> None:
+        """Send what waits, often, and answer the seat, whose only question is what this rank last did."""
+        asked = [self._sock]
         while self._open:
-            time.sleep(FLUSH_S)
+            if select.select(asked, [], [], FLUSH_S)[0]:
+                if self._sock.recv(16):
+                    self.emit(event("collectives", entries=insight.collectives()))
+                else:
+                    asked = []  # the seat is gone
             if self._waiting:
                 self.flush()

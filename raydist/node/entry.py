@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from raydist import backends, config, context, target
-from raydist.node import program
+from raydist.node import insight, program
 from raydist.node.channel import Channel
 
 PR_SET_PDEATHSIG = 1
@@ -44,6 +44,7 @@ def become_rank(spec: Mapping[str, Any], log_fd: int) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     faulthandler.enable()
+    insight.answer_signal(f"{spec['value']}.stacks")
     os.environ.clear()
     os.environ.update(spec["env"])
     with contextlib.suppress(OSError):
@@ -67,7 +68,7 @@ def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int
     context.enter(context.Context(rank=context.Rank.from_env(os.environ), emit=channel.emit, beat=channel.beat))
     code = run_job(spec)
     channel.flush()
-    leave(code)
+    leave(code, whole=bool(spec["script"]))
 
 
 def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
@@ -77,14 +78,17 @@ def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
 
 
 def run_job(spec: Mapping[str, Any]) -> int:
-    """Join, call the job, leave. The exit code: 0, what the job gave to sys.exit, or 1 for an exception."""
+    """Join, call the job, leave. The exit code: 0, what the job gave to sys.exit, or 1 for an exception.
+
+    A script joins by itself, if it does: it counts as joined when it begins. It has no heartbeat until it reports.
+    """
     try:
-        context.phase("start")
         job = config.from_dict(spec["job"])
-        if job.script:
+        if spec["script"]:
             context.tell("joined", pid=os.getpid())
-            program.run([job.script, *job.args])
+            program.run(spec["script"], spec["argv"][1:])
             return 0
+        context.phase("start")
         with backends.join(job.backend.name, job, os.environ):
             context.tell("joined", pid=os.getpid())
             write_pickle(spec["value"], call(spec, job))
@@ -93,11 +97,15 @@ def run_job(spec: Mapping[str, Any]) -> int:
         if asked.code is None or isinstance(asked.code, int):
             return asked.code or 0
         print(asked.code, file=sys.stderr)
+        tell_raised(asked)
         return 1
     except BaseException as error:
         error.__traceback__ = beyond_this_file(error.__traceback__)
-        traceback.print_exception(error)
-        tell_raised(spec, error)
+        (sys.excepthook if spec["script"] else show)(type(error), error, error.__traceback__)
+        tell_raised(error)
+        if not spec["script"]:  # nobody calls a script who could catch it
+            error.__traceback__ = None  # frames don't travel
+            write_pickle(spec["value"] + ".error", error)
         return 1
 
 
@@ -119,8 +127,13 @@ def call(spec: Mapping[str, Any], job: config.Job) -> Any:
     return target.call(function, job, *args, **kwargs)
 
 
-def tell_raised(spec: Mapping[str, Any], error: BaseException) -> None:
-    """Tell the exception as text, and leave it as an object too for whoever called raydist.run."""
+def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """As sys.excepthook does, unless somebody has put another there."""
+    traceback.print_exception(error)
+
+
+def tell_raised(error: BaseException) -> None:
+    """Tell the exception as text."""
     context.tell(
         "raised",
         type=type(error).__name__,
@@ -128,8 +141,6 @@ def tell_raised(spec: Mapping[str, Any], error: BaseException) -> None:
         traceback="".join(traceback.format_exception(error)),
         step=context.here().step,
     )
-    error.__traceback__ = None  # frames don't travel
-    write_pickle(spec["value"] + ".error", error)
 
 
 def write_pickle(path: str, value: Any) -> None:
@@ -144,10 +155,15 @@ def write_pickle(path: str, value: Any) -> None:
         context.tell("warning", text=f"a {type(value).__name__} can't travel to the driver: {error}")
 
 
-def leave(code: int) -> NoReturn:
-    """End as a Python program does, without going back into the server that this process was forked from."""
+def leave(code: int, whole: bool = False) -> NoReturn:
+    """End as a Python program does, without going back into the server that this process was forked from.
+
+    `whole`: with all that an interpreter does last, also after a failure; a job that failed only has to be gone.
+    """
     with contextlib.suppress(BaseException):
-        if code == 0:
+        if whole:
+            program.finish(code)
+        elif code == 0:
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """One per node: a plain process that has imported torch once, and forks the ranks from itself. (actor)
 
-    python -m raydist.node.forkserver LISTEN_FD LIFELINE_FD START MODULE…
+    python -m raydist.node.forkserver LISTEN_FD LIFELINE_FD START IDLE_S MODULE…
 
 It is exec'ed, not forked from a Ray worker (whose threads and gRPC would not survive), has one thread of its own, and
 never touches CUDA. Seats speak to it over a Unix socket, one JSON message per packet, descriptors beside it:
@@ -10,17 +10,19 @@ never touches CUDA. Seats speak to it over a Unix socket, one JSON message per p
     {"op": "store", "store": "tcp", "address": ip}       -> {"store": port, "secret": "…", "pid": pid}; or horovod
     {"op": "kill", "pid": pid, "signal": n}      n to the rank; SIGKILL goes to its whole process group
 
-It greets a seat with {"warm": {…}} once all is imported. When a seat hangs up, its ranks end; when the lifeline's other
-end closes (the actor died, however), everything ends.
+It greets a seat with {"warm": {…}} once all is imported. When a seat hangs up, its ranks end, and then the server hangs
+up too; when the lifeline's other end closes (its owner died, however), or no seat came for IDLE_S, everything ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -28,7 +30,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -36,6 +38,8 @@ from raydist.node import entry
 from raydist.node.wire import PACKET
 
 PR_SET_CHILD_SUBREAPER = 36
+OWN = 3
+"""What it listens to when no seat is there: its socket, the lifeline, the end of a child."""
 
 
 @dataclass
@@ -45,8 +49,11 @@ class Server:
     listener: socket.socket
     lifeline: int
     start: str
+    idle_s: float | None = None
     owner: dict[int, socket.socket] = field(default_factory=dict)
     """Who asked for each process that lives, by pid."""
+    leaving: set[socket.socket] = field(default_factory=set)
+    """Seats that have hung up, and whose processes have not all ended."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     warm: dict[str, Any] = field(default_factory=dict)
 
@@ -59,7 +66,10 @@ class Server:
         for source in (self.listener, self.lifeline, wake):
             self.selector.register(source, selectors.EVENT_READ)
         while True:
-            for key, _ in self.selector.select():
+            ready = self.selector.select(self.idle_s)
+            if not ready and len(self.selector.get_map()) == OWN and not self.owner:
+                return self.end_all()
+            for key, _ in ready:
                 if key.fileobj is self.listener:
                     self.greet(self.listener.accept()[0])
                 elif key.fd == wake:
@@ -81,6 +91,7 @@ class Server:
             packet, fds = b"", []
         if not packet:
             self.selector.unregister(seat)
+            self.leaving.add(seat)
             for pid in [pid for pid, owner in self.owner.items() if owner is seat]:
                 kill(pid, signal.SIGKILL)
             return
@@ -149,17 +160,17 @@ class Server:
             if seat is not None and seat.fileno() >= 0:
                 code = os.waitstatus_to_exitcode(status)
                 say(seat, ended=pid, code=max(code, 0), signal=max(-code, 0), at=time.time())
+        if self.leaving and not self.owner:
+            end_children()  # what went into a session of its own
+        for seat in self.leaving - set(self.owner.values()):
+            self.leaving.remove(seat)
+            seat.close()
 
     def end_all(self) -> None:
         """SIGKILL: a rank inside a collective never returns to Python to see a SIGTERM."""
         for pid in list(self.owner):
             kill(pid, signal.SIGKILL)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        while children := children_of(os.getpid()):
-            for pid in children:
-                kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(-1, 0)
+        end_children()
 
 
 def say(seat: socket.socket, **message: Any) -> None:
@@ -193,6 +204,15 @@ def end_session(session: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(pid) == session:
                 os.kill(pid, signal.SIGKILL)
+
+
+def end_children() -> None:
+    """SIGKILL whatever is a child of ours, and what thereby becomes one."""
+    while children := children_of(os.getpid()):
+        for pid in children:
+            kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
 
 
 def children_of(pid: int) -> list[int]:
@@ -251,7 +271,26 @@ def warm_up(modules: list[str]) -> dict[str, Any]:
     }
 
 
-def main(listen_fd: str, lifeline_fd: str, start: str, *modules: str) -> None:
+@contextlib.contextmanager
+def ends_with(lifeline: int, folder: str) -> Iterator[None]:
+    """The end of the lifeline ends this process also while it imports, and reads nothing."""
+
+    def leave(*_: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGIO, leave)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it ended before it could be told
+        leave()
+    yield
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+
+
+def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, *modules: str) -> None:
     """Warm up, serve, end everything."""
     import ctypes
 
@@ -263,12 +302,14 @@ def main(listen_fd: str, lifeline_fd: str, start: str, *modules: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    server = Server(socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start)
-    server.warm = warm_up(["raydist.node.entry", *modules] if start == "fork" else [])
+    server = Server(socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start, float(idle_s) or None)
+    folder = os.path.dirname(server.listener.getsockname())
+    with ends_with(server.lifeline, folder):
+        server.warm = warm_up(["raydist.node.entry", *modules] if start == "fork" else [])
     try:
         server.serve()
     finally:
-        shutil.rmtree(os.path.dirname(server.listener.getsockname()), ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

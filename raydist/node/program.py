@@ -3,43 +3,109 @@
 from __future__ import annotations
 
 import atexit
+import builtins
+import contextlib
 import ctypes
+import gc
+import io
 import os
+import random
 import runpy
+import shutil
+import socket
 import sys
+import threading
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import NoReturn
 
+FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+HOME = "send them with working_dir=. or put them where all nodes see them"
 
-def run(argv: Sequence[str]) -> None:
-    """Run a Python file here, as `python file.py` would; become any other command, and never come back."""
-    if not argv[0].endswith(".py"):
-        execute(argv)
-    atexit.register(leave_mpi)
-    sys.argv = list(argv)
-    sys.path.insert(0, str(Path(argv[0]).parent))
-    runpy.run_path(argv[0], run_name="__main__")
+
+def run(script: str, args: Sequence[str]) -> None:
+    """Run a Python file or `-m module` here, as Python itself would; become any other command, and never come back."""
+    if not script.startswith("-m ") and not script.endswith(".py"):
+        execute([script, *args])
+    become_fresh()
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if script.startswith("-m "):
+        run_module(script[3:].strip(), args)
+    else:
+        run_file(script, args, main)
+
+
+def become_fresh() -> None:
+    """What a fork has of the server, and a fresh interpreter has not."""
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # it took its state when the server imported it: all forks would draw the same
+    if process := sys.modules.get("multiprocessing.process"):
+        process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+        process.current_process().authkey = os.urandom(32)  # type: ignore[attr-defined]
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # the launcher was begun with -m, which puts its folder there; `python file.py` does not
+    sys.path[:] = [path for path in sys.path if path in named or path not in ("", os.getcwd())]
+
+
+def run_file(script: str, args: Sequence[str], main: ModuleType) -> None:
+    """`python script args`: with its own folder first on sys.path, and no spec, so that multiprocessing finds it."""
+    path = os.path.abspath(script)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no {path} on {socket.gethostname()}: {HOME}")
+    sys.argv = [script, *args]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    facts = {"__file__": path, "__cached__": None, "__spec__": None, "__loader__": SourceFileLoader("__main__", path)}
+    main.__dict__.update(facts)
+    with io.open_code(path) as source:
+        code = compile(source.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def run_module(name: str, args: Sequence[str]) -> None:
+    """`python -m name args`."""
+    sys.argv = ["-m", *args]
+    sys.orig_argv = [sys.executable, "-m", name, *args]
+    sys.path.insert(0, os.getcwd())
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def execute(argv: Sequence[str]) -> NoReturn:
+    """Become the command, as a shell would find it."""
+    if shutil.which(argv[0]) is None:
+        there = os.path.exists(argv[0])
+        why = f"{os.path.abspath(argv[0])} is no program (chmod +x?)" if there else f"there is no program {argv[0]}"
+        raise FileNotFoundError(f"{why} on {socket.gethostname()}" + ("" if there else f": {HOME}"))
+    sys.stdout.flush()
+    os.execvp(argv[0], list(argv))
+
+
+def finish(code: int) -> None:
+    """What an interpreter does last, whatever its exit code: end threads, call what wants to be called, write files."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for each in gc.get_objects():
+        # a file that was never closed would lose what it has not written: this process has no tear-down
+        if issubclass(type(each), FILES):  # isinstance would ask objects that only pretend, and may warn
+            with contextlib.suppress(Exception):
+                each.flush()
+    ctypes.CDLL(None).fflush(None)  # those of C
+    if code == 0:  # after a failure the other ranks are not there to leave together
+        leave_mpi()
 
 
 def leave_mpi() -> None:
-    """Leave MPI and end: what mpi4py does when an interpreter is torn down, which a forked rank's never is."""
+    """Leave MPI and end well: what mpi4py does when an interpreter is torn down, which a forked rank's never is."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None:
         return
     if mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
     # MPICH takes leave of its process manager in a handler of C's exit, and is held for killed without it
     ctypes.CDLL(None).exit(0)
-
-
-def execute(argv: Sequence[str]) -> NoReturn:
-    """Become the command, as a shell would find it; 127 if there is none, as a shell would say."""
-    sys.stdout.flush()
-    try:
-        os.execvp(argv[0], list(argv))
-    except OSError as error:
-        print(f"{argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
-        os._exit(127)

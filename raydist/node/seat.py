@@ -11,15 +11,15 @@ import contextlib
 import json
 import mmap
 import os
+import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raydist.node.server import ForkServer, folder, heritage
 from raydist.node.wire import BEAT, PACKET, read_beat
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 LOG_CHUNK = 1 << 20
 """Most bytes of a rank's output in one answer."""
+LOOK_S = 0.6
+"""Seconds that a look at a rank takes: CPU time is counted in hundredths."""
 
 
 class Seat:
@@ -37,7 +39,8 @@ class Seat:
         self.rank = -1
         self.pid = 0
         self._store_pid = 0
-        self._lifeline: socket.socket | None = None
+        self._server: ForkServer | None = None
+        self._listening: asyncio.Task[None] | None = None
         self._replies: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._news = asyncio.Event()
         self._events: list[Event] = []
@@ -47,7 +50,10 @@ class Seat:
         """Variables that the rank gets from elsewhere; those of its spec win over them."""
         self._hands: list[int] = []
         """Descriptors that the rank gets beside log, channel and heartbeat."""
+        self._error: Path | None = None
         self._drained: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._collectives: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -55,14 +61,20 @@ class Seat:
 
         `ask`: what group.Gang.open sends. The lead of a node answers with its facts.
         """
-        self.rank = ask["rank"]
-        self.folder = folder(f"raydist-{os.getuid()}-{ask['run']}-{ask['node'][:8]}")
+        self.rank, self._lead = ask["rank"], ask["lead"]
+        name, home = f"raydist-{os.getuid()}-{ask['run']}-{ask['node'][:8]}", ask["home"]
+        at_home = home is not None and home["heritage"] == heritage()
+        self._at = Path(home["folder"]) if at_home else folder(name)
+        self.folder = self._at / name if at_home else self._at
         facts = None
         if ask["lead"]:
-            self._launch_server(ask["start"], ask["modules"], ask["threads"])
+            if at_home:
+                self.folder.mkdir()
+            else:
+                self._server = ForkServer.launch(self._at, ask["start"], ask["modules"], ask["threads"], env=ask["env"])
             facts = look(ask["ip"], ask["interface"])
         self._sock = await self._dial()
-        self._spawn(self._listen())
+        self._listening = self._spawn(self._listen())
         warm = (await self._reply("warm"))["warm"]
         opened = await self.open_store(ask["store"], facts["address"]) if facts and ask["store"] else None
         return {
@@ -91,6 +103,10 @@ class Seat:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
         spec["env"] = {**os.environ, **self._adds, **spec["env"]}
+        if spec["script"]:
+            self._error = Path(f"{base}.error.json")
+            self._error.unlink(missing_ok=True)
+            spec["env"]["TORCHELASTIC_ERROR_FILE"] = str(self._error)
         spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
         spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
         self._events, self._end = [], None
@@ -128,8 +144,29 @@ class Seat:
         step, phase, at = read_beat(self._beat)
         answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at)}
         if gone is not None and not more:
-            answer["end"] = {**gone, "step": step, "phase": phase}
+            answer["end"] = {**gone, "step": step, "phase": phase, "error": recorded(self._error)}
         return answer
+
+    async def examine(self) -> dict[str, Any]:
+        """What the rank is doing: the state of its process, the CPU it uses, its stacks, its last collectives.
+
+        Takes `LOOK_S`, whatever state the rank is in; what it can't tell is left out.
+        """
+        if not self.pid or self._end is not None:
+            return {}
+        stacks = self.folder / f"rank-{self.rank}.value.stacks"
+        self._collectives = []
+        state, before = process(self.pid)
+        with contextlib.suppress(OSError):
+            os.truncate(stacks, 0)
+        self._tell(op="kill", pid=self.pid, signal=signal.SIGUSR2)
+        if self._writer is not None:
+            self._writer.write(b"?")
+        await asyncio.sleep(LOOK_S)
+        state, after = process(self.pid)
+        found = stacks.read_text(errors="replace") if stacks.exists() else ""
+        busy = (after - before) / LOOK_S
+        return {"pid": self.pid, "state": state, "busy": busy, "stack": found, "collectives": self._collectives}
 
     async def value(self) -> dict[str, bytes]:
         """What the job returned or raised, pickled; it travels by Ray's own authenticated channel."""
@@ -151,38 +188,21 @@ class Seat:
 
     async def close(self) -> None:
         """Let go of everything: hanging up ends the rank and the store, the lifeline ends the server."""
+        if self._listening is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+            await asyncio.wait({self._listening})  # it hangs up too, once all that was ours is gone
+            self._sock.close()
         for task in list(self._tasks):
             task.cancel()
-        with contextlib.suppress(AttributeError, OSError):
-            self._sock.close()
-        if self._lifeline is not None:
-            self._lifeline.shutdown(socket.SHUT_WR)
-            # its other end is held by the server and by every process forked from it: the end of all of them
-            await asyncio.get_running_loop().sock_recv(self._lifeline, 1)
-            self._lifeline.close()
-
-    def _launch_server(self, start: str, modules: list[str], threads: int) -> None:
-        """Start the node's fork server: it owns the folder, and ends everything when our end of the lifeline closes."""
-        self.folder.mkdir(mode=0o700)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(str(self.folder / "fork"))
-        listener.listen(1024)
-        self._lifeline, lifeline = socket.socketpair()
-        self._lifeline.setblocking(False)
-        descriptors = (listener.fileno(), lifeline.fileno())
-        command = [sys.executable, "-m", "raydist.node.forkserver", *map(str, descriptors), start, *modules]
-        env = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with open(self.folder / "server.log", "wb") as log:
-            # it detaches itself, and is up to listen long before it is warm
-            subprocess.run(
-                command, pass_fds=descriptors, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True
-            )
-        lifeline.close()
-        listener.close()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.end)
+        elif self._listening is not None and self._lead:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     async def _dial(self) -> socket.socket:
         """Connect to the node's fork server; the lead of the node may be a moment behind."""
-        path = self.folder / "fork"
+        path = self._at / "fork"
         for _ in range(3000):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.setblocking(False)
@@ -225,17 +245,20 @@ class Seat:
 
     def _server_words(self) -> str:
         with contextlib.suppress(OSError):
-            return (self.folder / "server.log").read_text(errors="replace")[-2000:].strip() or "it left no word"
+            return (self._at / "server.log").read_text(errors="replace")[-2000:].strip() or "it left no word"
         return "its log is gone"
 
     async def _drain(self, sock: socket.socket) -> None:
         """Read the rank's events until it hangs up. Of the reports of ranks other than 0 only the newest is kept."""
         reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 26)
+        self._writer = writer
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
                 happened = json.loads(line)
                 kind = happened["kind"]
-                if kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
+                if kind == "collectives":
+                    self._collectives = happened["entries"]
+                elif kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
                     self._events[-1] = happened
                 else:
                     self._events.append(happened)
@@ -258,10 +281,26 @@ class Seat:
         return task
 
 
-def folder(name: str) -> Path:
-    """A place on this node's own disk; a Unix socket's path may have 107 bytes, and some TMPDIRs alone have more."""
-    place = Path(tempfile.gettempdir()) / name
-    return place if len(os.fsencode(place)) < 90 else Path("/tmp") / name
+def recorded(file: Path | None) -> dict[str, str]:
+    """What torch.distributed.elastic's @record left of an error: type, message, traceback; nothing where it did not."""
+    try:
+        found = json.loads(file.read_text(errors="replace"))["message"] if file else {}
+    except (OSError, ValueError, KeyError):
+        return {}
+    if isinstance(found, str):  # what torchrun's own agent writes for a signal
+        return {"type": "", "message": found, "traceback": ""}
+    kind, _, message = str(found.get("message", "")).partition(": ")
+    frames = found.get("extraInfo", {}).get("py_callstack", "")
+    return {"type": kind, "message": message, "traceback": str(frames)} if found else {}
+
+
+def process(pid: int) -> tuple[str, float]:
+    """The state of a process in Linux's letter, and the seconds of CPU that it has used; ("", 0.0) where unknown."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0.0
+    return after_name[0], (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def look(ip: str, interface: str | None) -> dict[str, Any]:

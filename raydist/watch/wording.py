@@ -35,7 +35,7 @@ def count(n: int, what: str) -> str:
 
 def cluster(facts: Mapping[str, Any]) -> str:
     """Where Ray is, and whether it was there."""
-    there = "started here for this run, at" if facts.get("started") else "at"
+    there = "started here, at" if facts.get("started") else "at"
     return f"ray   {there} {facts.get('address')}: {count(facts.get('nodes', 1), 'node')}"
 
 

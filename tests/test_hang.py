@@ -1,0 +1,141 @@
+"""Ranks that hang, for real: who is named, and what becomes of the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raydist
+from raydist.errors import RunFailed
+from raydist.events import Event, read
+from tests.leftovers import alive
+
+pytestmark = pytest.mark.ray
+WORDS = ("scale=1x3", "watch.progress=none", "hang.after_s=1")
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def another() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.broadcast(torch.ones(4), 0)
+
+
+def larger() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(5))
+
+
+def train(fault: Callable[[], None], at: int = 60, steps: int = 1_000_000) -> int:
+    """Steps that wait for all ranks; rank 1 has a fault in one of them."""
+    import torch
+    import torch.distributed as dist
+
+    for step in range(1, steps + 1):
+        time.sleep(0.01)
+        if step == at and dist.get_rank() == 1:
+            fault()
+        dist.all_reduce(torch.ones(3))
+        raydist.report(step=step)
+    return steps
+
+
+def hangs(folder: Path) -> list[Event]:
+    return [happened for happened in read(folder / "events.jsonl") if happened["kind"] == "hang"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (stop, ["rank 1 on", "stopped by a signal"]),
+        (another, ["ranks 0, 2 wait in all_reduce of [[3]], number 60", "waits in broadcast of [[4]], number 60"]),
+        (larger, ["wait in all_reduce of [[3]]", "waits in all_reduce of [[5]]"]),
+    ],
+)
+def test_what_can_not_get_better_ends_the_run_and_names_the_culprit(
+    on_ray: Path, fault: Callable[[], None], words: list[str]
+) -> None:
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(train, *WORDS, args=(fault,))
+    result = caught.value.result
+    assert (result.cause.rank, result.cause.how) == (1, "hung")
+    assert {end.how for end in result.ends if end.rank != 1} == {"stopped"}
+    for word in words:
+        assert word in str(caught.value)
+    (told,) = hangs(result.dir)
+    assert (told["ranks"], told["certain"]) == ([1], True)
+    assert "in train" in (result.dir / "logs" / "rank-0.stacks").read_text()
+    pids = [happened["pid"] for happened in read(result.dir / "events.jsonl") if happened["kind"] == "began"]
+    assert not [pid for pid in pids if alive(pid)]
+
+
+def test_horovods_ranks_too(on_ray: Path) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not built: python -m raydist.tools.horovod build")
+
+    def job() -> None:
+        import horovod.torch as hvd
+        import torch
+
+        for step in range(1, 1_000_000):
+            time.sleep(0.01)
+            if step == 60 and hvd.rank() == 1:
+                stop()
+            hvd.allreduce(torch.ones(3), name="grads")
+            raydist.report(step=step)
+
+    with pytest.raises(RunFailed, match=r"rank 1 on .* is stopped by a signal"):
+        raydist.run(job, *WORDS, "backend=horovod")
+
+
+def test_who_only_takes_long_is_named_once_and_let_go_on(on_ray: Path) -> None:
+    done = raydist.run(train, *WORDS, args=(lambda: time.sleep(6),), steps=80)
+    assert done.values == (80, 80, 80)
+    (told,) = hangs(done.dir)
+    assert (told["ranks"], told["certain"]) == ([1], False)
+    assert "ranks 0, 2 wait in all_reduce of [[3]], number 60, but rank 1 on" in told["text"]
+
+
+def test_the_limit_ends_it_whatever_the_reason(on_ray: Path) -> None:
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(train, *WORDS, "hang.limit_s=3", args=(lambda: time.sleep(600),))
+    assert (caught.value.result.cause.rank, caught.value.result.cause.how) == (1, "hung")
+
+
+def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
+    def job() -> Any:
+        import threading
+
+        # somebody wakes it up again, from outside of Python
+        pid = os.getpid()
+        if os.fork() == 0:
+            time.sleep(6)
+            os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        threading.Event()
+        return train(stop, steps=80)
+
+    done = raydist.run(job, *WORDS, "hang.end=false")
+    assert done.values == (80, 80, 80)
+    assert [told["certain"] for told in hangs(done.dir)] == [True]
+
+
+def test_a_script_that_takes_sigusr2_for_itself_is_let_have_it(on_ray: Path) -> None:
+    def job() -> int:
+        taken: list[int] = []
+        signal.signal(signal.SIGUSR2, lambda number, _: taken.append(number))
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return len(taken)
+
+    assert raydist.run(job, "scale=1x1", "watch.progress=none").values == (1,)
