@@ -100,7 +100,7 @@ def network(job: Job, here: Facts) -> Iterator[Var]:
     yield Var("GLOO_SOCKET_IFNAME", here.interface, f"{why}; unset, gloo goes where the host name points")
     # without the = it would be a prefix: eth1 also means eth10
     if here.mpi:
-        yield from (Var(*line) for line in fabric_mpi.network(here.mpi["kind"], here.interface))
+        yield from (Var(*line) for line in fabric_mpi.network(here.mpi, here.interface))
     yield Var("NCCL_SOCKET_IFNAME", f"={here.interface}", f"{why}; the = keeps NCCL from others that begin like it")
 
 

@@ -66,11 +66,17 @@ def open_mpi_4(hosts: int, interface: str) -> list[str]:
     return [*(word for name in settings for word in ("--mca", name, settings[name])), "--leave-session-attached"]
 
 
-def network(kind: str, interface: str) -> Iterator[Line]:
-    """What keeps a rank's own traffic on the interface. InfiniBand is found by UCX, and not touched by any of these."""
+def network(mpi: Mapping[str, str], interface: str) -> Iterator[Line]:
+    """What keeps a rank's own TCP on the interface. A host with RDMA devices is left to UCX, which finds them."""
     if interface in LOOPBACK:
         return
-    if kind == "openmpi":
+    if mpi["kind"] == "openmpi":
         yield "OMPI_MCA_btl_tcp_if_include", interface, "unset, Open MPI stripes over every interface that is up"
     else:
         yield "FI_TCP_IFACE", interface, "libfabric's TCP; unset, it takes the first interface that is up"
+        if not mpi["rdma"]:
+            yield (
+                "UCX_NET_DEVICES",
+                interface,
+                "no RDMA device here; unset, UCX stripes over every interface",
+            )

@@ -162,7 +162,7 @@ def leave(code: int, whole: bool = False) -> NoReturn:
     """
     with contextlib.suppress(BaseException):
         if whole:
-            program.finish()
+            program.finish(code)
         elif code == 0:
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()

@@ -56,6 +56,12 @@ def find(asked: str) -> Install:
     )
 
 
+def rdma(root: Path = Path("/")) -> str:
+    """Which InfiniBand or RoCE devices there are, with commas; empty on a host whose only way is TCP."""
+    folder = root / "sys/class/infiniband"
+    return ",".join(sorted(os.listdir(folder))) if folder.is_dir() else ""
+
+
 def daemon(words: Sequence[str], install: Install, interface: str) -> tuple[list[str], dict[str, str]]:
     """What to execute for what mpirun told its agent, and with which variables; LaunchError for anything else.
 

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -27,6 +29,11 @@ GIVEN_UP_S = 1.0
 """Seconds that a rank has to end by itself, or be ended by the driver, once mpirun has let go of it."""
 SAID = 4000
 """Most characters of what mpirun or a daemon said that travel to the driver."""
+
+ABORT = re.compile(r"^Abort\((\d+)\) on node \d+ .*application called MPI_Abort.*$", re.MULTILINE)
+"""MPICH's last word of who called MPI_Abort, and with which code."""
+FORSAKEN = "PMIU_write error"
+"""MPICH: a rank whose process manager is gone, since another one called MPI_Abort, fails all by itself."""
 
 
 class MpiSeat(Seat):
@@ -43,6 +50,7 @@ class MpiSeat(Seat):
         self._agents: dict[int, socket.socket] = {}
         self._why = ""
         self._has_daemon = False
+        self._given_up = False
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
         """As ever; the lead of a node also finds its MPI. Then listen for mpirun's children."""
@@ -51,7 +59,7 @@ class MpiSeat(Seat):
         if answer["facts"] is not None:
             self._install = mpi_install.find(ask["mpirun"])
             self._interface = answer["facts"]["interface"]
-            answer["facts"]["mpi"] = asdict(self._install)
+            answer["facts"]["mpi"] = {**asdict(self._install), "rdma": mpi_install.rdma()}
         self._child = asyncio.get_running_loop().create_future()
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door.setblocking(False)
@@ -112,11 +120,15 @@ class MpiSeat(Seat):
         self._asked.put_nowait(None)
         if self._child is not None and not self._child.done():
             self._child.set_exception(LaunchError(why))
+            self._child.exception()  # maybe nobody waits for it
 
     async def close(self) -> None:
         """As ever; and take away the shared memory that MPI's killed ranks left."""
         await self.dismiss("the run is over")
         await super().close()
+        for end in self._ends.values():
+            if not end.done():
+                end.set_result({"code": 0, "signal": signal.SIGKILL, "at": time.time()})
         for sock in filter(None, [self._door, self._child_sock, *self._agents.values()]):
             sock.close()
         if self._lead:
@@ -148,10 +160,10 @@ class MpiSeat(Seat):
     async def _take_in(self, sock: socket.socket) -> None:
         await readable(sock)
         packet, descriptors, _, _ = socket.recv_fds(sock, PACKET, 1)
-        told = json.loads(packet or b"{}")
-        right = secrets.compare_digest(str(told.get("secret", "")), self._secret)
+        told = heard(packet)
+        right = secrets.compare_digest(str(told.get("secret", "")).encode(), self._secret.encode())
         assert self._child is not None, "open made it"
-        if not right or ("env" in told and self._child.done()):
+        if not right or ("env" in told and self._child.done()) or not told.keys() & {"env", "words"}:
             for descriptor in descriptors:
                 os.close(descriptor)
             tell(sock, {"code": 1, "said": "raydist: this is not mpirun's child\n"})
@@ -167,6 +179,11 @@ class MpiSeat(Seat):
     async def _see_end(self, pid: int) -> None:
         """As ever; mpirun's child then ends likewise, so that mpirun knows."""
         end = await self.end_of(pid)
+        said = (self.folder / f"rank-{self.rank}.log").read_bytes()[-SAID:].decode(errors="replace")
+        if called := ABORT.search(said):
+            end.update(code=int(called[1]), signal=0, lost=called[0])
+        elif (self._given_up and end["signal"] == signal.SIGKILL) or (end["code"] and FORSAKEN in said):
+            end.update(by="mpirun", lost=self._why)
         if self._child_sock is not None:
             tell(self._child_sock, end)
         await super()._see_end(pid)
@@ -175,9 +192,10 @@ class MpiSeat(Seat):
         """mpirun ends its children if one of them failed, or called MPI_Abort: end the rank too, if nobody does."""
         await readable(sock)
         sock.close()
-        await self._gone(GIVEN_UP_S)
+        # Open MPI's caller of MPI_Abort ends with its code; MPICH's waits to be killed, and would go on soon
+        await self._gone(GIVEN_UP_S if "PMIX_RANK" in self._adds else GIVEN_UP_S / 4)
         if self._end is None and self.pid:
-            self.end_of(self.pid).add_done_callback(lambda done: done.result().update(by="mpirun", lost=self._why))
+            self._given_up = True
             self._tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
 
 
@@ -189,6 +207,14 @@ async def readable(sock: socket.socket) -> None:
         await ready.wait()
     finally:
         loop.remove_reader(sock)
+
+
+def heard(packet: bytes) -> dict[str, Any]:
+    """What somebody said at the door; nothing, if it is not in our words."""
+    with contextlib.suppress(ValueError):
+        told = json.loads(packet)
+        return told if isinstance(told, dict) else {}
+    return {}
 
 
 def tell(sock: socket.socket, end: dict[str, Any]) -> None:

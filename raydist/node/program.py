@@ -28,7 +28,6 @@ def run(script: str, args: Sequence[str]) -> None:
     """Run a Python file or `-m module` here, as Python itself would; become any other command, and never come back."""
     if not script.startswith("-m ") and not script.endswith(".py"):
         execute([script, *args])
-    atexit.register(leave_mpi)
     become_fresh()
     sys.modules["__main__"] = main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
@@ -80,13 +79,6 @@ def run_module(name: str, args: Sequence[str]) -> None:
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
-def leave_mpi() -> None:
-    """What mpi4py does when an interpreter is torn down, which a rank's never is: it ends without going back."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
-
-
 def execute(argv: Sequence[str]) -> NoReturn:
     """Become the command, as a shell would find it."""
     if shutil.which(argv[0]) is None:
@@ -97,7 +89,7 @@ def execute(argv: Sequence[str]) -> NoReturn:
     os.execvp(argv[0], list(argv))
 
 
-def finish() -> None:
+def finish(code: int) -> None:
     """What an interpreter does last, whatever its exit code: end threads, call what wants to be called, write files."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
@@ -108,3 +100,16 @@ def finish() -> None:
             with contextlib.suppress(Exception):
                 each.flush()
     ctypes.CDLL(None).fflush(None)  # those of C
+    if code == 0:  # after a failure the other ranks are not there to leave together
+        leave_mpi()
+
+
+def leave_mpi() -> None:
+    """Leave MPI and end well: what mpi4py does when an interpreter is torn down, which a forked rank's never is."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None:
+        return
+    if mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    # MPICH takes leave of its process manager in a handler of C's exit, and is held for killed without it
+    ctypes.CDLL(None).exit(0)
