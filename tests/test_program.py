@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def run(script: str, *words: str, scale: str = "1x2") -> Result[Any]:
     """Run a program of tests/scripts on ranks without Ray."""
-    where = script if script.startswith("-m") or "/" in script else str(SCRIPTS / script)
+    where = script if not script.endswith(".py") or "/" in script else str(SCRIPTS / script)
     return run_job(compose.compose([f"script={where}", f"scale={scale}", *INLINE, *words], claim=True))
 
 
@@ -186,8 +187,24 @@ def test_a_program_that_a_host_lacks(tmp_path: Path) -> None:
     job = compose.compose([f"script={gone}", "scale=1x2", *INLINE], claim=True)
     assert group.seen_from(os.getcwd(), job.script) == "gone.py"
     gone.unlink()
-    with pytest.raises(RunFailed, match=r"FileNotFoundError: there is no .*gone\.py on .*working_dir=\."):
+    with pytest.raises(RunFailed, match=r"Missing: there is no .*gone\.py on .*working_dir=\."):
         run_job(job)
+
+
+def test_a_command_that_is_not_there_and_one_that_is_none(tmp_path: Path) -> None:
+    failed = failure("no-such-command", "name=x")
+    assert "there is no program no-such-command on" in str(failed)
+    assert failed.result.cause.code == 127
+    (tmp_path / "text").write_text("not a program")
+    assert "/text is no program (chmod +x?)" in str(failure("./text"))
+
+
+@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed")
+def test_a_program_of_horovodruns_runs_as_it_is() -> None:
+    done = run("horovod_mnist.py", "backend=horovod", "args=--epochs 2", scale="1x3")
+    assert [line.split("\n")[-2] for line in logs(done)] == [f"rank {i} of 3, local {i}: same True" for i in range(3)]
+    failed = failure("horovod_mnist.py", "backend=horovod", "args=--fail", scale="1x3")
+    assert (failed.result.cause.rank, failed.result.cause.message) == (1, "a digit too many")
 
 
 def test_a_report_of_a_script_is_heard() -> None:

@@ -74,7 +74,11 @@ def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int
 def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
     """Another program than Python in a rank's place: a group, a log and an environment of its own."""
     become_rank(spec, log_fd)
-    program.execute(spec["argv"])
+    try:
+        program.execute(spec["argv"])
+    except OSError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(program.NOT_THERE)
 
 
 def run_job(spec: Mapping[str, Any]) -> int:
@@ -106,7 +110,7 @@ def run_job(spec: Mapping[str, Any]) -> int:
         if not spec["script"]:  # nobody calls a script who could catch it
             error.__traceback__ = None  # frames don't travel
             write_pickle(spec["value"] + ".error", error)
-        return 1
+        return program.NOT_THERE if spec["script"] and isinstance(error, program.Missing) else 1
 
 
 def beyond_this_file(frames: TracebackType | None) -> TracebackType | None:
