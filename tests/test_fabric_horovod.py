@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raydist import fabric
-from raydist.config import Backend, Fabric, Horovod, Job
+from raydist.config import Backend, Fabric, Horovod, Job, check
 from raydist.errors import ConfigError
 from raydist.fabric import Meet, Var
 from raydist.fabric_horovod import check_settings
@@ -185,7 +185,7 @@ def test_process_sets_that_these_ranks_can_not_form_are_refused(sets: list[list[
 )
 def test_what_can_not_be_right_is_refused_before_anything_starts(asked: Job, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_settings(asked)
+        check_settings(check(asked))
 
 
 @pytest.mark.parametrize("settings", [{}, {"stall_fail_s": 0}, {"stall_warn_s": 0}, {"process_sets": [[0, 1], [1]]}])

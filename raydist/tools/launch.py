@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
-from raydist import train
+from raydist import inline, train
 from raydist.errors import ConfigError
 from raydist.words import torchrun
 
@@ -19,11 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train.tell(error)
     except SystemExit as asked:  # --help
         return int(asked.code or 0)
-    if said.runs:
-        os.environ["RAYDIST_RUNS"] = said.runs
     for note in said.notes:
         print(f"note: {note}", file=sys.stderr)
-    return train.main(said.words)
+    with inline.environment({"RAYDIST_RUNS": said.runs} if said.runs else {}):
+        return train.main(said.words)
 
 
 if __name__ == "__main__":
