@@ -291,6 +291,8 @@ def check(job: Job) -> Job:
                 f"checkpoint.best={job.checkpoint.best}: say max:METRIC or min:METRIC, "
                 f"as in checkpoint.best=max:{metric or mode or 'accuracy'}"
             )
+    if not re.fullmatch(r"auto|all|none|\d+(,\d+)*", job.watch.output):
+        raise ConfigError(f"watch.output={job.watch.output}: say all, none, or ranks as in watch.output=0,3")
     if not job.job.target:
         raise ConfigError("job is empty: say job=digits, job=path/to/file.py or job=package.module:function")
     if job.data.global_batch is not None and job.data.global_batch % job.train.accumulate:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from raydist.config import Watch
-from raydist.errors import ConfigError
 from raydist.events import Events, read
 from raydist.watch.console import Console
 from raydist.watch.output import LONG, Output
@@ -41,11 +40,6 @@ def test_of_a_bar_the_last_state_and_of_a_long_line_the_beginning() -> None:
 def test_only_the_ranks_that_were_asked_for(shown: str, seen: list[int]) -> None:
     output = Output(shown)
     assert [rank for rank in range(3) if list(output.lines(rank, b"here\n"))] == seen
-
-
-def test_a_word_that_is_no_rank_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"watch\.output=rank0: say all, none"):
-        Output("rank0")
 
 
 def test_the_console_shows_it_and_the_stream_of_events_has_it_not(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_backend_script_is_for_a_script() -> None:
 def test_a_script_is_settled_and_gives_the_run_its_name() -> None:
     done = job("args=--a 1 'b c'")
     assert (done.script, done.name, done.args) == (str(Path("train.py").absolute()), "train", ["--a", "1", "b c"])
+    assert job("watch.output=0,3").watch.output == "0,3"
     assert (done.watch.output, compose.compose([]).watch.output) == ("all", "none")
     assert compose.compose(["script=-m train"]).script == "-m train"
     assert compose.compose(["script=hostname"]).script == "hostname"

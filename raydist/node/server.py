@@ -46,7 +46,7 @@ class ForkServer:
         env = {
             "OMP_NUM_THREADS": str(threads),
             **os.environ,
-            **env,
+            **(env or {}),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         with open(folder / "server.log", "wb") as log:  # it detaches itself: this returns at once

@@ -22,7 +22,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import get_valid_filename, setup_globals
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from raydist import fabric_horovod, shipping
 from raydist.config import SECRET, Job, as_saved, check
@@ -223,9 +223,10 @@ class Loader(ConfigLoaderImpl):
         `checked`: refuse a job that can't be right. The frame of a sweep isn't: its words are not all there yet.
         """
         _resolve_within(config)
-        for name, value in env_file.read(str(config.env_file), os.environ).items():
-            if name not in config.env:  # what was typed wins
-                config.env[name] = hidden(name, value)
+        with open_dict(config.env):
+            for name, value in env_file.read(str(config.env_file), os.environ).items():
+                if name not in config.env:  # what was typed wins
+                    config.env[name] = hidden(name, value)
         hide_secrets(config)
         target = self.fixed or str(config.job.target)
         if checked:

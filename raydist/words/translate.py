@@ -101,6 +101,8 @@ def _translate(word: Word, groups: Collection[str], multirun: bool, secrets: dic
         raise ConfigError(f"{word.text}: {word.key} is there already; say {word.text[1:]} (without the +)")
     if word.key == "args":
         return f"args={as_list(word.value or '')}"
+    if word.key == "watch.output":
+        return f"watch.output={quote(_unquote(word.value or ''))}"  # ranks, not the choices of a sweep
     return f"{word.sign}{word.key}={_quote_home(word.value or '')}"
 
 
