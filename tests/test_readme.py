@@ -26,8 +26,8 @@ PLACES = {
 # The way of a job through the files; what all need comes last.
 FLOW = """
     train words run cluster inventory placement shortage shipping preload home group script node fabric fabric_horovod
-    parcel target backends context loop checkpoint vigil sentry pace stuck result blame watch standalone inline tools config events
-    errors signals
+    parcel target backends context loop checkpoint vigil sentry pace stuck result blame watch standalone inline tools
+    config events errors signals
 """
 
 
