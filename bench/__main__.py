@@ -1,4 +1,4 @@
-"""`python -m bench [launch|steps|imports …] [--rounds N] [--ranks 2,4]`: the tables of bench/README.md."""
+"""`python -m bench [launch|scripts|steps|imports …] [--rounds N] [--ranks 2,4]`: the tables of bench/README.md."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from importlib import import_module
 from bench.measure import machine
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("which", nargs="*", default=["launch", "steps", "imports"])
+parser.add_argument("which", nargs="*", default=["launch", "scripts", "steps", "imports"])
 parser.add_argument("--rounds", type=int, default=3)
-parser.add_argument("--ranks", default="2,4,8,16", help="for launch")
+parser.add_argument("--ranks", default="2,4,8,16", help="for launch and scripts")
 asked = parser.parse_args()
 tables = []
 for name in asked.which:
-    more = {"ranks": tuple(int(ranks) for ranks in asked.ranks.split(","))} if name == "launch" else {}
+    more = {"ranks": tuple(int(ranks) for ranks in asked.ranks.split(","))} if name in ("launch", "scripts") else {}
     tables.append(f"## {name}\n\n" + "\n".join(import_module(f"bench.{name}").main(rounds=asked.rounds, **more)))
 print(f"\n{machine()}\n\n" + "\n\n".join(tables))

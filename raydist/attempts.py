@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raydist import checkpoint, fabric
+from raydist import checkpoint, fabric, mpi
 from raydist.config import Job
 from raydist.errors import RaydistError
 from raydist.events import Events
@@ -20,9 +20,10 @@ from raydist.vigil import Vigil
 
 def attempt(job: Job, call: Call | None, gang: Gang, events: Events, after: Again | None = None) -> Attempt:
     """Start the ranks, and listen until all have ended. `after`: the failure that this attempt mends."""
-    gang.start(job, variables(job, gang, events), call.packed if call else None)
-    vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang, after)
-    return Attempt(ends=vigil.keep(), error=vigil.stopped)
+    with mpi.launching(job, gang):
+        gang.start(job, variables(job, gang, events), call.packed if call else None)
+        vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang, after)
+        return Attempt(ends=vigil.keep(), error=vigil.stopped)
 
 
 def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Again, before: Attempt) -> Attempt:

@@ -16,7 +16,7 @@ class End:
     host: str
     how: str
     """finished, raised (an exception), exited (a code), killed (a signal), lost (node or actor), hung (and was ended
-    for it), stopped (by us)."""
+    for it), ended (by mpirun), stopped (by us)."""
     at: float
     """Seconds since the epoch."""
     step: int = 0
@@ -99,7 +99,7 @@ def _guilt(end: End) -> int:
     """0: nobody else does this to a rank. 1: an abort, its own check or a watchdog's. 2: a network error."""
     if end.how == "raised" and (end.type in NETWORK_TYPES or NETWORK_WORDS.search(end.message)):
         return 2
-    return int(end.how == "killed" and end.signal == signal.SIGABRT)
+    return 2 if end.how == "ended" else int(end.how == "killed" and end.signal == signal.SIGABRT)
 
 
 def failure_text(ends: Sequence[End]) -> str:
@@ -135,6 +135,8 @@ def cause(end: End) -> str:
         return f"exited with code {end.code}" + _said(end)
     if end.how == "hung":
         return f"hangs: {end.message}"
+    if end.how == "ended":
+        return "ended because mpirun gave it up" + _said(end)
     if end.how == "lost":
         return "lost: its node or its actor is gone" + _said(end)
     return end.how

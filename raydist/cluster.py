@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from raydist import placement, signals
+from raydist import placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
@@ -185,7 +185,7 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         wait_for(held, ask, job.scale.wait_s, events)
         plan = placement.seat(ask, bundle_nodes(held))
         events.say("phase", name="place", s=time.time() - began)
-        places = Places(plan, held)
+        places = Places(plan, held, shipping.runtime_env(job))
         renew = partial(renewed, places, held, job, events)
         gpus = places.gpus if ask.rank_resources.get("GPU") else None
         with Gang(plan, places.call, events, gpus, places.take, renew) as gang:
@@ -246,11 +246,12 @@ def bundle_nodes(held: Any) -> list[Node]:
 class Places:
     """The actors of a gang, one per rank. The first of each node is taken at once, the others when there is time."""
 
-    def __init__(self, plan: Plan, held: Any) -> None:
+    def __init__(self, plan: Plan, held: Any, shipped: Mapping[str, Any]) -> None:
         import ray
 
         self.plan = plan
         self._held = held
+        self._shipped = shipped
         self._kind = ray.remote(Place)  # once: Ray exports the class at each call
         self._actors: dict[int, Any] = {}
         leads = {seat.node_rank: seat.rank for seat in plan.seats if seat.local_rank == 0}
@@ -261,7 +262,7 @@ class Places:
         """Bring up the actors of these ranks; of all that have none yet. Waits for none of them."""
         for rank in range(self.plan.world_size) if ranks is None else ranks:
             if rank not in self._actors:
-                self._actors[rank] = self._kind.options(**self._options(rank)).remote()
+                self._actors[rank] = self._kind.options(**self._options(rank)).remote(self.plan.ask.backend)
 
     def replace(self, lost: Sequence[int], plan: Plan) -> None:
         """Other actors for these ranks, at the places that they have in this plan."""
@@ -293,7 +294,7 @@ class Places:
             ray.kill(actor)
 
     def _options(self, rank: int) -> dict[str, Any]:
-        """What one actor holds. No runtime_env: Ray then takes a worker that is already running."""
+        """What one actor holds. Without a runtime_env Ray takes a worker that is already running."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         resources = dict(self.plan.ask.rank_resources)
@@ -303,5 +304,6 @@ class Places:
             "num_gpus": resources.pop("GPU", 0),
             "memory": resources.pop("memory", None),
             "resources": resources,
+            **self._shipped,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._held, placement_group_bundle_index=bundle),
         }

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydist.errors import ConfigError, suggest
-
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIAL", re.IGNORECASE)
 """Environment variables whose value must not be written anywhere."""
 
@@ -73,11 +71,22 @@ class Horovod:
 
 
 @dataclass(frozen=True)
+class Mpi:
+    """What backend=mpi starts the ranks with."""
+
+    mpirun: str = "auto"
+    """Path of Open MPI's or MPICH's mpirun on every node; auto: the one on PATH, else the one of this Python."""
+    args: list[str] = field(default_factory=list)
+    """More words for mpirun: backend.mpi.args=[--bind-to,core]."""
+
+
+@dataclass(frozen=True)
 class Backend:
     """Who moves the gradients."""
 
     name: str = "auto"
-    """auto (nccl where the job has GPUs, gloo otherwise), gloo, nccl, horovod; mpi, ucc where this torch has them."""
+    """auto (nccl where the job has GPUs, gloo otherwise), gloo, nccl, horovod; mpi for a script of MPI's, and
+    for a job, as ucc, where this torch has it. script: auto, for a script= that joins as under torchrun."""
     timeout_s: float = above(0, 600.0)
     """Seconds a collective or the rendezvous may take before torch gives up."""
     bucket_mb: float = above(0, 25.0)
@@ -87,6 +96,7 @@ class Backend:
     static_graph: bool = False
     """DDP: promise that the graph never changes, which lets DDP do less each step."""
     horovod: Horovod = field(default_factory=Horovod)
+    mpi: Mpi = field(default_factory=Mpi)
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,8 @@ class Scale:
 
     nodes: int | None = at_least(1, 1)
     """Nodes to use; null takes every node that is there (scale=cluster)."""
+    max_nodes: int | None = at_least(1, None)
+    """With it, `nodes` is the least: the job takes as many as have room when it starts, up to so many."""
     per_node: int | None = at_least(1, None)
     """Ranks on each node; null: one per GPU, or without GPUs two on one node and one per cpus over a cluster."""
     gpus: float | None = at_least(0, None)
@@ -220,8 +232,9 @@ class Snapshot:
 class Restart:
     """How often ranks that failed are started again, from the newest state that there is."""
 
-    max: int = at_least(0, 3)
-    """Failures that are forgiven within `window_s`; 0: none. Nodes that the cluster takes away do not count."""
+    max: int | None = at_least(0, None)
+    """Failures that are forgiven within `window_s`; 0: none. Nodes that the cluster takes away do not count.
+    null: 3; of a program (script=) 0, which might do twice what it should do once."""
     window_s: float = above(0, 3600.0)
     """Seconds after which a failure is forgotten."""
 
@@ -234,6 +247,8 @@ class Watch:
     """auto: a live bar in a terminal, plain lines elsewhere."""
     every_s: float = above(0, 10.0)
     """Seconds between plain lines."""
+    output: str = "auto"
+    """Ranks whose output is shown, each line with its rank: all, none, 0,3; auto: all of a script, none of a job."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +258,11 @@ class Job:
     name: str = ""
     """Name of the run and of its folder; empty: the job's own name."""
     job: Target = field(default_factory=Target)
+    script: str = ""
+    """A program to run on every rank instead of a job: a Python file, "-m package.module", or any command."""
+    args: list[str] = field(default_factory=list)
+    """The words after the script: args='--epochs 3 --rank {rank}'. Between braces: rank, world_size, local_rank,
+    node_rank, init_method, master_addr, master_port, backend."""
     backend: Backend = field(default_factory=Backend)
     scale: Scale = field(default_factory=Scale)
     fabric: Fabric = field(default_factory=Fabric)
@@ -270,62 +290,14 @@ class Job:
     """none; auto (newest complete checkpoint of this run folder, else of the newest run of that name); or a path."""
     env: dict[str, str] = field(default_factory=dict)
     """More environment variables for the ranks; they win over raydist's own."""
+    env_file: str = ""
+    """A file with such variables, as docker's --env-file: NAME=value, or NAME to pass one on; `env` wins over it."""
+    working_dir: str = ""
+    """A folder to send to every node (working_dir=.): the ranks run in their copy of it, as after ray job submit."""
+    pip: list[str] = field(default_factory=list)
+    """Packages that Ray installs for the ranks, or one requirements file: pip=[transformers,einops==0.8.0]."""
     dir: str = ""
     """The run folder; Hydra's (hydra.run.dir). Filled in when the run starts."""
-
-
-def check(job: Job) -> Job:
-    """The job itself, or a ConfigError for the first value that can't be right, with the word to type instead."""
-    _check_fields(job, "")
-    if job.checkpoint.best is not None:
-        mode, _, metric = job.checkpoint.best.partition(":")
-        if mode not in ("max", "min") or not metric:
-            raise ConfigError(
-                f"checkpoint.best={job.checkpoint.best}: say max:METRIC or min:METRIC, "
-                f"as in checkpoint.best=max:{metric or mode or 'accuracy'}"
-            )
-    if not job.job.target:
-        raise ConfigError("job is empty: say job=digits, job=path/to/file.py or job=package.module:function")
-    if job.data.global_batch is not None and job.data.global_batch % job.train.accumulate:
-        near = round(job.data.global_batch / job.train.accumulate) * job.train.accumulate or job.train.accumulate
-        raise ConfigError(
-            f"data.global_batch={job.data.global_batch} can't be split into train.accumulate={job.train.accumulate} "
-            f"equal parts: say data.global_batch={near}"
-        )
-    if job.backend.name == "horovod":
-        _check_horovod(job)
-    return job
-
-
-def _check_horovod(job: Job) -> None:
-    settings = job.backend.horovod
-    if job.init_method != "env":
-        raise ConfigError(f"init_method={job.init_method}: Horovod has a rendezvous of its own; say init_method=env")
-    if 0 < settings.stall_fail_s <= settings.stall_warn_s:
-        raise ConfigError(
-            f"backend.horovod.stall_fail_s={settings.stall_fail_s}: must be more than stall_warn_s, or 0; "
-            f"say backend.horovod.stall_fail_s={2 * settings.stall_warn_s}"
-        )
-    for ranks in settings.process_sets:
-        if not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks):
-            raise ConfigError(
-                f"backend.horovod.process_sets: {ranks} is no set of ranks; "
-                "say backend.horovod.process_sets=[[0,1],[2,3]]"
-            )
-
-
-def _check_fields(node: Any, prefix: str) -> None:
-    for f in dataclasses.fields(node):
-        value, name = getattr(node, f.name), prefix + f.name
-        if dataclasses.is_dataclass(value):
-            _check_fields(value, f"{name}.")
-        elif "words" in f.metadata and value not in f.metadata["words"]:
-            raise ConfigError(f"{name}={value}: {suggest(str(value), f.metadata['words'], prefix=f'{name}=')}")
-        elif value is not None and "low" in f.metadata and value < f.metadata["low"]:
-            raise ConfigError(f"{name}={value}: must be {f.metadata['low']} or more; say {name}={f.metadata['low']}")
-        elif value is not None and "above" in f.metadata and value <= f.metadata["above"]:
-            default = f.default if f.default is not None else 1
-            raise ConfigError(f"{name}={value}: must be more than {f.metadata['above']}; say {name}={default}")
 
 
 def as_dict(job: Job) -> dict[str, Any]:
@@ -349,5 +321,5 @@ def from_dict(plain: dict[str, Any]) -> Job:
     return Job(**{key: parts[key](**value) if key in parts else value for key, value in plain.items()})
 
 
-def _backend(horovod: dict[str, Any], **plain: Any) -> Backend:
-    return Backend(**plain, horovod=Horovod(**horovod))
+def _backend(horovod: dict[str, Any], mpi: dict[str, Any], **plain: Any) -> Backend:
+    return Backend(**plain, horovod=Horovod(**horovod), mpi=Mpi(**mpi))

@@ -58,6 +58,14 @@ class Events(AbstractContextManager["Events"]):
         """Append one event. The line is in the kernel when this returns, so it outlives a killed driver."""
         self._file.write(json.dumps(happened, default=str) + "\n")
         self._file.flush()
+        self._tell(happened)
+
+    def show(self, rank: int, output: bytes) -> None:
+        """What a rank has printed: for the readers only. It is in the rank's own log already."""
+        if output:
+            self._tell(event("output", rank=rank, output=output))
+
+    def _tell(self, happened: Event) -> None:
         for reader in list(self._readers):
             try:
                 reader(happened)

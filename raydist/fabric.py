@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from raydist import fabric_horovod
+from raydist import fabric_horovod, fabric_mpi
 from raydist.config import Job
 from raydist.node.probe import Facts
 from raydist.placement import Plan, Seat
@@ -101,6 +101,8 @@ def network(job: Job, here: Facts) -> Iterator[Var]:
     why = "fabric.interface" if asked else f"it owns {here.ip}, the node's address in Ray"
     yield Var("GLOO_SOCKET_IFNAME", here.interface, f"{why}; unset, gloo goes where the host name points")
     # without the = it would be a prefix: eth1 also means eth10
+    if here.mpi:
+        yield from (Var(*line) for line in fabric_mpi.network(here.mpi, here.interface))
     yield Var("NCCL_SOCKET_IFNAME", f"={here.interface}", f"{why}; the = keeps NCCL from others that begin like it")
 
 

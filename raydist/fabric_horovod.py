@@ -63,6 +63,24 @@ def settings(job: Job, interface: str) -> Iterator[Line]:
         yield "HOROVOD_AUTOTUNE_LOG", f"{job.dir}/horovod-autotune.csv", own + "autotune"
 
 
+def check_settings(job: Job) -> None:
+    """Refuse what Horovod can't do."""
+    settings = job.backend.horovod
+    if job.init_method != "env":
+        raise ConfigError(f"init_method={job.init_method}: Horovod has a rendezvous of its own; say init_method=env")
+    if 0 < settings.stall_fail_s <= settings.stall_warn_s:
+        raise ConfigError(
+            f"backend.horovod.stall_fail_s={settings.stall_fail_s}: must be more than stall_warn_s, or 0; "
+            f"say backend.horovod.stall_fail_s={2 * settings.stall_warn_s}"
+        )
+    for ranks in settings.process_sets:
+        if not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks):
+            raise ConfigError(
+                f"backend.horovod.process_sets: {ranks} is no set of ranks; "
+                "say backend.horovod.process_sets=[[0,1],[2,3]]"
+            )
+
+
 def check_process_sets(sets: Sequence[Sequence[int]], world_size: int) -> None:
     """Refuse sets that this many ranks can't form."""
     for ranks in sets:

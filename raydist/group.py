@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import sys
 import threading
 import time
@@ -16,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raydist import script, shipping
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
 from raydist.fabric import Meet, Var
+from raydist.node.place import make_seat
 from raydist.node.probe import Facts
-from raydist.node.seat import Seat
 from raydist.placement import Plan
 from raydist.placement import Seat as Place
 
@@ -71,9 +73,10 @@ class Gang(AbstractContextManager["Gang"]):
         began = time.time()
         file = self._meeting_file(job)
         self._same = {
-            "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules),
+            "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules), "env": job.env,
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
             "shared": file and str(file.parent), "home": home,
+            "mpirun": job.backend.mpi.mpirun, "secret": secrets.token_hex(32),
         }  # fmt: skip
         self._store = "horovod" if job.backend.name == "horovod" else "tcp"
         answers = self._open(range(self.plan.world_size), None if file else self._store)
@@ -170,8 +173,15 @@ class Gang(AbstractContextManager["Gang"]):
 
     def start(self, job: Job, variables: Sequence[Iterable[Var]], call: bytes | None) -> None:
         """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
-        same = {"job": as_dict(job), "cwd": os.getcwd(), "argv": [job.job.target], "sys_path": sys.path}
-        specs = [{**same, "rank": rank, "env": {v.name: v.value for v in own}} for rank, own in enumerate(variables)]
+        cwd = shipping.root(job) or os.getcwd()
+        program = seen_from(cwd, job.script)
+        paths = [path for path in sys.path if not shipping.root(job) or os.path.abspath(path) != cwd]
+        here = "" if shipping.root(job) else cwd  # a seat that knows no better takes its actor's folder: the copy
+        same = {"job": as_dict(job), "cwd": here, "script": program, "sys_path": paths}
+        envs = [{var.name: var.value for var in own} for own in variables]
+        args = [script.fill(job.args, env, job.init_method, self.plan.ask.backend) for env in envs]
+        first = program or job.job.target
+        specs = [{**same, "rank": i, "env": env, "argv": [first, *args[i]]} for i, env in enumerate(envs)]
         pids = self.every("start", [(spec, call) for spec in specs])
         for seat, pid in zip(self.plan.seats, pids, strict=True):
             self._events.say("began", rank=seat.rank, host=seat.node.host, pid=pid)
@@ -235,6 +245,14 @@ class Gang(AbstractContextManager["Gang"]):
             )
 
 
+def seen_from(folder: str, script: str) -> str:
+    """A script as seen from a folder, of which other nodes may have a copy elsewhere; `-m module`, a bare name."""
+    inside = os.path.relpath(script, folder) if os.path.isabs(script) else ""
+    if not inside or inside.startswith(".."):
+        return script
+    return inside if inside.endswith(".py") else os.path.join(".", inside)
+
+
 def cause(error: BaseException) -> str:
     """The last line of an error, without the traceback that Ray puts before it."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
@@ -249,7 +267,7 @@ def in_thread(plan: Plan, events: Events) -> Iterator[Gang]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="raydist-seats", daemon=True)
     thread.start()
-    seats = [Seat() for _ in plan.seats]
+    seats = [make_seat(plan.ask.backend) for _ in plan.seats]
 
     def call(rank: int, method: str, *args: Any) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(getattr(seats[rank], method)(*args), loop)

@@ -6,9 +6,7 @@ The seats of this machine use it where they could have started the same themselv
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import os
-import sysconfig
 import threading
 import uuid
 from typing import Any
@@ -20,7 +18,7 @@ from raydist.node.server import ForkServer, folder, heritage
 IDLE_S = 300.0
 """Seconds without a run after which it ends; a notebook may stay open for days."""
 
-_Key = tuple[tuple[str, ...], int]
+_Key = tuple[tuple[str, ...], int, tuple[tuple[str, str], ...]]
 _kept: dict[_Key, ForkServer] = {}
 _keeping = threading.Lock()
 
@@ -29,25 +27,15 @@ def warm(job: Job) -> dict[str, Any] | None:
     """Have a server for the job on this machine, and offer it to its seats; None where ranks are not forked."""
     if job.start != "fork":
         return None
-    needed = preload.modules(job.job.target, job.backend.name)
+    needed = preload.modules(job.job.target, job.backend.name, job.script)
     # A person's own files change from run to run: the ranks import those themselves.
-    key = tuple(name for name in needed if is_installed(name.partition(".")[0])), max(1, int(job.scale.cpus))
+    installed = tuple(name for name in needed if preload.is_installed(name.partition(".")[0]))
+    key = installed, max(1, int(job.scale.cpus)), tuple(sorted(job.env.items()))
     with _keeping:
         if key not in _kept or not _kept[key].alive():
             place = folder(f"raydist-{os.getuid()}-{uuid.uuid4().hex[:8]}")
-            _kept[key] = ForkServer.launch(place, job.start, *key, idle_s=IDLE_S)
+            _kept[key] = ForkServer.launch(place, job.start, *key[:2], idle_s=IDLE_S, env=job.env)
         return {"folder": str(_kept[key].folder), "heritage": heritage()}
-
-
-def is_installed(name: str) -> bool:
-    """Whether a top-level module comes with Python or from its site-packages; raydist itself counts as well."""
-    if name == "raydist":
-        return True
-    spec = importlib.util.find_spec(name)
-    places = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    if spec is None or spec.origin in ("built-in", "frozen"):
-        return spec is not None
-    return any((spec.origin or "").startswith(place + os.sep) for place in places)
 
 
 @atexit.register

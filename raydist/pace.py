@@ -72,6 +72,10 @@ class Pace:
         """The longest silence in seconds."""
         return max((now - pulse.heard for pulse in self.pulses.values()), default=0.0)
 
+    def over(self, now: float) -> bool:
+        """Whether somebody who has a heartbeat is silent for too long, whatever the reason. A script may have none."""
+        return any(now - pulse.heard > self.settings.limit_s for pulse in self.pulses.values() if pulse.beat[2])
+
     def silent(self, now: float) -> bool:
         """Whether it is time to look at all ranks."""
         late: Iterable[Pulse] = (p for p in self.pulses.values() if now - p.heard > max(self.allowed(p), self.again))

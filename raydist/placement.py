@@ -71,7 +71,7 @@ def ask(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] = ()) -> Ask:
     need = rank_resources(scale, gpus)
     if shelves:
         there.check_names(need, [have for have, _ in shelves])
-    asked = shape(scale, backend, need, shelves)
+    asked = shape(between(scale, need, chosen), backend, need, shelves)
     if not there.holds(asked, shelves):
         raise ConfigError(never(scale, asked, shelves, there.listing(chosen, coming, need)))
     return asked
@@ -82,7 +82,7 @@ def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, 
     name, gpus, most = job.backend.name, job.scale.gpus, max((each.get("GPU", 0) for each in have), default=0)
     if gpus and gpus > 1 and gpus % 1:
         raise ConfigError(f"scale.gpus={gpus:g}: Ray gives whole GPUs above 1; say scale.gpus={math.ceil(gpus)}")
-    if name == "auto":
+    if name in ("auto", "script"):
         # NCCL refuses two ranks on one GPU
         name = "nccl" if most and (gpus is None or gpus >= 1) else "gloo"
         return name, gpus if gpus is not None else float(name == "nccl")
@@ -104,6 +104,17 @@ def rank_resources(scale: Scale, gpus: float) -> dict[str, float]:
                 f"say scale.{name.lower()}s={scale.resources[name]:g}"
             )
     return {"CPU": scale.cpus, **({"GPU": gpus} if gpus else {}), **{k: v for k, v in scale.resources.items() if v}}
+
+
+def between(scale: Scale, need: Mapping[str, float], nodes: Sequence[Node]) -> Scale:
+    """With scale.max_nodes: as many nodes as have room now, between the least and the most."""
+    if scale.max_nodes is None:
+        return scale
+    least, most = scale.nodes or 1, scale.max_nodes
+    if least > most:
+        raise ConfigError(f"scale.max_nodes={most}: less than scale.nodes={least}; say scale.max_nodes={least}")
+    room = sum(slots(node.free, need) >= (scale.per_node or 1) for node in nodes)
+    return replace(scale, nodes=max(least, min(most, room)))
 
 
 def shape(scale: Scale, backend: str, need: Mapping[str, float], shelves: Shelves) -> Ask:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raydist.blame import End, cause, where
-from raydist.config import Restart
+from raydist.config import Job, Restart
 from raydist.result import Attempt
 
 NEVER = frozenset({"ConfigError", "LaunchError"})
 """Exceptions that another attempt can only meet again: a word is wrong, or something is not there."""
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT})
 """Signals that come from somebody else: the same one twice at the same step says nothing about the job."""
+USUAL = 3
+"""Failures that are forgiven where nobody said how many."""
 STUCK = 3
 """Failures without a step in between after which there is no point in another attempt."""
 
@@ -47,10 +49,16 @@ class Stop:
     """Why, for a person; empty where nothing failed, or where none was asked for."""
 
 
+def rule(job: Job) -> Restart:
+    """The job's rule, with what `restart.max` is where nobody said it."""
+    usual = 0 if job.script or job.backend.name == "mpi" else USUAL
+    return job.restart if job.restart.max is not None else replace(job.restart, max=usual)
+
+
 def decide(rule: Restart, past: Sequence[Attempt]) -> Again | Stop:
     """What to do after the last of these attempts."""
     last = past[-1]
-    if last.error is not None or (end := last.cause) is None or rule.max == 0:
+    if last.error is not None or (end := last.cause) is None or not rule.max:
         return Stop("")
     if end.type in NEVER:
         return Stop(f"a {end.type} would come again")

@@ -64,7 +64,7 @@ def run_job(job: Job, call: Call | None = None) -> Result[Any]:
 
 def attempt(job: Job, call: Call | None, events: Events) -> Attempt:
     """Place the job where it said, run it there, gather what came of it."""
-    backends.check_there(job.backend.name)
+    backends.check_there(job.backend.name, job.script)
     if job.group == "inline":
         return attempt_inline(job, call, events)
     home.warm(job)  # while Ray answers
@@ -78,22 +78,22 @@ def attempt_inline(job: Job, call: Call | None, events: Events) -> Attempt:
     """Without Ray, on this machine."""
     here = inline.this_machine(job)
     plan = placement.seat(ask := placement.ask(job, [here]), [here] * len(ask.bundles))
-    if plan.world_size == 1:
+    if plan.world_size == 1 and not job.script:
         return inline.run_here(settled(job, plan), plan, call, events)
     with group.in_thread(plan, events) as gang:
         return carry_out(job, call, gang, events)
 
 
 def settled(job: Job, plan: Plan) -> Job:
-    """The job with the backend that `auto` became."""
-    return replace(job, backend=replace(job.backend, name=plan.ask.backend))
+    """The job with the backend that `auto` became, and with the restarts that it has."""
+    return replace(job, backend=replace(job.backend, name=plan.ask.backend), restart=restart.rule(job))
 
 
 def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attempt:
     """Two rounds, then listen; after a failure again, as long as the rule says so."""
     events.say("plan", **gang.plan.as_event())
     job = settled(job, gang.plan)
-    gang.open(job, preload.modules(job.job.target, job.backend.name), home.warm(job))
+    gang.open(job, preload.modules(job.job.target, job.backend.name, job.script), home.warm(job))
     past = [attempts.attempt(job, call, gang, events)]
     while isinstance(verdict := restart.decide(job.restart, past), Again):
         past.append(attempts.another(job, call, gang, events, verdict, past[-1]))

@@ -53,7 +53,7 @@ class Sentry:
         """Say what was found, if it is new; whether the run must be ended for it."""
         now = time.monotonic()
         silence = self._pace.silence(now)
-        over = silence > self._settings.limit_s
+        over = self._pace.over(now)
         self._looking = False
         if not (verdict.certain or self._pace.silent(now)):
             return False  # it went on while it was looked at

@@ -99,6 +99,7 @@ class Vigil:
             self._ended(replace(gone, preempted=getattr(error, "preempted", False)))
             return
         self._files[rank].write(news["log"])
+        self._events.show(rank, news["log"])
         for happened in news["events"]:
             self._note(rank, happened)
         if "end" in news:
@@ -144,10 +145,14 @@ class Vigil:
         if raised := self._raised.get(rank):
             known = {key: raised[key] for key in ("type", "message", "traceback", "step")}
             return replace(made, how="raised", at=raised["t"], **known)
+        if made.code and (left := end.get("error")):
+            return replace(made, how="raised", **left)
         if self._hung and made.rank in self._hung.culprits and not self.stopped:
             return replace(made, how="hung", message=self._hung.text, traceback=self._hung.stack_of(made.rank))
         if self._stop_at is not None and end["at"] >= self._stop_at and (end["signal"] or end["code"]):
             return replace(made, how="stopped")
+        if "by" in end:
+            return replace(made, how="ended")
         return replace(made, how="killed" if end["signal"] else "exited" if end["code"] else "finished")
 
     def _ended(self, end: End) -> None:

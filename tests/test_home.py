@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import raydist
-from raydist import home
+from raydist import home, preload
 from raydist.config import Job, Target
 from raydist.events import read
 from raydist.node import server
@@ -104,7 +104,7 @@ def test_a_persons_own_files_are_not_kept(
 ) -> None:
     (tmp_path / "mine.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert home.is_installed(name) is installed
+    assert preload.is_installed(name) is installed
 
 
 PROGRAM = """

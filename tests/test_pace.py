@@ -91,3 +91,13 @@ def test_after_a_look_in_vain_the_next_comes_after_twice_the_silence() -> None:
 
 def test_nobody_is_never_silent() -> None:
     assert not Pace(Hang()).silent(1e9)
+
+
+def test_a_script_without_a_heartbeat_is_looked_at_and_never_over() -> None:
+    pace = Pace(Hang(limit_s=100))
+    pace.note(0, (0, "", 0.0), 0.0)
+    assert pace.silent(UNKNOWN_S + 1)
+    assert not pace.over(1_000_000.0)
+    pace.note(0, (1, "end", 5.0), 10.0)
+    assert not pace.over(109.0)
+    assert pace.over(111.0)

@@ -344,3 +344,21 @@ def test_an_endless_type_is_no_trouble() -> None:
     assert placement.ask(job(nodes=3000, per_node=2), [node(1)], endless).world_size == 6000
     with pytest.raises(ConfigError, match="any number of the autoscaler's type any with 2 CPU"):
         placement.ask(job(nodes=2, per_node=9), [node(1)], endless)
+
+
+@pytest.mark.parametrize(("nodes", "most", "takes"), [(1, 4, 3), (1, 2, 2), (2, 8, 3), (3, 3, 3)])
+def test_as_many_nodes_as_have_room_between_two_numbers(nodes: int, most: int, takes: int) -> None:
+    there_now = [node(1), node(2), node(3), node(4, free={"CPU": 1.0})]
+    assert placement.ask(job(nodes=nodes, max_nodes=most, per_node=2), there_now).world_size == 2 * takes
+
+
+def test_the_least_is_waited_for_and_can_not_be_more_than_the_most() -> None:
+    busy = [node(1, free={"CPU": 0.0}), node(2, free={"CPU": 0.0})]
+    assert placement.ask(job(nodes=2, max_nodes=4, per_node=1), busy).world_size == 2
+    with pytest.raises(ConfigError, match=r"scale\.max_nodes=1: less than scale\.nodes=2; say scale\.max_nodes=2"):
+        placement.ask(job(nodes=2, max_nodes=1), busy)
+
+
+def test_backend_script_is_nccl_where_there_are_gpus() -> None:
+    assert placement.ask(job("script", nodes=1), GPUS).backend == "nccl"
+    assert placement.ask(job("script", nodes=1), CPUS).backend == "gloo"

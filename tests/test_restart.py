@@ -115,7 +115,7 @@ def test_every_history_ends_or_goes_on_with_a_reason(rule: Restart, past: list[A
         assert verdict.number == len(past)
         assert verdict.cause == past[-1].cause
     else:
-        assert bool(verdict.reason) == (rule.max > 0)
+        assert bool(verdict.reason) == bool(rule.max)
 
 
 @given(HISTORIES)

@@ -17,22 +17,24 @@ PACKAGE = ROOT / "raydist"
 
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
-    errors node.wire
-    config events
+    errors script node.wire
+    config events check
     inventory shortage placement node.probe blame pace stuck
-    fabric_horovod fabric result restart
-    context parcel signals snapshot
+    fabric_horovod fabric_mpi fabric result restart
+    context parcel signals shipping snapshot
     loop.random_state backends checkpoint
     backends.ddp backends.horovod
     loop.data loop.optim loop.models loop.evaluation loop.step loop.keeping loop.fit loop
-    words.translate words.lookup words.choices words.refusals words.compose words.manual words
+    words.translate words.lookup words.script words.env_file words.choices words.refusals words.compose words.manual
+    words.torchrun words
     target standalone preload
-    node.rendezvous node.rendezvous_http node.insight node.channel
-    node.entry node.processes node.memory node.forkserver node.server node.seat node.place node
-    group inline sentry vigil attempts cluster home
-    watch.progress watch.wording watch.terminal watch.lines watch.console watch
+    node.rendezvous node.rendezvous_http node.insight node.channel node.program
+    node.entry node.processes node.memory node.forkserver node.server node.seat
+    node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
+    group inline sentry vigil mpi attempts cluster home
+    watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch
     run
-    train tools tools.plan tools.horovod_build tools.horovod
+    train tools tools.launch tools.plan tools.horovod_build tools.horovod
 """
 FOLDERS = ("watch", "backends", "tools", "node", "loop", "words")
 SIDES = ("driver", "pure", "actor", "rank side", "either side")

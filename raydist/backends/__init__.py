@@ -54,16 +54,19 @@ class Comm(Protocol):
         """Every rank's tensor (one shape and type), in order of rank, on every rank."""
 
 
-def check_there(name: str) -> None:
-    """Refuse a backend whose package is not installed, or that nobody knows."""
-    if name not in ("auto", *BACKENDS):
+def check_there(name: str, script: str = "") -> None:
+    """Refuse a backend whose package is not installed, or that nobody knows. `script`: what runs instead of a job."""
+    if name == "script" and not script:
+        raise ConfigError("backend=script: which one? Say script=train.py, or backend=auto for a job")
+    if name not in ("auto", "script", *BACKENDS):
         raise ConfigError(f"backend.name={name}: {suggest(name, BACKENDS, 'backend=')}")
     if name == "horovod" and find_spec("horovod") is None:
         raise ConfigError("backend=horovod: Horovod is not installed here; python -m raydist.tools.horovod build")
-    if name in ("mpi", "ucc") and not torch_has(name):
+    if name in ("mpi", "ucc") and not (name == "mpi" and script) and not torch_has(name):
         raise ConfigError(
             f"backend={name}: this torch ({version('torch')}) was built without {name.upper()}, as those of PyPI are; "
             "say backend=gloo, or backend=nccl on GPUs"
+            + ("; a program of MPI's own is run by backend=mpi script=FILE" if name == "mpi" else "")
         )
 
 

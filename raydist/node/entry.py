@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from raydist import backends, config, context, target
-from raydist.node import insight
+from raydist.node import insight, program
 from raydist.node.channel import Channel
 
 PR_SET_PDEATHSIG = 1
@@ -55,24 +56,51 @@ def become_rank(spec: Mapping[str, Any], log_fd: int) -> None:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int, *memory: int) -> NoReturn:
-    """A whole rank, in a process of its own. `memory`: descriptors as in context.Context."""
+def run_rank(
+    spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int, own: int, lead: int, pmi_fd: int = -1
+) -> NoReturn:
+    """A whole rank, in a process of its own.
+
+    `own`, `lead`: the snapshot memories, as in context.Context. `pmi_fd`: its way to MPICH's process manager, where
+    mpirun gave it one.
+    """
     become_rank(spec, log_fd)
+    if "cpus" in spec:
+        os.sched_setaffinity(0, spec["cpus"])
+    if pmi_fd >= 0:
+        os.set_inheritable(pmi_fd, True)
+        os.environ["PMI_FD"] = str(pmi_fd)
     channel = Channel(socket.socket(fileno=channel_fd), beat_fd)
-    own, lead = memory
     me = context.Rank.from_env(os.environ)
     here = context.Context(me, emit=channel.emit, beat=channel.beat, flush=channel.flush, memory=(own, lead))
     context.enter(here)
     code = run_job(spec)
     channel.flush()
-    leave(code)
+    leave(code, whole=bool(spec["script"]))
+
+
+def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
+    """Another program than Python in a rank's place: a group, a log and an environment of its own."""
+    become_rank(spec, log_fd)
+    try:
+        program.execute(spec["argv"])
+    except OSError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(program.NOT_THERE)
 
 
 def run_job(spec: Mapping[str, Any]) -> int:
-    """Join, call the job, leave. The exit code: 0, what the job gave to sys.exit, or 1 for an exception."""
+    """Join, call the job, leave. The exit code: 0, what the job gave to sys.exit, or 1 for an exception.
+
+    A script joins by itself, if it does: it counts as joined when it begins. It has no heartbeat until it reports.
+    """
     try:
-        context.phase("start")
         job = config.from_dict(spec["job"])
+        if spec["script"]:
+            context.tell("joined", pid=os.getpid())
+            program.run(spec["script"], spec["argv"][1:])
+            return 0
+        context.phase("start")
         with backends.join(job.backend.name, job, os.environ):
             context.tell("joined", pid=os.getpid())
             write_pickle(spec["value"], call(spec, job))
@@ -81,17 +109,21 @@ def run_job(spec: Mapping[str, Any]) -> int:
         if asked.code is None or isinstance(asked.code, int):
             return asked.code or 0
         print(asked.code, file=sys.stderr)
+        tell_raised(asked)
         return 1
     except BaseException as error:
         error.__traceback__ = beyond_this_file(error.__traceback__)
-        traceback.print_exception(error)
-        tell_raised(spec, error)
-        return 1
+        (sys.excepthook if spec["script"] else show)(type(error), error, error.__traceback__)
+        tell_raised(error)
+        if not spec["script"]:  # nobody calls a script who could catch it
+            error.__traceback__ = None  # frames don't travel
+            write_pickle(spec["value"] + ".error", error)
+        return program.NOT_THERE if spec["script"] and isinstance(error, program.Missing) else 1
 
 
 def beyond_this_file(frames: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames that lead from here to the job's own lines."""
-    ours = (__file__, target.__file__)
+    ours = (__file__, target.__file__, program.__file__, runpy.__file__, "<frozen runpy>")
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
     return frames
@@ -107,8 +139,13 @@ def call(spec: Mapping[str, Any], job: config.Job) -> Any:
     return target.call(function, job, *args, **kwargs)
 
 
-def tell_raised(spec: Mapping[str, Any], error: BaseException) -> None:
-    """Tell the exception as text, and leave it as an object too for whoever called raydist.run."""
+def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """As sys.excepthook does, unless somebody has put another there."""
+    traceback.print_exception(error)
+
+
+def tell_raised(error: BaseException) -> None:
+    """Tell the exception as text."""
     context.tell(
         "raised",
         type=type(error).__name__,
@@ -116,8 +153,6 @@ def tell_raised(spec: Mapping[str, Any], error: BaseException) -> None:
         traceback="".join(traceback.format_exception(error)),
         step=context.here().step,
     )
-    error.__traceback__ = None  # frames don't travel
-    write_pickle(spec["value"] + ".error", error)
 
 
 def write_pickle(path: str, value: Any) -> None:
@@ -132,10 +167,15 @@ def write_pickle(path: str, value: Any) -> None:
         context.tell("warning", text=f"a {type(value).__name__} can't travel to the driver: {error}")
 
 
-def leave(code: int) -> NoReturn:
-    """End as a Python program does, without going back into the server that this process was forked from."""
+def leave(code: int, whole: bool = False) -> NoReturn:
+    """End as a Python program does, without going back into the server that this process was forked from.
+
+    `whole`: with all that an interpreter does last, also after a failure; a job that failed only has to be gone.
+    """
     with contextlib.suppress(BaseException):
-        if code == 0:
+        if whole:
+            program.finish(code)
+        elif code == 0:
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -149,7 +189,7 @@ def main() -> NoReturn:
 
     die_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text())
-    run_rank(spec, *(int(fd) for fd in sys.argv[2:7]))
+    run_rank(spec, *(int(fd) for fd in sys.argv[2:]))
 
 
 if __name__ == "__main__":

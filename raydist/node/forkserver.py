@@ -6,6 +6,7 @@ It is exec'ed, not forked from a Ray worker (whose threads and gRPC would not su
 never touches CUDA. Seats speak to it over a Unix socket, one JSON message per packet, descriptors beside it:
 
     {"op": "fork", "spec": {…}}  + log, channel and heartbeat descriptors   -> {"forked": pid}, later {"ended": pid, …}
+    {"op": "exec", "spec": {…}}  + log descriptor        -> the same, of another program: spec's argv, env and cwd
     {"op": "store", "store": "tcp", "address": ip}       -> {"store": port, "secret": "…", "pid": pid}; or horovod
     {"op": "save", "slot": n}    + a descriptor for its word     n of the first rank's snapshots becomes a checkpoint
     {"op": "kill", "pid": pid, "signal": n}      n to the rank; SIGKILL goes to its whole process group
@@ -31,11 +32,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from raydist.node.entry import die_with_parent
+from raydist.node import entry
 from raydist.node.memory import Memories, write_checkpoint
 from raydist.node.processes import end_children, end_session, kill, wait_one
 from raydist.node.wire import PACKET
@@ -95,16 +96,15 @@ class Server:
 
     def answer(self, seat: socket.socket) -> None:
         try:
-            packet, fds, _, _ = socket.recv_fds(seat, PACKET, 3)
+            packet, fds, _, _ = socket.recv_fds(seat, PACKET, 4)
         except OSError:
             packet, fds = b"", []
         if not packet:
             self.see_off(seat)
             return
         message = json.loads(packet)
-        if message["op"] == "fork":
-            held = self.memories[seat] = Memories.of_run(message["spec"], self.memories.values())
-            pid = self.fork_rank(message["spec"], [*fds, *held.of_rank(seat, message["spec"]["env"])])
+        if message["op"] in ("fork", "exec"):
+            pid = (self.fork_rank if message["op"] == "fork" else self.fork_program)(message["spec"], fds, seat)
             self.owner[pid] = seat
             say(seat, forked=pid)
         elif message["op"] == "store":
@@ -125,9 +125,19 @@ class Server:
         for pid in [pid for pid, owner in self.owner.items() if owner is seat and pid not in self.writers]:
             kill(pid, signal.SIGKILL)
 
-    def fork_rank(self, spec: dict[str, Any], fds: list[int]) -> int:
-        if self.start == "spawn":
+    def fork_rank(self, spec: dict[str, Any], fds: list[int], seat: socket.socket) -> int:
+        held = self.memories[seat] = Memories.of_run(spec, self.memories.values())
+        fds = [*fds[:3], *held.of_rank(seat, spec["env"]), *fds[3:]]
+        libraries = spec["env"].get("LD_LIBRARY_PATH")  # read when a program starts: a fork can't change it any more
+        if self.start == "spawn" or libraries != os.environ.get("LD_LIBRARY_PATH"):
             return spawn_rank(spec, fds)
+        return self.fork(lambda: entry.run_rank(spec, *fds))
+
+    def fork_program(self, spec: dict[str, Any], fds: list[int], seat: socket.socket) -> int:
+        return self.fork(lambda: entry.run_program(spec, *fds))
+
+    def fork(self, become: Callable[[], NoReturn]) -> int:
+        """A child that becomes something else; its pid."""
         # A SIGTERM for a rank that is a moment old waits until the rank no longer ignores it as the server does.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
@@ -136,9 +146,7 @@ class Server:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         if pid == 0:
-            from raydist.node.entry import run_rank
-
-            run_rank(spec, *fds)
+            become()
         return pid
 
     def fork_store(self, kind: str, address: str) -> tuple[int, dict[str, Any]]:
@@ -163,7 +171,7 @@ class Server:
 
     def forget(self) -> None:
         """In a fresh child: drop the server's descriptors and end with it."""
-        die_with_parent()
+        entry.die_with_parent()
         signal.set_wakeup_fd(-1)
         for key in list(self.selector.get_map().values()):
             with contextlib.suppress(OSError):

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from raydist.node.mpi_seat import MpiSeat
 from raydist.node.seat import Seat
+
+
+def make_seat(backend: str) -> Seat:
+    """An empty seat, of the kind that the backend's ranks need."""
+    return MpiSeat() if backend == "mpi" else Seat()
 
 
 class Place:
@@ -13,13 +19,15 @@ class Place:
     A Ray worker costs half a second of CPU to start: sixteen ranks that each waited for their own would wait for eight.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
         self._seats: dict[int, Seat] = {}
 
     async def ask(self, rank: int, method: str, *args: Any) -> Any:
         """A call to the seat of a rank of this node."""
-        seat = self._seats.setdefault(rank, Seat())
-        return await getattr(seat, method)(*args)
+        if rank not in self._seats:
+            self._seats[rank] = make_seat(self._backend)
+        return await getattr(self._seats[rank], method)(*args)
 
     async def gpus(self) -> tuple[str, ...]:
         """The GPUs that Ray gave to this actor. Ray's mask on the actor is of no matter: it never touches CUDA."""

@@ -20,7 +20,7 @@ from typing import Any
 from raydist import __version__
 from raydist.errors import ConfigError, LaunchError, suggest
 
-SITE = re.compile(r"(NCCL|GLOO|UCX|OMPI|HOROVOD|TORCH)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
+SITE = re.compile(r"(NCCL|GLOO|UCX|FI|OMPI|HOROVOD|TORCH)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
 """Environment variables that decide how ranks talk and where they compute; a site may have its reasons for them."""
 DISTRIBUTIONS = ("torch", "ray")
 
@@ -49,6 +49,8 @@ class Facts:
     """What is set already of the variables that matter."""
     nccl_conf: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """NCCL's settings from its files: name -> (value, file)."""
+    mpi: Mapping[str, str] = field(default_factory=dict)
+    """backend=mpi: the kind of MPI here, its version, the path of its mpirun, and its RDMA devices, with commas."""
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Facts:

@@ -45,6 +45,12 @@ class Seat:
         self._news = asyncio.Event()
         self._events: list[Event] = []
         self._end: dict[str, Any] | None = None
+        self._ends: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._adds: dict[str, str] = {}
+        """Variables that the rank gets from elsewhere; those of its spec win over them."""
+        self._hands: list[int] = []
+        """Descriptors that the rank gets beside log, channel and heartbeat."""
+        self._error: Path | None = None
         self._drained: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._collectives: list[dict[str, Any]] = []
@@ -66,7 +72,7 @@ class Seat:
             if at_home:
                 self.folder.mkdir()
             else:
-                self._server = ForkServer.launch(self._at, ask["start"], ask["modules"], ask["threads"])
+                self._server = ForkServer.launch(self._at, ask["start"], ask["modules"], ask["threads"], env=ask["env"])
             facts = look(ask["ip"], ask["interface"])
         self._sock = await self._dial()
         self._listening = self._spawn(self._listen())
@@ -97,7 +103,11 @@ class Seat:
         if call is not None:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
-        spec["env"] = {**os.environ, **spec["env"]}
+        spec["env"] = {**os.environ, **self._adds, **spec["env"]}
+        if spec["script"]:
+            self._error = Path(f"{base}.error.json")
+            self._error.unlink(missing_ok=True)
+            spec["env"]["TORCHELASTIC_ERROR_FILE"] = str(self._error)
         spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
         spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
         await self._forget(str(base))
@@ -107,12 +117,13 @@ class Seat:
         self._beat = mmap.mmap(beat, BEAT.size)
         ours, its = socket.socketpair()
         append = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND)
-        self._tell([append, its.fileno(), beat], op="fork", spec=spec)
+        self._tell([append, its.fileno(), beat, *self._hands], op="fork", spec=spec)
         for descriptor in (append, beat):
             os.close(descriptor)
         its.close()
         self.pid = int((await self._reply("forked"))["forked"])
         self._drained = self._spawn(self._drain(ours))
+        self._spawn(self._see_end(self.pid))
         return self.pid
 
     async def _forget(self, base: str) -> None:
@@ -146,7 +157,7 @@ class Seat:
         quiet = time.time() - at if at else 0.0
         answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet}
         if gone is not None and not more:
-            answer["end"] = {**gone, "step": step, "phase": phase}
+            answer["end"] = {**gone, "step": step, "phase": phase, "error": recorded(self._error)}
         return answer
 
     async def examine(self) -> dict[str, Any]:
@@ -244,13 +255,21 @@ class Seat:
             message = json.loads(packet)
             if "ended" not in message:
                 self._replies.put_nowait(message)
-            elif message["ended"] == self.pid:
-                self._end = {key: message[key] for key in ("code", "signal", "at")}
-                self._news.set()
+            else:
+                self.end_of(message["ended"]).set_result({key: message[key] for key in ("code", "signal", "at")})
         self._replies.put_nowait({"lost": self._server_words()})
-        if self.pid and self._end is None:
-            self._end = {"code": 0, "signal": signal.SIGKILL, "at": time.time(), "lost": self._server_words()}
-            self._news.set()
+        for end in self._ends.values():
+            if not end.done():
+                lost = {"code": 0, "signal": signal.SIGKILL, "at": time.time(), "lost": self._server_words()}
+                end.set_result(lost)
+
+    def end_of(self, pid: int) -> asyncio.Future[dict[str, Any]]:
+        """How a process of this seat ends. One that dies at once does so before its pid is known here."""
+        return self._ends.setdefault(pid, asyncio.get_running_loop().create_future())
+
+    async def _see_end(self, pid: int) -> None:
+        self._end = await self.end_of(pid)
+        self._news.set()
 
     async def _reply(self, key: str) -> dict[str, Any]:
         message = await self._replies.get()
@@ -297,6 +316,19 @@ class Seat:
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def recorded(file: Path | None) -> dict[str, str]:
+    """What torch.distributed.elastic's @record left of an error: type, message, traceback; nothing where it did not."""
+    try:
+        found = json.loads(file.read_text(errors="replace"))["message"] if file else {}
+    except (OSError, ValueError, KeyError):
+        return {}
+    if isinstance(found, str):  # what torchrun's own agent writes for a signal
+        return {"type": "", "message": found, "traceback": ""}
+    kind, _, message = str(found.get("message", "")).partition(": ")
+    frames = found.get("extraInfo", {}).get("py_callstack", "")
+    return {"type": kind, "message": message, "traceback": str(frames)} if found else {}
 
 
 def process(pid: int) -> tuple[str, float]:

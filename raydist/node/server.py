@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +22,19 @@ class ForkServer:
 
     @classmethod
     def launch(
-        cls, folder: Path, start: str, modules: Sequence[str], threads: int, idle_s: float | None = None
+        cls,
+        folder: Path,
+        start: str,
+        modules: Sequence[str],
+        threads: int,
+        idle_s: float | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
     ) -> ForkServer:
-        """Start one; it is up to listen long before it is warm. `idle_s`: it ends after so long without a seat."""
+        """Start one; it is up to listen long before it is warm. `idle_s`: it ends after so long without a seat.
+
+        `env`: variables that the ranks will have beside those of this process; some modules read theirs at import.
+        """
         folder.mkdir(mode=0o700)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(folder / "fork"))
@@ -33,7 +43,12 @@ class ForkServer:
         descriptors = (listener.fileno(), its.fileno())
         told = [*map(str, descriptors), start, f"{idle_s or 0:g}"]
         command = [sys.executable, "-m", "raydist.node.forkserver", *told, *modules]
-        env = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        env = {
+            "OMP_NUM_THREADS": str(threads),
+            **os.environ,
+            **(env or {}),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
         with open(folder / "server.log", "wb") as log:  # it detaches itself: this returns at once
             subprocess.run(
                 command, pass_fds=descriptors, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True

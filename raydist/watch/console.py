@@ -11,6 +11,7 @@ from raydist.config import Watch
 from raydist.events import Event
 from raydist.watch import wording
 from raydist.watch.lines import Lines
+from raydist.watch.output import Output
 from raydist.watch.progress import Progress
 
 if TYPE_CHECKING:
@@ -24,11 +25,12 @@ class Console(AbstractContextManager["Console"]):
         self._quiet = settings.progress == "none"
         self._screen = screen(settings, sys.stdout if stream is None else stream)
         self._progress = Progress()
+        self._output = Output(settings.output)
         self._warned: set[str] = set()
 
     def __call__(self, happened: Event) -> None:
         kind = happened["kind"]
-        if not self._quiet or kind in ("warning", "result"):
+        if not self._quiet or kind in ("warning", "output", "result"):
             # Kinds that nobody here has a word for are not for the screen.
             getattr(self, f"_on_{kind}", _ignore)(happened)
 
@@ -72,6 +74,10 @@ class Console(AbstractContextManager["Console"]):
     def _on_saved(self, happened: Event) -> None:
         self._screen.saved(self._progress, happened["t"])
 
+    def _on_output(self, happened: Event) -> None:
+        for line in self._output.lines(happened["rank"], happened["output"]):
+            self._screen.say(line)
+
     def _on_hang(self, happened: Event) -> None:
         self._screen.say(f"hang  silent for {happened['s']:.0f} s: {happened['text']}", "yellow")
 
@@ -87,6 +93,8 @@ class Console(AbstractContextManager["Console"]):
         self._screen.say(f"stop  {happened['reason']}", "yellow")
 
     def _on_result(self, happened: Event) -> None:
+        for line in self._output.rest():
+            self._screen.say(line)
         self._screen.close()
         good = happened["status"] == "finished"
         self._screen.say(wording.headline(happened, self._progress.step), "bold green" if good else "bold red")

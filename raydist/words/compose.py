@@ -22,11 +22,13 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import get_valid_filename, setup_globals
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from raydist.config import SECRET, Job, as_saved, check
+from raydist import fabric_horovod, shipping
+from raydist.check import check
+from raydist.config import SECRET, Job, as_saved
 from raydist.errors import ConfigError, nearest
-from raydist.words import lookup
+from raydist.words import env_file, lookup, script
 from raydist.words.choices import Choices, schema
 from raydist.words.refusals import in_plain_words
 from raydist.words.translate import translate
@@ -222,14 +224,25 @@ class Loader(ConfigLoaderImpl):
         `checked`: refuse a job that can't be right. The frame of a sweep isn't: its words are not all there yet.
         """
         _resolve_within(config)
+        with open_dict(config.env):
+            for name, value in env_file.read(str(config.env_file), os.environ).items():
+                if name not in config.env:  # what was typed wins
+                    config.env[name] = hidden(name, value)
         hide_secrets(config)
         target = self.fixed or str(config.job.target)
         if checked:
             job = to_job(config)
             check_resume(job)
-            target = target if self.by_object else lookup.settle(target, job.job.args)
+            shipping.check(job)
+            if config.script:
+                config.script = target = script.settle(job)
+            elif not self.by_object:
+                target = lookup.settle(target, job.job.args)
         config.job.target = target
+        if config.watch.output == "auto":
+            config.watch.output = "all" if config.script else "none"
         named_after = target.rpartition(".")[2].rpartition(":")[2] if self.by_object else lookup.stem(target)
+        named_after = script.stem(config.script) if config.script else named_after
         config.name = get_valid_filename(config.name or named_after)
 
 
@@ -237,8 +250,13 @@ def hide_secrets(config: DictConfig) -> None:
     """Put secrets behind a resolver: whatever Hydra saves or shows then holds their names only."""
     for key, value in config.env.items_ex(resolve=False):
         if SECRET.search(key) and not str(value).startswith("${"):
-            _secrets[key] = str(value)
-            config.env[key] = f"${{raydist.secret:{key}}}"
+            config.env[key] = hidden(key, str(value))
+
+
+def hidden(key: str, value: str) -> str:
+    """A value behind a resolver: nobody takes it for one of OmegaConf's own, and Hydra saves only its name."""
+    _secrets[key] = value
+    return f"${{raydist.secret:{key}}}"
 
 
 def to_job(config: DictConfig) -> Job:
@@ -247,6 +265,8 @@ def to_job(config: DictConfig) -> Job:
         fields = [field.name for field in dataclasses.fields(Job)]
         job = OmegaConf.to_object(OmegaConf.merge(schema(), OmegaConf.masked_copy(config, fields)))
     assert isinstance(job, Job)
+    if job.backend.name == "horovod":
+        fabric_horovod.check_settings(job)
     return check(job)
 
 

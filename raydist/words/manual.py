@@ -29,6 +29,7 @@ raydist runs a training program on every GPU of a Ray cluster.
 
     raydist                                     the digits job on this machine
     raydist scale=2x8 backend=nccl job=train.py     a file of yours on 2 nodes with 8 GPUs each
+    raydist scale=2x8 script=train.py args='--lr 0.1'   a program as it is, as under torchrun
     raydist --multirun optim.lr=0.1,0.01 scale=1x1,1x2
 """
 ALSO = {

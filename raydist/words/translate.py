@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
@@ -22,6 +23,8 @@ ODD, ESCAPED = re.compile(r"([][(){}:=, ])"), r"\\\1"
 """What Hydra's grammar wants a backslash before, in a key between braces."""
 NO_NAME = re.compile(r"[+-]?[\d.]+|null|true|false", re.IGNORECASE)
 """What Hydra reads as a number, a truth value or nothing, where the name of a choice is wanted."""
+ELEMENT = re.compile(r"\s*(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,]*)\s*(?=,|$)")
+"""One element of a list as Hydra writes it."""
 WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?P<equals>=)?(?P<value>.*)", re.DOTALL)
 
 
@@ -96,7 +99,23 @@ def _translate(word: Word, groups: Collection[str], multirun: bool, secrets: dic
         raise ConfigError(f"{word.text}: {word.key} can't be taken away; say {word.key}=VALUE")
     if word.sign == "+":
         raise ConfigError(f"{word.text}: {word.key} is there already; say {word.text[1:]} (without the +)")
+    if word.key == "args":
+        return f"args={as_list(word.value or '')}"
+    if word.key == "watch.output":
+        return f"watch.output={quote(_unquote(word.value or ''))}"  # ranks, not the choices of a sweep
     return f"{word.sign}{word.key}={_quote_home(word.value or '')}"
+
+
+def as_list(value: str) -> str:
+    """`--rank {rank} --lr 0.1`, as typed in a shell, or `[--rank,{rank}]`: each word quoted, as braces have to be."""
+    if value.startswith("[") and value.endswith("]"):
+        found = [_unquote(each.strip()) for each in ELEMENT.findall(value[1:-1]) if each.strip()]
+    else:
+        try:
+            found = shlex.split(value)
+        except ValueError as error:
+            raise ConfigError(f"args={value}: {error}; say args=[WORD,WORD]") from error
+    return f"[{','.join(map(quote, found))}]"
 
 
 def _refuse_twice(chosen: Sequence[Word]) -> None:

