@@ -89,7 +89,10 @@ def test_collectives_and_torchruns_variables(mpi_words: tuple[str, ...]) -> None
     done = run("script=sum.py", *mpi_words)
     assert [log(done, rank).split()[:3] for rank in range(3)] == [[str(rank), "3", "3"] for rank in range(3)]
     assert [log(done, rank).split()[4] for rank in range(3)] == ["0", "1", "2"]
-    assert not (done.dir / "logs" / "mpirun.log").exists(), (done.dir / "logs" / "mpirun.log").read_text()
+    said = done.dir / "logs" / "mpirun.log"
+    words = said.read_text() if said.exists() else ""
+    assert "BAD TERMINATION" not in words
+    assert "has exited due to" not in words
 
 
 @both
@@ -164,11 +167,8 @@ def test_a_program_that_is_no_mpi_program_runs_as_well() -> None:
 def test_a_program_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"there is no file .*/summ.py; did you mean script=sum.py\?"):
         run("script=summ.py")
-    with pytest.raises(RunFailed) as failed:
+    with pytest.raises(RunFailed, match="there is no program no_such_command on "):
         run("script=no_such_command")
-    cause = failed.value.result.cause
-    assert cause.code == 127
-    assert "no_such_command: No such file" in log(failed.value.result, cause.rank)
 
 
 def test_an_mpirun_that_is_not_there(own_folder: Path) -> None:

@@ -32,7 +32,7 @@ def with_seat(work: Callable[[MpiSeat], Awaitable[Any]]) -> Any:
             {
                 "run": os.urandom(4).hex(), "node": "here", "rank": 0, "lead": True, "ip": "127.0.0.1", "store": None,
                 "interface": None, "start": "spawn", "modules": [], "threads": 1, "shared": None, "mpirun": "auto",
-                "secret": SECRET,
+                "secret": SECRET, "home": None, "env": {},
             }
         )  # fmt: skip
         try:
@@ -136,7 +136,7 @@ def test_its_door_is_nobody_elses() -> None:
 
 def test_a_rank_that_nobody_comes_for_is_told_why() -> None:
     async def work(seat: MpiSeat) -> None:
-        starting = asyncio.ensure_future(seat.start({"argv": ["x"]}, None))
+        starting = asyncio.ensure_future(seat.start({"script": "x.py"}, None))
         await asyncio.sleep(0)
         await seat.dismiss("mpirun ended with code 213: No network interfaces were found")
         with pytest.raises(LaunchError, match="code 213: No network interfaces"):

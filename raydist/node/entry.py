@@ -72,6 +72,7 @@ def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int
 
 
 def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
+<<<<<<< HEAD
     """Another program than Python in a rank's place: a group, a log and an environment of its own."""
     become_rank(spec, log_fd)
     try:
@@ -79,6 +80,22 @@ def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
     except OSError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(program.NOT_THERE)
+=======
+    """No rank: a program of its own in a fresh child, with a group, a log and an environment of its own."""
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for there, here in ((null, 0), (log_fd, 1), (log_fd, 2)):
+            os.dup2(there, here)
+        os.chdir(spec["cwd"])
+        os.execvpe(spec["argv"][0], spec["argv"], spec["env"])
+    except BaseException as error:  # nothing may unwind into the server that this was forked from
+        os.write(2, f"{spec['argv'][0]}: {error}\n".encode())
+    finally:
+        os._exit(127)
+>>>>>>> mpi
 
 
 def run_job(spec: Mapping[str, Any]) -> int:

@@ -72,7 +72,7 @@ class MpiSeat(Seat):
         """Wait for mpirun's child, then fork the rank into its place."""
         assert self._child is not None, "open comes before start"
         told = await self._child
-        if spec["argv"][0].endswith(".py"):
+        if spec["script"].endswith(".py") or spec["script"].startswith("-m "):
             told["env"].pop("LD_LIBRARY_PATH", None)  # read when a program starts, and Python has: it is a fork
         self._adds = told["env"]
         if set(told["cpus"]) != os.sched_getaffinity(0):
@@ -142,7 +142,7 @@ class MpiSeat(Seat):
         }  # fmt: skip
         path = self.folder / f"{os.path.basename(argv[0])}.log"
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        spec = {"argv": list(argv), "env": {**os.environ, **env, **ours}, "cwd": "/", "sys_path": []}
+        spec = {"argv": list(argv), "env": {**os.environ, **env, **ours}, "cwd": "/"}
         self._tell([log], op="exec", spec=spec)
         os.close(log)
         pid = int((await self._reply("forked"))["forked"])
