@@ -95,7 +95,7 @@ def test_arguments_arrive_as_they_stand(arg: str) -> None:
     (word,) = [each for each in translate(said.words, {"backend"})[0] if each.startswith("args=")]
     args = OverridesParser.create().parse_override(word).value()
     assert isinstance(args, list)
-    given = [getattr(each, "text", each) for each in args]
+    given = [str(getattr(each, "text", each)) for each in args]
     script.check(given, "env")
     assert script.fill(given, {}, "env", "gloo") == ["first", arg]
 

@@ -72,15 +72,6 @@ def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int
 
 
 def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
-<<<<<<< HEAD
-    """Another program than Python in a rank's place: a group, a log and an environment of its own."""
-    become_rank(spec, log_fd)
-    try:
-        program.execute(spec["argv"])
-    except OSError as error:
-        print(error, file=sys.stderr, flush=True)
-        os._exit(program.NOT_THERE)
-=======
     """No rank: a program of its own in a fresh child, with a group, a log and an environment of its own."""
     try:
         os.setsid()
@@ -95,7 +86,6 @@ def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
         os.write(2, f"{spec['argv'][0]}: {error}\n".encode())
     finally:
         os._exit(127)
->>>>>>> mpi
 
 
 def run_job(spec: Mapping[str, Any]) -> int:
