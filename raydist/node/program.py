@@ -54,7 +54,7 @@ def become_fresh() -> None:
         torch.default_generator.seed()
     if process := sys.modules.get("multiprocessing.process"):
         process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
-        process.current_process().authkey = os.urandom(32)  # type: ignore[attr-defined]
+        process.current_process().authkey = os.urandom(32)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
