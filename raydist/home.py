@@ -29,12 +29,13 @@ def warm(job: Job) -> dict[str, Any] | None:
         return None
     needed = preload.modules(job.job.target, job.backend.name, job.script)
     # A person's own files change from run to run: the ranks import those themselves.
-    installed = tuple(name for name in needed if preload.is_installed(name.partition(".")[0]))
-    key = installed, max(1, int(job.scale.cpus)), tuple(sorted(job.env.items()))
+    modules = tuple(name for name in needed if preload.is_installed(name.partition(".")[0]))
+    threads = max(1, int(job.scale.cpus))
+    key = modules, threads, tuple(sorted(job.env.items()))
     with _keeping:
         if key not in _kept or not _kept[key].alive():
             place = folder(f"raydist-{os.getuid()}-{uuid.uuid4().hex[:8]}")
-            _kept[key] = ForkServer.launch(place, job.start, *key[:2], idle_s=IDLE_S, env=job.env)
+            _kept[key] = ForkServer.launch(place, job.start, modules, threads, idle_s=IDLE_S, env=job.env)
         return {"folder": str(_kept[key].folder), "heritage": heritage()}
 
 

@@ -92,6 +92,11 @@ def test_backend_script_is_for_a_script() -> None:
         backends.check_there("script")
 
 
+def test_a_job_and_a_script_are_not_run_together() -> None:
+    with pytest.raises(ConfigError, match=r"script=train\.py: the job is .*print already; leave the word out"):
+        compose.compose(["script=train.py"], function=print)
+
+
 def test_a_script_is_settled_and_gives_the_run_its_name() -> None:
     done = job("args=--a 1 'b c'")
     assert (done.script, done.name, done.args) == (str(Path("train.py").absolute()), "train", ["--a", "1", "b c"])

@@ -55,9 +55,8 @@ def become_fresh() -> None:
     if process := sys.modules.get("multiprocessing.process"):
         process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
         process.current_process().authkey = os.urandom(32)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    for name in ("stdin", "stdout", "stderr"):
-        setattr(sys, f"__{name}__", getattr(sys, name))
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     # the launcher was begun with -m, which puts its folder there; `python file.py` does not
     sys.path[:] = [path for path in sys.path if path in named or path not in ("", os.getcwd())]

@@ -234,6 +234,8 @@ class Loader(ConfigLoaderImpl):
             job = to_job(config)
             check_resume(job)
             shipping.check(job)
+            if config.script and self.fixed:
+                raise ConfigError(f"script={config.script}: the job is {self.fixed} already; leave the word out")
             if config.script:
                 config.script = target = script.settle(job)
             elif not self.by_object:

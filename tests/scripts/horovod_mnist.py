@@ -1,6 +1,8 @@
 """Horovod's own MNIST example, with made-up digits."""
 
 import argparse
+import os
+import sys
 
 import horovod.torch as hvd
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=1)
-parser.add_argument("--fail", action="store_true")
+parser.add_argument("--fail", default="")
 args = parser.parse_args()
 
 hvd.init()
@@ -33,6 +35,10 @@ for epoch in range(args.epochs):
         loss.backward()
         optimizer.step()
     if args.fail and hvd.rank() == 1:
+        if args.fail == "kill":
+            os.kill(os.getpid(), 11)
+        if args.fail == "exit":
+            sys.exit(4)
         raise ValueError("a digit too many")
 mean = hvd.allreduce(model[1].weight.data, name="check")
 print(f"rank {hvd.rank()} of {hvd.size()}, local {hvd.local_rank()}: same {torch.allclose(mean, model[1].weight.data)}")
