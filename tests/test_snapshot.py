@@ -44,7 +44,7 @@ def state(step: int, size: int = 10) -> dict[str, Any]:
 
 
 def test_a_state_comes_back_as_it_was_whatever_it_holds(descriptor: int) -> None:
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.randn(2, 3, 8, 8)).sum().backward()
     optimizer.step()
