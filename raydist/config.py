@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -313,13 +312,10 @@ def as_saved(job: Job) -> dict[str, Any]:
 
 def from_dict(plain: dict[str, Any]) -> Job:
     """The Job that `as_dict` took apart."""
-    parts: dict[str, Callable[..., Any]] = {
-        "job": Target, "backend": _backend, "scale": Scale, "fabric": Fabric, "data": Data,
-        "optim": Optim, "train": Train, "checkpoint": Checkpoint, "snapshot": Snapshot, "restart": Restart,
-        "watch": Watch, "hang": Hang,
-    }  # fmt: skip
-    return Job(**{key: parts[key](**value) if key in parts else value for key, value in plain.items()})
+    job: Job = _build(Job, plain)
+    return job
 
 
-def _backend(horovod: dict[str, Any], mpi: dict[str, Any], **plain: Any) -> Backend:
-    return Backend(**plain, horovod=Horovod(**horovod), mpi=Mpi(**mpi))
+def _build(kind: Any, plain: dict[str, Any]) -> Any:
+    parts = {f.name: f.default_factory for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.default_factory)}
+    return kind(**{name: _build(parts[name], value) if name in parts else value for name, value in plain.items()})
