@@ -33,6 +33,7 @@ LAYERS = """
     watch.progress watch.wording watch.terminal watch.lines watch.console watch
     run
     train tools tools.plan tools.horovod_build tools.horovod
+    tools.bandwidth_figures tools.bandwidth_plot tools.bandwidth_ranks tools.bandwidth
 """
 FOLDERS = ("watch", "backends", "tools", "node", "loop", "words")
 SIDES = ("driver", "pure", "actor", "rank side", "either side")
