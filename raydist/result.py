@@ -58,6 +58,8 @@ class Result(Generic[T]):
     """Samples per second of all ranks while in training steps; 0 where the job reported no `samples`."""
     checkpoint: Path | None = None
     """The newest checkpoint that was saved."""
+    network: str = ""
+    """Which network carried it, where it ran on several nodes."""
     warnings: tuple[str, ...] = ()
     """Each warning once, with its ranks or how often it came."""
     signal: int = 0
@@ -83,6 +85,7 @@ class Result(Generic[T]):
             "status": self.status, "dir": str(self.dir), "world_size": self.world_size, "metrics": dict(self.metrics),
             "launch": dict(self.launch), "wall_s": self.wall_s, "goodput": self.goodput, "throughput": self.throughput,
             "checkpoint": self.checkpoint and str(self.checkpoint), "warnings": list(self.warnings),
+            "network": self.network,
             "signal": self.signal, "error": type(self.error).__name__ if self.error else "", "failure": self.failure,
             "cause": self.cause and asdict(self.cause),
         }  # fmt: skip
@@ -117,6 +120,7 @@ def conclude(folder: Path, tried: Attempt, stream: Path, now: float | None = Non
         goodput=figures.goodput,
         throughput=figures.throughput,
         checkpoint=Path(figures.saved) if figures.saved else None,
+        network=figures.network,
         warnings=_warnings(figures.warned),
         signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,
         error=tried.error,
@@ -138,6 +142,7 @@ class Figures:
     launch: dict[str, float] = field(default_factory=dict)
     wall_s: float = 0.0
     saved: str = ""
+    network: str = ""
     spent_s: float | None = None
     """Seconds in training steps, as the loop itself counted."""
     done: int = 0
@@ -161,6 +166,8 @@ class Figures:
                 self.launch[happened["name"]] = self.launch.get(happened["name"], 0.0) + happened["s"]
             case "report" if rank == 0:
                 self._add_report(happened)
+            case "network":
+                self.network = happened["text"]
             case "saved":
                 self.saved = happened["path"]
             case "done" if rank == 0 and "step" in (happened.get("spent") or {}):

@@ -105,5 +105,6 @@ def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attemp
     gang.start(job, variables(job, gang, events), call.packed if call else None)
     vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang)
     ends = vigil.keep()
+    gang.say_network()
     values, exceptions = unpack_all(gang.every("value", [()] * gang.plan.world_size))
     return Attempt(ends=ends, values=values, exceptions=exceptions, error=vigil.stopped)

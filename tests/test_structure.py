@@ -18,7 +18,7 @@ PACKAGE = ROOT / "raydist"
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
     errors node.wire
-    config events
+    config events transport traffic node.counters
     inventory shortage placement node.probe blame pace stuck
     fabric_horovod fabric result
     context parcel signals

@@ -16,11 +16,14 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raydist import transport
+from raydist.node import counters
 from raydist.node.server import ForkServer, folder, heritage
-from raydist.node.wire import BEAT, PACKET, read_beat
+from raydist.node.wire import BEAT, HERE, PACKET, read_beat
 
 if TYPE_CHECKING:
     from raydist.events import Event
@@ -76,6 +79,7 @@ class Seat:
             "born": self.born,
             "warm": warm,
             "store": opened,
+            "ports": counters.read() if ask["lead"] else None,
             "sees": ask["shared"] is None or os.path.exists(ask["shared"]),
         }
 
@@ -96,7 +100,8 @@ class Seat:
         if call is not None:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
-        spec["env"] = {**os.environ, **spec["env"]}
+        here = {name: value.replace(HERE, str(self.folder)) for name, value in spec["env"].items()}
+        spec["env"] = {**os.environ, **here}
         spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
         spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
         self._events, self._end = [], None
@@ -175,6 +180,12 @@ class Seat:
         if self._end is None:
             self._tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
             await self._gone(5)
+
+    async def network(self) -> dict[str, Any]:
+        """What the ports of this node have carried (from its lead), and what NCCL said of the rank's channels."""
+        log = self.folder / f"rank-{self.rank}.nccl"
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        return {"ports": counters.read() if self._lead else None, "nccl": asdict(transport.parse(text))}
 
     async def close(self) -> None:
         """Let go of everything: hanging up ends the rank and the store, the lifeline ends the server."""

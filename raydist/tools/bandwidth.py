@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if typed.help:
             print(USAGE.format(ops=", ".join(OPS)), end="")
             return 0
-        measured = measure(typed)
+        with contextlib.redirect_stdout(sys.stderr if typed.json else sys.stdout):
+            measured = measure(typed)
     except RaydistError as error:
         return tell(error)
     print(json.dumps(as_data(measured), indent=2) if typed.json else "\n".join(as_text(measured)))

@@ -83,9 +83,9 @@ def with_torch(op: str, case: Case) -> Call:
     mine = case.given(case.rank, case.share if op in ("all_gather", "gather") else case.count)
     whole, part = case.empty(case.count), case.empty(case.share)
     root = case.rank == 0
-    parts = list(whole.split(case.share)) if root and case.share else None
-    gives = list(mine.split(case.share)) if root and case.share else None
-    act, out = {
+    parts = list(whole.chunk(case.ranks)) if root and case.share else None
+    gives = list(mine.chunk(case.ranks)) if root and case.share else None
+    calls: dict[str, tuple[Callable[[], Any], torch.Tensor | None]] = {
         "sendrecv": (lambda: shift(case, mine, whole), whole),
         "broadcast": (lambda: dist.broadcast(mine, 0), mine),
         "all_reduce": (lambda: dist.all_reduce(mine), mine),
@@ -96,8 +96,8 @@ def with_torch(op: str, case: Case) -> Call:
         "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, mine), part),
         "all_to_all": (lambda: dist.all_to_all_single(whole, mine), whole),
         "barrier": (dist.barrier, None),
-    }[op]
-    return _call(act, out)
+    }
+    return _call(*calls[op])
 
 
 def shift(case: Case, mine: torch.Tensor, got: torch.Tensor) -> None:
@@ -181,7 +181,7 @@ def check(op: str, case: Case, call: Call) -> int:
 
 
 def timed(call: Call, iters: int, warmup: int, barrier: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call on this rank, the mean of `iters`; on a GPU by its events, for NCCL's calls return at once."""
+    """Seconds of one call on this rank, the mean of `iters`; on a GPU by its events: NCCL's calls return at once."""
     for _ in range(warmup):
         call()
     barrier()
@@ -195,13 +195,13 @@ def timed(call: Call, iters: int, warmup: int, barrier: Callable[[], Any], devic
 
 def _timed_on_gpu(call: Call, iters: int) -> float:
     torch.cuda.synchronize()
-    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     began.record()
     for _ in range(iters):
         call()
     ended.record()
     torch.cuda.synchronize()
-    return began.elapsed_time(ended) / 1e3 / iters
+    return float(began.elapsed_time(ended)) / 1e3 / iters
 
 
 def _barrier(job: Job) -> Callable[[], Any]:
