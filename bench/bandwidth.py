@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.measure import alternate, heads, row
 
-SIZE, ITERS, WARM = 8 << 20, 20, 5
+SIZE, ITERS, WARM = 8 << 20, 100, 5
 
 
 def turn_raydist() -> float:
