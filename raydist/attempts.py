@@ -51,6 +51,7 @@ def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:
 def conclude(past: Sequence[Attempt], verdict: Stop, gang: Gang) -> Attempt:
     """All attempts as one: what the last came to. If it failed, its last state is on the disk when this returns."""
     last = past[-1]
+    gang.say_network()
     if last.error is not None or last.cause is not None:
         gang.flush()
     values, exceptions = unpack_all(gang.values())

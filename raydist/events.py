@@ -16,6 +16,7 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     done       rank, [spent]                     the job's function returned; spent: {step, evaluate, save: seconds}
     ended      rank, code, signal, step          the process of the rank is gone
     hang       text, ranks, certain, s           ranks are silent for `s` seconds, and who holds them up
+    network    text, nodes                       what carried a run of several nodes: the ports, NCCL's own word
     stop       reason                            the others are being ended
     restart    number, most, rank, host, how, step, text    another attempt begins, because of this failure
     restarted  number, step, s, repeated         its first step is done, `s` after the failure; so many were done before

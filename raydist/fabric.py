@@ -9,9 +9,11 @@ from pathlib import PurePath
 from raydist import fabric_horovod, fabric_mpi
 from raydist.config import Job
 from raydist.node.probe import Facts
+from raydist.node.wire import HERE
 from raydist.placement import Plan, Seat
 
 LATER = "<chosen when it starts>"
+NCCL_LOG = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ def variables(job: Job, plan: Plan, facts: Sequence[Facts], meet: Meet) -> list[
     if plan.ask.backend == "horovod":
         fabric_horovod.check_process_sets(job.backend.horovod.process_sets, plan.world_size)
         own = [tuple(horovod(job, plan, seat, facts[seat.rank], meet)) for seat in plan.seats]
+    logs = [tuple(nccl_log(job, plan, seat, facts[seat.rank])) for seat in plan.seats]
     return [
-        tuple(typed(job, (*place(plan, seat), *shared, *nodes[seat.node_rank], *own[seat.rank]))) for seat in plan.seats
+        tuple(typed(job, (*place(plan, seat), *shared, *nodes[seat.node_rank], *own[seat.rank], *logs[seat.rank])))
+        for seat in plan.seats
     ]
 
 
@@ -104,6 +108,17 @@ def network(job: Job, here: Facts) -> Iterator[Var]:
     if here.mpi:
         yield from (Var(*line) for line in fabric_mpi.network(here.mpi, here.interface))
     yield Var("NCCL_SOCKET_IFNAME", f"={here.interface}", f"{why}; the = keeps NCCL from others that begin like it")
+
+
+def nccl_log(job: Job, plan: Plan, seat: Seat, here: Facts) -> Iterator[Var]:
+    """Let NCCL write down which network it takes, for the run's summary; not where somebody has other plans for it."""
+    set_already = {*job.env, *here.environment, *here.nccl_conf}
+    if not plan.ask.rank_resources.get("GPU") or len(plan.nodes) < 2 or set_already & NCCL_LOG:
+        return
+    why = "for the summary's line about the network"
+    yield Var("NCCL_DEBUG", "INFO", why)
+    yield Var("NCCL_DEBUG_SUBSYS", "INIT,NET,ENV", why)
+    yield Var("NCCL_DEBUG_FILE", f"{HERE}/rank-{seat.rank}.nccl", f"{why}; not into the rank's log")
 
 
 def horovod(job: Job, plan: Plan, seat: Seat, here: Facts, meet: Meet) -> Iterator[Var]:

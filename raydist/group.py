@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raydist import script, shipping
+from raydist import script, shipping, traffic
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
@@ -26,6 +26,7 @@ from raydist.node.place import make_seat
 from raydist.node.probe import Facts
 from raydist.placement import Plan
 from raydist.placement import Seat as Place
+from raydist.transport import Log
 
 OPEN_S = 300.0
 """Longest wait for a node to import torch: a cold network file system takes minutes."""
@@ -33,6 +34,8 @@ ANSWER_S = 60.0
 """Longest wait for an answer that takes no time."""
 FLUSH_S = 600.0
 """Longest wait for the last snapshot to get to the disk; a second signal ends it sooner."""
+NETWORK_S = 2.0
+"""Longest wait for what the networks carried: a run that is over does not wait for a line of its summary."""
 CLOSE_S = 2.0
 """Longest wait for seats to let go before their actors are killed."""
 
@@ -61,6 +64,7 @@ class Gang(AbstractContextManager["Gang"]):
         self.settle = settle
         self.facts: tuple[Facts, ...] = ()
         self.meet = Meet()
+        self._ports: list[traffic.Ports | None] = []
         self._events = events
         self._gpus = gpus
         self._renew = renew
@@ -84,6 +88,7 @@ class Gang(AbstractContextManager["Gang"]):
         self._events.say("phase", name="actors", s=born - began)
         self._events.say("phase", name="warm-up", s=time.time() - born)
         self.facts = tuple(self._facts(answers))
+        self._ports = [answer["ports"] for answer in answers]
         port, secret = answers[0]["store"] or (None, "")
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret)
 
@@ -141,6 +146,7 @@ class Gang(AbstractContextManager["Gang"]):
         for rank in lost:
             lead = rank - self.plan.seats[rank].local_rank
             made[rank] = replace(Facts.from_dict(facts[lead]), gpus=gpus[rank])
+            self._ports[rank] = opened[rank]["ports"]
         self.facts = tuple(made)
 
     def _open(self, ranks: Sequence[int], store: str | None) -> list[dict[str, Any]]:
@@ -185,6 +191,32 @@ class Gang(AbstractContextManager["Gang"]):
         pids = self.every("start", [(spec, call) for spec in specs])
         for seat, pid in zip(self.plan.seats, pids, strict=True):
             self._events.say("began", rank=seat.rank, host=seat.node.host, pid=pid)
+
+    def say_network(self) -> None:
+        """Tell which network carried the run; nothing for a run on one node, or where a node is gone."""
+        if len(self.plan.nodes) < 2:
+            return
+        try:
+            answers = self.every("network", [()] * self.plan.world_size, patience=NETWORK_S)
+        except LaunchError:
+            return
+        seats = self.plan.seats
+        leads = [seat for seat in seats if seat.local_rank == 0]
+        nodes = [
+            traffic.Node(
+                seat.node.host,
+                self.facts[seat.rank].interface,
+                self._ports[seat.rank] or {},
+                answers[seat.rank]["ports"] or {},
+            )
+            for seat in leads
+        ]
+        places = [lead.node_rank for lead in leads]
+        logs = [Log.from_dict(answer["nccl"]) for answer in answers]
+        told = traffic.tell(self.plan.ask.backend, nodes, [places.index(seat.node_rank) for seat in seats], logs)
+        for text in told.pop("odd"):
+            self._events.say("warning", text=text)
+        self._events.say("network", **told)
 
     def stop(self, ranks: Iterable[int], grace: float) -> None:
         """End these ranks: SIGTERM, `grace` seconds, SIGKILL. Does not wait; whoever listens hears their ends."""

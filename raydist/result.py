@@ -72,6 +72,8 @@ class Result(Generic[T]):
     """Samples per second of all ranks while in training steps; 0 where the job reported no `samples`."""
     checkpoint: Path | None = None
     """The newest checkpoint that was saved."""
+    network: str = ""
+    """Which network carried it, where it ran on several nodes."""
     warnings: tuple[str, ...] = ()
     """Each warning once, with its ranks or how often it came."""
     signal: int = 0
@@ -103,6 +105,7 @@ class Result(Generic[T]):
             "status": self.status, "dir": str(self.dir), "world_size": self.world_size, "metrics": dict(self.metrics),
             "launch": dict(self.launch), "wall_s": self.wall_s, "goodput": self.goodput, "throughput": self.throughput,
             "checkpoint": self.checkpoint and str(self.checkpoint), "warnings": list(self.warnings),
+            "network": self.network,
             "signal": self.signal, "error": type(self.error).__name__ if self.error else "", "failure": self.failure,
             "cause": self.cause and asdict(self.cause), "restarts": [asdict(end) for end in self.restarts],
         }  # fmt: skip
@@ -137,6 +140,7 @@ def conclude(folder: Path, tried: Attempt, stream: Path, now: float | None = Non
         goodput=figures.goodput,
         throughput=figures.throughput,
         checkpoint=Path(figures.saved) if figures.saved else None,
+        network=figures.network,
         warnings=_warnings(figures.warned),
         signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,
         error=tried.error,
@@ -160,6 +164,7 @@ class Figures:
     launch: dict[str, float] = field(default_factory=dict)
     wall_s: float = 0.0
     saved: str = ""
+    network: str = ""
     spent_s: float | None = None
     """Seconds in training steps, as the loop itself counted."""
     done: int = 0
@@ -188,6 +193,8 @@ class Figures:
             case "restart":
                 self.earlier_s += _apart(self.steps)
                 self.steps = ()
+            case "network":
+                self.network = happened["text"]
             case "saved":
                 self.saved = happened["path"]
             case "done" if rank == 0 and "step" in (happened.get("spent") or {}):

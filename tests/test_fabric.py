@@ -198,3 +198,21 @@ def test_variables_are_in_one_order_on_every_rank() -> None:
     first, second = fabric.variables(asked, plan(node(1), per_node=2), [facts(1)] * 2, MEET)
     assert [var.name for var in first] == [var.name for var in second]
     assert [var.name for var in first][-3:] == ["B", "A", "C"]
+
+
+def test_nccl_writes_down_its_network_where_gpus_talk_between_nodes() -> None:
+    two = plan(node(1, gpu=1), node(2, gpu=1), per_node=1)
+    asked = job(backend=Backend("nccl"))
+    names = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
+    values, _ = planned(asked, two, facts(1, gpus=("0",)), facts(2, gpus=("0",)))
+    assert [own["NCCL_DEBUG"] for own in values] == ["INFO", "INFO"]
+    assert [own["NCCL_DEBUG_FILE"].rpartition("/")[2] for own in values] == ["rank-0.nccl", "rank-1.nccl"]
+
+    theirs = [facts(i, gpus=("0",), environment={"NCCL_DEBUG": "WARN"}) for i in (1, 2)]
+    values, _ = planned(asked, two, *theirs)
+    assert not names & set(values[0])
+    values, _ = planned(job(backend=Backend("nccl"), env={"NCCL_DEBUG": "TRACE"}), two, facts(1), facts(2))
+    assert names & set(values[0]) == {"NCCL_DEBUG"}
+    for elsewhere in (plan(node(1, gpu=1), per_node=1), plan(node(1), per_node=1)):
+        values, _ = planned(asked, elsewhere, facts(1))
+        assert not names & set(values[0])

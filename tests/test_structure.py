@@ -18,7 +18,7 @@ PACKAGE = ROOT / "raydist"
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
     errors script node.wire
-    config events check
+    config events check transport traffic node.counters
     inventory shortage placement node.probe blame pace stuck
     fabric_horovod fabric_mpi fabric result restart
     context parcel signals shipping snapshot
@@ -35,6 +35,7 @@ LAYERS = """
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch
     run
     train tools tools.launch tools.plan tools.horovod_build tools.horovod
+    tools.bandwidth_figures tools.bandwidth_plot tools.bandwidth_ranks tools.bandwidth
 """
 FOLDERS = ("watch", "backends", "tools", "node", "loop", "words")
 SIDES = ("driver", "pure", "actor", "rank side", "either side")

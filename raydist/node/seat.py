@@ -16,11 +16,14 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raydist import transport
+from raydist.node import counters
 from raydist.node.server import ForkServer, folder, heritage
-from raydist.node.wire import BEAT, PACKET, read_beat
+from raydist.node.wire import BEAT, HERE, PACKET, read_beat
 
 if TYPE_CHECKING:
     from raydist.events import Event
@@ -83,6 +86,7 @@ class Seat:
             "born": self.born,
             "warm": warm,
             "store": opened,
+            "ports": counters.read() if ask["lead"] else None,
             "sees": ask["shared"] is None or os.path.exists(ask["shared"]),
         }
 
@@ -103,7 +107,8 @@ class Seat:
         if call is not None:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
-        spec["env"] = {**os.environ, **self._adds, **spec["env"]}
+        here = {name: value.replace(HERE, str(self.folder)) for name, value in spec["env"].items()}
+        spec["env"] = {**os.environ, **self._adds, **here}
         if spec["script"]:
             self._error = Path(f"{base}.error.json")
             self._error.unlink(missing_ok=True)
@@ -219,6 +224,12 @@ class Seat:
         if self._end is None:
             self._tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
             await self._gone(5)
+
+    async def network(self) -> dict[str, Any]:
+        """What the ports of this node have carried (from its lead), and what NCCL said of the rank's channels."""
+        log = self.folder / f"rank-{self.rank}.nccl"
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        return {"ports": counters.read() if self._lead else None, "nccl": asdict(transport.parse(text))}
 
     async def close(self) -> None:
         """Let go of everything: hanging up ends the rank and the store, the lifeline ends the server."""

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 PACKET = 1 << 17
 """Largest message to a fork server in bytes: below Linux's default socket buffer of 208 KiB."""
 
+HERE = "<the folder of the rank's seat>"
+"""In a variable of a rank: where its seat keeps the rank's files; each node has a place of its own for them."""
+
 PHASES = ("start", "data", "forward", "backward", "collective", "evaluate", "save", "end")
 """What a rank can be doing, as its heartbeat tells it: the index of one of these words."""
 

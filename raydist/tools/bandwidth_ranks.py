@@ -1,0 +1,239 @@
+"""What each rank does for tools.bandwidth: check every operation once, then time it. (rank side)"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raydist import context
+from raydist.config import Job
+from raydist.tools.bandwidth_figures import elements, rounds
+
+Call = Callable[[], torch.Tensor | None]
+"""One operation, again and again; gives where its result lies, None on a rank that gets none."""
+MISSING = ("does not support", "not supported", "not implemented", "no support", "unsupported", "not available")
+"""How backends say that they do not have an operation."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's part of one operation at one size."""
+
+    rank: int
+    ranks: int
+    count: int
+    """Numbers in the whole message."""
+    device: torch.device
+
+    @property
+    def share(self) -> int:
+        return self.count // self.ranks
+
+    def given(self, rank: int, count: int | None = None) -> torch.Tensor:
+        """What a rank brings along: small whole numbers, so that sums are exact in float32."""
+        ramp = torch.arange(self.count if count is None else count, device=self.device) % 13
+        return (ramp + rank + 1).float()
+
+    def mine(self, numbers: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a whole message."""
+        return numbers[self.rank * self.share : (self.rank + 1) * self.share]
+
+    def empty(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, device=self.device)
+
+
+def expected(op: str, case: Case) -> torch.Tensor | None:
+    """The right result on this rank; None where it gets none."""
+    every = range(case.ranks)
+    match op:
+        case "sendrecv":
+            return case.given((case.rank - 1) % case.ranks)
+        case "broadcast":
+            return case.given(0)
+        case "all_reduce":
+            return total(case)
+        case "reduce":
+            return total(case) if case.rank == 0 else None
+        case "all_gather":
+            return torch.cat([case.given(rank, case.share) for rank in every])
+        case "gather":
+            return torch.cat([case.given(rank, case.share) for rank in every]) if case.rank == 0 else None
+        case "scatter":
+            return case.mine(case.given(0))
+        case "reduce_scatter":
+            return case.mine(total(case))
+        case "all_to_all":
+            return torch.cat([case.mine(case.given(rank)) for rank in every])
+    return None
+
+
+def total(case: Case) -> torch.Tensor:
+    """The sum of what all ranks bring along."""
+    first = case.given(0)
+    return first * case.ranks + case.ranks * (case.ranks - 1) / 2
+
+
+def with_torch(op: str, case: Case) -> Call:
+    """The operation of torch.distributed, its tensors made already."""
+    mine = case.given(case.rank, case.share if op in ("all_gather", "gather") else case.count)
+    whole, part = case.empty(case.count), case.empty(case.share)
+    root = case.rank == 0
+    parts = list(whole.chunk(case.ranks)) if root and case.share else None
+    gives = list(mine.chunk(case.ranks)) if root and case.share else None
+    calls: dict[str, tuple[Callable[[], Any], torch.Tensor | None]] = {
+        "sendrecv": (lambda: shift(case, mine, whole), whole),
+        "broadcast": (lambda: dist.broadcast(mine, 0), mine),
+        "all_reduce": (lambda: dist.all_reduce(mine), mine),
+        "reduce": (lambda: dist.reduce(mine, 0), mine if root else None),
+        "all_gather": (lambda: dist.all_gather_into_tensor(whole, mine), whole),
+        "gather": (lambda: dist.gather(mine, parts, 0), whole if root else None),
+        "scatter": (lambda: dist.scatter(part, gives, 0), part),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, mine), part),
+        "all_to_all": (lambda: dist.all_to_all_single(whole, mine), whole),
+        "barrier": (dist.barrier, None),
+    }
+    return _call(*calls[op])
+
+
+def shift(case: Case, mine: torch.Tensor, got: torch.Tensor) -> None:
+    """Send to the next rank, receive from the one before."""
+    exchange((case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks, mine, got)
+
+
+def exchange(to: int, source: int, mine: torch.Tensor, got: torch.Tensor) -> None:
+    """Send and receive at a time."""
+    if to == dist.get_rank():
+        got.copy_(mine)
+        return
+    both = [dist.P2POp(dist.isend, mine, to), dist.P2POp(dist.irecv, got, source)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+
+
+def with_horovod(op: str, case: Case) -> Call:
+    """The operation of Horovod; NotImplementedError where it has none."""
+    import horovod.torch as hvd
+
+    mine = case.given(case.rank, case.share if op == "all_gather" else case.count)
+    calls: dict[str, Call] = {
+        "broadcast": lambda: hvd.broadcast_(mine, root_rank=0, name=op),
+        "all_reduce": lambda: hvd.allreduce_(mine, op=hvd.Sum, name=op),
+        "all_gather": lambda: hvd.allgather(mine, name=op),
+        "reduce_scatter": lambda: hvd.reducescatter(mine, op=hvd.Sum, name=op),
+        "all_to_all": lambda: hvd.alltoall(mine, name=op),
+        "barrier": hvd.barrier,
+    }
+    if op not in calls:
+        raise NotImplementedError(f"Horovod has no {op}")
+    return calls[op]
+
+
+def _call(act: Callable[[], Any], out: torch.Tensor | None) -> Call:
+    def call() -> torch.Tensor | None:
+        act()
+        return out
+
+    return call
+
+
+def measure(
+    config: Job, ops: Sequence[str], sizes: Sequence[int], iters: int, warmup: int, pairs: bool = False
+) -> dict[str, Any]:
+    """All operations at all sizes: {op, size, seconds, wrong} each, this rank's; and its pairs, where asked for."""
+    me, barrier = context.rank(), _barrier(config)
+    rows = []
+    for op in ops:
+        for size in [0] if op == "barrier" else sizes:
+            count = elements(op, size, me.world_size)
+            case = Case(me.rank, me.world_size, count, me.device)
+            try:
+                call = (with_horovod if config.backend.name == "horovod" else with_torch)(op, case)
+                wrong = check(op, case, call)
+            except (RuntimeError, NotImplementedError) as error:
+                if not is_missing(error):
+                    raise
+                rows.append({"op": op, "size": 0, "seconds": None, "wrong": 0})
+                break
+            seconds = timed(call, iters, warmup, barrier, me.device)
+            rows.append({"op": op, "size": 0 if op == "barrier" else 4 * count, "seconds": seconds, "wrong": wrong})
+            context.report(step=len(rows))  # a sign of life
+    return {"rows": rows, "pairs": measure_pairs(max(sizes), iters, warmup) if pairs else []}
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether a backend says that it does not have the operation."""
+    return isinstance(error, NotImplementedError) or any(words in str(error).lower() for words in MISSING)
+
+
+def check(op: str, case: Case, call: Call) -> int:
+    """How many numbers come out wrong. What is left behind is zero: sums of sums would grow beyond all numbers."""
+    got, right = call(), expected(op, case)
+    if got is None or right is None:
+        return 0
+    wrong = int((got.reshape(-1) != right).sum()) if got.numel() == right.numel() else right.numel()
+    got.zero_()
+    return wrong
+
+
+def timed(call: Call, iters: int, warmup: int, barrier: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call on this rank, the mean of `iters`; on a GPU by its events: NCCL's calls return at once."""
+    for _ in range(warmup):
+        call()
+    barrier()
+    if device.type == "cuda":
+        return _timed_on_gpu(call, iters)
+    began = time.perf_counter()
+    for _ in range(iters):
+        call()
+    return (time.perf_counter() - began) / iters
+
+
+def _timed_on_gpu(call: Call, iters: int) -> float:
+    torch.cuda.synchronize()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    began.record()
+    for _ in range(iters):
+        call()
+    ended.record()
+    torch.cuda.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3 / iters
+
+
+def _barrier(job: Job) -> Callable[[], Any]:
+    if job.backend.name != "horovod":
+        return dist.barrier
+    import horovod.torch as hvd
+
+    barrier: Callable[[], Any] = hvd.barrier
+    return barrier
+
+
+def speakers() -> list[int]:
+    """The ranks that measure pairs: the first of each node; where there is one node only, all."""
+    me = context.rank()
+    every = [torch.zeros(1, device=me.device) for _ in range(me.world_size)]
+    dist.all_gather(every, torch.tensor([float(me.node_rank)], device=me.device))
+    nodes = [int(node) for node in every]
+    leads = [rank for rank in range(me.world_size) if nodes[rank] not in nodes[:rank]]
+    return leads if len(leads) > 1 else list(range(me.world_size))
+
+
+def measure_pairs(size: int, iters: int, warmup: int) -> list[tuple[int, int, float]]:
+    """(rank, rank, GB/s each way) of the pairs that this rank is in, all pairs of a round at a time."""
+    me, who = context.rank(), speakers()
+    mine, got = torch.zeros(size // 4, device=me.device), torch.zeros(size // 4, device=me.device)
+    found = []
+    for meeting in rounds(len(who)):
+        here = [(who[a], who[b]) for a, b in meeting if me.rank in (who[a], who[b])]
+        for one, other in here:
+            peer = other if me.rank == one else one
+            call = _call(lambda peer=peer: exchange(peer, peer, mine, got), None)  # type: ignore[misc]
+            seconds = timed(call, iters, max(1, warmup), lambda: None, me.device)
+            found.append((one, other, mine.nbytes / seconds / 1e9))
+        dist.barrier()
+    return found
