@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -49,6 +49,8 @@ class Gang(AbstractContextManager["Gang"]):
         self.call = call
         self.settle = settle
         self.facts: tuple[Facts, ...] = ()
+        self.missing: tuple[Mapping[str, str], ...] = ()
+        """By rank: the modules that its node could not import, each with the error."""
         self.meet = Meet()
         self._events = events
         self._gpus = gpus
@@ -84,6 +86,7 @@ class Gang(AbstractContextManager["Gang"]):
         self._events.say("phase", name="actors", s=born - began)
         self._events.say("phase", name="warm-up", s=time.time() - born)
         self.facts = tuple(self._facts(answers))
+        self.missing = tuple(answer["warm"].get("failed", {}) for answer in answers)
         self._warn(answers)
         self._refuse_blind(answers, file)
         port, secret = answers[0]["store"] or (None, "")

@@ -24,6 +24,7 @@ from raydist.node.wire import BEAT, PACKET, read_beat
 
 if TYPE_CHECKING:
     from raydist.events import Event
+    from raydist.node.checkup import Checkup
 
 LOG_CHUNK = 1 << 20
 """Most bytes of a rank's output in one answer."""
@@ -48,6 +49,7 @@ class Seat:
         self._drained: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._collectives: list[dict[str, Any]] = []
+        self._checkup: Checkup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -176,8 +178,17 @@ class Seat:
             self._tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
             await self._gone(5)
 
+    async def check(self, step: str, *args: Any) -> Any:
+        """One step of a check-up of this node."""
+        from raydist.node.checkup import Checkup  # only the doctor asks for it
+
+        self._checkup = self._checkup or Checkup()
+        return await getattr(self._checkup, step)(*args)
+
     async def close(self) -> None:
         """Let go of everything: hanging up ends the rank and the store, the lifeline ends the server."""
+        if self._checkup is not None:
+            await self._checkup.close()
         if self._listening is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
