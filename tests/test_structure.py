@@ -18,7 +18,7 @@ PACKAGE = ROOT / "raydist"
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
     errors node.wire
-    config events
+    config events findings
     inventory shortage placement node.probe blame pace stuck
     fabric_horovod fabric result
     context parcel signals
@@ -28,11 +28,12 @@ LAYERS = """
     words.translate words.lookup words.choices words.refusals words.compose words.manual words
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel
-    node.entry node.forkserver node.server node.seat node.place node
+    node.entry node.forkserver node.server node.dryrun node.peers node.checkup node.seat node.place node
     group inline sentry vigil cluster home
     watch.progress watch.wording watch.terminal watch.lines watch.console watch
     run
     train tools tools.plan tools.horovod_build tools.horovod
+    tools.doctor_findings tools.doctor_report tools.doctor_rounds tools.doctor
 """
 FOLDERS = ("watch", "backends", "tools", "node", "loop", "words")
 SIDES = ("driver", "pure", "actor", "rank side", "either side")
