@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -63,6 +63,8 @@ class Gang(AbstractContextManager["Gang"]):
         self.call = call
         self.settle = settle
         self.facts: tuple[Facts, ...] = ()
+        self.missing: tuple[Mapping[str, str], ...] = ()
+        """By rank: the modules that its node could not import, each with the error."""
         self.meet = Meet()
         self._ports: list[traffic.Ports | None] = []
         self._events = events
@@ -89,6 +91,7 @@ class Gang(AbstractContextManager["Gang"]):
         self._events.say("phase", name="warm-up", s=time.time() - born)
         self.facts = tuple(self._facts(answers))
         self._ports = [answer["ports"] for answer in answers]
+        self.missing = tuple(answer["warm"].get("failed", {}) for answer in answers)
         port, secret = answers[0]["store"] or (None, "")
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret)
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "raydist"
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
     errors script node.wire
-    config events check transport traffic node.counters
+    config events check findings transport traffic node.counters
     inventory shortage placement node.probe blame pace stuck
     fabric_horovod fabric_mpi fabric result restart
     context parcel signals shipping snapshot
@@ -29,13 +29,14 @@ LAYERS = """
     words.torchrun words
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel node.program
-    node.entry node.processes node.memory node.forkserver node.server node.seat
+    node.entry node.processes node.memory node.forkserver node.server node.dryrun node.peers node.checkup node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
     group inline sentry vigil mpi attempts cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch
     run
     train tools tools.launch tools.plan tools.horovod_build tools.horovod
     tools.bandwidth_figures tools.bandwidth_plot tools.bandwidth_ranks tools.bandwidth
+    tools.doctor_findings tools.doctor_report tools.doctor_rounds tools.doctor
 """
 FOLDERS = ("watch", "backends", "tools", "node", "loop", "words")
 SIDES = ("driver", "pure", "actor", "rank side", "either side")

@@ -27,6 +27,7 @@ from raydist.node.wire import BEAT, HERE, PACKET, read_beat
 
 if TYPE_CHECKING:
     from raydist.events import Event
+    from raydist.node.checkup import Checkup
 
 LOG_CHUNK = 1 << 20
 """Most bytes of a rank's output in one answer."""
@@ -58,6 +59,7 @@ class Seat:
         self._writer: asyncio.StreamWriter | None = None
         self._collectives: list[dict[str, Any]] = []
         self._saving: asyncio.Task[None] | None = None
+        self._checkup: Checkup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -231,8 +233,17 @@ class Seat:
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         return {"ports": counters.read() if self._lead else None, "nccl": asdict(transport.parse(text))}
 
+    async def check(self, step: str, *args: Any) -> Any:
+        """One step of a check-up of this node."""
+        from raydist.node.checkup import Checkup  # only the doctor asks for it
+
+        self._checkup = self._checkup or Checkup()
+        return await getattr(self._checkup, step)(*args)
+
     async def close(self) -> None:
         """Let go of everything: hanging up ends the rank and the store, the lifeline ends the server."""
+        if self._checkup is not None:
+            await self._checkup.close()
         if self._listening is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
