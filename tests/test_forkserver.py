@@ -81,7 +81,7 @@ class Line:
         spec = {
             "rank": rank, "job": job, "cwd": str(self.folder), "sys_path": sys.path, "argv": ["x"],
             "env": {**os.environ, "OMP_NUM_THREADS": "1", "MARK": "mine", **(env or {})},
-            "call": f"{base}.call", "value": f"{base}.value",
+            "script": "", "call": f"{base}.call", "value": f"{base}.value",
         }  # fmt: skip
         self.tell((log, its.fileno(), beat), op="fork", spec=spec)
         for descriptor in (log, beat):

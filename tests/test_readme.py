@@ -26,7 +26,8 @@ PLACES = {
 # The way of a job through the files; what all need comes last.
 FLOW = """
     train words run cluster inventory placement shortage shipping preload home group script node fabric fabric_horovod
-    fabric_mpi parcel target backends context loop snapshot checkpoint attempts mpi vigil sentry pace stuck restart
+    fabric_mpi findings transport traffic
+    parcel target backends context loop snapshot checkpoint attempts mpi vigil sentry pace stuck restart
     result blame watch standalone inline tools config check events errors signals
 """
 

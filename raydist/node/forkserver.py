@@ -32,6 +32,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -146,7 +147,12 @@ class Server:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         if pid == 0:
-            become()
+            try:
+                become()
+            except BaseException:
+                traceback.print_exc()
+            finally:  # nothing may unwind into what the server does when it ends
+                os._exit(1)
         return pid
 
     def fork_store(self, kind: str, address: str) -> tuple[int, dict[str, Any]]:

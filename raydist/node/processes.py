@@ -1,10 +1,12 @@
-"""The processes that a fork server has made: signalled, waited for, ended with all that they started. (actor)"""
+"""Processes: signalled, waited for, ended with all that they started; what one is doing, and what it left. (actor)"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+from pathlib import Path
 
 
 def kill(pid: int, number: int) -> None:
@@ -50,3 +52,25 @@ def children_of(pid: int) -> list[int]:
             return [int(child) for child in listed.read().split()]
     except FileNotFoundError:  # not Linux, or a kernel without the file: groups and sessions are all we can end
         return []
+
+
+def recorded(file: Path | None) -> dict[str, str]:
+    """What torch.distributed.elastic's @record left of an error: type, message, traceback; nothing where it did not."""
+    try:
+        found = json.loads(file.read_text(errors="replace"))["message"] if file else {}
+    except (OSError, ValueError, KeyError):
+        return {}
+    if isinstance(found, str):  # what torchrun's own agent writes for a signal
+        return {"type": "", "message": found, "traceback": ""}
+    kind, _, message = str(found.get("message", "")).partition(": ")
+    frames = found.get("extraInfo", {}).get("py_callstack", "")
+    return {"type": kind, "message": message, "traceback": str(frames)} if found else {}
+
+
+def state_of(pid: int) -> tuple[str, float]:
+    """The state of a process in Linux's letter, and the seconds of CPU that it has used; ("", 0.0) where unknown."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0.0
+    return after_name[0], (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from raydist import transport
 from raydist.node import counters
+from raydist.node.processes import recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
 from raydist.node.wire import BEAT, HERE, PACKET, read_beat
 
@@ -176,14 +177,14 @@ class Seat:
             return {}
         stacks = self.folder / f"rank-{self.rank}.value.stacks"
         self._collectives = []
-        state, before = process(self.pid)
+        state, before = state_of(self.pid)
         with contextlib.suppress(OSError):
             os.truncate(stacks, 0)
         self._tell(op="kill", pid=self.pid, signal=signal.SIGUSR2)
         if self._writer is not None:
             self._writer.write(b"?")
         await asyncio.sleep(LOOK_S)
-        state, after = process(self.pid)
+        state, after = state_of(self.pid)
         found = stacks.read_text(errors="replace") if stacks.exists() else ""
         busy = (after - before) / LOOK_S
         return {"pid": self.pid, "state": state, "busy": busy, "stack": found, "collectives": self._collectives}
@@ -338,28 +339,6 @@ class Seat:
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def recorded(file: Path | None) -> dict[str, str]:
-    """What torch.distributed.elastic's @record left of an error: type, message, traceback; nothing where it did not."""
-    try:
-        found = json.loads(file.read_text(errors="replace"))["message"] if file else {}
-    except (OSError, ValueError, KeyError):
-        return {}
-    if isinstance(found, str):  # what torchrun's own agent writes for a signal
-        return {"type": "", "message": found, "traceback": ""}
-    kind, _, message = str(found.get("message", "")).partition(": ")
-    frames = found.get("extraInfo", {}).get("py_callstack", "")
-    return {"type": kind, "message": message, "traceback": str(frames)} if found else {}
-
-
-def process(pid: int) -> tuple[str, float]:
-    """The state of a process in Linux's letter, and the seconds of CPU that it has used; ("", 0.0) where unknown."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", 0.0
-    return after_name[0], (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def look(ip: str, interface: str | None) -> dict[str, Any]:

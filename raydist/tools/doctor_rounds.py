@@ -9,7 +9,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from raydist import fabric, home
+from raydist import fabric, preload
 from raydist.config import Job
 from raydist.group import Gang, cause
 from raydist.node.peers import patience
@@ -72,7 +72,11 @@ class Rounds:
         self._report.add("versions", *found.versions(self._hosts, told))
         # A person's own files come with the rank's import path; only what is installed here has to be there too.
         missing = [
-            {name: why for name, why in self._gang.missing[lead.rank].items() if home.is_installed(name.split(".")[0])}
+            {
+                name: why
+                for name, why in self._gang.missing[lead.rank].items()
+                if preload.is_installed(name.split(".")[0])
+            }
             for lead in self._leads
         ]
         self._report.add("imports", *found.imports(self._hosts, missing))
