@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from raydist import fabric_horovod
 from raydist.config import Job
-from raydist.node.probe import Facts
+from raydist.node.facts import Facts
 from raydist.placement import Plan, Seat
 
 LATER = "<chosen when it starts>"

@@ -20,7 +20,7 @@ from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
 from raydist.fabric import Meet, Var
-from raydist.node.probe import Facts
+from raydist.node.facts import Facts
 from raydist.node.seat import Seat
 from raydist.placement import Plan
 

@@ -17,9 +17,9 @@ PACKAGE = ROOT / "raydist"
 
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
-    errors node.wire
+    errors node.wire findings node.facts node.sysfs
     config events
-    inventory shortage placement node.probe blame pace stuck
+    inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck
     fabric_horovod fabric result
     context parcel signals
     loop.random_state backends checkpoint

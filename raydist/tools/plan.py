@@ -16,7 +16,7 @@ from raydist.errors import ConfigError, RaydistError, suggest
 from raydist.fabric import Meet, Var
 from raydist.inventory import amounts, count, select, slots, still_to_come
 from raydist.node import probe
-from raydist.node.probe import Facts
+from raydist.node.facts import Facts
 from raydist.placement import Ask, Node, NodeType, Plan, Seat
 from raydist.train import tell
 from raydist.watch import wording

@@ -1,0 +1,30 @@
+"""Findings that say the same of several nodes become one; the worst comes first."""
+
+from __future__ import annotations
+
+from raydist.findings import Finding, fold, named
+
+
+def test_equal_findings_are_one_with_all_their_nodes() -> None:
+    many = [Finding("shm", "fail", (f"host{i}",), "full", "--shm-size=8g") for i in range(200)]
+    (one,) = fold(many)
+    assert one.nodes == tuple(f"host{i}" for i in range(200))
+    assert (one.text, one.mend) == ("full", "--shm-size=8g")
+
+
+def test_findings_that_differ_in_anything_else_stay_apart() -> None:
+    base = Finding("shm", "warn", ("a",), "full", "x")
+    others = [Finding("clock", "warn", ("a",), "full", "x"), Finding("shm", "warn", ("a",), "empty", "x")]
+    assert fold([base, *others, base]) == [base, *others]
+
+
+def test_the_worst_comes_first_and_otherwise_the_order_stays() -> None:
+    levels = ["note", "warn", "fail", "warn", "note", "fail"]
+    folded = fold(Finding("c", level, (), str(i)) for i, level in enumerate(levels))
+    assert [finding.text for finding in folded] == ["2", "5", "1", "3", "0", "4"]
+
+
+def test_many_hosts_are_named_by_the_first_few() -> None:
+    assert named([]) == ""
+    assert named(["a", "b", "c", "d"]) == "a, b, c, d"
+    assert named(f"host{i}" for i in range(200)) == "host0, host1, host2, host3 and 196 more"
