@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from raydist import fabric_horovod
+from raydist import fabric_horovod, fabric_network
 from raydist.config import Job
 from raydist.node.facts import Facts
 from raydist.placement import Plan, Seat
@@ -87,19 +87,10 @@ def on_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Seat) -> Iterato
     yield from gpus(plan, facts, lead)
     chosen = [
         Var("OMP_NUM_THREADS", str(max(1, int(job.scale.cpus))), f"scale.cpus={job.scale.cpus:g}"),
-        *network(job, here),
+        *(Var(*line) for line in fabric_network.settings(job, here, len(plan.nodes))),
     ]
     for var in chosen:
         yield unless_set(var, here)
-
-
-def network(job: Job, here: Facts) -> Iterator[Var]:
-    """What makes gloo and NCCL's sockets talk over the interface."""
-    asked = job.fabric.interface == here.interface
-    why = "fabric.interface" if asked else f"it owns {here.ip}, the node's address in Ray"
-    yield Var("GLOO_SOCKET_IFNAME", here.interface, f"{why}; unset, gloo goes where the host name points")
-    # without the = it would be a prefix: eth1 also means eth10
-    yield Var("NCCL_SOCKET_IFNAME", f"={here.interface}", f"{why}; the = keeps NCCL from others that begin like it")
 
 
 def horovod(job: Job, plan: Plan, seat: Seat, here: Facts, meet: Meet) -> Iterator[Var]:

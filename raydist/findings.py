@@ -46,6 +46,11 @@ class Finding:
     mend: str = ""
     """What to type to mend it."""
 
+    def told(self) -> str:
+        """One line: where, what, and how to mend it."""
+        where = f"{named(self.nodes)}: " if self.nodes else ""
+        return f"{where}{self.text}" + (f" (mend: {self.mend})" if self.mend else "")
+
 
 def fold(findings: Iterable[Finding]) -> list[Finding]:
     """Findings that differ only in their nodes as one; the worst first, otherwise in the order they came."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raydist import fabric_findings
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
@@ -91,6 +92,7 @@ class Gang(AbstractContextManager["Gang"]):
 
     def start(self, job: Job, variables: Sequence[Iterable[Var]], call: bytes | None) -> None:
         """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
+        fabric_findings.check(job, self.plan, self.facts, lambda text: self._events.say("warning", text=text))
         same = {"job": as_dict(job), "cwd": os.getcwd(), "argv": [job.job.target], "sys_path": sys.path}
         specs = [{**same, "rank": rank, "env": {v.name: v.value for v in own}} for rank, own in enumerate(variables)]
         pids = self.every("start", [(spec, call) for spec in specs])

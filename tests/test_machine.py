@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from raydist.node import machine
+from raydist.node.facts import Machine
 from tests import machines
 from tests.machines import Box, build
 
@@ -33,7 +34,7 @@ def test_limits_of_a_container(tmp_path: Path) -> None:
 def test_nothing_there_is_nothing_known(tmp_path: Path) -> None:
     found = machine.limits(tmp_path)
     assert (found.memlock, found.nofile, found.ipc_lock, found.shm) == (None, None, False, None)
-    assert machine.machine("a", {}, tmp_path) == machine.Machine()
+    assert machine.machine("a", {}, tmp_path) == Machine()
 
 
 def test_kernel_driver_cloud_and_container(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ LAYERS = """
     errors node.wire findings node.facts node.sysfs
     config events
     inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck
-    fabric_horovod fabric result
+    fabric_horovod fabric_network fabric fabric_findings result
     context parcel signals
     loop.random_state backends checkpoint
     backends.ddp backends.horovod
