@@ -25,7 +25,8 @@ PLACES = {
 
 # The way of a job through the files; what all need comes last.
 FLOW = """
-    train words run cluster inventory placement shortage preload home group node fabric fabric_horovod fabric_network fabric_findings findings parcel target
+    train words run cluster inventory placement shortage preload home group node fabric fabric_horovod fabric_network
+    fabric_findings findings parcel target
     backends context loop checkpoint vigil sentry pace stuck result blame watch standalone inline tools config events
     errors signals
 """
