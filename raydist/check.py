@@ -32,6 +32,10 @@ def check(job: Job) -> Job:
             f"data.global_batch={job.data.global_batch} can't be split into train.accumulate={job.train.accumulate} "
             f"equal parts: say data.global_batch={near}"
         )
+    if job.fabric.kind in ("ethernet", "site") and job.fabric.strict:
+        raise ConfigError(
+            f"fabric.strict asks for RDMA, and fabric.kind={job.fabric.kind} for none; say fabric.kind=auto"
+        )
     return job
 
 

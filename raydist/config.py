@@ -127,8 +127,18 @@ class Scale:
 class Fabric:
     """Which network the ranks talk over."""
 
+    kind: str = one_of("auto", "ib", "roce", "ethernet", "site")
+    """auto: RDMA where NCCL finds it. ib, roce: only HCAs of that kind. ethernet: TCP, even where there is RDMA.
+    site: no variable of the network is set; the site has done it."""
     interface: str | None = None
     """Network interface for rendezvous, gloo and NCCL's sockets; null: the one that owns the node's Ray address."""
+    hca: list[str] = field(default_factory=list)
+    """Exactly these HCAs carry the gradients: fabric.hca=[mlx5_0,mlx5_1]; empty: the active ones near the GPUs, those
+    for storage left out."""
+    strict: bool = False
+    """RDMA, or an error; never silently TCP."""
+    debug: bool = False
+    """NCCL tells in each rank's log which network it chose, and why."""
 
 
 @dataclass(frozen=True)

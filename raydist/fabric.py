@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from raydist import fabric_horovod, fabric_mpi
+from raydist import fabric_horovod, fabric_mpi, fabric_network
 from raydist.config import Job
-from raydist.node.probe import Facts
+from raydist.node.facts import Facts
 from raydist.node.wire import HERE
 from raydist.placement import Plan, Seat
 
@@ -93,27 +93,18 @@ def on_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Seat) -> Iterato
     yield from gpus(plan, facts, lead)
     chosen = [
         Var("OMP_NUM_THREADS", str(max(1, int(job.scale.cpus))), f"scale.cpus={job.scale.cpus:g}"),
-        *network(job, here),
+        *(Var(*line) for line in fabric_network.settings(job, here, len(plan.nodes))),
+        *(Var(*line) for line in (fabric_mpi.network(here.mpi, here.interface) if here.mpi else ())),
     ]
     for var in chosen:
         yield unless_set(var, here)
 
 
-def network(job: Job, here: Facts) -> Iterator[Var]:
-    """What makes gloo and NCCL's sockets talk over the interface."""
-    asked = job.fabric.interface == here.interface
-    why = "fabric.interface" if asked else f"it owns {here.ip}, the node's address in Ray"
-    yield Var("GLOO_SOCKET_IFNAME", here.interface, f"{why}; unset, gloo goes where the host name points")
-    # without the = it would be a prefix: eth1 also means eth10
-    if here.mpi:
-        yield from (Var(*line) for line in fabric_mpi.network(here.mpi, here.interface))
-    yield Var("NCCL_SOCKET_IFNAME", f"={here.interface}", f"{why}; the = keeps NCCL from others that begin like it")
-
-
 def nccl_log(job: Job, plan: Plan, seat: Seat, here: Facts) -> Iterator[Var]:
     """Let NCCL write down which network it takes, for the run's summary; not where somebody has other plans for it."""
     set_already = {*job.env, *here.environment, *here.nccl_conf}
-    if not plan.ask.rank_resources.get("GPU") or len(plan.nodes) < 2 or set_already & NCCL_LOG:
+    several = plan.ask.rank_resources.get("GPU") and len(plan.nodes) > 1
+    if not several or job.fabric.debug or set_already & NCCL_LOG:
         return
     why = "for the summary's line about the network"
     yield Var("NCCL_DEBUG", "INFO", why)

@@ -8,6 +8,28 @@ from dataclasses import dataclass, replace
 LEVELS = ("note", "warn", "fail")
 """From the least to the worst: good to know; works, but not as well as it could; the job would break."""
 HOSTS_NAMED = 4
+CHECKS = {
+    "interface": "each node's address is on an interface that is up, and all are in networks that meet",
+    "hostname": "the host's own name is not a loopback address",
+    "hca state": "the ports of the HCAs are active",
+    "rdma libraries": "libibverbs and the device's provider are installed",
+    "rdma devices": "the HCAs' device nodes can be opened",
+    "memlock": "enough memory may be locked for RDMA",
+    "same fabric": "all nodes have the same kind and number of HCAs",
+    "storage hcas": "no HCA that is meant for storage carries gradients",
+    "site settings": "nothing set already keeps ranks from the network",
+    "roce gid": "each RoCE port has a routable RoCE v2 GID",
+    "gpudirect": "NICs reach GPU memory directly",
+    "affinity": "each GPU has an HCA close to it",
+    "limits": "/dev/shm and the number of open files suffice",
+    "links": "no link is slower than it could be",
+    "ipoib": "IPoIB interfaces agree over the nodes",
+    "versions": "all nodes run the same versions",
+    "identity": "NCCL can tell the nodes apart",
+    "iommu": "no IOMMU stands between GPU and NIC",
+    "vendor": "a cloud's own network plug-in is there",
+}
+"""What the facts of the nodes alone can answer, in order of value."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +45,11 @@ class Finding:
     text: str
     mend: str = ""
     """What to type to mend it."""
+
+    def told(self) -> str:
+        """One line: where, what, and how to mend it."""
+        where = f"{named(self.nodes)}: " if self.nodes else ""
+        return f"{where}{self.text}" + (f" (mend: {self.mend})" if self.mend else "")
 
 
 def fold(findings: Iterable[Finding]) -> list[Finding]:

@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raydist import script, shipping, traffic
+from raydist import fabric_findings, script, shipping, traffic
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
 from raydist.fabric import Meet, Var
+from raydist.node.facts import Facts
 from raydist.node.place import make_seat
-from raydist.node.probe import Facts
 from raydist.placement import Plan
 from raydist.placement import Seat as Place
 from raydist.transport import Log
@@ -182,6 +182,7 @@ class Gang(AbstractContextManager["Gang"]):
 
     def start(self, job: Job, variables: Sequence[Iterable[Var]], call: bytes | None) -> None:
         """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
+        fabric_findings.check(job, self.plan, self.facts, lambda text: self._events.say("warning", text=text))
         cwd = shipping.root(job) or os.getcwd()
         program = seen_from(cwd, job.script)
         paths = [path for path in sys.path if not shipping.root(job) or os.path.abspath(path) != cwd]

@@ -17,10 +17,10 @@ PACKAGE = ROOT / "raydist"
 
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
-    errors script node.wire
-    config events check findings transport traffic node.counters
-    inventory shortage placement node.probe blame pace stuck
-    fabric_horovod fabric_mpi fabric result restart
+    errors script node.wire findings node.facts node.sysfs
+    config events check transport traffic node.counters
+    inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck
+    fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
     context parcel signals shipping snapshot
     loop.random_state backends checkpoint
     backends.ddp backends.horovod

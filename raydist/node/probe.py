@@ -12,56 +12,18 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from raydist import __version__
 from raydist.errors import ConfigError, LaunchError, suggest
+from raydist.node import hca, machine, nics
+from raydist.node.facts import Facts as Facts
 
 SITE = re.compile(r"(NCCL|GLOO|UCX|FI|OMPI|HOROVOD|TORCH)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
 """Environment variables that decide how ranks talk and where they compute; a site may have its reasons for them."""
 DISTRIBUTIONS = ("torch", "ray")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What one rank's machine is, as seen from its seat; plain JSON data."""
-
-    hostname: str
-    ip: str
-    """The address that Ray knows the node by."""
-    interface: str
-    """The network interface to talk over: the owner of `ip`, or the one that fabric.interface names."""
-    address: str
-    """Its numeric address."""
-    interfaces: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The addresses of every interface that is up and has any."""
-    gpus: Sequence[str] | None = None
-    """The GPUs held for this rank; None where nobody keeps account of them."""
-    cpus: int = 1
-    """CPUs that this process may use."""
-    python: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """Of raydist, and of torch and ray where installed."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """What is set already of the variables that matter."""
-    nccl_conf: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """NCCL's settings from its files: name -> (value, file)."""
-    mpi: Mapping[str, str] = field(default_factory=dict)
-    """backend=mpi: the kind of MPI here, its version, the path of its mpirun, and its RDMA devices, with commas."""
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Facts:
-        """The Facts that `dataclasses.asdict` took apart, also after JSON; what is not known here is left out."""
-        known = {f.name for f in fields(cls)}
-        found = {name: value for name, value in plain.items() if name in known}
-        if found.get("gpus") is not None:
-            found["gpus"] = tuple(found["gpus"])
-        found["interfaces"] = {name: tuple(own) for name, own in plain.get("interfaces", {}).items()}
-        found["nccl_conf"] = {name: (value, file) for name, (value, file) in plain.get("nccl_conf", {}).items()}
-        return cls(**found)
+NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def look(ip: str, interface: str | None = None, gpus: Sequence[str] | None = None, root: Path = Path("/")) -> Facts:
@@ -72,7 +34,7 @@ def look(ip: str, interface: str | None = None, gpus: Sequence[str] | None = Non
     known = interfaces()
     name, address = choose_interface(known, ip, interface)
     return Facts(
-        hostname=socket.gethostname(),
+        hostname=(hostname := socket.gethostname()),
         ip=ip,
         interface=name,
         address=address,
@@ -83,6 +45,12 @@ def look(ip: str, interface: str | None = None, gpus: Sequence[str] | None = Non
         versions=versions(),
         environment={name: value for name, value in sorted(os.environ.items()) if SITE.fullmatch(name)},
         nccl_conf=nccl_conf(os.environ, root),
+        nics=nics.nics(root),
+        hcas=hca.hcas(root),
+        devices=hca.gpus(root),
+        rdma=hca.rdma(os.environ, root),
+        limits=machine.limits(root),
+        machine=machine.machine(hostname, os.environ, root),
     )
 
 
@@ -144,6 +112,12 @@ def versions() -> dict[str, str]:
     for name in DISTRIBUTIONS:
         try:
             found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    for name in NCCL_WHEELS:
+        try:
+            found["nccl"] = metadata.version(name)
+            break
         except metadata.PackageNotFoundError:
             continue
     return found

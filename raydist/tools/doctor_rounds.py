@@ -9,8 +9,9 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from raydist import fabric, preload
+from raydist import fabric, fabric_findings, preload
 from raydist.config import Job
+from raydist.findings import CHECKS
 from raydist.group import Gang, cause
 from raydist.node.peers import patience
 from raydist.tools import doctor_findings as found
@@ -45,6 +46,7 @@ class Rounds:
         """All of them."""
         self._report.describe(self._gang.plan, self._hosts)
         self._variables = fabric.variables(self._job, self._gang.plan, self._gang.facts, self._gang.meet)
+        self._known()
         self._software()
         self._machines()
         self._rendezvous()
@@ -66,6 +68,14 @@ class Rounds:
                 silent.setdefault(cause(error), []).append(host.name)
         self._report.add("launch", *found.silent(step, silent))
         return answers
+
+    def _known(self) -> None:
+        """What the facts alone tell. Of a job without GPUs only what is wrong: it has no use for RDMA."""
+        for check in CHECKS if self._report.gpus else ():
+            self._report.passed(check)
+        for finding in fabric_findings.findings(self._job, self._gang.plan, self._gang.facts):
+            if finding.check not in found.CHECKS:  # those are looked at more closely below
+                self._report.add(finding.check, finding)
 
     def _software(self) -> None:
         told = [{**facts.versions, "python": facts.python} for facts in self._facts]

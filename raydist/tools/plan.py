@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from raydist import cluster, fabric, inline, placement
+from raydist import cluster, fabric, inline, placement, restart
 from raydist.config import SECRET, Job
 from raydist.errors import ConfigError, RaydistError, suggest
 from raydist.fabric import Meet, Var
 from raydist.inventory import amounts, count, select, slots, still_to_come
 from raydist.node import probe
-from raydist.node.probe import Facts
+from raydist.node.facts import Facts
 from raydist.placement import Ask, Node, NodeType, Plan, Seat
 from raydist.train import tell
 from raydist.watch import wording
@@ -64,7 +64,7 @@ def show(job: Job, as_json: bool) -> None:
     picture = look_around(job)
     asked = placement.ask(job, picture.nodes, picture.types)
     plan = placement.seat(asked, lay_out(asked, picture.nodes, picture.types))
-    job = replace(job, backend=replace(job.backend, name=asked.backend))
+    job = replace(job, backend=replace(job.backend, name=asked.backend), restart=restart.rule(job))
     leads = {seat.node_rank: foresee(job, plan, seat) for seat in plan.seats if seat.local_rank == 0}
     facts = [leads[seat.node_rank] for seat in plan.seats]
     variables = [hidden(own) for own in fabric.variables(job, plan, facts, foreseen_meeting(job, facts[0]))]

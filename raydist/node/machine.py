@@ -1,0 +1,82 @@
+"""Limits, kernel, container, cloud, mounts and NCCL plug-ins of this machine. (actor)"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from raydist.node import sysfs
+from raydist.node.facts import Limits, Machine
+from raydist.node.hca import library_folders
+
+CAP_IPC_LOCK = 14
+PLUGINS = ("opt/amazon/ofi-nccl/lib", "opt/aws-ofi-nccl/lib", "usr/local/nvidia/lib64", "var/lib/tcpx/lib64",
+           "opt/hpcx/nccl_rdma_sharp_plugin/lib")  # fmt: skip
+"""Where vendors' images keep their NCCL plug-ins."""
+
+
+def limits(root: Path = Path("/")) -> Limits:
+    """Of the process that looks: a rank that it starts has the same."""
+    told = sysfs.text(root / "proc/self/limits")
+    powers = re.search(r"^CapEff:\s*([0-9a-f]+)$", sysfs.text(root / "proc/self/status"), re.MULTILINE)
+    return Limits(
+        memlock=_limit(told, "Max locked memory"),
+        nofile=_limit(told, "Max open files"),
+        ipc_lock=powers is not None and bool(int(powers[1], 16) >> CAP_IPC_LOCK & 1),
+        shm=_size(root / "dev/shm"),
+    )
+
+
+def _limit(told: str, name: str) -> int | None:
+    match = re.search(rf"^{name}\s+(\d+|unlimited)", told, re.MULTILINE)
+    return None if match is None else -1 if match[1] == "unlimited" else int(match[1])
+
+
+def _size(folder: Path) -> int | None:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize
+
+
+def machine(hostname: str, environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
+    """What the machine is beside its devices; nothing here asks the network."""
+    driver = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", sysfs.text(root / "proc/driver/nvidia/version"))
+    return Machine(
+        boot_id=sysfs.text(root / "proc/sys/kernel/random/boot_id"),
+        kernel=sysfs.text(root / "proc/sys/kernel/osrelease"),
+        driver=driver[1] if driver else "",
+        container=any((root / mark).exists() for mark in (".dockerenv", "run/.containerenv")),
+        cloud=sysfs.text(root / "sys/class/dmi/id/sys_vendor"),
+        iommu=bool(sysfs.names(root / "sys/class/iommu")),
+        own_name=tuple(own_name(sysfs.text(root / "etc/hosts"), hostname)),
+        storage=tuple(dict.fromkeys(storage(sysfs.text(root / "proc/mounts")))),
+        plugins=tuple(dict.fromkeys(plugins(environ, root))),
+    )
+
+
+def own_name(hosts: str, hostname: str) -> Iterator[str]:
+    """What /etc/hosts says of a name. Only the file: a name server may take seconds to answer."""
+    for line in hosts.splitlines():
+        address, *names = line.partition("#")[0].split() or [""]
+        if hostname in names:
+            yield address
+
+
+def storage(mounts: str) -> Iterator[str]:
+    """Addresses of the file servers in /proc/mounts: Lustre's `10.1.0.5@o2ib:/fs`, NFS's addr= option."""
+    for line in mounts.splitlines():
+        source, _, kind, options, *_ = (*line.split(), "", "", "", "")
+        if kind == "lustre":
+            yield from re.findall(r"([\d.]+)@o2ib", source)
+        elif kind.startswith("nfs"):
+            yield from re.findall(r"(?:^|,)addr=([^,]+)", options)
+
+
+def plugins(environ: Mapping[str, str], root: Path) -> Iterator[str]:
+    """NCCL's network plug-ins where the loader, or a vendor's image, would find them."""
+    for folder in (*library_folders(environ, root), *(root / one for one in PLUGINS)):
+        yield from sorted(f"/{path.relative_to(root)}" for path in folder.glob("libnccl-net*.so*"))

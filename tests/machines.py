@@ -1,0 +1,263 @@
+"""Whole machines as folders: the /sys, /proc, /etc and /dev of hardware that is not here.
+
+A `Box` says what a machine has; `build` writes it under a folder, with the links that sysfs has, so that every reader
+of raydist.node reads it as it would read the machine itself.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+MELLANOX, AMAZON, VIRTIO = "0x15b3", "0x1d0f", "0x1af4"
+NDR, HDR, EDR = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)", "100 Gb/sec (4X EDR)"
+IB_GID, OTHER_IB_GID = "fe80:0000:0000:0000:0000:0000:0000:00a1", "fec0:0000:0000:0002:0000:0000:0000:00a1"
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A port of a card: its state as the kernel words it, and its GID table."""
+
+    rate: str = NDR
+    layer: str = "InfiniBand"
+    state: str = "4: ACTIVE"
+    phys: str = "5: LinkUp"
+    sm_lid: int = 1
+    gids: Mapping[int, tuple[str, str, str]] = field(default_factory=lambda: {0: (IB_GID, "IB/RoCE v1", "")})
+    """index -> (gid, type, netdev)."""
+    counters: str | None = "12345"
+    """port_xmit_data; None: no such file."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """An HCA: its name, the PCI path that it hangs on, and its ports."""
+
+    name: str
+    pci: str
+    ports: tuple[Link, ...] = (Link(),)
+    numa: int = 0
+    vendor: str = MELLANOX
+    netdev: str = ""
+    virtual: bool = False
+    uverbs: bool = True
+    guid: str = "1070:fd03:0012:3456"
+    width: tuple[int, int] = (16, 16)
+    speed: tuple[str, str] = ("32.0 GT/s PCIe", "32.0 GT/s PCIe")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A network interface."""
+
+    name: str
+    network: str = ""
+    mtu: int = 1500
+    kind: int = 1
+    speed: int = 25000
+    state: str = "up"
+    default: bool = False
+    pci: str = ""
+    mode: str = ""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A machine."""
+
+    cards: tuple[Card, ...] = ()
+    gpus: tuple[tuple[str, int], ...] = ()
+    """(PCI path, NUMA node)."""
+    wires: tuple[Wire, ...] = (Wire("eth0", "10.0.0.0/24", default=True),)
+    files: Mapping[str, str] = field(default_factory=dict)
+    libraries: tuple[str, ...] = ("mlx5",)
+    """User-space drivers; none at all: no libibverbs either."""
+    nodes: bool = True
+    """/dev/infiniband is there."""
+
+
+def write(path: Path, text: str) -> None:
+    """A file and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def link(path: Path, target: Path) -> None:
+    """A relative link, as those of sysfs are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(os.path.relpath(target, path.parent))
+
+
+def build(root: Path, box: Box) -> Path:
+    """Write the machine under `root`."""
+    for i, card in enumerate(box.cards):
+        write_card(root, card, i, box.nodes)
+    for pci, numa in box.gpus:
+        write_gpu(root, pci, numa)
+    write_wires(root, box.wires)
+    if box.libraries:
+        write(root / "usr/lib/x86_64-linux-gnu/libibverbs.so.1", "")
+    for name in box.libraries:
+        write(root / f"etc/libibverbs.d/{name}.driver", f"driver {name}")
+    write(root / "proc/self/limits", LIMITS)
+    write(root / "proc/self/status", "Name:\tpython\nCapEff:\t0000000000000000")
+    write(root / "proc/sys/kernel/osrelease", "6.8.0-45-generic")
+    write(root / "proc/sys/kernel/random/boot_id", "8f1c0a32-0000-4000-8000-000000000001")
+    (root / "dev/shm").mkdir(parents=True)
+    for name, text in box.files.items():
+        write(root / name, text)
+    return root
+
+
+LIMITS = """\
+Limit                     Soft Limit           Hard Limit           Units
+Max open files            1048576              1048576              files
+Max locked memory         unlimited            unlimited            bytes"""
+
+
+def write_card(root: Path, card: Card, number: int, nodes: bool) -> None:
+    device = root / "sys/devices" / card.pci
+    own = device / "infiniband" / card.name
+    said = {
+        "numa_node": str(card.numa), "vendor": card.vendor, "current_link_width": str(card.width[0]),
+        "max_link_width": str(card.width[1]), "current_link_speed": card.speed[0], "max_link_speed": card.speed[1],
+    }  # fmt: skip
+    for name, text in said.items():
+        write(device / name, text)
+    if card.virtual:
+        link(device / "physfn", root / "sys/devices/pci0000:00")
+    for name, text in {"fw_ver": "28.43.1014", "board_id": "MT_0000000838", "sys_image_guid": card.guid}.items():
+        write(own / name, text)
+    link(own / "device", device)
+    link(root / "sys/class/infiniband" / card.name, own)
+    for i, port in enumerate(card.ports, 1):
+        write_port(own / f"ports/{i}", port)
+    if card.uverbs:
+        write(device / f"infiniband_verbs/uverbs{number}/ibdev", card.name)
+        link(root / f"sys/class/infiniband_verbs/uverbs{number}", device / f"infiniband_verbs/uverbs{number}")
+        if nodes:
+            write(root / f"dev/infiniband/uverbs{number}", "")
+
+
+def write_port(own: Path, port: Link) -> None:
+    said = {"state": port.state, "phys_state": port.phys, "rate": port.rate, "link_layer": port.layer,
+            "sm_lid": hex(port.sm_lid)}  # fmt: skip
+    for name, text in said.items():
+        write(own / name, text)
+    for i in range(32):
+        gid, kind, netdev = port.gids.get(i, ("0000:" * 7 + "0000", "", ""))
+        write(own / f"gids/{i}", gid)
+        if kind:  # an empty entry's type answers EINVAL, here as a file that is not there
+            write(own / f"gid_attrs/types/{i}", kind)
+        if netdev:
+            write(own / f"gid_attrs/ndevs/{i}", netdev)
+    if port.counters is not None:
+        write(own / "counters/port_xmit_data", port.counters)
+
+
+def write_gpu(root: Path, pci: str, numa: int) -> None:
+    device, bdf = root / "sys/devices" / pci, pci.rpartition("/")[2]
+    write(device / "numa_node", str(numa))
+    link(root / "sys/bus/pci/devices" / bdf, device)
+    write(root / f"proc/driver/nvidia/gpus/{bdf}/information", "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18")
+
+
+def write_wires(root: Path, wires: tuple[Wire, ...]) -> None:
+    lines = ["Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT"]
+    for wire in wires:
+        own = root / "sys/class/net" / wire.name
+        said = {"operstate": wire.state, "mtu": str(wire.mtu), "type": str(wire.kind), "speed": str(wire.speed)}
+        for name, text in said.items():
+            write(own / name, text)
+        if wire.mode:
+            write(own / "mode", wire.mode)
+        if wire.pci:
+            (root / "sys/devices" / wire.pci).mkdir(parents=True, exist_ok=True)
+            link(own / "device", root / "sys/devices" / wire.pci)
+        if wire.default:
+            lines.append(f"{wire.name}\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0")
+        if wire.network:
+            net = ipaddress.ip_network(wire.network)
+            lines.append(
+                f"{wire.name}\t{word(net.network_address)}\t00000000\t0001\t0\t0\t0\t{word(net.netmask)}\t0\t0\t0"
+            )
+    write(root / "proc/net/route", "\n".join(lines))
+
+
+def word(address: object) -> str:
+    """An address as /proc/net/route prints it."""
+    return f"{struct.unpack('=I', socket.inet_aton(str(address)))[0]:08X}"
+
+
+def mapped(ip: str) -> str:
+    """The GID of an IPv4 address."""
+    plain = ipaddress.IPv4Address(ip).packed.hex()
+    return f"0000:0000:0000:0000:0000:ffff:{plain[:4]}:{plain[4:]}"
+
+
+def roce(ip: str, netdev: str, **more: object) -> Link:
+    """A RoCE port with link-local and IPv4 entries, v1 and v2 of each."""
+    local = "fe80:0000:0000:0000:0e42:a1ff:fe12:3456"
+    table = {
+        0: (local, "IB/RoCE v1", netdev), 1: (local, "RoCE v2", netdev),
+        2: (mapped(ip), "IB/RoCE v1", netdev), 3: (mapped(ip), "RoCE v2", netdev),
+    }  # fmt: skip
+    return replace(Link(rate=NDR, layer="Ethernet", sm_lid=0, gids=table), **more)  # type: ignore[arg-type]
+
+
+def switch(i: int) -> str:
+    """The PCI path of switch `i`: four in each half of the machine, each under a root complex of its own."""
+    return f"pci00{i}0:00/00{i}0:00:01.0/00{i}1:00:00.0"
+
+
+def dgx(rate: str = NDR, name: str = "mlx5_{}") -> Box:
+    """Eight GPUs, an HCA beside each under the same switch, and two dual-port storage cards elsewhere."""
+    compute = [
+        Card(name.format(i), f"{switch(i)}/00{i}2:00:00.0/00{i}3:00:00.0", (Link(rate),), i // 4) for i in range(8)
+    ]
+    storage = [
+        Card(name.format(8 + 2 * card + port), f"pci00a{card}:00/00a{card}:00:01.0/00a{card}:01:00.{port}",
+             (Link(EDR, gids={0: (OTHER_IB_GID, "IB/RoCE v1", "")}),), card, guid=f"a088:c203:00a{card}:0000")
+        for card in range(2) for port in range(2)
+    ]  # fmt: skip
+    gpus = tuple((f"{switch(i)}/00{i}2:00:01.0/00{i}4:00:00.0", i // 4) for i in range(8))
+    files = {"proc/driver/nvidia/version": OPEN_DRIVER, "sys/class/dmi/id/sys_vendor": "NVIDIA"}
+    return Box((*compute, *storage), gpus, files=files)
+
+
+def roce_box() -> Box:
+    """Two GPUs with a RoCE card each; one of them without an address, so that it has link-local GIDs only."""
+    cards = (
+        Card("mlx5_0", f"{switch(0)}/0002:00:00.0/0003:00:00.0", (roce("10.1.0.5", "eth1"),), netdev="eth1"),
+        Card("mlx5_1", f"{switch(1)}/0012:00:00.0/0013:00:00.0", (roce("10.2.0.5", "eth2"),), netdev="eth2"),
+    )
+    gpus = tuple((f"{switch(i)}/00{i}2:00:01.0/00{i}4:00:00.0", 0) for i in range(2))
+    return Box(cards, gpus, (Wire("eth0", "10.0.0.0/24", default=True), Wire("eth1", "10.1.0.0/24", 9000)))
+
+
+def efa_box() -> Box:
+    """An instance with EFA: link_layer Unknown, no port counters, the vendor's plug-in in /opt."""
+    port = Link("100 Gb/sec (4X EDR)", "Unknown", sm_lid=0, counters=None)
+    cards = tuple(Card(f"rdmap{i}s0", f"pci0000:0{i}/0000:0{i}:1b.0", (port,), vendor=AMAZON) for i in range(4))
+    gpus = tuple((f"pci0000:0{i}/0000:0{i}:1c.0", 0) for i in range(4))
+    files = {"sys/class/dmi/id/sys_vendor": "Amazon EC2", "opt/amazon/ofi-nccl/lib/libnccl-net.so": ""}
+    return Box(cards, gpus, files=files, libraries=("efa",))
+
+
+def vm_box() -> Box:
+    """A VM with flat PCI: everything hangs directly under one root, and the HCAs are virtual functions."""
+    cards = tuple(
+        Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i + 2}.0", (Link(counters=None),), -1, virtual=True) for i in range(2)
+    )
+    return Box(cards, tuple((f"pci0000:00/0000:00:1{i}.0", -1) for i in range(2)))
+
+
+def plain_box() -> Box:
+    """Ethernet only."""
+    return Box(libraries=())

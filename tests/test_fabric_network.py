@@ -1,0 +1,133 @@
+"""Which HCAs and which variables follow from whole machines, with their reasons."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist import fabric, fabric_network, placement
+from raydist.check import check
+from raydist.config import Backend, Fabric, Job, Scale
+from raydist.errors import ConfigError
+from raydist.fabric import Meet
+from raydist.node import hca, machine, nics
+from raydist.node.facts import Facts
+from raydist.placement import Node
+from tests import machines
+from tests.machines import Box, Card, Link, build
+
+
+def facts(root: Path, box: Box, **more: object) -> Facts:
+    """What a seat on that machine would report."""
+    build(root, box)
+    plain = Facts("node-1", "10.0.0.5", "eth0", "10.0.0.5", interfaces={"eth0": ("10.0.0.5",)}, nics=nics.nics(root),
+                  hcas=hca.hcas(root), devices=hca.gpus(root), rdma=hca.rdma({}, root), limits=machine.limits(root),
+                  machine=machine.machine("node-1", {}, root))  # fmt: skip
+    return replace(plain, **more)  # type: ignore[arg-type]
+
+
+def told(here: Facts, nodes: int = 2, **fabric: Any) -> dict[str, tuple[str, str]]:
+    job = Job(fabric=Fabric(**fabric))
+    return {name: (value, why) for name, value, why in fabric_network.settings(job, here, nodes)}
+
+
+def values(here: Facts, **fabric: Any) -> dict[str, str]:
+    """Those beside the two sockets'."""
+    found = {name: value for name, (value, _) in told(here, **fabric).items()}
+    assert found.pop("GLOO_SOCKET_IFNAME") == "eth0"
+    assert found.pop("NCCL_SOCKET_IFNAME") == "=eth0"
+    return found
+
+
+def test_a_dgx_takes_the_eight_beside_its_gpus_and_leaves_storage(tmp_path: Path) -> None:
+    found = told(facts(tmp_path, machines.dgx()))
+    value, why = found["NCCL_IB_HCA"]
+    assert value == "=" + ",".join(f"mlx5_{i}" for i in range(8))
+    assert "mlx5_8 shares no PCIe switch with a GPU" in why
+    assert found["NCCL_IGNORE_NET_MISMATCH"][0] == "0"
+    assert found["GLOO_SOCKET_IFNAME"] == (
+        "eth0", "it owns 10.0.0.5, the node's address in Ray; unset, gloo goes where the host name points"
+    )  # fmt: skip
+
+
+def test_renamed_devices_are_taken_by_their_own_names(tmp_path: Path) -> None:
+    assert values(facts(tmp_path, machines.dgx(machines.HDR, "ibp{}s0")))["NCCL_IB_HCA"].startswith("=ibp0s0,ibp1s0,")
+
+
+def test_where_nothing_needs_choosing_nothing_is_said(tmp_path: Path) -> None:
+    assert values(facts(tmp_path / "r", machines.roce_box())) == {"NCCL_IGNORE_NET_MISMATCH": "0"}
+    assert values(facts(tmp_path / "v", machines.vm_box())) == {"NCCL_IGNORE_NET_MISMATCH": "0"}
+    assert values(facts(tmp_path / "p", machines.plain_box())) == {}
+
+
+def test_one_node_has_no_mismatch(tmp_path: Path) -> None:
+    assert "NCCL_IGNORE_NET_MISMATCH" not in told(facts(tmp_path, machines.roce_box()), nodes=1)
+
+
+def test_without_pci_the_class_with_the_most_bandwidth_wins(tmp_path: Path) -> None:
+    """A VM: all flat. Four 100G storage ports are as many as one at 400, and still the faster one carries."""
+    slow = [Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i}.0", (Link(machines.EDR),)) for i in range(2)]
+    fast = Card("mlx5_9", "pci0000:00/0000:00:09.0", (Link(machines.NDR),))
+    value, why = told(facts(tmp_path, Box((*slow, fast))))["NCCL_IB_HCA"]
+    assert value == "=mlx5_9"
+    assert "mlx5_0 is InfiniBand at 100 Gbit/s in subnet fe80:0000:0000:0000, not InfiniBand at 400 Gbit/s" in why
+
+
+def test_a_port_that_is_down_is_not_counted(tmp_path: Path) -> None:
+    down = Card("mlx5_1", "pci0000:00/0000:00:03.0", (Link(machines.HDR, state="1: DOWN"),))
+    up = Card("mlx5_0", "pci0000:00/0000:00:02.0")
+    assert values(facts(tmp_path, Box((up, down)))) == {"NCCL_IGNORE_NET_MISMATCH": "0"}
+
+
+@pytest.mark.parametrize(("kind", "taken", "left"), [("ib", "mlx5_0", "mlx5_1"), ("roce", "mlx5_1", "mlx5_0")])
+def test_only_the_kind_asked_for(kind: str, taken: str, left: str, tmp_path: Path) -> None:
+    both = (Card("mlx5_0", "pci0000:00/0000:00:02.0"),
+            Card("mlx5_1", "pci0000:00/0000:00:03.0", (machines.roce("10.1.0.5", "eth1"),)))  # fmt: skip
+    value, why = told(facts(tmp_path, Box(both)), kind=kind)["NCCL_IB_HCA"]
+    assert value == f"={taken}"
+    assert why.startswith(f"fabric.kind={kind}: {left} is not")
+
+
+def test_ethernet_turns_rdma_off_and_site_says_nothing(tmp_path: Path) -> None:
+    here = facts(tmp_path, machines.dgx())
+    assert values(here, kind="ethernet") == {"NCCL_IB_DISABLE": "1"}
+    assert told(here, kind="site") == {}
+
+
+def test_the_hcas_asked_for_exactly(tmp_path: Path) -> None:
+    here = facts(tmp_path, machines.dgx())
+    assert told(here, hca=["mlx5_1", "mlx5_10"])["NCCL_IB_HCA"] == ("=mlx5_1,mlx5_10", "fabric.hca")
+    with pytest.raises(ConfigError, match=r"node-1 has no HCA mlx_1.*mlx5_1"):
+        told(here, hca=["mlx_1"])
+    with pytest.raises(ConfigError, match="it has none at all"):
+        told(facts(tmp_path / "p", machines.plain_box()), hca=["mlx5_0"])
+
+
+def test_a_vendors_network_is_left_alone_even_when_strict(tmp_path: Path) -> None:
+    assert values(facts(tmp_path, machines.efa_box()), strict=True) == {}
+
+
+def test_strict_and_debug(tmp_path: Path) -> None:
+    here = facts(tmp_path, machines.roce_box())
+    assert values(here, strict=True)["NCCL_NET"] == "IB"
+    assert values(here, debug=True)["NCCL_DEBUG"] == "INFO"
+    assert "NET" in values(here, debug=True)["NCCL_DEBUG_SUBSYS"].split(",")
+    with pytest.raises(ConfigError, match=r"fabric.strict.*fabric.kind=ethernet"):
+        check(Job(fabric=Fabric(kind="ethernet", strict=True)))
+
+
+def test_what_the_site_has_set_stays_and_is_said(tmp_path: Path) -> None:
+    conf = {"NCCL_IB_HCA": ("=mlx5_2", "/etc/nccl.conf")}
+    here = facts(tmp_path, machines.dgx(), environment={"NCCL_SOCKET_IFNAME": "=ib0"}, nccl_conf=conf)
+    have = {"CPU": 8.0, "GPU": 8.0}
+    asked = Job(backend=Backend("nccl"), scale=Scale(per_node=1))
+    node = Node("id", "10.0.0.5", "node-1", have, have)
+    ask = placement.ask(asked, [node])
+    (own,) = fabric.variables(asked, placement.seat(ask, [node]), [here], Meet("10.0.0.5", 1))
+    found = {var.name: var for var in own}
+    assert found["NCCL_SOCKET_IFNAME"].value == "=ib0"
+    assert "set on node-1 already" in found["NCCL_SOCKET_IFNAME"].reason
+    assert (found["NCCL_IB_HCA"].value, found["NCCL_IB_HCA"].reason[:21]) == ("=mlx5_2", "set in /etc/nccl.conf")
