@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raydist import fabric, placement
-from raydist.config import Backend, Fabric, Job, Scale
+from raydist.config import Backend, Fabric, Job, Restart, Scale
 from raydist.fabric import Meet, Var
 from raydist.node.probe import Facts
 from raydist.placement import Node, Plan
@@ -73,7 +73,8 @@ def test_everything_that_torchrun_exports_is_there() -> None:
 
 
 def test_where_the_ranks_meet() -> None:
-    (first, second), _ = planned(job(), plan(node(1), per_node=2), facts(1), facts(1))
+    ours = replace(job(), restart=Restart(max=3))
+    (first, second), _ = planned(ours, plan(node(1), per_node=2), facts(1), facts(1))
     for own in (first, second):
         assert (own["MASTER_ADDR"], own["MASTER_PORT"]) == ("10.0.0.1", "41234")
         assert own["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # torch takes this very word
