@@ -68,7 +68,7 @@ def run_rank(spec: Mapping[str, Any], log_fd: int, channel_fd: int, beat_fd: int
     context.enter(context.Context(rank=context.Rank.from_env(os.environ), emit=channel.emit, beat=channel.beat))
     code = run_job(spec)
     channel.flush()
-    leave(code, whole=bool(spec["script"]))
+    leave(code, whole=bool(spec.get("script")))
 
 
 def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
@@ -95,7 +95,7 @@ def run_job(spec: Mapping[str, Any]) -> int:
     """
     try:
         job = config.from_dict(spec["job"])
-        if spec["script"]:
+        if spec.get("script"):
             context.tell("joined", pid=os.getpid())
             program.run(spec["script"], spec["argv"][1:])
             return 0
@@ -112,12 +112,12 @@ def run_job(spec: Mapping[str, Any]) -> int:
         return 1
     except BaseException as error:
         error.__traceback__ = beyond_this_file(error.__traceback__)
-        (sys.excepthook if spec["script"] else show)(type(error), error, error.__traceback__)
+        (sys.excepthook if spec.get("script") else show)(type(error), error, error.__traceback__)
         tell_raised(error)
-        if not spec["script"]:  # nobody calls a script who could catch it
+        if not spec.get("script"):  # nobody calls a script who could catch it
             error.__traceback__ = None  # frames don't travel
             write_pickle(spec["value"] + ".error", error)
-        return program.NOT_THERE if spec["script"] and isinstance(error, program.Missing) else 1
+        return program.NOT_THERE if spec.get("script") and isinstance(error, program.Missing) else 1
 
 
 def beyond_this_file(frames: TracebackType | None) -> TracebackType | None:

@@ -103,7 +103,7 @@ class Seat:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
         spec["env"] = {**os.environ, **self._adds, **spec["env"]}
-        if spec["script"]:
+        if spec.get("script"):
             self._error = Path(f"{base}.error.json")
             self._error.unlink(missing_ok=True)
             spec["env"]["TORCHELASTIC_ERROR_FILE"] = str(self._error)
