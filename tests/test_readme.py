@@ -25,9 +25,9 @@ PLACES = {
 
 # The way of a job through the files; what all need comes last.
 FLOW = """
-    train words run cluster inventory placement shortage shipping preload home group script node fabric fabric_horovod
-    parcel target backends context loop checkpoint vigil sentry pace stuck result blame watch standalone inline tools
-    config events errors signals
+    train words run cluster inventory placement shortage shipping preload home group script node fabric
+    fabric_horovod fabric_mpi mpi parcel target backends context loop checkpoint vigil sentry pace stuck
+    result blame watch standalone inline tools config events errors signals
 """
 
 
