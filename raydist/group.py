@@ -183,11 +183,11 @@ class Gang(AbstractContextManager["Gang"]):
     def start(self, job: Job, variables: Sequence[Iterable[Var]], call: bytes | None) -> None:
         """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
         fabric_findings.check(job, self.plan, self.facts, lambda text: self._events.say("warning", text=text))
-        cwd = shipping.root(job) or os.getcwd()
-        program = seen_from(cwd, job.script)
-        paths = [path for path in sys.path if not shipping.root(job) or os.path.abspath(path) != cwd]
-        here = "" if shipping.root(job) else cwd  # a seat that knows no better takes its actor's folder: the copy
-        same = {"job": as_dict(job), "cwd": here, "script": program, "sys_path": paths}
+        sent = shipping.root(job)
+        program = seen_from(sent or os.getcwd(), job.script)
+        paths = [path for path in sys.path if not sent or os.path.abspath(path) != sent]
+        cwd = "" if sent else os.getcwd()  # a seat that is told no folder takes its actor's: the copy
+        same = {"job": as_dict(job), "cwd": cwd, "script": program, "sys_path": paths}
         envs = [{var.name: var.value for var in own} for own in variables]
         args = [script.fill(job.args, env, job.init_method, self.plan.ask.backend) for env in envs]
         first = program or job.job.target

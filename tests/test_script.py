@@ -117,7 +117,11 @@ def test_a_script_is_settled_and_gives_the_run_its_name() -> None:
     ],
 )
 def test_arguments_as_in_a_shell_or_as_a_list(typed: str, means: str) -> None:
-    assert as_list(typed) == means
+    assert as_list("args", typed) == means
+
+
+def test_packages_with_their_versions() -> None:
+    assert job("pip=[einops==0.8.0,timm>=1.0]").pip == ["einops==0.8.0", "timm>=1.0"]
 
 
 def test_a_file_of_variables_as_docker_reads_it(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def run_rank(
     context.enter(here)
     code = run_job(spec)
     channel.flush()
-    leave(code, whole=bool(spec["script"]))
+    leave(code, whole=bool(spec.get("script")))
 
 
 def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
@@ -103,7 +103,7 @@ def run_job(spec: Mapping[str, Any]) -> int:
     """
     try:
         job = config.from_dict(spec["job"])
-        if spec["script"]:
+        if spec.get("script"):
             context.tell("joined", pid=os.getpid())
             program.run(spec["script"], spec["argv"][1:])
             return 0
@@ -120,12 +120,12 @@ def run_job(spec: Mapping[str, Any]) -> int:
         return 1
     except BaseException as error:
         error.__traceback__ = beyond_this_file(error.__traceback__)
-        (sys.excepthook if spec["script"] else show)(type(error), error, error.__traceback__)
+        (sys.excepthook if spec.get("script") else show)(type(error), error, error.__traceback__)
         tell_raised(error)
-        if not spec["script"]:  # nobody calls a script who could catch it
+        if not spec.get("script"):  # nobody calls a script who could catch it
             error.__traceback__ = None  # frames don't travel
             write_pickle(spec["value"] + ".error", error)
-        return program.NOT_THERE if spec["script"] and isinstance(error, program.Missing) else 1
+        return program.NOT_THERE if spec.get("script") and isinstance(error, program.Missing) else 1
 
 
 def beyond_this_file(frames: TracebackType | None) -> TracebackType | None:

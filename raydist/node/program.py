@@ -23,7 +23,7 @@ from typing import NoReturn
 FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 NOT_THERE = 127
 """The exit code that a shell has for a program that is not there."""
-HOME = "say working_dir=. to send this folder, or put it where all nodes see it"
+ADVICE = "say working_dir=. to send this folder, or put it where all nodes see it"
 
 
 class Missing(FileNotFoundError):
@@ -66,7 +66,7 @@ def run_file(script: str, args: Sequence[str], main: ModuleType) -> None:
     """`python script args`: with its own folder first on sys.path, and no spec, so that multiprocessing finds it."""
     path = os.path.abspath(script)
     if not os.path.isfile(path):
-        raise Missing(f"there is no {path} on {socket.gethostname()}: {HOME}")
+        raise Missing(f"there is no {path} on {socket.gethostname()}: {ADVICE}")
     sys.argv = [script, *args]
     sys.orig_argv = [sys.executable, *sys.argv]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
@@ -90,7 +90,7 @@ def execute(argv: Sequence[str]) -> NoReturn:
     if shutil.which(argv[0]) is None:
         there = os.path.exists(argv[0])
         why = f"{os.path.abspath(argv[0])} is no program (chmod +x?)" if there else f"there is no program {argv[0]}"
-        raise Missing(f"{why} on {socket.gethostname()}" + ("" if there else f": {HOME}"))
+        raise Missing(f"{why} on {socket.gethostname()}" + ("" if there else f": {ADVICE}"))
     sys.stdout.flush()
     os.execvp(argv[0], list(argv))
 

@@ -112,7 +112,7 @@ class Seat:
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
         here = {name: value.replace(HERE, str(self.folder)) for name, value in spec["env"].items()}
         spec["env"] = {**os.environ, **self._adds, **here}
-        if spec["script"]:
+        if spec.get("script"):
             self._error = Path(f"{base}.error.json")
             self._error.unlink(missing_ok=True)
             spec["env"]["TORCHELASTIC_ERROR_FILE"] = str(self._error)

@@ -134,7 +134,7 @@ def translate(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> S
             f"--node-rank {typed['node_rank']}: raydist is started once, not on every node; say --nnodes N alone"
         )
     notes = [f"--{name} is not needed: {why}" for name, why in NEEDLESS.items() if typed[key(name)] is not None]
-    if ":" in typed["nnodes"]:
+    if any(word.startswith("scale.max_nodes=") for word in nodes(typed["nnodes"])):
         notes.append(f"--nnodes {typed['nnodes']}: as many as have room when it starts; none joins or leaves later")
     made = [
         "backend=script",

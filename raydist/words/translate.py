@@ -99,14 +99,14 @@ def _translate(word: Word, groups: Collection[str], multirun: bool, secrets: dic
         raise ConfigError(f"{word.text}: {word.key} can't be taken away; say {word.key}=VALUE")
     if word.sign == "+":
         raise ConfigError(f"{word.text}: {word.key} is there already; say {word.text[1:]} (without the +)")
-    if word.key == "args":
-        return f"args={as_list(word.value or '')}"
+    if word.key in ("args", "pip"):
+        return f"{word.key}={as_list(word.key, word.value or '')}"
     if word.key == "watch.output":
         return f"watch.output={quote(_unquote(word.value or ''))}"  # ranks, not the choices of a sweep
     return f"{word.sign}{word.key}={_quote_home(word.value or '')}"
 
 
-def as_list(value: str) -> str:
+def as_list(key: str, value: str) -> str:
     """`--rank {rank} --lr 0.1`, as typed in a shell, or `[--rank,{rank}]`: each word quoted, as braces have to be."""
     if value.startswith("[") and value.endswith("]"):
         found = [_unquote(each.strip()) for each in ELEMENT.findall(value[1:-1]) if each.strip()]
@@ -114,7 +114,7 @@ def as_list(value: str) -> str:
         try:
             found = shlex.split(value)
         except ValueError as error:
-            raise ConfigError(f"args={value}: {error}; say args=[WORD,WORD]") from error
+            raise ConfigError(f"{key}={value}: {error}; say {key}=[WORD,WORD]") from error
     return f"[{','.join(map(quote, found))}]"
 
 
