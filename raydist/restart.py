@@ -63,7 +63,7 @@ def decide(rule: Restart, past: Sequence[Attempt]) -> Again | Stop:
     if end.type in NEVER:
         return Stop(f"a {end.type} would come again")
     if len(past) > 1 and same(past[-2].cause, end):
-        return Stop(f"the same failure came twice at step {end.step}: {brief(end)}")
+        return Stop(f"the same failure came twice at step {end.step}")
     if (stuck := without_progress(past)) >= STUCK:
         return Stop(f"{stuck} failures in a row, and not one step further than step {last.reached}")
     counted = [each for each in past if counts(rule, each, end.at)]

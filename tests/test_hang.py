@@ -17,7 +17,7 @@ from raydist.events import Event, read
 from tests.leftovers import alive
 
 pytestmark = pytest.mark.ray
-WORDS = ("scale=1x3", "watch.progress=none", "hang.after_s=1")
+WORDS = ("scale=1x3", "watch.progress=none", "hang.after_s=1", "restart=none")
 
 
 def stop() -> None:

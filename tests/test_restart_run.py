@@ -154,7 +154,7 @@ def test_restart_none_ends_with_the_first_failure_and_its_state_is_on_the_disk(o
 @pytest.mark.parametrize(
     ("struck", "attempts", "reason"),
     [
-        (Fault("raise", 1, 12, ()), 2, "the same failure came twice at step 12: ValueError: struck at step 12"),
+        (Fault("raise", 1, 12, ()), 2, "the same failure came twice at step 12"),
         (kill(1, 12, 0, 1, 2, 3), 3, "3 failures in a row, and not one step further than step 12"),
     ],
 )
