@@ -18,7 +18,7 @@ PLACES = {
     "conf": "the groups of words, as files: conf/scale/local.yaml is scale=local",
     "jobs": "jobs to run, and to copy",
     "bench": "the figures, side by side with Ray Train, torchrun and horovodrun",
-    "docs": "jobs, Horovod",
+    "docs": "jobs, programs, networks, faults, Horovod, MPI",
     "tests": "real Ray, real ranks, real hosts in namespaces (tests/rig)",
 }
 
