@@ -42,6 +42,8 @@ class End:
         return self.how not in ("finished", "stopped")
 
 
+ECHO_S = 0.5
+"""Seconds within which an exit with a code may be the echo of a rank that was killed."""
 TRACEBACK_LINES = 15
 """Lines of the end of a traceback that a person is shown; the whole of it is in the rank's log."""
 
@@ -92,7 +94,13 @@ def first_cause(ends: Iterable[End]) -> End | None:
     Culprits go before aborts, aborts before network errors: those who wait for a dead rank often notice before its own
     death is seen, so the clock only decides among equals.
     """
-    return min((end for end in ends if end.failed), key=lambda end: (_guilt(end), end.at, end.rank), default=None)
+    failed = sorted((end for end in ends if end.failed), key=lambda end: (_guilt(end), end.at, end.rank))
+    first = next(iter(failed), None)
+    if first is not None and first.how == "exited":
+        # MPI's ranks, and programs that catch the error, exit with a code a moment before the death behind it is seen.
+        killed = (end for end in failed if end.how == "killed" and not _guilt(end) and end.at - first.at < ECHO_S)
+        return next(killed, first)
+    return first
 
 
 def _guilt(end: End) -> int:

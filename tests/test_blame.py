@@ -297,3 +297,11 @@ def test_with_the_gloo_that_is_installed_the_right_rank_is_blamed(attempts: dict
         "RuntimeError: Connection closed by peer",
         "RuntimeError: Read error Connection reset by peer",
     )
+
+
+def test_an_exit_may_be_the_echo_of_a_kill_that_is_seen_later() -> None:
+    exited = End(rank=5, host="b", how="exited", at=10.0, code=15)
+    killed = End(rank=3, host="b", how="killed", at=10.1, signal=9)
+    assert first_cause([exited, killed]) is killed
+    assert first_cause([exited, replace(killed, at=11.0)]) is exited
+    assert first_cause([exited, replace(killed, signal=6)]) is exited
