@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raydist
+from raydist import pace, stuck
 from raydist.errors import RunFailed
 from raydist.events import Event, read
+from raydist.run import run_job
+from raydist.stuck import Look
+from raydist.words import compose
 from tests.leftovers import alive
 
 pytestmark = pytest.mark.ray
@@ -131,11 +135,26 @@ def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
     assert [told["certain"] for told in hangs(done.dir)] == [True]
 
 
-def test_a_script_that_takes_sigusr2_for_itself_is_let_have_it(on_ray: Path) -> None:
-    def job() -> int:
-        taken: list[int] = []
-        signal.signal(signal.SIGUSR2, lambda number, _: taken.append(number))
-        os.kill(os.getpid(), signal.SIGUSR2)
-        return len(taken)
+@pytest.mark.parametrize(
+    ("program", "args"),
+    [("sleep", "[9]"), ("python", "[-c,'import time; time.sleep(9)']"), ("quiet.py", "[]")],
+)
+def test_a_program_that_says_nothing_is_looked_at_and_lives(
+    on_ray: Path, program: str, args: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it does with signals of its own: this one would have taken SIGUSR2 for its word to save and leave."""
+    quiet = "import signal, sys, time\nsignal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))\ntime.sleep(9)\n"
+    (on_ray / "quiet.py").write_text(quiet + "print('whole')\n")
+    monkeypatch.setattr(pace, "UNKNOWN_S", 2.0)
+    looked: list[Look] = []
+    judge = stuck.judge
 
-    assert raydist.run(job, "scale=1x1", "watch.progress=none").values == (1,)
+    def note(looks: Sequence[Look]) -> stuck.Verdict:
+        looked.extend(looks)
+        return judge(looks)
+
+    monkeypatch.setattr(stuck, "judge", note)
+    command = [f"script={program}", f"args={args}", "scale=1x1", "watch.progress=none"]
+    done = run_job(compose.compose(command, claim=True))
+    assert done.status == "finished"
+    assert looked

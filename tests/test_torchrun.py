@@ -38,7 +38,7 @@ def test_every_flag_of_torchrun_is_known_in_every_spelling() -> None:
 def test_without_flags_it_is_what_torchrun_means() -> None:
     assert words("train.py") == {
         "backend": "script", "scale.nodes": "1", "scale.per_node": "1", "watch.output": "all",
-        "script": "train.py", "args": "",
+        "restart.max": "0", "script": "train.py", "args": "",
     }  # fmt: skip
 
 
@@ -50,11 +50,13 @@ def test_without_flags_it_is_what_torchrun_means() -> None:
         ("--nnodes=3:3", {"scale.nodes": "3"}),
         ("--nproc-per-node cpu", {"scale.gpus": "0"}),
         ("--nproc-per-node gpu", {"scale.gpus": "1"}),
+        ("--max-restarts 2", {"restart.max": "2"}),
         ("--role trainer --rdzv-id 77", {"env.ROLE_NAME": "trainer", "env.TORCHELASTIC_RUN_ID": "77"}),
         ("-r 3", {"watch.output": "none"}),
         ("--tee 3 -r 3", {"watch.output": "all"}),
         ("--nproc-per-node 3 -r 1:3,2:0", {"watch.output": "0,2"}),
         ("--nnodes 2 --nproc-per-node 3 --local-ranks-filter 0,2", {"watch.output": "0,2,3,5"}),
+        ("--nnodes 2:4 --nproc-per-node 2 --local-ranks-filter 0", {"watch.output": "0,2,4,6"}),
         ("--nproc-per-node 2 -r 3 -t 1:3", {"watch.output": "1"}),
         ("scale.per_node=4 scale.cpus=2", {"scale.per_node": "4", "scale.cpus": "2"}),
     ],

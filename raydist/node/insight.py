@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import signal
 import sys
 from typing import Any
+
+from raydist.node.wire import STACKS_SIGNAL
 
 LAST = 8
 """Collectives that are told of each backend."""
@@ -25,12 +26,12 @@ _opened: list[Any] = []
 
 
 def answer_signal(path: str) -> None:
-    """From now on SIGUSR2 appends the stacks of all threads to a file.
+    """From now on STACKS_SIGNAL appends the stacks of all threads to a file.
 
-    The handler is C: it answers from inside a collective too. A script that takes the signal for itself loses this.
+    The handler is C: it answers from inside a collective too. It does not outlive an exec.
     """
     _opened.append(open(path, "a"))  # noqa: SIM115 - as long as the process
-    faulthandler.register(signal.SIGUSR2, file=_opened[-1], all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=_opened[-1], all_threads=True)
 
 
 def collectives() -> list[dict[str, Any]]:

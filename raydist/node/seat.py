@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from raydist import transport
 from raydist.node import counters
-from raydist.node.processes import recorded, state_of
+from raydist.node.processes import catches, recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
-from raydist.node.wire import BEAT, HERE, PACKET, read_beat
+from raydist.node.wire import BEAT, HERE, PACKET, STACKS_SIGNAL, read_beat
 
 if TYPE_CHECKING:
     from raydist.events import Event
@@ -180,7 +180,8 @@ class Seat:
         state, before = state_of(self.pid)
         with contextlib.suppress(OSError):
             os.truncate(stacks, 0)
-        self._tell(op="kill", pid=self.pid, signal=signal.SIGUSR2)
+        if catches(self.pid, STACKS_SIGNAL):  # another program than Python would die of it
+            self._tell(op="kill", pid=self.pid, signal=STACKS_SIGNAL)
         if self._writer is not None:
             self._writer.write(b"?")
         await asyncio.sleep(LOOK_S)

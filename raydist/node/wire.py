@@ -5,6 +5,7 @@ Kept apart and small, because every seat is a Ray worker of its own and pays for
 
 from __future__ import annotations
 
+import signal
 import struct
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ HERE = "<the folder of the rank's seat>"
 
 PHASES = ("start", "data", "forward", "backward", "collective", "evaluate", "save", "end")
 """What a rank can be doing, as its heartbeat tells it: the index of one of these words."""
+
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 5
+"""Asks a rank for its stacks: one of the real-time signals, which programs leave alone (SIGUSR1 and 2 they do not)."""
 
 BEAT = struct.Struct("<qqd")
 """The heartbeat page: step, index in PHASES, seconds since the epoch."""

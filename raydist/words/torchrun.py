@@ -17,7 +17,6 @@ from typing import NamedTuple, NoReturn
 
 from raydist import script
 from raydist.errors import ConfigError, nearest
-from raydist.words.translate import SETTINGS
 
 Flags = tuple[tuple[str, str, str], ...]
 VALUES: Flags = (
@@ -184,11 +183,7 @@ def restarts(asked: str) -> list[str]:
     """--max-restarts 3."""
     if not asked.isdecimal():
         raise ConfigError(f"--max-restarts {asked}: say a number")
-    if "restart.max" in SETTINGS:
-        return [f"restart.max={int(asked)}"]
-    if int(asked):
-        raise ConfigError(f"--max-restarts {asked}: raydist does not restart a script yet; say --max-restarts 0")
-    return []
+    return [f"restart.max={int(asked)}"]
 
 
 def shown(typed: Mapping[str, str]) -> str:
@@ -201,12 +196,12 @@ def shown(typed: Mapping[str, str]) -> str:
         return "all"
     if "all" in away and not teed:
         return "none"
-    each, least = typed["nproc_per_node"], typed["nnodes"].partition(":")[0]
+    each, most = typed["nproc_per_node"], typed["nnodes"].rpartition(":")[2]
     if not each.isdecimal():
         raise ConfigError(f"--nproc-per-node {each}: say a number, for some ranks' output goes elsewhere than others'")
     local = [str(one) for one in range(int(each)) if not only or str(one) in only.split(",")]
     seen = [one for one in local if "all" in teed or one in teed or not ("all" in away or one in away)]
-    found = sorted(node * int(each) + int(one) for node in range(int(least)) for one in seen)
+    found = sorted(node * int(each) + int(one) for node in range(int(most)) for one in seen)
     return ",".join(map(str, found)) or "none"
 
 
