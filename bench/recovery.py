@@ -87,7 +87,7 @@ def turn_raydist() -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         words = ("scale=1x2", "backend=gloo", "watch.progress=none", f"train.steps={STEPS}", "snapshot.every=1")
-        raydist.run(by_raydist, *words, "checkpoint.every=100000", args=(folder,))
+        raydist.run(by_raydist, *words, "checkpoint.every=100000", folder=folder)
         return recovery(Path(folder))
 
 
@@ -96,7 +96,7 @@ def turn_torchrun() -> float:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         command += ["--max-restarts=1", __file__, folder]
-        subprocess.run(command, check=True, capture_output=True, env=env)
+        subprocess.run(command, check=True, capture_output=True, env=env, timeout=120)
         return recovery(Path(folder))
 
 
@@ -143,4 +143,5 @@ if __name__ == "__main__":  # a rank of torchrun
 
     dist.init_process_group("gloo")
     plain(Path(sys.argv[1]))
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # leaving gloo's group by destroy_process_group was seen to hang here after a restart
