@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import raydist  # at the top, as a job's file has it: the fork server then has what raydist.fit needs
 from bench.measure import alternate, heads, row
 
 STEPS, STRUCK, TRIES = 60, 30, 8
@@ -42,7 +43,6 @@ def by_raydist(config: Any, folder: str) -> None:
     import torch
     from torch.utils.data import TensorDataset
 
-    import raydist
     from raydist import context
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -83,8 +83,6 @@ def by_hand(folder: Path, save: Callable[[dict[str, Any]], None], found: dict[st
 
 
 def turn_raydist() -> float:
-    import raydist
-
     with tempfile.TemporaryDirectory() as folder:
         words = ("scale=1x2", "backend=gloo", "watch.progress=none", f"train.steps={STEPS}", "snapshot.every=1")
         raydist.run(by_raydist, *words, "checkpoint.every=100000", folder=folder)
