@@ -162,7 +162,7 @@ def test_digits_are_learned_as_well_as_under_ddp(ray_address: str, own_folder: P
 @pytest.mark.ray
 def test_a_killed_rank_of_a_job_on_ray_ends_it_all(ray_address: str, own_folder: Path) -> None:
     words = ("backend=horovod", "scale=1x3", "train.epochs=500", "data.global_batch=96", "watch.progress=none")
-    program = Program(own_folder, *words, address=ray_address)
+    program = Program(own_folder, *words, "restart=none", address=ray_address)
     program.until_step(5)
     pid = next(e["pid"] for e in program.events("began") if e["rank"] == 2)
     os.kill(pid, signal.SIGKILL)
