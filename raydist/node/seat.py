@@ -74,10 +74,10 @@ class Seat:
         self._at = Path(home["folder"]) if at_home else folder(name)
         self.folder = self._at / name if at_home else self._at
         facts = None
+        if at_home:
+            self.folder.mkdir(exist_ok=True)  # whichever seat comes first
         if ask["lead"]:
-            if at_home:
-                self.folder.mkdir()
-            else:
+            if not at_home:
                 self._server = ForkServer.launch(self._at, ask["start"], ask["modules"], ask["threads"], env=ask["env"])
             facts = look(ask["ip"], ask["interface"])
         self._sock = await self._dial()
