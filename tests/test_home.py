@@ -58,7 +58,7 @@ def test_what_a_rank_left_is_gone_after_the_run_and_so_are_its_files(on_ray: Pat
 
     left = raydist.run(job, *WORDS).values
     assert not [pid for pid in left if pid and alive(pid)]
-    kept = [path.name for one in home._kept.values() for path in one.folder.iterdir()]
+    kept = [path.name for one in home._kept.values() if one.alive() for path in one.folder.iterdir()]
     assert set(kept) == {"fork", "server.log"}
 
 
