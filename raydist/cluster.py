@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,6 +31,8 @@ WAIT_S = 1
 
 _own_cpus = 0
 """CPUs of the Ray that this process has started; 0 while there is none."""
+_reaper: subprocess.Popen[bytes] | None = None
+"""Ends that Ray if this process is killed. Ray's agents notice by themselves, but may take more than a minute."""
 
 
 @contextlib.contextmanager
@@ -58,7 +61,7 @@ def connect(job: Job, events: Events) -> Iterator[None]:
 
 def end_own() -> None:
     """End the Ray that this process has started, if it is there still."""
-    global _own_cpus
+    global _own_cpus, _reaper
     import ray
 
     node = ray._private.worker._global_node
@@ -67,6 +70,10 @@ def end_own() -> None:
         end = node.kill_all_processes
         node.kill_all_processes = lambda **_: end(check_alive=False, allow_graceful=False)
         ray.shutdown()
+    if _reaper is not None:
+        _reaper.kill()
+        _reaper.communicate()
+        _reaper = None
     _own_cpus = 0
 
 
@@ -130,13 +137,25 @@ def start_or_join(job: Job) -> bool:
 
 
 def _start_own(cpus: int, quiet: Mapping[str, Any]) -> None:
-    global _own_cpus
+    global _own_cpus, _reaper
     import ray
 
     atexit.register(end_own)  # each further run of this program finds it running
     with in_own_sessions():
         ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
     _own_cpus = cpus
+    _reaper = reaper(
+        info.process.pid for each in ray._private.worker._global_node.all_processes.values() for info in each
+    )
+
+
+def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
+    """A process that waits for the end of this one, and then kills the process groups of `leaders`."""
+    groups = [f"-{pid}" for pid in leaders]
+    waits = ["sh", "-c", 'read -r _; kill -s KILL -- "$@"', "reaper", *groups]
+    return subprocess.Popen(
+        waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 @contextlib.contextmanager

@@ -29,7 +29,8 @@ LAYERS = """
     words.torchrun words
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel node.program
-    node.entry node.processes node.memory node.forkserver node.server node.dryrun node.peers node.checkup node.seat
+    node.entry node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
+    node.peers node.checkup node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
     group inline sentry vigil mpi attempts cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch

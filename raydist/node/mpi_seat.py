@@ -15,7 +15,6 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -126,9 +125,6 @@ class MpiSeat(Seat):
         """As ever; and take away the shared memory that MPI's killed ranks left."""
         await self.dismiss("the run is over")
         await super().close()
-        for end in self._ends.values():
-            if not end.done():
-                end.set_result({"code": 0, "signal": signal.SIGKILL, "at": time.time()})
         for sock in filter(None, [self._door, self._child_sock, *self._agents.values()]):
             sock.close()
         if self._lead:
@@ -143,10 +139,10 @@ class MpiSeat(Seat):
         path = self.folder / f"{os.path.basename(argv[0])}.log"
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         spec = {"argv": list(argv), "env": {**os.environ, **env, **ours}, "cwd": "/"}
-        self._tell([log], op="exec", spec=spec)
+        self._server.tell([log], op="exec", spec=spec)
         os.close(log)
-        pid = int((await self._reply("forked"))["forked"])
-        end = await asyncio.shield(self.end_of(pid))
+        pid = int((await self._server.reply("forked"))["forked"])
+        end = await asyncio.shield(self._server.end_of(pid))
         return {**end, "said": path.read_text(errors="replace")[-SAID:]}
 
     async def _welcome(self) -> None:
@@ -178,7 +174,7 @@ class MpiSeat(Seat):
 
     async def _see_end(self, pid: int) -> None:
         """As ever; mpirun's child then ends likewise, so that mpirun knows."""
-        end = await self.end_of(pid)
+        end = await self._server.end_of(pid)
         said = (self.folder / f"rank-{self.rank}.log").read_bytes()[-SAID:].decode(errors="replace")
         if called := ABORT.search(said):
             end.update(code=int(called[1]), signal=0, lost=called[0])
@@ -196,7 +192,7 @@ class MpiSeat(Seat):
         await self._gone(GIVEN_UP_S if "PMIX_RANK" in self._adds else GIVEN_UP_S / 4)
         if self._end is None and self.pid:
             self._given_up = True
-            self._tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
+            self._server.tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
 
 
 async def readable(sock: socket.socket) -> None:

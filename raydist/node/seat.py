@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from raydist import transport
 from raydist.node import counters
+from raydist.node.fork_client import ForkClient
 from raydist.node.processes import catches, recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
-from raydist.node.wire import BEAT, HERE, PACKET, STACKS_SIGNAL, read_beat
+from raydist.node.wire import BEAT, HERE, STACKS_SIGNAL, read_beat
 
 if TYPE_CHECKING:
     from raydist.events import Event
@@ -44,13 +45,11 @@ class Seat:
         self.rank = -1
         self.pid = 0
         self._store_pid = 0
-        self._server: ForkServer | None = None
-        self._listening: asyncio.Task[None] | None = None
-        self._replies: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._own: ForkServer | None = None
+        self._client: ForkClient | None = None
         self._news = asyncio.Event()
         self._events: list[Event] = []
         self._end: dict[str, Any] | None = None
-        self._ends: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._adds: dict[str, str] = {}
         """Variables that the rank gets from elsewhere; those of its spec win over them."""
         self._hands: list[int] = []
@@ -78,11 +77,10 @@ class Seat:
             self.folder.mkdir(exist_ok=True)  # whichever seat comes first
         if ask["lead"]:
             if not at_home:
-                self._server = ForkServer.launch(self._at, ask["start"], ask["modules"], ask["threads"], env=ask["env"])
+                self._own = ForkServer.launch(self._at, ask["start"], ask["modules"], ask["threads"], env=ask["env"])
             facts = look(ask["ip"], ask["interface"])
-        self._sock = await self._dial()
-        self._listening = self._spawn(self._listen())
-        warm = (await self._reply("warm"))["warm"]
+        self._client = await ForkClient.dial(self._at)
+        warm = (await self._server.reply("warm"))["warm"]
         opened = await self.open_store(ask["store"], facts["address"]) if facts and ask["store"] else None
         return {
             "facts": facts,
@@ -96,9 +94,9 @@ class Seat:
     async def open_store(self, kind: str, address: str) -> tuple[int, str]:
         """A fresh store for an attempt, on the node of this seat; its port, and the secret that opens it."""
         if self._store_pid:
-            self._tell(op="kill", pid=self._store_pid, signal=signal.SIGKILL)
-        self._tell(op="store", store=kind, address=address)
-        opened = await self._reply("store")
+            self._server.tell(op="kill", pid=self._store_pid, signal=signal.SIGKILL)
+        self._server.tell(op="store", store=kind, address=address)
+        opened = await self._server.reply("store")
         if isinstance(opened["store"], str):
             raise OSError(f"the rendezvous store could not listen on {address}: {opened['store']}")
         self._store_pid = opened["pid"]
@@ -125,11 +123,11 @@ class Seat:
         self._beat = mmap.mmap(beat, BEAT.size)
         ours, its = socket.socketpair()
         append = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND)
-        self._tell([append, its.fileno(), beat, *self._hands], op="fork", spec=spec)
+        self._server.tell([append, its.fileno(), beat, *self._hands], op="fork", spec=spec)
         for descriptor in (append, beat):
             os.close(descriptor)
         its.close()
-        self.pid = int((await self._reply("forked"))["forked"])
+        self.pid = int((await self._server.reply("forked"))["forked"])
         self._drained = self._spawn(self._drain(ours))
         self._spawn(self._see_end(self.pid))
         return self.pid
@@ -181,7 +179,7 @@ class Seat:
         with contextlib.suppress(OSError):
             os.truncate(stacks, 0)
         if catches(self.pid, STACKS_SIGNAL):  # another program than Python would die of it
-            self._tell(op="kill", pid=self.pid, signal=STACKS_SIGNAL)
+            self._server.tell(op="kill", pid=self.pid, signal=STACKS_SIGNAL)
         if self._writer is not None:
             self._writer.write(b"?")
         await asyncio.sleep(LOOK_S)
@@ -199,7 +197,7 @@ class Seat:
 
     async def here(self) -> bool:
         """Whether this seat is open: one that has come in the place of a lost one is not."""
-        return self._listening is not None and not self._listening.done()
+        return self._client is not None and self._client.connected
 
     async def flush(self) -> list[Event]:
         """Have the newest snapshot of this node written to the disk, if it is not there yet; what there is to tell."""
@@ -213,7 +211,7 @@ class Seat:
     def _save(self, slot: int | None) -> asyncio.Task[None]:
         """Have a snapshot written to the disk. Its writer tells its own events."""
         ours, its = socket.socketpair()
-        self._tell([its.fileno()], op="save", slot=slot)
+        self._server.tell([its.fileno()], op="save", slot=slot)
         its.close()
         self._saving = self._spawn(self._drain(ours, of_rank=False))
         return self._saving
@@ -223,10 +221,10 @@ class Seat:
         if not self.pid:
             return
         if grace and self._end is None:
-            self._tell(op="kill", pid=self.pid, signal=signal.SIGTERM)
+            self._server.tell(op="kill", pid=self.pid, signal=signal.SIGTERM)
             await self._gone(grace)
         if self._end is None:
-            self._tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
+            self._server.tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
             await self._gone(5)
 
     async def network(self) -> dict[str, Any]:
@@ -246,65 +244,24 @@ class Seat:
         """Let go of everything: hanging up ends the rank and the store, the lifeline ends the server."""
         if self._checkup is not None:
             await self._checkup.close()
-        if self._listening is not None:
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_WR)
-            await asyncio.wait({self._listening})  # it hangs up too, once all that was ours is gone
-            self._sock.close()
+        if self._client is not None:
+            await self._client.close()
         for task in list(self._tasks):
             task.cancel()
-        if self._server is not None:
-            await asyncio.to_thread(self._server.end)
-        elif self._listening is not None and self._lead:
+        if self._own is not None:
+            await asyncio.to_thread(self._own.end)
+        elif self._client is not None and self._lead:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    async def _dial(self) -> socket.socket:
-        """Connect to the node's fork server; the lead of the node may be a moment behind."""
-        path = self._at / "fork"
-        for _ in range(3000):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            sock.setblocking(False)
-            try:
-                sock.connect(str(path))
-                return sock
-            except (FileNotFoundError, ConnectionRefusedError):
-                sock.close()
-                await asyncio.sleep(0.01)
-        raise OSError(f"no fork server came up at {path}")
-
-    async def _listen(self) -> None:
-        """Sort what the fork server says: replies to a question, or the end of our rank."""
-        loop = asyncio.get_running_loop()
-        while packet := await loop.sock_recv(self._sock, PACKET):
-            message = json.loads(packet)
-            if "ended" not in message:
-                self._replies.put_nowait(message)
-            else:
-                self.end_of(message["ended"]).set_result({key: message[key] for key in ("code", "signal", "at")})
-        self._replies.put_nowait({"lost": self._server_words()})
-        for end in self._ends.values():
-            if not end.done():
-                lost = {"code": 0, "signal": signal.SIGKILL, "at": time.time(), "lost": self._server_words()}
-                end.set_result(lost)
-
-    def end_of(self, pid: int) -> asyncio.Future[dict[str, Any]]:
-        """How a process of this seat ends. One that dies at once does so before its pid is known here."""
-        return self._ends.setdefault(pid, asyncio.get_running_loop().create_future())
+    @property
+    def _server(self) -> ForkClient:
+        """The fork server of this node, once the seat is open."""
+        assert self._client is not None, "open() comes first"
+        return self._client
 
     async def _see_end(self, pid: int) -> None:
-        self._end = await self.end_of(pid)
+        self._end = await self._server.end_of(pid)
         self._news.set()
-
-    async def _reply(self, key: str) -> dict[str, Any]:
-        message = await self._replies.get()
-        if key not in message:
-            raise OSError(f"the fork server of this node ended: {message.get('lost', message)}")
-        return message
-
-    def _server_words(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self._at / "server.log").read_text(errors="replace")[-2000:].strip() or "it left no word"
-        return "its log is gone"
 
     async def _drain(self, sock: socket.socket, of_rank: bool = True) -> None:
         """Read the rank's events until it hangs up. Of the reports of ranks other than 0 only the newest is kept."""
@@ -331,9 +288,6 @@ class Seat:
         until = time.monotonic() + seconds
         while self._end is None and time.monotonic() < until:
             await asyncio.sleep(0.01)
-
-    def _tell(self, descriptors: list[int] | None = None, **message: Any) -> None:
-        socket.send_fds(self._sock, [json.dumps(message).encode()], descriptors or [])
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
