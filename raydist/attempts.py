@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,20 +21,34 @@ from raydist.vigil import Vigil
 
 def attempt(job: Job, call: Call | None, gang: Gang, events: Events, after: Again | None = None) -> Attempt:
     """Start the ranks, and listen until all have ended. `after`: the failure that this attempt mends."""
+    job = sized(job, gang.first, gang.plan.world_size)
     with mpi.launching(job, gang):
         gang.start(job, variables(job, gang, events), call.packed if call else None)
-        vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang, after)
-        return Attempt(ends=vigil.keep(), error=vigil.stopped)
+        vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang, after, bool(job.script))
+        return Attempt(ends=vigil.keep(), error=vigil.stopped, resize=vigil.resize)
 
 
 def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Again, before: Attempt) -> Attempt:
     """A further attempt; if there is no place for it, what was before, with the reason."""
-    events.say("restart", **after.as_event(job.restart))
+    if after.cause is not None:
+        events.say("restart", **after.as_event(job.restart))
     try:
-        gang.again(job, after.number)
+        gang.again(job, after.number, resize=after.cause is None)
         return attempt(job, call, gang, events, after)
     except RaydistError as error:
         return replace(before, error=error)
+
+
+def sized(job: Job, first: int, ranks: int) -> Job:
+    """The job for so many ranks, as many samples a step as on the `first` ranks, in more passes if these are fewer.
+
+    No pass takes more samples of a rank than at first: its memory may hold no more.
+    """
+    if job.scale.max_nodes is None or job.data.resize == "scale":
+        return job
+    batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * first
+    passes = min(math.ceil(job.train.accumulate * first / ranks), max(1, batch // ranks))
+    return replace(job, data=replace(job.data, global_batch=batch), train=replace(job.train, accumulate=passes))
 
 
 def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:

@@ -26,6 +26,7 @@ from raydist.node.facts import Facts
 from raydist.node.place import make_seat
 from raydist.placement import Plan
 from raydist.placement import Seat as Place
+from raydist.reserve import Reserve
 from raydist.transport import Log
 
 OPEN_S = 300.0
@@ -54,12 +55,16 @@ class Gang(AbstractContextManager["Gang"]):
         gpus: Callable[[], Sequence[Sequence[str] | None]] | None = None,
         settle: Callable[[], None] = lambda: None,
         renew: Callable[[Sequence[int]], Plan] | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
         """`gpus`: each rank's GPUs, where somebody keeps account. `settle`: what can wait until the ranks have met.
 
-        `renew`: finds another place for the ranks of lost nodes, and gives the plan with it.
+        `renew`: finds another place for the ranks of lost nodes, and gives the plan with it. `reserve`: nodes beside
+        those of the ranks, where there may be any.
         """
         self.plan = plan
+        self.first = plan.world_size
+        """Ranks that it began with."""
         self.call = call
         self.settle = settle
         self.facts: tuple[Facts, ...] = ()
@@ -70,6 +75,10 @@ class Gang(AbstractContextManager["Gang"]):
         self._events = events
         self._gpus = gpus
         self._renew = renew
+        self.reserve = reserve
+        self._runs: dict[str, str] = {}
+        self._found: dict[str, dict[str, Any]] = {}
+        """By node id: the name of its fork server, if it has one of its own, and what its first seat found."""
 
     def open(self, job: Job, modules: Sequence[str], home: dict[str, Any] | None = None) -> None:
         """Round 1: probe every node, warm its fork server, open the store on rank 0's node.
@@ -85,18 +94,23 @@ class Gang(AbstractContextManager["Gang"]):
             "mpirun": job.backend.mpi.mpirun, "secret": secrets.token_hex(32),
         }  # fmt: skip
         self._store = "horovod" if job.backend.name == "horovod" else "tcp"
+        if self.reserve is not None:
+            self.reserve.equip(self._same)
         answers = self._open(range(self.plan.world_size), None if file else self._store)
         born = max(began, *(answer["born"] for answer in answers))
         self._events.say("phase", name="actors", s=born - began)
         self._events.say("phase", name="warm-up", s=time.time() - born)
-        self.facts = tuple(self._facts(answers))
-        self._ports = [answer["ports"] for answer in answers]
-        self.missing = tuple(answer["warm"].get("failed", {}) for answer in answers)
+        self._learn()
         port, secret = answers[0]["store"] or (None, "")
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret)
 
-    def again(self, job: Job, attempt: int) -> None:
-        """Make ready for another attempt: seats in the place of lost ones, and a fresh store for all."""
+    def again(self, job: Job, attempt: int, resize: bool = False) -> None:
+        """Make ready for another attempt: seats in the place of lost ones, and a fresh store for all.
+
+        `resize`: with the nodes that have come.
+        """
+        if resize:
+            self._replace([])
         until = time.monotonic() + job.scale.wait_s
         while lost := self.lost():
             try:
@@ -141,16 +155,15 @@ class Gang(AbstractContextManager["Gang"]):
         if self._renew is None:
             raise LaunchError(f"the seat of rank {lost[0]} is gone, and there is no other machine")
         self.plan = self._renew(lost)
-        self._same["run"], self._same["home"] = uuid.uuid4().hex[:8], None
-        opened = dict(zip(lost, self._open(lost, None), strict=True))
-        facts = {rank: answer["facts"] for rank, answer in opened.items()}
-        gpus = self._gpus() if self._gpus else [None] * self.plan.world_size
-        made = list(self.facts)
-        for rank in lost:
-            lead = rank - self.plan.seats[rank].local_rank
-            made[rank] = replace(Facts.from_dict(facts[lead]), gpus=gpus[rank])
-            self._ports[rank] = opened[rank]["ports"]
-        self.facts = tuple(made)
+        self._same["home"] = None
+        for id_, (run, answer) in (self.reserve.taken() if self.reserve else {}).items():
+            self._runs[id_], self._found[id_] = run, answer
+        new = self.lost() if self.reserve else lost
+        for seat in (self.plan.seats[rank] for rank in new):
+            if seat.local_rank == 0:
+                self._runs[seat.node.id] = uuid.uuid4().hex[:8]
+        self._open(new, None)
+        self._learn()
 
     def _open(self, ranks: Sequence[int], store: str | None) -> list[dict[str, Any]]:
         """Open these seats; what each found. `store`: which kind rank 0 opens with it."""
@@ -158,6 +171,7 @@ class Gang(AbstractContextManager["Gang"]):
         asks = [
             {
                 **self._same,
+                "run": self._runs.get(seat.node.id, self._same["run"]),
                 "rank": seat.rank,
                 "node": seat.node.id,
                 "ip": seat.node.ip,
@@ -169,6 +183,8 @@ class Gang(AbstractContextManager["Gang"]):
         answers = self.every("open", asks, patience=OPEN_S, ranks=ranks)
         self._warn(seats, answers)
         self._refuse_blind(seats, answers)
+        found = {seat.node.id: answer for seat, answer in zip(seats, answers, strict=True) if seat.local_rank == 0}
+        self._found.update(found)
         return answers
 
     @staticmethod
@@ -253,15 +269,18 @@ class Gang(AbstractContextManager["Gang"]):
         return [answer.result() for answer in calls]
 
     def __exit__(self, *_: object) -> None:
-        wait([self.call(seat.rank, "close") for seat in self.plan.seats], timeout=CLOSE_S)
+        beside = self.reserve.close() if self.reserve else []
+        wait([*beside, *(self.call(seat.rank, "close") for seat in self.plan.seats)], timeout=CLOSE_S)
 
-    def _facts(self, answers: Sequence[dict[str, Any]]) -> Iterator[Facts]:
-        """Each rank's facts: those that the lead of its node found, with its own GPUs."""
-        gpus = self._gpus() if self._gpus else [None] * len(answers)
-        for answer, own in zip(answers, gpus, strict=True):
-            if answer["facts"] is not None:
-                found = Facts.from_dict(answer["facts"])
-            yield replace(found, gpus=own)
+    def _learn(self) -> None:
+        """Note what each rank's node is like: what its first seat found, with the rank's own GPUs."""
+        gpus = self._gpus() if self._gpus else [None] * self.plan.world_size
+        found = [self._found[seat.node.id] for seat in self.plan.seats]
+        self.facts = tuple(
+            replace(Facts.from_dict(answer["facts"]), gpus=own) for answer, own in zip(found, gpus, strict=True)
+        )
+        self._ports = [answer["ports"] for answer in found]
+        self.missing = tuple(answer["warm"].get("failed", {}) for answer in found)
 
     def _warn(self, seats: Sequence[Place], answers: Sequence[dict[str, Any]]) -> None:
         for seat, answer in zip(seats, answers, strict=True):

@@ -109,6 +109,8 @@ class Ask:
     """Resources of one rank: CPU, GPU, others."""
     selector: Mapping[str, str] = field(default_factory=dict)
     """Ray label selector of every bundle."""
+    spares: int = 0
+    """Bundles beside those of the ranks."""
 
 
 def slots(have: Mapping[str, float], need: Mapping[str, float]) -> int:

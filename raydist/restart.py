@@ -27,14 +27,18 @@ class Again:
     """Another attempt."""
 
     number: int
-    """Restarts so far, this one among them."""
-    cause: End
+    """Attempts before it."""
+    cause: End | None
+    """What failed; None where nothing did, and only the size changes."""
+    since: float
+    """When that was, in seconds since the epoch."""
     reached: int
     """The last step that any rank had noted."""
 
     def as_event(self, rule: Restart) -> dict[str, Any]:
         """The facts of the event `restart`."""
         end = self.cause
+        assert end is not None, "nothing has failed"
         return {
             "number": self.number, "most": rule.max, "rank": end.rank, "host": end.host, "how": end.how,
             "step": end.step, "text": f"{where(end)} {brief(end)}",
@@ -58,6 +62,8 @@ def rule(job: Job) -> Restart:
 def decide(rule: Restart, past: Sequence[Attempt]) -> Again | Stop:
     """What to do after the last of these attempts."""
     last = past[-1]
+    if last.error is None and last.cause is None and last.resize:
+        return Again(len(past), None, last.reached, max(end.at for end in last.ends))
     if last.error is not None or (end := last.cause) is None or not rule.max:
         return Stop("")
     if end.type in NEVER:
@@ -69,7 +75,7 @@ def decide(rule: Restart, past: Sequence[Attempt]) -> Again | Stop:
     counted = [each for each in past if counts(rule, each, end.at)]
     if len(counted) > rule.max:
         return Stop(f"{len(counted)} failures within {rule.window_s:g} s, restart.max={rule.max}")
-    return Again(len(past), end, last.reached)
+    return Again(len(past), end, last.reached, end.at)
 
 
 def counts(rule: Restart, attempt: Attempt, now: float) -> bool:
@@ -82,7 +88,9 @@ def without_progress(past: Sequence[Attempt]) -> int:
     """So many failures in a row, up to the last one, since a step was done that had not been done before."""
     furthest, count = -1, 0
     for attempt in past:
-        count = 1 if attempt.reached > furthest else count + 1
+        if attempt.reached > furthest:
+            count = 0
+        count += attempt.cause is not None
         furthest = max(furthest, attempt.reached)
     return count
 

@@ -34,6 +34,8 @@ class Attempt:
     """The attempts before it."""
     why_last: str = ""
     """Why there was no other after it, where it failed."""
+    resize: str = ""
+    """In words, where it was ended because there are more nodes."""
 
     @property
     def cause(self) -> End | None:
@@ -190,7 +192,7 @@ class Figures:
                 self.launch[happened["name"]] = self.launch.get(happened["name"], 0.0) + happened["s"]
             case "report" if rank == 0:
                 self._add_report(happened)
-            case "restart":
+            case "restart" | "resize":
                 self.earlier_s += _apart(self.steps)
                 self.steps = ()
             case "network":

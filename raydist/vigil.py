@@ -15,6 +15,7 @@ from raydist.config import Hang
 from raydist.errors import Stopped
 from raydist.events import Event, Events
 from raydist.group import Gang, cause
+from raydist.lookout import Grown, Lookout
 from raydist.restart import Again
 from raydist.result import End
 from raydist.sentry import Sentry
@@ -36,8 +37,11 @@ CALLS_PER_S = 400.0
 class Vigil:
     """One attempt's watch over its ranks. Nothing polls: every seat has one open question, answered by news."""
 
-    def __init__(self, gang: Gang, events: Events, logs: Path, hang: Hang, after: Again | None = None) -> None:
-        """`after`: the failure that this attempt mends, if it is not the first."""
+    def __init__(
+        self, gang: Gang, events: Events, logs: Path, hang: Hang, after: Again | None = None, script: bool = False
+    ) -> None:
+        """`after`: the failure that this attempt mends, if it is not the first. `script`: it runs a program."""
+        self.resize = ""
         self.ends: dict[int, End] = {}
         self.stopped: Stopped | None = None
         self._gang = gang
@@ -46,8 +50,9 @@ class Vigil:
         self._after = after
         self._resumed: int | None = None
         self._files: list[IO[bytes]] = []
-        self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict | Grown] = queue.SimpleQueue()
         self._sentry = Sentry(gang, hang, events, logs, self._inbox.put)
+        self._lookout = Lookout(gang, self._inbox.put, script)
         self._hung: Verdict | None = None
         self._raised: dict[int, Event] = {}
         self._deadline: float | None = None
@@ -64,6 +69,7 @@ class Vigil:
             self._files = [stack.enter_context(self._log(rank).open("ab", buffering=0)) for rank in range(world)]
             for rank in range(world):
                 self._listen(rank)
+            stack.enter_context(self._lookout)
             while len(self.ends) < world:
                 try:
                     left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -81,7 +87,7 @@ class Vigil:
         answer = self._gang.call(rank, "watch", max(patience, self._gang.plan.world_size / CALLS_PER_S))
         answer.add_done_callback(lambda done: self._inbox.put((rank, done)))
 
-    def _hear(self, heard: tuple[int, Future[Any]] | Stopped | Verdict) -> None:
+    def _hear(self, heard: tuple[int, Future[Any]] | Stopped | Verdict | Grown) -> None:
         if isinstance(heard, Stopped):
             self.stopped = heard
             self._stop(str(heard), GRACE_S)
@@ -90,6 +96,10 @@ class Vigil:
             if self._sentry.weigh(heard) and self._stop_at is None:
                 self._hung = heard
                 self._stop("ranks hang", 0.0)
+            return
+        if isinstance(heard, Grown):
+            if self._lookout.hear(heard):
+                self._make_way()
             return
         rank, answer = heard
         try:
@@ -110,6 +120,8 @@ class Vigil:
 
     def _note(self, rank: int, happened: Event) -> None:
         self._events.add(happened)
+        if self._lookout.note(rank, happened):
+            self._make_way()
         if happened["kind"] == "raised":
             self._raised[rank] = happened
             # Its process may hang in its own clean-up: the verdict doesn't wait for it.
@@ -134,8 +146,9 @@ class Vigil:
         elif rank == 0 and step > (self._resumed or 0):  # before, it may be an evaluation
             self._stepped = True
             repeated = after.reached - (step - 1 if self._resumed is None else self._resumed)
-            took = report["t"] - after.cause.at
-            self._events.say("restarted", number=after.number, step=step, s=took, repeated=max(0, repeated))
+            took = report["t"] - after.since
+            facts = {"number": after.number, "step": step, "s": took, "repeated": max(0, repeated)}
+            self._events.say("restarted", **facts, resized=after.cause is None)
 
     def _end(self, rank: int, end: dict[str, Any]) -> End:
         made = End(
@@ -176,6 +189,16 @@ class Vigil:
             return
         for rank in range(self._gang.plan.world_size):
             self._ended(End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message="its seat is silent"))
+
+    def _make_way(self) -> None:
+        """The ranks have left, or need not be asked: others take over."""
+        if (
+            self._stop_at is None
+            and self._lookout.grown is not None
+            and not any(end.failed for end in self.ends.values())
+        ):
+            self.resize = self._lookout.grown.text
+            self._stop(f"the size changes: {self.resize}", 0.0)
 
     def _stop(self, reason: str, grace: float) -> None:
         self._stop_at = self._stop_at or time.time()

@@ -119,6 +119,17 @@ class Keeper:
             context.tell("warning", text=f"no more snapshots: {why}; a restart goes back to an older state")
             return None
 
+    def hold(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> bool:
+        """Have the state of this step in memory, whoever's turn it is; whether it is there."""
+        if self._memory is None:
+            return False
+        self._memory.settle()
+        if step not in self._memory.steps:
+            self._keep(step, own, state)
+        if self._memory is not None:
+            self._memory.settle()
+        return self._memory is not None
+
     def to_disk(
         self, step: int, own: Callable[[], State], state: Callable[[], State], beside: State, metrics: dict[str, float]
     ) -> bool:
@@ -161,6 +172,8 @@ class Keeper:
         own = None
         if all(step in (offer.step for offer in each) for each in offers) and self._memory is not None:
             own = self._memory.read(self._memory.steps[step])["own"]
+        if own is not None and own["world_size"] != self._me.world_size:
+            own = None  # the ranks are other ones now
         return Kept(step, self._whole(step, source, nodes, offers), own)
 
     def _whole(self, step: int, source: int, nodes: Sequence[int], offers: Sequence[Sequence[Offer]]) -> State:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,18 @@ class Stepper:
     """A model with what trains it: optimizer, schedule, precision."""
 
     def __init__(
-        self, job: Job, model: torch.nn.Module, loss: Loss, comm: Comm, device: torch.device, rate: float, steps: int
+        self,
+        job: Job,
+        model: torch.nn.Module,
+        loss: Loss,
+        comm: Comm,
+        device: torch.device,
+        rate: float,
+        steps: int,
+        shares: Sequence[float] = (),
     ) -> None:
+        """`shares`: what each micro-batch counts, where they are not all of one size on all ranks."""
+        self.shares = shares
         self.settings, self.device, self.loss, self.comm = job.train, device, loss, comm
         self.format = torch.channels_last if job.train.channels_last else torch.preserve_format
         self.model = model.to(device).to(memory_format=self.format)
@@ -70,21 +80,23 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _gradients(self, batches: Iterator[Any]) -> torch.Tensor:
-        if self.settings.accumulate == 1:
-            return self._backward(next_batch(batches))
+        shares = self.shares or [1 / self.settings.accumulate] * self.settings.accumulate
+        full = sum(self.shares) or 1.0
+        if len(shares) == 1:
+            return self._backward(next_batch(batches), shares[0]) / full
         with self.comm.accumulating(self.wrapped):
-            total = self._backward(next_batch(batches))
-            for _ in range(self.settings.accumulate - 2):
-                total += self._backward(next_batch(batches))
-        return total + self._backward(next_batch(batches))
+            total = self._backward(next_batch(batches), shares[0])
+            for share in shares[1:-1]:
+                total += self._backward(next_batch(batches), share)
+        return (total + self._backward(next_batch(batches), shares[-1])) / full
 
-    def _backward(self, batch: Any) -> torch.Tensor:
+    def _backward(self, batch: Any, share: float) -> torch.Tensor:
         *inputs, target = self.placed(batch)
         context.phase("forward")
         with self.cast:
             loss = self.loss(self.wrapped(*inputs), target)
-            if self.settings.accumulate > 1:
-                loss = loss / self.settings.accumulate
+            if share != 1:
+                loss = loss * share
         context.phase("backward")
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()

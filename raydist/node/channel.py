@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 
+from raydist import context
 from raydist.events import Event, event
 from raydist.node import insight
 from raydist.node.wire import BEAT
@@ -60,13 +61,21 @@ class Channel:
         self._waiting = deque(maxlen=0)
 
     def _serve(self) -> None:
-        """Send what waits, often, and answer the seat, whose only question is what this rank last did."""
+        """Send what waits, often, and hear what the seat says."""
         asked = [self._sock]
         while self._open:
             if select.select(asked, [], [], FLUSH_S)[0]:
-                if self._sock.recv(16):
-                    self.emit(event("collectives", entries=insight.collectives()))
-                else:
+                said = self._sock.recv(64)
+                if not said:
                     asked = []  # the seat is gone
+                for word in said.decode().split():
+                    self._hear(word)
             if self._waiting:
                 self.flush()
+
+    def _hear(self, word: str) -> None:
+        """`?`: what did this rank last do? All else is about leaving."""
+        if word == "?":
+            self.emit(event("collectives", entries=insight.collectives()))
+        else:
+            context.here().leave.hear(word)

@@ -60,6 +60,7 @@ class Seat:
         self._collectives: list[dict[str, Any]] = []
         self._saving: asyncio.Task[None] | None = None
         self._checkup: Checkup | None = None
+        self._leaving = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -104,6 +105,7 @@ class Seat:
 
     async def start(self, spec: dict[str, Any], call: bytes | None) -> int:
         """Round 2: fork the rank with its variables; its pid."""
+        self.rank = spec["rank"]  # a seat may get another rank when the size changes
         base = self.folder / f"rank-{self.rank}"
         if call is not None:
             Path(f"{base}.call").write_bytes(call)
@@ -139,6 +141,7 @@ class Seat:
         if self._drained is not None:
             self._drained.cancel()
         self._events, self._end = [], None
+        self._leaving.clear()
         for kind in ("value", "value.error"):
             Path(f"{base}.{kind}").unlink(missing_ok=True)
 
@@ -181,12 +184,19 @@ class Seat:
         if catches(self.pid, STACKS_SIGNAL):  # another program than Python would die of it
             self._server.tell(op="kill", pid=self.pid, signal=STACKS_SIGNAL)
         if self._writer is not None:
-            self._writer.write(b"?")
+            self._writer.write(b"?\n")
         await asyncio.sleep(LOOK_S)
         state, after = state_of(self.pid)
         found = stacks.read_text(errors="replace") if stacks.exists() else ""
         busy = (after - before) / LOOK_S
         return {"pid": self.pid, "state": state, "busy": busy, "stack": found, "collectives": self._collectives}
+
+    async def leave(self, word: str) -> None:
+        """Say to the rank when to leave, as in context.Leave; returns once it knows the step, if one is named."""
+        if self._writer is not None:
+            self._writer.write(f"{word}\n".encode())
+            if word != "hold":
+                await self._leaving.wait()
 
     async def value(self) -> dict[str, bytes]:
         """What the job returned or raised, pickled; it travels by Ray's own authenticated channel."""
@@ -274,13 +284,15 @@ class Seat:
                 kind = happened["kind"]
                 if kind == "save":
                     self._save(happened["slot"])
+                elif kind == "leaving":
+                    self._leaving.set()
                 elif kind == "collectives":
                     self._collectives = happened["entries"]
                 elif kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
                     self._events[-1] = happened
                 else:
                     self._events.append(happened)
-                if kind in ("raised", "joined"):
+                if kind in ("raised", "joined", "held", "left"):
                     self._news.set()
         writer.close()
 

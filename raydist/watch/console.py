@@ -87,7 +87,12 @@ class Console(AbstractContextManager["Console"]):
     def _on_restarted(self, happened: Event) -> None:
         again = f"{wording.count(happened['repeated'], 'step')} done again" if happened["repeated"] else "no step lost"
         back = f"back at step {happened['step']} after {happened['s']:.2f} s, {again}"
-        self._screen.say(f"restart {happened['number']}: {back}", "green")
+        what = "resize" if happened.get("resized") else f"restart {happened['number']}"
+        self._screen.say(f"{what}: {back}", "green")
+
+    def _on_resize(self, happened: Event) -> None:
+        self._screen.say(wording.resize(happened), "yellow")
+        self._screen.table(wording.seats(happened))
 
     def _on_stop(self, happened: Event) -> None:
         self._screen.say(f"stop  {happened['reason']}", "yellow")

@@ -45,6 +45,12 @@ def plan(facts: Mapping[str, Any]) -> str:
     return f"plan  {count(facts['world_size'], 'rank')} on {count(len(hosts), 'node')}, backend {facts.get('backend')}"
 
 
+def resize(facts: Mapping[str, Any]) -> str:
+    """How many nodes and ranks there are now."""
+    ranks = count(facts["world_size"], "rank")
+    return f"resize: goes on with {ranks} on {count(facts['nodes'], 'node')}, there were {facts['before']}"
+
+
 def seats(facts: Mapping[str, Any]) -> list[list[str]]:
     """Who sits where, as rows under a row of headings."""
     found: Sequence[Mapping[str, Any]] = facts["seats"]
