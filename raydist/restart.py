@@ -30,10 +30,10 @@ class Again:
     """Attempts before it."""
     cause: End | None
     """What failed; None where nothing did, and only the size changes."""
-    since: float
-    """When that was, in seconds since the epoch."""
     reached: int
     """The last step that any rank had noted."""
+    since: float
+    """When it ended, in seconds since the epoch."""
 
     def as_event(self, rule: Restart) -> dict[str, Any]:
         """The facts of the event `restart`."""

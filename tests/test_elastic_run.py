@@ -65,7 +65,8 @@ def ended(run: Program) -> dict[str, torch.Tensor]:
     assert run.wait() == 0, run.screen
     assert gone(str(run.tmp)) == []
     assert folders_of(run.tmp) == []
-    return checkpoint.load(Path(run.result()["checkpoint"]))["model"]
+    model: dict[str, torch.Tensor] = checkpoint.load(Path(run.result()["checkpoint"]))["model"]
+    return model
 
 
 def sizes(run: Program) -> list[int]:
