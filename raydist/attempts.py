@@ -42,7 +42,7 @@ def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Agai
 def sized(job: Job, first: int, ranks: int) -> Job:
     """The job for so many ranks, as many samples a step as on the `first` ranks, in more passes if these are fewer.
 
-    No pass takes more samples of a rank than at first: its memory may hold no more.
+    No pass takes more samples of a rank than at first, if there are enough for all: its memory may hold no more.
     """
     if job.scale.max_nodes is None or job.data.resize == "scale":
         return job

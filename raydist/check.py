@@ -60,10 +60,25 @@ def check_size(job: Job) -> None:
         raise ConfigError(f"{said}: group=inline has this machine only; leave one of them out")
     if scale.placement != "STRICT_SPREAD":
         raise ConfigError(f"{said} counts whole nodes: say scale.placement=STRICT_SPREAD, not {scale.placement}")
+    if scale.spares and job.restart.max == 0:
+        raise ConfigError(f"{said} beside restart.max=0: no spare can ever take over; say restart.max=1, or no spares")
+    if scale.max_nodes is not None and job.data.resize == "keep" and not job.script:
+        check_batch(job, scale.max_nodes)
     if scale.max_nodes is not None and job.data.resize == "scale" and job.data.global_batch is not None:
         raise ConfigError(
             f"data.resize=scale: data.global_batch={job.data.global_batch} says how many samples a step takes; "
             "say data.batch_size, or data.resize=keep"
+        )
+
+
+def check_batch(job: Job, most: int) -> None:
+    """Refuse a global batch that the most ranks could not share: it is that of the ranks that the job begins with."""
+    least, each = job.scale.nodes or 1, job.scale.per_node or 1
+    batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * least * each
+    if batch < most * each:
+        raise ConfigError(
+            f"{size_word(job.scale)}: {batch} samples a step are too few for {most * each} ranks; "
+            f"say data.global_batch={most * each}, or data.resize=scale"
         )
 
 

@@ -55,7 +55,8 @@ class Stop:
 
 def rule(job: Job) -> Restart:
     """The job's rule, with what `restart.max` is where nobody said it."""
-    usual = 0 if job.script or job.backend.name == "mpi" else USUAL
+    fixed = job.scale.max_nodes is None and not job.scale.spares
+    usual = 0 if job.backend.name == "mpi" or (job.script and fixed) else USUAL
     return job.restart if job.restart.max is not None else replace(job.restart, max=usual)
 
 

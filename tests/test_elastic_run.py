@@ -25,16 +25,16 @@ def job(config):
     generator = torch.Generator().manual_seed(1)
     inputs, targets = torch.randn(256, 10, generator=generator), torch.randint(3, (256,), generator=generator)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 3))
+    model = nn.Linear(10, 3)  # convex: what rounding does to it dies away
 
     def loss(output, target):
-        time.sleep(0 if os.path.exists("go") else 0.05)
+        time.sleep(0 if os.path.exists("go") else 0.1)
         return nn.functional.cross_entropy(output, target)
 
     raydist.fit(config, model=model, train=TensorDataset(inputs, targets), loss=loss)
 """
-WORDS = ("job=slow.py", "watch.progress=none", "train.steps=1500", "seed=5", "checkpoint.every=100000",
-         "data.global_batch=32", "optim=sgd")  # fmt: skip
+WORDS = ("job=slow.py", "watch.progress=none", "train.steps=1000", "seed=5", "checkpoint.every=100000",
+         "data.global_batch=32", "optim=sgd", "optim.lr=0.002")  # fmt: skip
 QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 500}
 
 
@@ -87,7 +87,7 @@ def whole(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether two runs have seen the same samples: sums in another order differ in the last bits."""
-    return all(torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-5) for name in {**one, **other})
+    return all(torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-5) for name in {**one, **other})
 
 
 def test_a_run_goes_on_with_fewer_nodes_and_with_more(

@@ -83,9 +83,9 @@ def look_around(job: Job) -> Picture:
             found = cluster.nodes()
             return Picture(found, cluster.node_types(), f"the Ray cluster at {address} ({count(len(found), 'node')})")
     node = cluster.this_machine(job)
-    if (job.scale.nodes or 1) == 1:
+    if (n := (job.scale.nodes or 1) + job.scale.spares) == 1:
         return Picture([node], [], "this machine; no Ray is running, the run would start its own")
-    others = [like(node, f"node-{i}") for i in range(2, (job.scale.nodes or 1) + 1)]
+    others = [like(node, f"node-{i}") for i in range(2, n + 1)]
     return Picture([node, *others], [], f"no Ray is running: assuming {len(others) + 1} nodes like this one")
 
 
