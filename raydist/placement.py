@@ -60,7 +60,8 @@ class Plan:
              "local_rank": seat.local_rank, "gpus": gpus}
             for seat in self.seats
         ]  # fmt: skip
-        spares = {"spares": [{"host": node.host, "ip": node.ip} for node in self.spares]} if self.spares else {}
+        beside = [{"host": node.host, "ip": node.ip, "node": node.id} for node in self.spares]
+        spares = {"spares": beside} if beside else {}
         return {"backend": self.ask.backend, "world_size": self.world_size, "seats": seats, **spares}
 
 

@@ -111,11 +111,14 @@ class Reserve:
                 self._events.say("wait", text=text)
             told = text
             time.sleep(AGAIN_S)
-        before = len(self._places.plan.nodes)
+        before = self._places.plan.nodes
         self._places.settle(plan)
         self._lost -= {(seat.bundle, seat.node.id) for seat in plan.seats}
-        if len(plan.nodes) != before:
-            self._events.say("resize", nodes=len(plan.nodes), before=before, **plan.as_event())
+        if len(plan.nodes) != len(before):
+            self._events.say("resize", nodes=len(plan.nodes), before=len(before), **plan.as_event())
+        for old, new in zip(before, plan.nodes, strict=False):
+            if old.id != new.id and len(plan.nodes) == len(before):
+                self._events.say("takeover", node=new.id, host=new.host, ip=new.ip, instead=old.id, of=old.host)
         return plan
 
     def taken(self) -> dict[str, tuple[str, Any]]:

@@ -88,7 +88,7 @@ def test_a_spare_is_asked_for_and_gets_no_rank() -> None:
     plan = placement.seat(asked, nodes)
     assert [seat.node.host for seat in plan.seats] == ["node-1", "node-1", "node-2", "node-2"]
     assert [spare.host for spare in plan.spares] == ["node-3"]
-    assert plan.as_event()["spares"] == [{"host": "node-3", "ip": "10.0.0.3"}]
+    assert plan.as_event()["spares"] == [{"host": "node-3", "ip": "10.0.0.3", "node": node(3).id}]
 
 
 def test_spares_that_the_cluster_can_not_hold_are_refused() -> None:

@@ -94,6 +94,9 @@ class Console(AbstractContextManager["Console"]):
         self._screen.say(wording.resize(happened), "yellow")
         self._screen.table(wording.seats(happened))
 
+    def _on_takeover(self, happened: Event) -> None:
+        self._screen.say(f"{happened['host']} ({happened['ip']}) takes over the ranks of {happened['of']}", "yellow")
+
     def _on_stop(self, happened: Event) -> None:
         self._screen.say(f"stop  {happened['reason']}", "yellow")
 
