@@ -52,7 +52,7 @@ class Cluster(AutoscalingCluster):
 def main() -> None:
     head, each = (int(word) for word in sys.argv[1:])
     kind = {"resources": {"CPU": each}, "node_config": {}, "min_workers": 0, "max_workers": 2}
-    cluster = Cluster({"CPU": head, "object_store_memory": 2**28}, {"plus": kind})
+    cluster = Cluster({"CPU": head, "object_store_memory": 2**28}, {"plus": kind}, autoscaler_v2=os.environ.get("AS_V2") == "2")
     cluster.start(override_env={"RAY_TMPDIR": os.environ["TMPDIR"]})
     print("READY", flush=True)
     sys.stdin.read()
