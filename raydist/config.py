@@ -256,6 +256,8 @@ class Watch:
     """auto: a live bar in a terminal, plain lines elsewhere."""
     every_s: float = above(0, 10.0)
     """Seconds between plain lines."""
+    slow: float = at_least(0, 10.0)
+    """A rank is named slow if its own work takes so many percent of a step longer than that of the others; 0: none."""
     output: str = "auto"
     """Ranks whose output is shown, each line with its rank: all, none, 0,3; auto: all of a script, none of a job."""
 

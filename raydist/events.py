@@ -16,6 +16,8 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     done       rank, [spent]                     the job's function returned; spent: {step, evaluate, save: seconds}
     ended      rank, code, signal, step          the process of the rank is gone
     hang       text, ranks, certain, s           ranks are silent for `s` seconds, and who holds them up
+    slow       text, ranks                       who holds up the others: rank, host, own_s, others_s, step_s, share
+    work       ranks                             of each rank: [seconds of own work in a step, of the step]; at the end
     network    text, nodes                       what carried a run of several nodes: the ports, NCCL's own word
     stop       reason                            the others are being ended
     restart    number, most, rank, host, how, step, text    another attempt begins, because of this failure

@@ -19,9 +19,9 @@ PACKAGE = ROOT / "raydist"
 LAYERS = """
     errors script node.wire findings node.facts node.sysfs
     config events check transport traffic node.counters
-    inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck
+    inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck straggler
     fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
-    context parcel signals shipping snapshot
+    context parcel signals shipping snapshot apart
     loop.random_state backends checkpoint
     backends.ddp backends.horovod
     loop.data loop.optim loop.models loop.evaluation loop.step loop.keeping loop.fit loop

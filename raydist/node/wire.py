@@ -32,6 +32,17 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 5
 BEAT = struct.Struct("<qqd")
 """The heartbeat page: step, index in PHASES, seconds since the epoch."""
 
+OWN = struct.Struct("<qdd")
+"""Behind it: steps that were timed, seconds of the rank's own work in one of them, seconds of one."""
+BEAT_PAGE = BEAT.size + OWN.size
+"""Bytes of both."""
+
+
+def read_own(page: mmap.mmap) -> tuple[int, float, float]:
+    """(steps timed, seconds of own work in one, seconds of one) as the rank last told; no steps where it told none."""
+    steps, own, whole = OWN.unpack_from(page, BEAT.size)
+    return steps, own, whole
+
 
 def read_beat(page: mmap.mmap) -> tuple[int, str, float]:
     """(step, phase, seconds since the epoch) that the rank last noted; (0, "", 0.0) before its first."""

@@ -81,6 +81,9 @@ class Console(AbstractContextManager["Console"]):
     def _on_hang(self, happened: Event) -> None:
         self._screen.say(f"hang  silent for {happened['s']:.0f} s: {happened['text']}", "yellow")
 
+    def _on_slow(self, happened: Event) -> None:
+        self._screen.say(f"slow  {happened['text']}", "yellow")
+
     def _on_restart(self, happened: Event) -> None:
         self._screen.say(f"restart {happened['number']}: {happened['text']}", "yellow")
 
