@@ -119,6 +119,8 @@ class Scale:
     ranks one by one: PACK on few nodes, SPREAD over many, STRICT_PACK all on one."""
     labels: dict[str, str] = field(default_factory=dict)
     """Only nodes with these Ray labels, in Ray's selector words: scale.labels.market-type=on-demand."""
+    avoid: bool = True
+    """Leave out nodes that were lost or slow in two runs of the last week, where there is room without them."""
     wait_s: float = at_least(0, 600.0)
     """Seconds to wait for nodes that the autoscaler, or a person, is bringing."""
 

@@ -6,6 +6,7 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     cluster    address, nodes, started           Ray is there; `started`: raydist brought it up itself
     wait       text                              nodes are awaited, and for what
     plan       backend, world_size, seats        who sits where: rank, host, ip, local_rank, gpus
+    avoid      node, avoided, text               a node with a bad record: left out, or there was no room
     phase      name, s                           a part of the launch budget is over: connect, place, actors, warm-up, …
     warning    text, [rank]                      something that a person should know
     joined     rank, pid, [network]              the rank is in the process group

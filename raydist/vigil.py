@@ -18,7 +18,7 @@ from raydist.group import Gang, cause
 from raydist.restart import Again
 from raydist.result import End
 from raydist.sentry import Sentry
-from raydist.straggler import Stragglers
+from raydist.straggler import Slow, Stragglers
 from raydist.stuck import Verdict
 
 VICTIM_S = 0.5
@@ -50,6 +50,8 @@ class Vigil:
         self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict] = queue.SimpleQueue()
         self._sentry = Sentry(gang, job.hang, events, logs, self._inbox.put)
         self._stragglers = Stragglers([seat.node.host for seat in gang.plan.seats], job.watch.slow)
+        self.slow: list[Slow] = []
+        """Those that were named last for holding up the others."""
         self._hung: Verdict | None = None
         self._raised: dict[int, Event] = {}
         self._deadline: float | None = None
@@ -111,6 +113,7 @@ class Vigil:
         elif rank not in self.ends:
             self._sentry.note(rank, news["beat"], news["quiet"])
             if slow := self._stragglers.note(rank, tuple(news["own"]), time.monotonic()):
+                self.slow = slow
                 self._events.say("slow", **straggler.as_event(slow))
             self._listen(rank)
 
