@@ -73,6 +73,11 @@ class Context:
     """Descriptors of this rank's snapshot memory and of that of the first rank here, -1 where there is none of that
     kind; None: nobody would come after this process to read it."""
 
+    sharded: Any = None
+    """What keeps sharded states, once there is one."""
+    leaving: list[Callable[[], None]] = field(default_factory=list)
+    """What a rank waits for when its job is done, before it leaves the others."""
+
 
 def _plain() -> Context:
     """The context of a process that raydist did not start: torchrun's variables, and rank 0 prints."""

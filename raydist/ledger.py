@@ -160,8 +160,8 @@ def text(node: Node, own: Sequence[Offence], avoided: bool) -> str:
 def steered(job: Job, ask: Ask, nodes: Sequence[Node], cluster: str, events: Events) -> Iterator[bool]:
     """Inside, Ray finds no room on nodes with a bad record, where there is room without them; whether that is so.
 
-    Their CPUs are held for this moment. A label selector of the gang itself (`ray.io/node-id: !in(...)`) would stay with
-    it: after the loss of a node it would wait for another although an avoided one is free.
+    Their CPUs are held for this moment. A label selector of the gang itself (`ray.io/node-id: !in(...)`) would stay
+    with it: after the loss of a node it would wait for another although an avoided one is free.
     """
     there = {node.id: node for node in nodes}
     bad = repeated(read(file()), cluster, nodes, time.time()) if job.scale.avoid and len(nodes) > 1 else {}

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from raydist.node.wire import LOCK, PAGE, SLOT, SLOTS, STEP, at_slot, complete_slots
+from raydist.node.wire import GUESTS, LOCK, PAGE, SLOT, SLOTS, STEP, at_slot, complete_slots
 
 TENSOR = "\0tensor"
 """The key that stands for a tensor in the description of a slot."""
@@ -102,9 +102,39 @@ class Memory:
         """Leave this slot alone until the fork server says that it is on the disk."""
         LOCK.pack_into(self._page, 0, slot)
 
+    @property
+    def guests(self) -> dict[int, int]:
+        """The slot of each step of another rank, of which this memory has a copy."""
+        return complete_slots(self._page, GUESTS)
+
+    def open_guest(self, size: int, length: int) -> int:
+        """A slot for such a copy, of so many bytes as `size` tells; NoRoom as in `write`."""
+        slot = GUESTS[max(self.guests.items(), default=(-1, GUESTS[-1]))[1] == GUESTS[0]]
+        self._open(slot, size, length, False)
+        return slot
+
+    def open_own(self, size: int, length: int) -> int:
+        """A slot for a state of this rank's own, of which another has the copy."""
+        slot = next(free for free in range(SLOTS) if free not in self.steps.values())
+        self._open(slot, size, length, False)
+        return slot
+
+    def complete(self, slot: int, step: int) -> None:
+        """What was opened is there."""
+        STEP.pack_into(self._page, at_slot(slot), step)
+
+    def size(self, slot: int) -> tuple[int, int]:
+        """Bytes of a slot's tensors, and of their description."""
+        _, _, _, size, length, _ = SLOT.unpack_from(self._page, at_slot(slot))
+        return size, length
+
+    def raw(self, slot: int) -> torch.Tensor:
+        """The used bytes of a slot, where they lie."""
+        return torch.frombuffer(self.bytes_of(slot), dtype=torch.uint8, count=sum(self.size(slot)))
+
     def forget_after(self, step: int) -> None:
         """Drop the states of later steps: another attempt made them, and this one makes its own."""
-        for later, slot in self.steps.items():
+        for later, slot in [*self.steps.items(), *self.guests.items()]:
             if later > step:
                 STEP.pack_into(self._page, at_slot(slot), -1)
 

@@ -22,7 +22,7 @@ LAYERS = """
     inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck straggler
     fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
     context parcel signals shipping snapshot apart
-    loop.random_state backends checkpoint
+    loop.random_state backends checkpoint sharded
     backends.ddp backends.horovod
     loop.data loop.optim loop.models loop.evaluation loop.step loop.keeping loop.fit loop
     words.translate words.lookup words.script words.env_file words.choices words.refusals words.compose words.manual

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from raydist import checkpoint
 from raydist.config import Checkpoint
-from raydist.node.wire import ABOUT, BESIDE, LOCK, PAGE, blank_page, complete_slots
+from raydist.node.wire import ABOUT, BESIDE, LOCK, PAGE, blank_page, whole_slots
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class Memories:
         """Whether the newest state of the first rank here is newer than all on the disk."""
         if 0 not in self.descriptors:
             return False
-        newest = max(complete_slots(os.pread(self.descriptors[0], PAGE, 0)), default=-1)
+        newest = max(whole_slots(os.pread(self.descriptors[0], PAGE, 0)), default=-1)
         return newest > checkpoint.newest_step(self.checkpoints)
 
     def release(self, seat: socket.socket) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import mmap
+    from collections.abc import Iterable
 
 PACKET = 1 << 17
 """Largest message to a fork server in bytes: below Linux's default socket buffer of 208 KiB."""
@@ -58,6 +59,8 @@ ABOUT = SLOTS
 """The slot with what is the same for all states of an attempt."""
 BESIDE = SLOTS + 1
 """The slot with what belongs into a checkpoint beside the state that is on its way to the disk."""
+GUESTS = (BESIDE + 1, BESIDE + 2)
+"""The slots for copies of what a rank of another node keeps; they take turns too."""
 LOCK = struct.Struct("<q")
 """First on the page: the slot that is on its way to the disk, or -1."""
 SLOT = struct.Struct("<qqqqqq")
@@ -75,12 +78,18 @@ def blank_page() -> bytes:
     """The first page of a memory that holds nothing yet."""
     page = bytearray(PAGE)
     LOCK.pack_into(page, 0, -1)
-    for slot in range(BESIDE + 1):
+    for slot in range(GUESTS[-1] + 1):
         STEP.pack_into(page, at_slot(slot), -1)
     return bytes(page)
 
 
-def complete_slots(page: bytes | mmap.mmap) -> dict[int, int]:
+def complete_slots(page: bytes | mmap.mmap, slots: Iterable[int] = range(SLOTS)) -> dict[int, int]:
     """The slot of each step that is complete."""
-    steps = {STEP.unpack_from(page, at_slot(slot))[0]: slot for slot in range(SLOTS)}
+    steps = {STEP.unpack_from(page, at_slot(slot))[0]: slot for slot in slots}
     return {step: slot for step, slot in steps.items() if step >= 0}
+
+
+def whole_slots(page: bytes | mmap.mmap) -> dict[int, int]:
+    """Those with a whole state, not only what is a rank's own."""
+    complete = complete_slots(page).items()
+    return {step: slot for step, slot in complete if SLOT.unpack_from(page, at_slot(slot))[-1]}
