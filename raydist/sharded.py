@@ -1,12 +1,12 @@
 """Sharded states (FSDP) in memory: each rank keeps its own part, the next node a copy of it. (rank side)
 
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))     # torch.distributed.checkpoint's
-    begin = sharded.load(state)                   # 0: nothing was kept; else the tensors of `state` are those of that step
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))  # torch.distributed.checkpoint's
+    begin = sharded.load(state)            # the step whose tensors are now in `state`; 0 if nothing was kept
     ...
-    sharded.keep(step, state_of_now)              # after a step; the copy travels while the training goes on
+    sharded.keep(step, state_of_now)       # after a step; the copy travels while the training goes on
 
-All ranks call both, with the same keys. A rank that dies takes nothing away, nor does one node: its parts lie on the next. Where
-the copies go from rank to rank they take gloo, like gradients on a CPU; nothing new listens for them, nothing is unpickled.
+All ranks call both, with the same keys. A rank that dies takes nothing away, nor does one node: its parts lie on the
+next. The copies go from rank to rank over gloo, like gradients on a CPU: nothing new listens, nothing is unpickled.
 A kept state serves the same number of ranks only; for another number, and for the disk, there is torch's
 `distributed.checkpoint`. Under torchrun, where nobody would come after the process, nothing is kept.
 """
@@ -63,8 +63,8 @@ class Ring:
 
     def __init__(self, memory: Memory, me: context.Rank) -> None:
         self._memory: Memory | None = memory
-        self._rank = me.rank
-        self._group = dist.new_group(backend="gloo")
+        self._rank, self._world = me.rank, me.world_size
+        self._group: Any = dist.new_group(backend="gloo")
         self._holders = holders([int(row[0]) for row in self._gather(me.node_rank)])
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -75,7 +75,8 @@ class Ring:
         if self._memory is None:
             return
         try:
-            slot, why = self._memory.write(step, {"own": local(state)}), ""
+            own = {"part": local(state), "of": [self._rank, self._world]}
+            slot, why = self._memory.write(step, {"own": own}), ""
         except NoRoom as error:
             slot, why = -1, str(error)
         self._thread = threading.Thread(target=self._pass_on, args=(step, slot, why), name="raydist-sharded")
@@ -96,7 +97,7 @@ class Ring:
             self._failed = error
 
     def _copy(self, step: int, slot: int, why: str) -> None:
-        """Have the next node hold a copy. When it ends on one rank, all ranks have this step, and all copies are there.
+        """Have the next node hold a copy. When it ends on one rank, all ranks have this step, and all have their copy.
 
         So nobody overwrites the step before as long as somebody may need it.
         """
@@ -104,7 +105,8 @@ class Ring:
         self._memory.settle()
         rows = self._gather(*((step, *self._memory.size(slot)) if slot >= 0 else (-1, 0, 0)))
         if any(row[0] < 0 for row in rows):
-            return self._give_up(why)
+            self._give_up(why)
+            return
         if self._holders is None:
             return
         guest, into, why = self._holders.index(self._rank), -1, ""
@@ -113,7 +115,8 @@ class Ring:
         except NoRoom as error:
             why = str(error)
         if any(row[0] < 0 for row in self._gather(into)):
-            return self._give_up(why)
+            self._give_up(why)
+            return
         sent = dist.isend(self._memory.raw(slot), self._holders[self._rank], group=self._group)
         dist.recv(self._memory.raw(into), guest, group=self._group)
         sent.wait()  # type: ignore[union-attr]
@@ -129,7 +132,8 @@ class Ring:
     def load(self, state: dict[str, Any]) -> int:
         """As the function above."""
         assert self._memory is not None
-        own, guests = newest(self._memory.steps), newest(self._memory.guests)
+        guest = self._holders.index(self._rank) if self._holders else -1
+        own, guests = self._parts(self._memory.steps, self._rank), self._parts(self._memory.guests, guest)
         rows = self._gather(*own, *guests)
         step = common([row[:OFFERS] for row in rows], [row[OFFERS:] for row in rows], self._holders)
         if step < 0:
@@ -137,9 +141,16 @@ class Ring:
         for rank, row in enumerate(rows):
             if step not in row[:OFFERS] and self._holders is not None:
                 self._bring_back(step, rank, self._holders[rank])
-        put_into(state, self._memory.read(self._memory.steps[step], clone=False)["own"], "state")
+        put_into(state, self._memory.read(self._memory.steps[step], clone=False)["own"]["part"], "state")
         self._memory.forget_after(step)
+        context.stand_at(step)
         return step
+
+    def _parts(self, slots: Mapping[int, int], rank: int) -> list[int]:
+        """The newest steps among these slots in which lies the part of this rank of as many."""
+        assert self._memory is not None
+        found = {step: self._memory.read(slot, clone=False)["own"] for step, slot in slots.items()}
+        return newest([step for step, own in found.items() if own.get("of") == [rank, self._world]])
 
     def _bring_back(self, step: int, rank: int, holder: int) -> None:
         """The part of a rank that is new, from the copy."""
@@ -181,7 +192,7 @@ def common(own: Sequence[Sequence[int]], guests: Sequence[Sequence[int]], held_b
     return max(set.intersection(*there) - {-1}, default=-1)
 
 
-def newest(steps: Mapping[int, int]) -> list[int]:
+def newest(steps: Sequence[int]) -> list[int]:
     """The newest steps, padded with -1."""
     return [*sorted(steps, reverse=True), *[-1] * OFFERS][:OFFERS]
 
@@ -218,4 +229,4 @@ def put_into(into: Any, kept: Any, where: str) -> Any:
     if isinstance(into, list) and isinstance(kept, list) and len(into) == len(kept):
         into[:] = [put_into(*pair, f"{where}[{index}]") for index, pair in enumerate(zip(into, kept, strict=True))]
         return into
-    return kept
+    return kept.clone() if isinstance(kept, torch.Tensor) else kept  # its bytes are those of the memory

@@ -94,7 +94,7 @@ def full(model: nn.Module) -> list[float]:
 
 
 def loses(lost: tuple[int, ...]) -> Any:
-    """Train 6 steps on ranks that are nodes of their own; then the memory of some is gone, and all go on from step 4."""
+    """6 steps on ranks that are nodes of their own; then the memory of some is gone, and all go on from step 4."""
 
     def job(job: Job) -> Any:
         from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -136,6 +136,26 @@ def test_a_lost_part_comes_back_from_the_next_node(tmp_path: Path, lost: tuple[i
         assert all(4 in each.value[2] for each in told)
 
 
+def fewer(job: Job) -> Any:
+    """Two ranks keep a state; then it is looked for as if each of them was one of three."""
+    here = context.here()
+    me = here.rank.rank
+    here.rank, here.memory = context.Rank(me, 0, me, 2), (memory(), -1)
+    sharded.keep(3, {"x": torch.full((4,), float(me))})
+    here.sharded.rest()
+    here.sharded, os.environ["TORCHELASTIC_RESTART_COUNT"] = None, "1"
+    state = {"x": torch.zeros(4)}
+    found = sharded.load(state), state["x"].tolist()
+    here.sharded, here.rank = None, context.Rank(me, 0, me, 3)
+    return *found, sharded.load(state)
+
+
+def test_a_state_of_another_number_of_ranks_is_none(tmp_path: Path) -> None:
+    told = run_ranks(2, GLOO, fewer, tmp_path)
+    assert [each.error for each in told] == ["", ""]
+    assert [each.value for each in told] == [(3, [0.0] * 4, 0), (3, [1.0] * 4, 0)]
+
+
 def no_room(job: Job) -> Any:
     here = context.here()
     here.rank = context.Rank(here.rank.rank, 0, here.rank.rank, 2)
@@ -143,7 +163,7 @@ def no_room(job: Job) -> Any:
     if here.rank.rank == 1:
         import raydist.snapshot
 
-        raydist.snapshot.memory_left = lambda: 1000
+        raydist.snapshot.memory_left = lambda root=Path("/"): 1000
     for step in range(1, 4):
         sharded.keep(step, {"x": torch.ones(10_000)})
     here.sharded.rest()
