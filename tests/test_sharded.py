@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from raydist import context, sharded
+from raydist import context, report, sharded
 from raydist.config import Backend, Job
 from raydist.errors import RaydistError
+from raydist.events import read
 from raydist.node.wire import blank_page, whole_slots
 from raydist.snapshot import Memory
+from tests.conftest import ROOT
 from tests.ranks import run_ranks
+from tests.rig import QUICK_DEATH
 
 GLOO = Job(backend=Backend("gloo"))
 
@@ -134,6 +141,64 @@ def test_a_lost_part_comes_back_from_the_next_node(tmp_path: Path, lost: tuple[i
     assert [each.value[:2] for each in told] == [(begin, True)] * 3
     if begin:
         assert all(4 in each.value[2] for each in told)
+
+
+def until_the_end(steps: int = 30, strike: int = 0) -> tuple[int, list[float]]:
+    """The step that it went on from, and the last weights. After step `strike` Ray loses the node of the last rank."""
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    model, optimizer = training()
+    state = everything(model, optimizer)
+    begin = sharded.load(state)
+    if begin:
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for step in range(begin + 1, steps + 1):
+        train(model, optimizer, step)
+        sharded.keep(step, everything(model, optimizer))
+        report(step=step, steps=steps)
+        me = context.rank()
+        if step == strike and not begin and me.rank == me.world_size - 1:
+            os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
+            signal.pause()
+    return begin, full(model)
+
+
+NODES = """
+import json, sys
+import ray
+from ray.cluster_utils import Cluster
+import raydist
+from tests.test_sharded import until_the_end
+
+made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+for _ in range(3):
+    made.add_node(num_cpus=2)
+ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
+words = ["scale=2x2", "backend=gloo", "watch.progress=none", "hydra.run.dir=run"]
+done = raydist.run(until_the_end, *words, strike=20)
+print(json.dumps(done.values))
+ray.shutdown()
+made.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_the_loss_of_a_node_does_not_lose_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (QUICK_DEATH | {"PYTHONPATH": str(ROOT), "RAYDIST_LEDGER": str(tmp_path / "nodes")}).items():
+        monkeypatch.setenv(name, value)
+    ended = subprocess.run([sys.executable, "-c", NODES], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    values = json.loads(ended.stdout.splitlines()[-1])
+    unbroken = run_ranks(4, GLOO, lambda job: until_the_end(), tmp_path)
+    assert [each.error for each in unbroken] == [""] * 4
+    # what was kept last when the node went: its own step, or the one after which it had told the others
+    (begin,) = {begin for begin, _ in values}
+    assert begin in (19, 20)
+    assert [weights for _, weights in values] == [each.value[1] for each in unbroken]
+    (restart,) = json.loads((tmp_path / "run" / "result.json").read_text())["restarts"]
+    assert restart["how"] == "lost"
+    (back,) = [happened for happened in read(tmp_path / "run" / "events.jsonl") if happened["kind"] == "restarted"]
+    assert back["repeated"] <= 1
 
 
 def fewer(job: Job) -> Any:
