@@ -108,6 +108,8 @@ class Gang(AbstractContextManager["Gang"]):
             except LaunchError:
                 if self._renew is None or time.monotonic() > until:
                     raise
+        with contextlib.suppress(Exception):  # an older one will do
+            self.call(0, "rest").result(FLUSH_S)
         file = self._meeting_file(job, attempt)
         port, secret = None, ""
         if file is None:

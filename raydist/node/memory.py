@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from raydist import checkpoint
 from raydist.config import Checkpoint
-from raydist.node.wire import ABOUT, BESIDE, LOCK, PAGE, blank_page, whole_slots
+from raydist.node.wire import ABOUT, ASKED, BESIDE, LOCK, PAGE, blank_page, whole_slots
 
 
 @dataclass(eq=False)
@@ -97,6 +97,8 @@ def to_disk(descriptors: Mapping[int, int], slot: int | None) -> dict[str, Any]:
     from raydist.snapshot import Memory
 
     began, memory = time.perf_counter(), Memory(descriptors[0])
+    if slot == ASKED:
+        return asked(memory, began)
     about = memory.read(ABOUT)
     folder = Path(about["run_dir"]) / "checkpoints"
     step = max(memory.steps) if slot is None else next(step for step, at in memory.steps.items() if at == slot)
@@ -109,6 +111,15 @@ def to_disk(descriptors: Mapping[int, int], slot: int | None) -> dict[str, Any]:
         beside = memory.read(BESIDE)
     facts = {"world_size": about["world_size"], "metrics": beside["metrics"]}
     path = checkpoint.write(folder, step, {**state, **beside["state"], "config": about["config"]}, facts)
+    checkpoint.prune(folder, Checkpoint(keep=about["keep"], best=about["best"]))
+    return {"kind": "saved", "rank": 0, "step": step, "path": str(path), "s": time.perf_counter() - began}
+
+
+def asked(memory: Any, began: float) -> dict[str, Any]:
+    """A checkpoint that a job asked for itself."""
+    (step,), about = memory.asked, memory.read(ASKED, clone=False)
+    folder = Path(about["run_dir"]) / "checkpoints"
+    path = checkpoint.write(folder, step, about["state"], about["facts"])
     checkpoint.prune(folder, Checkpoint(keep=about["keep"], best=about["best"]))
     return {"kind": "saved", "rank": 0, "step": step, "path": str(path), "s": time.perf_counter() - began}
 

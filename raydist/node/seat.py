@@ -134,8 +134,7 @@ class Seat:
 
     async def _forget(self, base: str) -> None:
         """Leave the attempt before this one behind, once its last checkpoint is on the disk."""
-        if self._saving is not None:
-            await asyncio.wait({self._saving})
+        await self.rest()
         if self._drained is not None:
             self._drained.cancel()
         self._events, self._end = [], None
@@ -200,10 +199,14 @@ class Seat:
         """Whether this seat is open: one that has come in the place of a lost one is not."""
         return self._client is not None and self._client.connected
 
-    async def flush(self) -> list[Event]:
-        """Have the newest snapshot of this node written to the disk, if it is not there yet; what there is to tell."""
+    async def rest(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk."""
         if self._saving is not None:
             await asyncio.wait({self._saving})
+
+    async def flush(self) -> list[Event]:
+        """Have the newest snapshot of this node written to the disk, if it is not there yet; what there is to tell."""
+        await self.rest()
         if self.pid:
             await asyncio.wait({self._save(None)})
         events, self._events = self._events, []

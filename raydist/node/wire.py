@@ -61,6 +61,8 @@ BESIDE = SLOTS + 1
 """The slot with what belongs into a checkpoint beside the state that is on its way to the disk."""
 GUESTS = (BESIDE + 1, BESIDE + 2)
 """The slots for copies of what a rank of another node keeps; they take turns too."""
+ASKED = GUESTS[-1] + 1
+"""The slot for a checkpoint that a job asked for itself, on its way to the disk."""
 LOCK = struct.Struct("<q")
 """First on the page: the slot that is on its way to the disk, or -1."""
 SLOT = struct.Struct("<qqqqqq")
@@ -78,7 +80,7 @@ def blank_page() -> bytes:
     """The first page of a memory that holds nothing yet."""
     page = bytearray(PAGE)
     LOCK.pack_into(page, 0, -1)
-    for slot in range(GUESTS[-1] + 1):
+    for slot in range(ASKED + 1):
         STEP.pack_into(page, at_slot(slot), -1)
     return bytes(page)
 
