@@ -16,6 +16,10 @@ from raydist import checkpoint
 from raydist.config import Checkpoint
 from raydist.node.wire import ABOUT, ASKED, BESIDE, LOCK, PAGE, blank_page, whole_slots
 
+BESIDE_THEM = 5
+"""By so much less important is the process that writes a checkpoint than the ranks that train meanwhile: with as many
+ranks as cores it takes a quarter of a core from one of them, not half of it."""
+
 
 @dataclass(eq=False)
 class Memories:
@@ -82,6 +86,8 @@ def write_checkpoint(descriptors: Mapping[int, int], slot: int | None, word: int
     The event that tells of it goes to the socket `word`, unless that is -1.
     """
     told = socket.socket(fileno=word) if word >= 0 else None
+    if slot is not None:
+        os.nice(BESIDE_THEM)
     try:
         happened = to_disk(descriptors, slot)
     except Exception as error:
