@@ -24,8 +24,10 @@ def attempt(job: Job, call: Call | None, gang: Gang, events: Events, after: Agai
     job = sized(job, gang.first, gang.plan.world_size)
     with mpi.launching(job, gang):
         gang.start(job, variables(job, gang, events), call.packed if call else None)
-        vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang, after, bool(job.script))
-        return Attempt(ends=vigil.keep(), error=vigil.stopped, resize=vigil.resize)
+        vigil = Vigil(gang, events, Path(job.dir) / "logs", job, after)
+        tried = Attempt(ends=vigil.keep(), error=vigil.stopped, resize=vigil.resize)
+        gang.report_to(tried.cause if tried.error is None else None, vigil.slow)
+        return tried
 
 
 def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Again, before: Attempt) -> Attempt:

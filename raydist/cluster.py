@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raydist import check, placement, shipping, signals
+from raydist import check, ledger, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
@@ -22,6 +22,8 @@ from raydist.group import Gang
 from raydist.placement import Ask, Node, NodeType, Plan
 from raydist.places import Places
 from raydist.reserve import Reserve
+from raydist.result import End
+from raydist.straggler import Slow
 
 ANSWER_S = 10.0
 """Longest wait for a Ray to say that it is there; a GCS under load takes a second or two."""
@@ -209,10 +211,15 @@ def node_types() -> list[NodeType]:
 @contextlib.contextmanager
 def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
     """The gang: one placement group, one actor per rank, all gone when the block is left."""
+    import ray
     from ray.util.placement_group import remove_placement_group
 
     began = time.time()
-    held = hold(ask, len(ask.bundles))
+    address = ray.get_runtime_context().gcs_address
+    with ledger.steered(job, ask, nodes(), address, events) as steered:
+        held = hold(ask, len(ask.bundles))
+        if steered:
+            held.wait(ledger.PLACE_S)
     places: Places | None = None
     try:
         wait_for(held, ask, job.scale.wait_s, events)
@@ -220,13 +227,10 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         events.say("phase", name="place", s=time.time() - began)
         places = Places(plan, held, shipping.runtime_env(job))
         gpus = places.gpus if ask.rank_resources.get("GPU") else None
-        if check.size_word(job.scale):
-            reserve = Reserve(places, job.scale, events, nodes, hold)
-            with Gang(plan, places.call, events, gpus, places.take, reserve.regroup, reserve) as gang:
-                yield gang
-            return
-        renew = partial(renewed, places, held, job, events)
-        with Gang(plan, places.call, events, gpus, places.take, renew) as gang:
+        reserve = Reserve(places, job.scale, events, nodes, hold) if check.size_word(job.scale) else None
+        renew = reserve.regroup if reserve else partial(renewed, places, held, job, events)
+        with Gang(plan, places.call, events, gpus, places.take, renew, reserve) as gang:
+            gang.report_to = partial(note, job, address, places)
             yield gang
     finally:
         if places is not None:
@@ -241,6 +245,13 @@ def hold(ask: Ask, bundles: int, elsewhere: Sequence[str] = ()) -> Any:
     wanted = {**({"ray.io/node-id": f"!in({','.join(elsewhere)})"} if elsewhere else {}), **ask.selector}
     selector: dict[str, Any] = {"bundle_label_selector": [wanted] * bundles} if wanted else {}
     return placement_group([dict(bundle) for bundle in ask.bundles[:bundles]], strategy=ask.strategy, **selector)
+
+
+def note(job: Job, address: str, places: Places, cause: End | None, slow: Sequence[Slow]) -> None:
+    """Note what nodes did to an attempt. A cluster of one node has nobody to avoid."""
+    if len(nodes()) > 1:
+        now = time.time()
+        ledger.note(ledger.file(), ledger.offences(address, job.dir, places.plan, cause, slow, now), now)
 
 
 def wait_for(held: Any, ask: Ask, patience: float, events: Events) -> None:
