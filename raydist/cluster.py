@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raydist import check, ledger, placement, shipping, signals
+from raydist import autoscaler, check, ledger, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
@@ -201,11 +201,12 @@ def nodes() -> list[Node]:
     return placement.nodes_from_ray(ray.nodes(), ray._private.state.available_resources_per_node())
 
 
-def node_types() -> list[NodeType]:
-    """The kinds of node that the autoscaler could bring; none without an autoscaler."""
+def node_types() -> list[NodeType] | None:
+    """The kinds of node that the autoscaler could bring; none without an autoscaler, None if nobody can tell."""
     import ray
 
-    return placement.types_from_config(ray._private.state.state.get_cluster_config())
+    told = ray._private.state.state.get_cluster_config()
+    return placement.types_from_config(told) if told else autoscaler.types()
 
 
 @contextlib.contextmanager

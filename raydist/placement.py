@@ -65,10 +65,13 @@ class Plan:
         return {"backend": self.ask.backend, "world_size": self.world_size, "seats": seats, **spares}
 
 
-def ask(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] = ()) -> Ask:
-    """What to ask of Ray for this job; a ConfigError if these nodes, and those to come, can never hold it."""
+def ask(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] | None = ()) -> Ask:
+    """What to ask of Ray for this job; a ConfigError if these nodes, and those to come, can never hold it.
+
+    `types`: what may come; None where nobody knows, so that time will tell.
+    """
     scale = job.scale
-    chosen, kinds = there.select(nodes, types, scale.labels)
+    chosen, kinds = there.select(nodes, types or (), scale.labels)
     coming = [] if scale.nodes is None else there.still_to_come(kinds, chosen)
     shelves = [*((node.total, 1) for node in chosen), *((kind.resources, more) for kind, more in coming)]
     backend, gpus = choose_backend(job, [have for have, _ in shelves])
@@ -76,7 +79,7 @@ def ask(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] = ()) -> Ask:
     if shelves:
         there.check_names(need, [have for have, _ in shelves])
     asked = shape(between(scale, need, chosen), backend, need, shelves)
-    if not there.holds(asked, shelves):
+    if types is not None and not there.holds(asked, shelves):
         raise ConfigError(never(scale, asked, shelves, there.listing(chosen, coming, need)))
     return asked
 

@@ -83,7 +83,7 @@ class Site:
 
     def servers_of(self, node: str) -> list[str]:
         """The folders of the fork servers of a node."""
-        return [path for path in folders_of(self.tmp) if path.endswith(node[:8])]
+        return [path for path in folders_of(self.tmp) if path.endswith(node[-8:])]
 
     def tidy(self) -> None:
         """Only the first node, and no run."""

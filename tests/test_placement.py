@@ -339,6 +339,25 @@ def test_the_autoscalers_types_are_read() -> None:
     assert placement.types_from_config(SimpleNamespace(node_group_configs=[])) == []
 
 
+def test_node_types_of_a_cluster_file() -> None:
+    gpu = {"resources": {"CPU": 8, "GPU": 4}, "max_workers": 3, "labels": {"zone": "a"}}
+    kinds = {"head": {"resources": {"CPU": 4}}, "gpu": gpu, "bare": {"resources": {}}, "cpu": {"resources": {"CPU": 2}}}
+    config = {"available_node_types": kinds, "head_node_type": "head", "max_workers": 5}
+    assert there.types_from_file(config) == [
+        NodeType("gpu", {"CPU": 8.0, "GPU": 4.0}, 3, {"zone": "a"}), NodeType("cpu", {"CPU": 2.0}, 5, None)
+    ]  # fmt: skip
+    kinds["head"]["max_workers"] = 1
+    assert [kind.name for kind in there.types_from_file(config)] == ["head", "gpu", "cpu"]
+    assert there.types_from_file({**config, "max_workers": 0}) == []
+    assert there.types_from_file({}) == []
+
+
+def test_where_nobody_knows_what_may_come_nothing_is_refused_for_its_size() -> None:
+    with pytest.raises(ConfigError, match="can never hold"):
+        placement.ask(job(nodes=3, per_node=2), [node(1)])
+    assert placement.ask(job(nodes=3, per_node=2), [node(1)], None).world_size == 6
+
+
 def test_an_endless_type_is_no_trouble() -> None:
     endless = [NodeType("any", {"CPU": 2.0}, there.UNLIMITED)]
     assert placement.ask(job(nodes=3000, per_node=2), [node(1)], endless).world_size == 6000

@@ -69,7 +69,7 @@ class Seat:
         `ask`: what group.Gang.open sends. The lead of a node answers with its facts.
         """
         self.rank, self._lead = ask["rank"], ask["lead"]
-        name, home = f"raydist-{os.getuid()}-{ask['run']}-{ask['node'][:8]}", ask["home"]
+        name, home = f"raydist-{os.getuid()}-{ask['run']}-{ask['node'][-8:]}", ask["home"]
         at_home = home is not None and home["heritage"] == heritage()
         self._at = Path(home["folder"]) if at_home else folder(name)
         self.folder = self._at / name if at_home else self._at
