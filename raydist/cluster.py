@@ -19,14 +19,13 @@ from raydist import ledger, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
+from raydist.gcs import answers
 from raydist.group import Gang
 from raydist.node.place import Place
 from raydist.placement import Ask, Node, NodeType, Plan
 from raydist.result import End
 from raydist.straggler import Slow
 
-ANSWER_S = 10.0
-"""Longest wait for a Ray to say that it is there; a GCS under load takes a second or two."""
 RENEW_S = 0.1
 """Seconds between two looks at whether lost ranks have a place again."""
 WAIT_S = 1
@@ -92,30 +91,6 @@ def running() -> str | None:
     if named := os.environ.get("RAY_ADDRESS"):
         raise LaunchError(f"no Ray at {named} (RAY_ADDRESS): nothing answers as Ray does at {address}")
     return None
-
-
-def answers(address: str) -> bool:
-    """Whether a Ray answers at host:port. A LaunchError where it has another token: ray.init would try for ever."""
-    import grpc
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
-    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
-
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    channel = init_grpc_channel(address)
-    try:
-        NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=ANSWER_S)
-    except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            raise LaunchError(
-                f"the Ray at {address} has another token than this process: give its own in RAY_AUTH_TOKEN_PATH or "
-                "~/.ray/auth_token, or say RAY_ADDRESS=local to start a Ray here"
-            ) from error
-        return False
-    finally:
-        channel.close()
-    return True
 
 
 def cpus_to_have(job: Job) -> int:
