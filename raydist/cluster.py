@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import math
 import os
 import socket
@@ -15,7 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from raydist import ledger, placement, shipping, signals
+from raydist import ledger, lifetime, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
@@ -135,38 +134,12 @@ def _start_own(cpus: int, quiet: Mapping[str, Any]) -> None:
     import ray
 
     atexit.register(end_own)  # each further run of this program finds it running
-    with in_own_sessions():
+    with lifetime.in_own_sessions():
         ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
     _own_cpus = cpus
-    _reaper = reaper(
+    _reaper = lifetime.reaper(
         info.process.pid for each in ray._private.worker._global_node.all_processes.values() for info in each
     )
-
-
-def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
-    """A process that waits for the end of this one, and then kills the process groups of `leaders`."""
-    groups = [f"-{pid}" for pid in leaders]
-    waits = ["sh", "-c", 'read -r _; kill -s KILL -- "$@"', "reaper", *groups]
-    return subprocess.Popen(
-        waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-
-
-@contextlib.contextmanager
-def in_own_sessions() -> Iterator[None]:
-    """Start Ray's processes apart from this one's group.
-
-    `timeout`, a shell or a batch system sends its SIGTERM to the whole group. Without its GCS, Ray lets every call wait
-    for a minute, and then aborts this process.
-    """
-    from ray._private import services
-
-    plain = services.ConsolePopen
-    services.ConsolePopen = functools.partial(plain, start_new_session=True)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = plain
 
 
 def nodes() -> list[Node]:

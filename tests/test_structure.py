@@ -32,7 +32,7 @@ LAYERS = """
     node.entry node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
     node.peers node.checkup node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
-    group inline sentry vigil mpi attempts ledger gcs cluster home
+    group inline sentry vigil mpi attempts ledger lifetime gcs cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch
     run
     train tools tools.launch tools.plan tools.horovod_build tools.horovod
