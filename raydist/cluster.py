@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import math
 import os
 import socket
@@ -14,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raydist import autoscaler, check, ledger, placement, shipping, signals
+from raydist import autoscaler, check, ledger, lifetime, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
+from raydist.gcs import answers
 from raydist.group import Gang
 from raydist.placement import Ask, Node, NodeType, Plan
 from raydist.places import Places
@@ -25,8 +25,6 @@ from raydist.reserve import Reserve
 from raydist.result import End
 from raydist.straggler import Slow
 
-ANSWER_S = 10.0
-"""Longest wait for a Ray to say that it is there; a GCS under load takes a second or two."""
 RENEW_S = 0.1
 """Seconds between two looks at whether lost ranks have a place again."""
 WAIT_S = 1
@@ -94,30 +92,6 @@ def running() -> str | None:
     return None
 
 
-def answers(address: str) -> bool:
-    """Whether a Ray answers at host:port. A LaunchError where it has another token: ray.init would try for ever."""
-    import grpc
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
-    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
-
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    channel = init_grpc_channel(address)
-    try:
-        NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=ANSWER_S)
-    except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            raise LaunchError(
-                f"the Ray at {address} has another token than this process: give its own in RAY_AUTH_TOKEN_PATH or "
-                "~/.ray/auth_token, or say RAY_ADDRESS=local to start a Ray here"
-            ) from error
-        return False
-    finally:
-        channel.close()
-    return True
-
-
 def cpus_to_have(job: Job) -> int:
     """The CPUs of a Ray that is started for this job: as many as its ranks ask for, where the machine has fewer."""
     ranks = (job.scale.nodes or 1) * (job.scale.per_node or 2)
@@ -160,38 +134,12 @@ def _start_own(cpus: int, quiet: Mapping[str, Any]) -> None:
     import ray
 
     atexit.register(end_own)  # each further run of this program finds it running
-    with in_own_sessions():
+    with lifetime.in_own_sessions():
         ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
     _own_cpus = cpus
-    _reaper = reaper(
+    _reaper = lifetime.reaper(
         info.process.pid for each in ray._private.worker._global_node.all_processes.values() for info in each
     )
-
-
-def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
-    """A process that waits for the end of this one, and then kills the process groups of `leaders`."""
-    groups = [f"-{pid}" for pid in leaders]
-    waits = ["sh", "-c", 'read -r _; kill -s KILL -- "$@"', "reaper", *groups]
-    return subprocess.Popen(
-        waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-
-
-@contextlib.contextmanager
-def in_own_sessions() -> Iterator[None]:
-    """Start Ray's processes apart from this one's group.
-
-    `timeout`, a shell or a batch system sends its SIGTERM to the whole group. Without its GCS, Ray lets every call wait
-    for a minute, and then aborts this process.
-    """
-    from ray._private import services
-
-    plain = services.ConsolePopen
-    services.ConsolePopen = functools.partial(plain, start_new_session=True)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = plain
 
 
 def nodes() -> list[Node]:

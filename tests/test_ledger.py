@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from raydist.inventory import Ask, Node
 from raydist.ledger import COUNT_S, KEEP_S, MOST, Offence, avoidable, kind, note, offences, read, repeated, text
 from raydist.placement import seat
 from raydist.straggler import Slow
+from tests.ranks import SERVER, start_server
 
 NOW = 2e9
 
@@ -136,7 +136,8 @@ def add(path: Path, run: int) -> None:
 
 def test_two_runs_at_once_both_have_their_say(tmp_path: Path) -> None:
     path = tmp_path / "nodes.json"
-    writers = [multiprocessing.get_context("fork").Process(target=add, args=(path, run)) for run in range(8)]
+    start_server()
+    writers = [SERVER.Process(target=add, args=(path, run)) for run in range(8)]
     for each in writers:
         each.start()
     for each in writers:

@@ -32,7 +32,7 @@ LAYERS = """
     node.entry node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
     node.peers node.checkup node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
-    places reserve group inline sentry lookout vigil mpi attempts ledger autoscaler cluster home
+    places reserve group inline sentry lookout vigil mpi attempts ledger lifetime gcs autoscaler cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch
     run
     train tools tools.launch tools.plan tools.horovod_build tools.horovod
