@@ -341,7 +341,12 @@ def test_the_autoscalers_types_are_read() -> None:
 
 def test_node_types_of_a_cluster_file() -> None:
     gpu = {"resources": {"CPU": 8, "GPU": 4}, "max_workers": 3, "labels": {"zone": "a"}}
-    kinds = {"head": {"resources": {"CPU": 4}}, "gpu": gpu, "bare": {"resources": {}}, "cpu": {"resources": {"CPU": 2}}}
+    kinds: dict[str, Any] = {
+        "head": {"resources": {"CPU": 4}},
+        "gpu": gpu,
+        "bare": {"resources": {}},
+        "cpu": {"resources": {"CPU": 2}},
+    }
     config = {"available_node_types": kinds, "head_node_type": "head", "max_workers": 5}
     assert there.types_from_file(config) == [
         NodeType("gpu", {"CPU": 8.0, "GPU": 4.0}, 3, {"zone": "a"}), NodeType("cpu", {"CPU": 2.0}, 5, None)
