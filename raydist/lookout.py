@@ -53,7 +53,7 @@ class Lookout(AbstractContextManager["Lookout"]):
             self._fits = True
             return self.wanted()
         if kind == "held":
-            threading.Thread(target=self._lead_out, args=(happened["step"] + 1,), daemon=True).start()
+            threading.Thread(target=self.lead_out, args=(happened["step"] + 1,), daemon=True).start()
         if kind == "left":
             self._left.add(rank)
             return len(self._left) == self._gang.plan.world_size
@@ -81,7 +81,7 @@ class Lookout(AbstractContextManager["Lookout"]):
                 self._tell(Grown(text))
                 told = True
 
-    def _lead_out(self, step: int) -> None:
+    def lead_out(self, step: int) -> None:
         """Rank 0 stands still: all others are told the step first, for none of them gets beyond it without rank 0."""
         others = [self._gang.call(rank, "leave", f"leave:{step}") for rank in range(1, self._gang.plan.world_size)]
         if not wait(others, timeout=TOLD_S).not_done:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,9 @@ from raydist.check import check
 from raydist.config import Backend, Data, Job, Restart, Scale, Target, Train
 from raydist.context import Leave
 from raydist.errors import ConfigError
+from raydist.events import Event, event
+from raydist.group import Gang
+from raydist.lookout import Grown, Lookout
 from raydist.loop import data
 from raydist.placement import Node, Plan
 from raydist.restart import Again, Stop, decide, without_progress
@@ -232,3 +236,56 @@ def test_a_rank_leaves_after_the_step_that_it_is_told_and_not_before(monkeypatch
     leave.hear("leave:6")
     assert [leave.due(step) for step in (4, 5, 6, 7)] == [False, False, True, True]
     assert told == [("leaving", 6)]
+
+
+@dataclass
+class Seats:
+    """A gang that notes what its seats are told."""
+
+    plan: Plan
+    reserve: None = None
+    told: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def call(self, *words: Any) -> Future[None]:
+        self.told.append(words)
+        answer: Future[None] = Future()
+        answer.set_result(None)
+        return answer
+
+
+def lookout(script: bool = False) -> tuple[Lookout, Seats]:
+    seats = Seats(planned(2, per_node=1))
+    return Lookout(cast("Gang", seats), lambda grown: None, script), seats
+
+
+def happened(kind: str, **facts: Any) -> Event:
+    return event(kind, **facts)
+
+
+def test_a_script_makes_way_at_once() -> None:
+    one, seats = lookout(script=True)
+    assert one.hear(Grown("3 nodes now"))
+    assert seats.told == []
+
+
+def test_a_loop_of_ones_own_makes_way_after_its_next_checkpoint() -> None:
+    one, seats = lookout()
+    assert not one.note(0, happened("saved", step=3))
+    assert not one.hear(Grown("3 nodes now"))
+    assert not one.note(1, happened("report", step=4))
+    assert one.note(0, happened("saved", step=5))
+    assert seats.told == []
+
+
+@pytest.mark.parametrize("sooner", [True, False], ids=["before it begins", "while it runs"])
+def test_a_fit_is_led_out_after_a_step_that_all_know(sooner: bool) -> None:
+    one, seats = lookout()
+    assert not (sooner and one.hear(Grown("3 nodes now")))
+    assert not one.note(0, happened("begin", steps=9))
+    assert not (not sooner and one.hear(Grown("3 nodes now")))
+    assert seats.told == [(0, "leave", "hold")]
+    assert not one.note(0, happened("saved", step=3))
+    one.lead_out(5)
+    assert seats.told[1:] == [(1, "leave", "leave:5"), (0, "leave", "leave:5")]  # rank 0 last
+    assert not one.note(1, happened("left", step=5))
+    assert one.note(0, happened("left", step=5))
