@@ -30,7 +30,8 @@ def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Agai
     """A further attempt; if there is no place for it, what was before, with the reason."""
     events.say("restart", **after.as_event(job.restart))
     try:
-        gang.again(job, after.number)
+        moved = gang.again(job, after.number)
+        events.say("placed", number=after.number, moved=moved)
         return attempt(job, call, gang, events, after)
     except RaydistError as error:
         return replace(before, error=error)

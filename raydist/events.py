@@ -2,7 +2,7 @@
 
 Every event has `t` (seconds since the epoch, at its origin) and `kind`; the rest depends on the kind:
 
-    run        name, dir, version, argv          the run began
+    run        name, dir, target, pages          the run began; `pages`: of failures, there already from runs before
     cluster    address, nodes, started           Ray is there; `started`: raydist brought it up itself
     wait       text                              nodes are awaited, and for what
     plan       backend, world_size, seats        who sits where: rank, host, ip, local_rank, gpus
@@ -18,7 +18,9 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     hang       text, ranks, certain, s           ranks are silent for `s` seconds, and who holds them up
     network    text, nodes                       what carried a run of several nodes: the ports, NCCL's own word
     stop       reason                            the others are being ended
+    failure    cause, text, reason, reached, others, ended, attempt     all ranks have ended, because of this one's end
     restart    number, most, rank, host, how, step, text    another attempt begins, because of this failure
+    placed     number, moved                     every rank has a place for it; `moved`: the ranks that got another one
     restarted  number, step, s, repeated         its first step is done, `s` after the failure; so many were done before
     result     status, …                         the last line of the file
 """

@@ -95,10 +95,11 @@ class Gang(AbstractContextManager["Gang"]):
         port, secret = answers[0]["store"] or (None, "")
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret)
 
-    def again(self, job: Job, attempt: int) -> None:
-        """Make ready for another attempt: seats in the place of lost ones, and a fresh store for all."""
-        until = time.monotonic() + job.scale.wait_s
+    def again(self, job: Job, attempt: int) -> list[int]:
+        """Make ready for another attempt: seats in the place of lost ones (their ranks), and a fresh store for all."""
+        until, moved = time.monotonic() + job.scale.wait_s, set[int]()
         while lost := self.lost():
+            moved.update(lost)
             try:
                 self._replace(lost)
             except LaunchError:
@@ -109,6 +110,7 @@ class Gang(AbstractContextManager["Gang"]):
         if file is None:
             port, secret = self.call(0, "open_store", self._store, self.facts[0].address).result(ANSWER_S)
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret, attempt)
+        return sorted(moved)
 
     def lost(self) -> list[int]:
         """The ranks whose seat is gone, or new and not open yet."""

@@ -82,6 +82,8 @@ def without_progress(past: Sequence[Attempt]) -> int:
     """So many failures in a row, up to the last one, since a step was done that had not been done before."""
     furthest, count = -1, 0
     for attempt in past:
+        if attempt.cause is not None and attempt.cause.preempted:
+            continue
         count = 1 if attempt.reached > furthest else count + 1
         furthest = max(furthest, attempt.reached)
     return count
@@ -89,7 +91,7 @@ def without_progress(past: Sequence[Attempt]) -> int:
 
 def same(one: End | None, other: End) -> bool:
     """Whether two failures look like one and the same fault of the job: same place, same words, same step."""
-    if one is None or other.how == "lost" or other.signal in FROM_OUTSIDE:
+    if one is None or other.how in ("lost", "drained") or (other.signal in FROM_OUTSIDE and not other.oom):
         return False
     return fault(one) == fault(other)
 

@@ -108,6 +108,7 @@ class Result(Generic[T]):
             "network": self.network,
             "signal": self.signal, "error": type(self.error).__name__ if self.error else "", "failure": self.failure,
             "cause": self.cause and asdict(self.cause), "restarts": [asdict(end) for end in self.restarts],
+            "why_last": self.why_last,
         }  # fmt: skip
         return {name: _plain(value) for name, value in facts.items()}
 

@@ -17,7 +17,9 @@ from raydist.placement import Plan
 from raydist.restart import Again
 from raydist.result import Attempt, Result
 from raydist.signals import stoppable
+from raydist.watch import pages
 from raydist.watch.console import Console
+from raydist.watch.pages import Pages
 from raydist.words import compose
 
 T = TypeVar("T")
@@ -45,8 +47,8 @@ def run(job: Job | str | Callable[..., T], *words: str, args: Sequence[Any] = ()
 def run_job(job: Job, call: Call | None = None) -> Result[Any]:
     """THE FLOW: an attempt, what it came to, and one page about it."""
     folder = Path(job.dir)
-    with Console(job.watch) as console, Events(folder / "events.jsonl", (console,)) as events:
-        events.say("run", name=job.name, dir=str(folder), target=job.job.target)
+    with Console(job.watch) as console, Events(folder / "events.jsonl", (Pages(folder), console)) as events:
+        events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=pages.there(folder))
         try:
             with stoppable():
                 tried = attempt(job, call, events)

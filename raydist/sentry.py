@@ -45,6 +45,16 @@ class Sentry:
             if self._pace.silent(now):
                 self._look()
 
+    def beat(self, rank: int) -> Beat:
+        """The last heartbeat of a rank that was heard of."""
+        pulse = self._pace.pulses.get(rank)
+        return pulse.beat if pulse else (0, "", 0.0)
+
+    @property
+    def silence(self) -> float:
+        """The longest silence of a rank, in seconds."""
+        return self._pace.silence(time.monotonic())
+
     def gone(self, rank: int) -> None:
         """This rank has ended."""
         self._pace.forget(rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from raydist import result, signals
+from raydist import blame, result, signals
 from raydist.config import Hang
 from raydist.errors import Stopped
 from raydist.events import Event, Events
@@ -49,6 +50,7 @@ class Vigil:
         self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict] = queue.SimpleQueue()
         self._sentry = Sentry(gang, hang, events, logs, self._inbox.put)
         self._hung: Verdict | None = None
+        self._silent = 0.0
         self._raised: dict[int, Event] = {}
         self._deadline: float | None = None
         self._stop_at: float | None = None
@@ -70,7 +72,10 @@ class Vigil:
                     self._hear(self._inbox.get(timeout=left))
                 except queue.Empty:
                     self._overdue()
-        return [self.ends[rank] for rank in range(world)]
+        ends = [self.ends[rank] for rank in range(world)]
+        if self.stopped is None and (first := result.first_cause(ends)) is not None:
+            self._events.say("failure", **blame.told(first, ends), attempt=self._gang.meet.attempt)
+        return ends
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"rank-{rank}.log"
@@ -88,15 +93,14 @@ class Vigil:
             return
         if isinstance(heard, Verdict):
             if self._sentry.weigh(heard) and self._stop_at is None:
-                self._hung = heard
+                self._hung, self._silent = heard, time.time() - self._sentry.silence
                 self._stop("ranks hang", 0.0)
             return
         rank, answer = heard
         try:
             news = answer.result()
         except Exception as error:
-            gone = End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message=cause(error))
-            self._ended(replace(gone, preempted=getattr(error, "preempted", False)))
+            self._ended(replace(self._lost(rank, *lost(error)), preempted=getattr(error, "preempted", False)))
             return
         self._files[rank].write(news["log"])
         self._events.show(rank, news["log"])
@@ -141,6 +145,7 @@ class Vigil:
         made = End(
             rank=rank, host=self._host(rank), how="finished", at=end["at"], step=end["step"], phase=end["phase"],
             code=end["code"], signal=end["signal"], log=str(self._log(rank)), message=end.get("lost", ""),
+            why=end.get("why", ""),
         )  # fmt: skip
         if raised := self._raised.get(rank):
             known = {key: raised[key] for key in ("type", "message", "traceback", "step")}
@@ -148,12 +153,19 @@ class Vigil:
         if made.code and (left := end.get("error")):
             return replace(made, how="raised", **left)
         if self._hung and made.rank in self._hung.culprits and not self.stopped:
-            return replace(made, how="hung", message=self._hung.text, traceback=self._hung.stack_of(made.rank))
+            stack = self._hung.stack_of(made.rank)
+            return replace(made, how="hung", at=self._silent, message=self._hung.text, traceback=stack)
         if self._stop_at is not None and end["at"] >= self._stop_at and (end["signal"] or end["code"]):
             return replace(made, how="stopped")
         if "by" in end:
             return replace(made, how="ended")
         return replace(made, how="killed" if end["signal"] else "exited" if end["code"] else "finished")
+
+    def _lost(self, rank: int, message: str, why: str = "") -> End:
+        """The end of a rank of which only its last heartbeat is left."""
+        step, phase, _ = self._sentry.beat(rank)
+        at = time.time()
+        return End(rank, self._host(rank), "lost", at, step, phase, message=message, why=why, log=str(self._log(rank)))
 
     def _ended(self, end: End) -> None:
         if end.rank in self.ends:
@@ -175,7 +187,7 @@ class Vigil:
             self._stop("a rank failed", 0.0)
             return
         for rank in range(self._gang.plan.world_size):
-            self._ended(End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message="its seat is silent"))
+            self._ended(self._lost(rank, "its seat is silent"))
 
     def _stop(self, reason: str, grace: float) -> None:
         self._stop_at = self._stop_at or time.time()
@@ -185,3 +197,12 @@ class Vigil:
 
     def _host(self, rank: int) -> str:
         return self._gang.plan.seats[rank].node.host
+
+
+def lost(error: Exception) -> tuple[str, str]:
+    """What Ray says of a seat that is gone, and why, where it was Ray itself that ended it."""
+    if type(error).__name__ != "OutOfMemoryError":
+        return cause(error), ""
+    used = re.search(r"was (\S+ used / \S+ limit)", str(error))
+    figures = f" ({used[1]})" if used else ""
+    return "", f"out of memory: Ray's memory monitor ended its actor, because the node had no more{figures}"

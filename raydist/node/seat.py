@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist import transport
-from raydist.node import counters
+from raydist.node import counters, oom
 from raydist.node.fork_client import ForkClient
 from raydist.node.processes import catches, recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
@@ -60,6 +60,8 @@ class Seat:
         self._collectives: list[dict[str, Any]] = []
         self._saving: asyncio.Task[None] | None = None
         self._checkup: Checkup | None = None
+        self._kills: oom.Count | None = None
+        self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +131,7 @@ class Seat:
         its.close()
         self.pid = int((await self._server.reply("forked"))["forked"])
         self._drained = self._spawn(self._drain(ours))
+        self._kills, self._stopping = oom.count(self.pid), False
         self._spawn(self._see_end(self.pid))
         return self.pid
 
@@ -220,6 +223,7 @@ class Seat:
         """SIGTERM, `grace` seconds, SIGKILL; with no grace SIGKILL at once. Returns when the process is gone."""
         if not self.pid:
             return
+        self._stopping = True
         if grace and self._end is None:
             self._server.tell(op="kill", pid=self.pid, signal=signal.SIGTERM)
             await self._gone(grace)
@@ -260,7 +264,11 @@ class Seat:
         return self._client
 
     async def _see_end(self, pid: int) -> None:
-        self._end = await self._server.end_of(pid)
+        end = await self._server.end_of(pid)
+        if self._kills is not None and not self._stopping and (end["code"] or end["signal"]):
+            killed = end["signal"] == signal.SIGKILL and "lost" not in end
+            end["why"] = oom.verdict(pid, self._kills) if killed else oom.beside(self._kills)
+        self._end = end
         self._news.set()
 
     async def _drain(self, sock: socket.socket, of_rank: bool = True) -> None:

@@ -86,6 +86,13 @@ def _fit(cell: str, width: int) -> str:
     return cell.ljust(width) if len(cell) <= width else cell[: width - 2] + ".."
 
 
+def back(restarted: Mapping[str, Any]) -> str:
+    """What a restart has cost: `back at step 12 after 0.31 s, no step lost`."""
+    repeated = restarted["repeated"]
+    again = f"{count(repeated, 'step')} done again" if repeated else "no step lost"
+    return f"back at step {restarted['step']} after {restarted['s']:.2f} s, {again}"
+
+
 def headline(result: Mapping[str, Any], step: int | None) -> str:
     """How it ended."""
     after = f"after {result['wall_s']:.1f} s" + (f", at step {step}" if step else "")
