@@ -11,6 +11,7 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     joined     rank, pid, [network]              the rank is in the process group
     begin      rank, [steps, epochs, samples, resumed]   a loop begins; `resumed`: the step that it goes on from
     report     rank, [step], values              what a job reported; of ranks other than 0 only the newest per batch
+    spent      rank, what, s                     seconds of an evaluation or a save are over
     saved      rank, step, path, s               a checkpoint is complete on disk
     raised     rank, type, message, traceback, step      an exception reached the top of the job
     done       rank, [spent]                     the job's function returned; spent: {step, evaluate, save: seconds}

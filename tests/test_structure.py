@@ -19,7 +19,7 @@ PACKAGE = ROOT / "raydist"
 LAYERS = """
     errors script node.wire findings node.facts node.sysfs
     config events check transport traffic node.counters
-    inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck failures remedy
+    inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck failures remedy goodput
     fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
     context parcel signals shipping snapshot
     loop.random_state backends checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from raydist.blame import End
@@ -35,11 +36,12 @@ def brief(failure: Failure, dir: str) -> list[str]:
 
 
 def place(failure: Failure) -> list[str]:
-    """Where its rank sat."""
+    """Where its rank sat, and where the stacks are."""
     seat = failure.seat
     known = {"host": seat.get("host"), "address": seat.get("ip"), "GPU": gpus(seat.get("gpus"))}
     told = ", ".join(f"{name} {value}" for name, value in known.items() if value)
-    return [f"  place: {told}"] if told else []
+    stacks = f"{Path(failure.cause['log']).parent}/rank-*.stacks" if failure.cause["how"] == "hung" else ""
+    return [f"  {name}: {value}" for name, value in (("place", told), ("stacks of all ranks", stacks)) if value]
 
 
 def gpus(held: Any) -> str:
