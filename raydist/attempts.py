@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raydist import checkpoint, fabric, mpi
+from raydist import checkpoint, fabric, mpi, restart
 from raydist.config import Job
 from raydist.errors import RaydistError
 from raydist.events import Events
@@ -35,6 +35,20 @@ def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Agai
         return attempt(job, call, gang, events, after)
     except RaydistError as error:
         return replace(before, error=error)
+
+
+def leave(job: Job, gang: Gang, events: Events, after: Again) -> None:
+    """Save, and leave nodes that are about to be taken away. The whole gang goes: Ray moves no part of a group."""
+    events.say("restart", **after.as_event(job.restart))
+    gang.flush()
+
+
+def moved(job: Job, call: Call | None, gang: Gang, events: Events, past: Sequence[Attempt]) -> Attempt:
+    """The attempt after one that has left its nodes, on others."""
+    after = restart.decide(job.restart, past)
+    assert isinstance(after, Again)
+    events.say("placed", number=after.number, moved=[seat.rank for seat in gang.plan.seats])
+    return attempt(job, call, gang, events, after)
 
 
 def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:

@@ -18,6 +18,7 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     ended      rank, code, signal, step          the process of the rank is gone
     hang       text, ranks, certain, s           ranks are silent for `s` seconds, and who holds them up
     network    text, nodes                       what carried a run of several nodes: the ports, NCCL's own word
+    notice     text, ranks, hosts, s             nodes are about to be taken away, in so many seconds
     stop       reason                            the others are being ended
     failure    cause, text, reason, reached, others, ended, attempt     all ranks have ended, because of this one's end
     restart    number, most, rank, host, how, step, text    another attempt begins, because of this failure

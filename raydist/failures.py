@@ -8,8 +8,8 @@ from typing import Any
 
 from raydist.events import Event
 
-PARTS = ("detect", "kill", "place", "fork", "rendezvous", "restore", "first step")
-"""Where the time between a failure and the next step goes; `save`, where there is no next step."""
+PARTS = ("detect", "kill", "save", "place", "fork", "rendezvous", "restore", "first step")
+"""Where the time between a failure and the next step goes; `save`: to the disk, where its memory is left behind."""
 
 
 @dataclass
@@ -106,6 +106,8 @@ class Failures:
                 return self._begin(happened)
             case "saved":
                 self.saved = max(self.saved, (happened["step"], happened["path"]))
+                if now and now.restart and now.cause["how"] == "drained" and "place" not in self.marks:
+                    self.marks["save"] = t
             case "restart" if now:
                 now.restart, self.marks = happened, {}
             case "placed":

@@ -32,12 +32,18 @@ class Again:
     reached: int
     """The last step that any rank had noted."""
 
+    @property
+    def elsewhere(self) -> bool:
+        """The nodes are still there, and about to be taken away."""
+        return self.cause.how == "drained"
+
     def as_event(self, rule: Restart) -> dict[str, Any]:
         """The facts of the event `restart`."""
         end = self.cause
         return {
             "number": self.number, "most": rule.max, "rank": end.rank, "host": end.host, "how": end.how,
             "step": end.step, "text": f"{where(end)} {brief(end)}",
+            "free": end.preempted,
         }  # fmt: skip
 
 

@@ -71,9 +71,22 @@ def attempt(job: Job, call: Call | None, events: Events) -> Attempt:
         return attempt_inline(job, call, events)
     home.warm(job)  # while Ray answers
     with cluster.connect(job, events):
-        ask = placement.ask(job, cluster.nodes(), cluster.node_types())
+        past: list[Attempt] = []
+        while (done := attempt_placed(job, call, events, past)) is None:
+            pass  # it has left nodes that are about to be taken away: another place for it
+        return done
+
+
+def attempt_placed(job: Job, call: Call | None, events: Events, past: list[Attempt]) -> Attempt | None:
+    """One placement, for as long as the cluster leaves it there. `past`: the attempts before, in other places."""
+    try:
+        ask = placement.ask(job, cluster.to_take(job), cluster.node_types())
         with cluster.placed(job, ask, events) as gang:
-            return carry_out(job, call, gang, events)
+            return carry_out(job, call, gang, events, past)
+    except RaydistError as error:
+        if not past:
+            raise
+        return replace(past[-1], error=error, earlier=tuple(past[:-1]))
 
 
 def attempt_inline(job: Job, call: Call | None, events: Events) -> Attempt:
@@ -83,7 +96,9 @@ def attempt_inline(job: Job, call: Call | None, events: Events) -> Attempt:
     if plan.world_size == 1 and not job.script:
         return inline.run_here(settled(job, plan), plan, call, events)
     with group.in_thread(plan, events) as gang:
-        return carry_out(job, call, gang, events)
+        done = carry_out(job, call, gang, events, [])
+    assert done is not None, "this machine is never drained"
+    return done
 
 
 def settled(job: Job, plan: Plan) -> Job:
@@ -91,12 +106,15 @@ def settled(job: Job, plan: Plan) -> Job:
     return replace(job, backend=replace(job.backend, name=plan.ask.backend), restart=restart.rule(job))
 
 
-def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attempt:
-    """Two rounds, then listen; after a failure again, as long as the rule says so."""
+def carry_out(job: Job, call: Call | None, gang: Gang, events: Events, past: list[Attempt]) -> Attempt | None:
+    """Two rounds, then listen; after a failure again, as long as the rule says so. None: again, but elsewhere."""
     events.say("plan", **gang.plan.as_event())
     job = settled(job, gang.plan)
-    gang.open(job, preload.modules(job.job.target, job.backend.name, job.script), home.warm(job))
-    past = [attempts.attempt(job, call, gang, events)]
+    gang.open(job, preload.modules(job.job.target, job.backend.name, job.script), home.warm(job), len(past))
+    past.append(attempts.moved(job, call, gang, events, past) if past else attempts.attempt(job, call, gang, events))
     while isinstance(verdict := restart.decide(job.restart, past), Again):
+        if verdict.elsewhere:
+            attempts.leave(job, gang, events, verdict)
+            return None
         past.append(attempts.another(job, call, gang, events, verdict, past[-1]))
     return attempts.conclude(past, verdict, gang)

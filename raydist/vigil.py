@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from raydist import blame, result, signals
+from raydist import blame, notice, result, signals
 from raydist.config import Hang
 from raydist.errors import Stopped
 from raydist.events import Event, Events
 from raydist.group import Gang, cause
+from raydist.notice import Notice
 from raydist.restart import Again
 from raydist.result import End
 from raydist.sentry import Sentry
@@ -47,10 +48,13 @@ class Vigil:
         self._after = after
         self._resumed: int | None = None
         self._files: list[IO[bytes]] = []
-        self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict | Notice] = queue.SimpleQueue()
         self._sentry = Sentry(gang, hang, events, logs, self._inbox.put)
         self._hung: Verdict | None = None
         self._silent = 0.0
+        self._leaving: Notice | None = None
+        self._until: dict[int, int] = {}
+        """The step that each rank is to do yet, before it leaves."""
         self._raised: dict[int, Event] = {}
         self._deadline: float | None = None
         self._stop_at: float | None = None
@@ -62,7 +66,11 @@ class Vigil:
         """How each rank ended, by rank. A signal meanwhile ends them all, and is kept in `stopped`."""
         self._logs.mkdir(parents=True, exist_ok=True)
         world = self._gang.plan.world_size
-        with ExitStack() as stack, signals.told(self._inbox.put):  # SimpleQueue.put may be called by a signal's handler
+        with (
+            ExitStack() as stack,
+            signals.told(self._inbox.put),
+            notice.heard(self._gang, self._inbox.put),
+        ):  # SimpleQueue.put may be called by a signal's handler
             self._files = [stack.enter_context(self._log(rank).open("ab", buffering=0)) for rank in range(world)]
             for rank in range(world):
                 self._listen(rank)
@@ -86,7 +94,7 @@ class Vigil:
         answer = self._gang.call(rank, "watch", max(patience, self._gang.plan.world_size / CALLS_PER_S))
         answer.add_done_callback(lambda done: self._inbox.put((rank, done)))
 
-    def _hear(self, heard: tuple[int, Future[Any]] | Stopped | Verdict) -> None:
+    def _hear(self, heard: tuple[int, Future[Any]] | Stopped | Verdict | Notice) -> None:
         if isinstance(heard, Stopped):
             self.stopped = heard
             self._stop(str(heard), GRACE_S)
@@ -95,6 +103,9 @@ class Vigil:
             if self._sentry.weigh(heard) and self._stop_at is None:
                 self._hung, self._silent = heard, time.time() - self._sentry.silence
                 self._stop("ranks hang", 0.0)
+            return
+        if isinstance(heard, Notice):
+            self._prepare(heard)
             return
         rank, answer = heard
         try:
@@ -111,6 +122,7 @@ class Vigil:
         elif rank not in self.ends:
             self._sentry.note(rank, news["beat"], news["quiet"])
             self._listen(rank)
+            self._may_leave(rank, news["beat"][0])
 
     def _note(self, rank: int, happened: Event) -> None:
         self._events.add(happened)
@@ -147,7 +159,12 @@ class Vigil:
             code=end["code"], signal=end["signal"], log=str(self._log(rank)), message=end.get("lost", ""),
             why=end.get("why", ""),
         )  # fmt: skip
-        if raised := self._raised.get(rank):
+        raised = self._raised.get(rank)
+        failed_at = raised["t"] if raised else end["at"]
+        if self._leaving and self._stop_at and not self.stopped and failed_at >= self._stop_at:
+            gone = replace(made, how="drained", message=self._leaving.text, preempted=True)
+            return gone if rank in self._leaving.ranks else replace(made, how="stopped")
+        if raised:
             known = {key: raised[key] for key in ("type", "message", "traceback", "step")}
             return replace(made, how="raised", at=raised["t"], **known)
         if made.code and (left := end.get("error")):
@@ -182,7 +199,30 @@ class Vigil:
             due = time.monotonic() + seconds
             self._deadline = due if self._deadline is None else min(self._deadline, due)
 
+    def _prepare(self, heard: Notice) -> None:
+        """Nodes are about to be taken away: each rank does a few more steps, keeps them, and leaves."""
+        self._events.say("notice", text=heard.text, ranks=heard.ranks, hosts=heard.hosts, s=heard.left_s)
+        if self._stop_at is None and not self.ends:
+            self._leaving = heard
+            self._until = {seat.rank: 0 for seat in self._gang.plan.seats}
+            for rank in self._until:
+                self._gang.call(rank, "prepare")
+            self._expect(heard.share_s)
+
+    def _may_leave(self, rank: int, step: int) -> None:
+        """Leave once all ranks have done their further steps."""
+        if self._leaving is None or self._stop_at is not None or rank not in self._until:
+            return
+        self._until[rank] = self._until[rank] or step + notice.STEPS
+        if step >= self._until[rank]:
+            del self._until[rank]
+        if not self._until:
+            self._stop("its nodes are drained", self._leaving.share_s)
+
     def _overdue(self) -> None:
+        if self._stop_at is None and self._leaving and not any(end.failed for end in self.ends.values()):
+            self._stop("its nodes are drained", self._leaving.share_s)
+            return
         if self._stop_at is None:
             self._stop("a rank failed", 0.0)
             return

@@ -27,8 +27,8 @@ PLACES = {
 FLOW = """
     train words run cluster inventory placement shortage shipping preload home group script node fabric
     fabric_network fabric_horovod fabric_mpi fabric_findings findings transport traffic parcel target backends context
-    loop snapshot checkpoint attempts mpi vigil sentry pace stuck restart result blame failures remedy goodput watch
-    standalone inline tools config check events errors signals
+    loop snapshot checkpoint attempts mpi vigil notice sentry pace stuck restart result blame failures remedy goodput
+    watch standalone inline tools config check events errors signals
 """
 
 

@@ -32,7 +32,7 @@ LAYERS = """
     node.entry node.oom node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
     node.peers node.checkup node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
-    group inline sentry vigil mpi attempts cluster home
+    group inline notice sentry vigil mpi attempts cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.page watch.pages watch.console watch
     run
     train tools tools.launch tools.plan tools.horovod_build tools.horovod

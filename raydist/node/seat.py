@@ -25,7 +25,7 @@ from raydist.node import counters, oom
 from raydist.node.fork_client import ForkClient
 from raydist.node.processes import catches, recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
-from raydist.node.wire import BEAT, HERE, STACKS_SIGNAL, read_beat
+from raydist.node.wire import ASK, BEAT, HERE, LEAVE, STACKS_SIGNAL, read_beat
 
 if TYPE_CHECKING:
     from raydist.events import Event
@@ -184,12 +184,17 @@ class Seat:
         if catches(self.pid, STACKS_SIGNAL):  # another program than Python would die of it
             self._server.tell(op="kill", pid=self.pid, signal=STACKS_SIGNAL)
         if self._writer is not None:
-            self._writer.write(b"?")
+            self._writer.write(ASK)
         await asyncio.sleep(LOOK_S)
         state, after = state_of(self.pid)
         found = stacks.read_text(errors="replace") if stacks.exists() else ""
         busy = (after - before) / LOOK_S
         return {"pid": self.pid, "state": state, "busy": busy, "stack": found, "collectives": self._collectives}
+
+    async def prepare(self) -> None:
+        """Tell the rank that it is about to leave this node."""
+        if self._writer is not None:
+            self._writer.write(LEAVE)
 
     async def value(self) -> dict[str, bytes]:
         """What the job returned or raised, pickled; it travels by Ray's own authenticated channel."""

@@ -87,6 +87,9 @@ class Console(AbstractContextManager["Console"]):
     def _on_hang(self, happened: Event) -> None:
         self._screen.say(f"hang  silent for {happened['s']:.0f} s: {happened['text']}", "yellow")
 
+    def _on_notice(self, happened: Event) -> None:
+        self._screen.say(f"notice {happened['text']}", "yellow")
+
     def _on_restart(self, happened: Event) -> None:
         self._break()
         self._broken = happened

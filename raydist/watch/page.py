@@ -70,7 +70,7 @@ def cost(failure: Failure) -> list[str]:
 
 def times(parts: Mapping[str, float]) -> str:
     """`detect 0.02 + kill 0.01 = 0.03 s`, in the order in which they happen."""
-    known = [(name, parts[name]) for name in (*PARTS, "save") if name in parts]
+    known = [(name, parts[name]) for name in PARTS if name in parts]
     told = " + ".join(f"{name} {s:.2f}" for name, s in known)
     return f"{told} = {sum(s for _, s in known):.2f} s"
 
@@ -91,7 +91,7 @@ def done(failure: Failure) -> list[str]:
         return []
     free = restart.get("free")
     number = f"restart {restart['number']}" + ("" if free else f", up to {restart['most']} are forgiven")
-    lines = [f"{number}: all ranks forked again" + (", in other places" if failure.moved else " where they were")]
+    lines = [f"{number}: all ranks forked again" + (", in another place" if failure.moved else " where they were")]
     if failure.moved:
         lines.append(
             f"another node for rank{'s' if len(failure.moved) > 1 else ''} {', '.join(map(str, failure.moved))}"
