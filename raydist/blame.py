@@ -190,7 +190,7 @@ def cause(end: End) -> str:
     if end.how == "ended":
         return "ended because mpirun gave it up" + _said(end)
     if end.how == "lost":
-        return f"lost: {end.why}" if end.why else "lost: its node or its actor is gone" + _said(end)
+        return f"lost: {end.why}" if end.oom else "lost: its node or its actor is gone" + _said(end)
     if end.how == "drained":
         return f"left its node: {end.message}"
     return end.how

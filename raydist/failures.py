@@ -137,7 +137,7 @@ class Failures:
             number=number, page=f"blame-{self.before + number}.txt", t=t, cause=cause, text=happened["text"],
             reason=happened["reason"], reached=happened["reached"], others=list(happened["others"]),
             attempt=happened.get("attempt", 0), seat=self.seats.get(cause["rank"], {}),
-            parts={"detect": detected - cause["at"], "kill": t - detected},
+            parts={"detect": detected - cause["at"], "kill": max(0.0, t - detected)},
         )  # fmt: skip
         self.found.append(made)
         return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import sys
 import threading
@@ -295,8 +296,19 @@ def seen_from(folder: str, script: str) -> str:
     return inside if inside.endswith(".py") else os.path.join(".", inside)
 
 
+def why(error: BaseException) -> str:
+    """Why Ray itself has ended an actor: its node was short of memory. Empty where it was not Ray."""
+    if type(error).__name__ != "OutOfMemoryError":
+        return ""
+    used = re.search(r"was (\S+ used / \S+ limit)", str(error))
+    figures = f" ({used[1]})" if used else ""
+    return f"out of memory: Ray's memory monitor ended its actor, because the node had no more{figures}"
+
+
 def cause(error: BaseException) -> str:
     """The last line of an error, without the traceback that Ray puts before it."""
+    if by_ray := why(error):
+        return by_ray
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     last = lines[-1].strip() if lines else type(error).__name__
     missing = "No module named 'raydist'" in last

@@ -57,11 +57,13 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
         "look at the logs of ranks that are not named here, and at the network: python -m raydist.tools.doctor",
     ),
     (
-        lambda end: end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE),
+        lambda end: (
+            end.how == "killed" and end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+        ),
         "the end of the rank's log shows where native code was; env.TORCH_SHOW_CPP_STACKTRACES=1 shows more",
     ),
     (
-        lambda end: end.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT),
+        lambda end: end.how == "killed" and end.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT),
         "ask who ends processes on that node: a person, a batch system's limit, a container that was stopped",
     ),
     (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import re
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from raydist import blame, notice, result, signals
 from raydist.config import Hang
 from raydist.errors import Stopped
 from raydist.events import Event, Events
-from raydist.group import Gang, cause
+from raydist.group import Gang, cause, why
 from raydist.notice import Notice
 from raydist.restart import Again
 from raydist.result import End
@@ -111,7 +110,9 @@ class Vigil:
         try:
             news = answer.result()
         except Exception as error:
-            self._ended(replace(self._lost(rank, *lost(error)), preempted=getattr(error, "preempted", False)))
+            self._ended(
+                replace(self._lost(rank, cause(error), why(error)), preempted=getattr(error, "preempted", False))
+            )
             return
         self._files[rank].write(news["log"])
         self._events.show(rank, news["log"])
@@ -237,12 +238,3 @@ class Vigil:
 
     def _host(self, rank: int) -> str:
         return self._gang.plan.seats[rank].node.host
-
-
-def lost(error: Exception) -> tuple[str, str]:
-    """What Ray says of a seat that is gone, and why, where it was Ray itself that ended it."""
-    if type(error).__name__ != "OutOfMemoryError":
-        return cause(error), ""
-    used = re.search(r"was (\S+ used / \S+ limit)", str(error))
-    figures = f" ({used[1]})" if used else ""
-    return "", f"out of memory: Ray's memory monitor ended its actor, because the node had no more{figures}"
