@@ -13,9 +13,15 @@ from raydist.events import Events
 from raydist.fabric import Var
 from raydist.group import Gang
 from raydist.parcel import Call, unpack_all
+from raydist.placement import Plan
 from raydist.restart import Again, Stop
 from raydist.result import Attempt
 from raydist.vigil import Vigil
+
+
+def settled(job: Job, plan: Plan) -> Job:
+    """The job with the backend that `auto` became, and with the restarts that it has."""
+    return replace(job, backend=replace(job.backend, name=plan.ask.backend), restart=restart.rule(job))
 
 
 def attempt(job: Job, call: Call | None, gang: Gang, events: Events, after: Again | None = None) -> Attempt:
@@ -49,6 +55,13 @@ def moved(job: Job, call: Call | None, gang: Gang, events: Events, past: Sequenc
     assert isinstance(after, Again)
     events.say("placed", number=after.number, moved=[seat.rank for seat in gang.plan.seats])
     return attempt(job, call, gang, events, after)
+
+
+def cut_short(past: Sequence[Attempt], error: RaydistError) -> Attempt:
+    """What was before an error, with that as the reason of the end; where nothing was, the error itself."""
+    if not past:
+        raise error
+    return replace(past[-1], error=error, earlier=tuple(past[:-1]))
 
 
 def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from raydist import placement, shipping, signals
+from raydist import notice, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
@@ -199,22 +199,6 @@ def nodes() -> list[Node]:
     return placement.nodes_from_ray(ray.nodes(), ray._private.state.available_resources_per_node())
 
 
-def draining() -> dict[str, float]:
-    """The nodes that are about to be taken away, each with its deadline in seconds since the epoch, or 0."""
-    import ray
-
-    try:
-        return {node: at / 1000 for node, at in ray._private.state.state.get_draining_nodes().items()}
-    except Exception:  # the GCS is away for a moment, or for good: other parts say so
-        return {}
-
-
-def to_take(job: Job) -> list[Node]:
-    """The nodes that a job may count on: all, or, where it takes all that are there, those that stay."""
-    going = draining() if job.scale.nodes is None or job.scale.max_nodes else {}
-    return [node for node in nodes() if node.id not in going]
-
-
 def node_types() -> list[NodeType]:
     """The kinds of node that the autoscaler could bring; none without an autoscaler."""
     import ray
@@ -240,7 +224,7 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         places = Places(plan, held, shipping.runtime_env(job))
         renew = partial(renewed, places, held, job, events)
         gpus = places.gpus if ask.rank_resources.get("GPU") else None
-        with Gang(plan, places.call, events, gpus, places.take, renew, draining) as gang:
+        with Gang(plan, places.call, events, gpus, places.take, renew, notice.draining) as gang:
             yield gang
     finally:
         if places is not None:

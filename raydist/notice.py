@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from raydist.config import Job
 from raydist.group import Gang
-from raydist.placement import Seat
+from raydist.placement import Node, Seat
 
 POLL_S = 1.0
 """Seconds between two looks; a look takes Ray a millisecond. Spot instances are given 30 to 120 seconds."""
@@ -60,6 +61,22 @@ def heard(gang: Gang, tell: Callable[[Notice], None]) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+def draining() -> dict[str, float]:
+    """The nodes that are about to be taken away, each with its deadline in seconds since the epoch, or 0."""
+    import ray
+
+    try:
+        return {node: at / 1000 for node, at in ray._private.state.state.get_draining_nodes().items()}
+    except Exception:  # the GCS is away for a moment, or for good: other parts say so
+        return {}
+
+
+def staying(job: Job, nodes: Sequence[Node]) -> list[Node]:
+    """The nodes that a job may count on: all, or, where it takes all that are there, those that stay."""
+    going = draining() if job.scale.nodes is None or job.scale.max_nodes else {}
+    return [node for node in nodes if node.id not in going]
 
 
 def notice(seats: Sequence[Seat], draining: Mapping[str, float], now: float) -> Notice | None:
