@@ -64,6 +64,7 @@ class Sentry:
         now = time.monotonic()
         silence = self._pace.silence(now)
         over = self._pace.over(now)
+        verdict = verdict.final if over else verdict
         self._looking = False
         if not (verdict.certain or self._pace.silent(now)):
             return False  # it went on while it was looked at
@@ -84,7 +85,9 @@ class Sentry:
     def _gather(self, calls: Mapping[int, Future[Any]], beats: Mapping[int, Beat]) -> None:
         wait(calls.values(), timeout=ANSWER_S)
         answers = {rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()}
-        self._tell(stuck.judge([self._seen(rank, beats[rank], found) for rank, found in answers.items() if found]))
+        self._tell(
+            stuck.judge([self._seen(rank, beats[rank], found) for rank, found in sorted(answers.items()) if found])
+        )
 
     def _seen(self, rank: int, beat: Beat, found: dict[str, Any]) -> Look:
         return Look(rank, self._gang.plan.seats[rank].node.host, step=beat[0], phase=beat[1], **found)

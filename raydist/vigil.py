@@ -100,7 +100,7 @@ class Vigil:
             return
         if isinstance(heard, Verdict):
             if self._sentry.weigh(heard) and self._stop_at is None:
-                self._hung, self._silent = heard, time.time() - self._sentry.silence
+                self._hung, self._silent = heard.final, time.time() - self._sentry.silence
                 self._stop("ranks hang", 0.0)
             return
         if isinstance(heard, Notice):
@@ -170,7 +170,7 @@ class Vigil:
             return replace(made, how="raised", at=raised["t"], **known)
         if made.code and (left := end.get("error")):
             return replace(made, how="raised", **left)
-        if self._hung and made.rank in self._hung.culprits and not self.stopped:
+        if self._hung and made.rank in (self._hung.culprits or (made.rank,)) and not self.stopped:
             stack = self._hung.stack_of(made.rank)
             return replace(made, how="hung", at=self._silent, message=self._hung.text, traceback=stack)
         if self._stop_at is not None and end["at"] >= self._stop_at and (end["signal"] or end["code"]):

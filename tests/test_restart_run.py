@@ -66,7 +66,7 @@ def losses(done: Result[Any]) -> list[float]:
 )
 def test_a_run_that_is_struck_ends_as_if_it_had_not_been(on_ray: Path, backend: str, struck: Fault, how: str) -> None:
     # a stopped rank is named by its state; one that keeps away from the collectives is given up after the limit
-    limits = ("hang.after_s=1", "hang.limit_s=4") if how == "hung" else ()
+    limits = ("hang.after_s=1", "hang.limit_s=6") if how == "hung" else ()
     done = train(f"backend={backend}", *limits, struck=(struck,))
     assert done.status == "finished"
     assert (done.values, losses(done)) == unbroken(backend)
