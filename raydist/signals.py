@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -57,3 +59,29 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 def _end_now(number: int, _frame: FrameType | None) -> None:
     # Seats and fork servers end with this process, however it ends.
     os._exit(128 + number)
+
+
+def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
+    """A process that waits for the end of this one, and then kills the process groups of `leaders`."""
+    groups = [f"-{pid}" for pid in leaders]
+    waits = ["sh", "-c", 'read -r _; kill -s KILL -- "$@"', "reaper", *groups]
+    return subprocess.Popen(
+        waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+@contextlib.contextmanager
+def in_own_sessions() -> Iterator[None]:
+    """Start Ray's processes apart from this one's group.
+
+    `timeout`, a shell or a batch system sends its SIGTERM to the whole group. Without its GCS, Ray lets every call wait
+    for a minute, and then aborts this process.
+    """
+    from ray._private import services
+
+    plain = services.ConsolePopen
+    services.ConsolePopen = functools.partial(plain, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = plain

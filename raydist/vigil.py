@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from raydist import blame, notice, result, signals
-from raydist.config import Hang
+from raydist import blame, notice, result, signals, straggler
+from raydist.config import Job
 from raydist.errors import Stopped
 from raydist.events import Event, Events
 from raydist.group import Gang, cause, why
@@ -19,6 +19,7 @@ from raydist.notice import Notice
 from raydist.restart import Again
 from raydist.result import End
 from raydist.sentry import Sentry
+from raydist.straggler import Slow, Stragglers
 from raydist.stuck import Verdict
 
 VICTIM_S = 0.5
@@ -37,7 +38,7 @@ CALLS_PER_S = 400.0
 class Vigil:
     """One attempt's watch over its ranks. Nothing polls: every seat has one open question, answered by news."""
 
-    def __init__(self, gang: Gang, events: Events, logs: Path, hang: Hang, after: Again | None = None) -> None:
+    def __init__(self, gang: Gang, events: Events, logs: Path, job: Job, after: Again | None = None) -> None:
         """`after`: the failure that this attempt mends, if it is not the first."""
         self.ends: dict[int, End] = {}
         self.stopped: Stopped | None = None
@@ -48,7 +49,10 @@ class Vigil:
         self._resumed: int | None = None
         self._files: list[IO[bytes]] = []
         self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict | Notice] = queue.SimpleQueue()
-        self._sentry = Sentry(gang, hang, events, logs, self._inbox.put)
+        self._sentry = Sentry(gang, job.hang, events, logs, self._inbox.put)
+        self._stragglers = Stragglers([seat.node.host for seat in gang.plan.seats], job.watch.slow)
+        self.slow: list[Slow] = []
+        """Those that were named last for holding up the others."""
         self._hung: Verdict | None = None
         self._silent = 0.0
         self._leaving: Notice | None = None
@@ -79,6 +83,8 @@ class Vigil:
                     self._hear(self._inbox.get(timeout=left))
                 except queue.Empty:
                     self._overdue()
+        if self._stragglers.told:
+            self._events.say("work", ranks={rank: own[1:] for rank, own in sorted(self._stragglers.told.items())})
         ends = [self.ends[rank] for rank in range(world)]
         if self.stopped is None and (first := result.first_cause(ends)) is not None:
             self._events.say("failure", **blame.told(first, ends), attempt=self._gang.meet.attempt)
@@ -122,6 +128,9 @@ class Vigil:
             self._ended(self._end(rank, news["end"]))
         elif rank not in self.ends:
             self._sentry.note(rank, news["beat"], news["quiet"])
+            if slow := self._stragglers.note(rank, tuple(news["own"]), time.monotonic()):
+                self.slow = slow
+                self._events.say("slow", **straggler.as_event(slow))
             self._listen(rank)
             self._may_leave(rank, news["beat"][0])
 

@@ -15,7 +15,7 @@ from collections import deque
 from raydist import context
 from raydist.events import Event, event
 from raydist.node import insight
-from raydist.node.wire import ASK, BEAT, LEAVE
+from raydist.node.wire import ASK, BEAT, BEAT_PAGE, LEAVE, OWN
 
 FLUSH_S = 0.1
 """Seconds a report may wait in the rank before it travels."""
@@ -26,7 +26,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, beat_fd: int) -> None:
         self._sock = sock
-        self._page = mmap.mmap(beat_fd, BEAT.size)
+        self._page = mmap.mmap(beat_fd, BEAT_PAGE)
         self._waiting: deque[Event] = deque()
         self._sending = threading.Lock()
         self._open = True
@@ -43,6 +43,10 @@ class Channel:
     def beat(self, step: int, phase: int) -> None:
         """Write the heartbeat: two numbers and the time, into memory that the seat can read."""
         BEAT.pack_into(self._page, 0, step, phase, time.time())
+
+    def own(self, steps: int, work: float, whole: float) -> None:
+        """Write, beside the heartbeat, how much of a step is this rank's own work; both in seconds."""
+        OWN.pack_into(self._page, BEAT.size, steps, work, whole)
 
     def flush(self) -> None:
         """Send all that waits."""
@@ -67,7 +71,7 @@ class Channel:
             if select.select(asked, [], [], FLUSH_S)[0]:
                 words = self._sock.recv(16)
                 if LEAVE in words:
-                    context.here().leaving = True
+                    context.here().going = True
                 if ASK in words:
                     self.emit(event("collectives", entries=insight.collectives()))
                 if not words:

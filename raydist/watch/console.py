@@ -52,6 +52,9 @@ class Console(AbstractContextManager["Console"]):
         self._break()
         self._screen.say(f"wait  {happened['text']}", "yellow")
 
+    def _on_avoid(self, happened: Event) -> None:
+        self._screen.say(f"node  {happened['text']}", "yellow")
+
     def _on_plan(self, happened: Event) -> None:
         self._screen.say(wording.plan(happened))
         self._screen.table(wording.seats(happened))
@@ -89,6 +92,9 @@ class Console(AbstractContextManager["Console"]):
 
     def _on_notice(self, happened: Event) -> None:
         self._screen.say(f"notice {happened['text']}", "yellow")
+
+    def _on_slow(self, happened: Event) -> None:
+        self._screen.say(f"slow  {happened['text']}", "yellow")
 
     def _on_restart(self, happened: Event) -> None:
         self._break()
