@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from raydist import ledger, lifetime, placement, shipping, signals
+from raydist import ledger, lifetime, notice, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
@@ -179,7 +179,7 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         places = Places(plan, held, shipping.runtime_env(job))
         renew = partial(renewed, places, held, job, events)
         gpus = places.gpus if ask.rank_resources.get("GPU") else None
-        with Gang(plan, places.call, events, gpus, places.take, renew) as gang:
+        with Gang(plan, places.call, events, gpus, places.take, renew, notice.draining) as gang:
             gang.report_to = partial(note, job, address, places)
             yield gang
     finally:

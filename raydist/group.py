@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import sys
 import threading
@@ -56,14 +57,17 @@ class Gang(AbstractContextManager["Gang"]):
         gpus: Callable[[], Sequence[Sequence[str] | None]] | None = None,
         settle: Callable[[], None] = lambda: None,
         renew: Callable[[Sequence[int]], Plan] | None = None,
+        draining: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """`gpus`: each rank's GPUs, where somebody keeps account. `settle`: what can wait until the ranks have met.
 
-        `renew`: finds another place for the ranks of lost nodes, and gives the plan with it.
+        `renew`: finds another place for the ranks of lost nodes, and gives the plan with it. `draining`: the nodes that
+        are about to be taken away, each with its deadline in seconds since the epoch, or 0.
         """
         self.plan = plan
         self.call = call
         self.settle = settle
+        self.draining = draining
         self.facts: tuple[Facts, ...] = ()
         self.missing: tuple[Mapping[str, str], ...] = ()
         """By rank: the modules that its node could not import, each with the error."""
@@ -75,13 +79,14 @@ class Gang(AbstractContextManager["Gang"]):
         self._gpus = gpus
         self._renew = renew
 
-    def open(self, job: Job, modules: Sequence[str], home: dict[str, Any] | None = None) -> None:
+    def open(self, job: Job, modules: Sequence[str], home: dict[str, Any] | None = None, attempt: int = 0) -> None:
         """Round 1: probe every node, warm its fork server, open the store on rank 0's node.
 
-        `home`: a server that is on its way already on the driver's machine, as home.warm offers it.
+        `home`: a server that is on its way already on the driver's machine, as home.warm offers it. `attempt`: so many
+        attempts were made by other gangs.
         """
         began = time.time()
-        file = self._meeting_file(job)
+        file = self._meeting_file(job, attempt)
         self._same = {
             "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules), "env": job.env,
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
@@ -98,12 +103,13 @@ class Gang(AbstractContextManager["Gang"]):
         self._ports = [answer["ports"] for answer in answers]
         self.missing = tuple(answer["warm"].get("failed", {}) for answer in answers)
         port, secret = answers[0]["store"] or (None, "")
-        self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret)
+        self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret, attempt)
 
-    def again(self, job: Job, attempt: int) -> None:
-        """Make ready for another attempt: seats in the place of lost ones, and a fresh store for all."""
-        until = time.monotonic() + job.scale.wait_s
+    def again(self, job: Job, attempt: int) -> list[int]:
+        """Make ready for another attempt: seats in the place of lost ones (their ranks), and a fresh store for all."""
+        until, moved = time.monotonic() + job.scale.wait_s, set[int]()
         while lost := self.lost():
+            moved.update(lost)
             try:
                 self._replace(lost)
             except LaunchError:
@@ -116,6 +122,7 @@ class Gang(AbstractContextManager["Gang"]):
         if file is None:
             port, secret = self.call(0, "open_store", self._store, self.facts[0].address).result(ANSWER_S)
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret, attempt)
+        return sorted(moved)
 
     def lost(self) -> list[int]:
         """The ranks whose seat is gone, or new and not open yet."""
@@ -299,8 +306,19 @@ def seen_from(folder: str, script: str) -> str:
     return inside if inside.endswith(".py") else os.path.join(".", inside)
 
 
+def why(error: BaseException) -> str:
+    """Why Ray itself has ended an actor: its node was short of memory. Empty where it was not Ray."""
+    if type(error).__name__ != "OutOfMemoryError":
+        return ""
+    used = re.search(r"was (\S+ used / \S+ limit)", str(error))
+    figures = f" ({used[1]})" if used else ""
+    return f"out of memory: Ray's memory monitor ended its actor, because the node had no more{figures}"
+
+
 def cause(error: BaseException) -> str:
     """The last line of an error, without the traceback that Ray puts before it."""
+    if by_ray := why(error):
+        return by_ray
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     last = lines[-1].strip() if lines else type(error).__name__
     missing = "No module named 'raydist'" in last

@@ -12,9 +12,10 @@ import threading
 import time
 from collections import deque
 
+from raydist import context
 from raydist.events import Event, event
 from raydist.node import insight
-from raydist.node.wire import BEAT, BEAT_PAGE, OWN
+from raydist.node.wire import ASK, BEAT, BEAT_PAGE, LEAVE, OWN
 
 FLUSH_S = 0.1
 """Seconds a report may wait in the rank before it travels."""
@@ -64,13 +65,16 @@ class Channel:
         self._waiting = deque(maxlen=0)
 
     def _serve(self) -> None:
-        """Send what waits, often, and answer the seat, whose only question is what this rank last did."""
+        """Send what waits, often, and hear the seat: it asks what this rank last did, or says that its node goes."""
         asked = [self._sock]
         while self._open:
             if select.select(asked, [], [], FLUSH_S)[0]:
-                if self._sock.recv(16):
+                words = self._sock.recv(16)
+                if LEAVE in words:
+                    context.here().going = True
+                if ASK in words:
                     self.emit(event("collectives", entries=insight.collectives()))
-                else:
+                if not words:
                     asked = []  # the seat is gone
             if self._waiting:
                 self.flush()

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist import transport
-from raydist.node import counters
+from raydist.node import counters, oom
 from raydist.node.fork_client import ForkClient
 from raydist.node.processes import catches, recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
-from raydist.node.wire import BEAT_PAGE, HERE, STACKS_SIGNAL, read_beat, read_own
+from raydist.node.wire import ASK, BEAT_PAGE, HERE, LEAVE, STACKS_SIGNAL, read_beat, read_own
 
 if TYPE_CHECKING:
     from raydist.events import Event
@@ -60,6 +60,8 @@ class Seat:
         self._collectives: list[dict[str, Any]] = []
         self._saving: asyncio.Task[None] | None = None
         self._checkup: Checkup | None = None
+        self._kills: oom.Count | None = None
+        self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +131,7 @@ class Seat:
         its.close()
         self.pid = int((await self._server.reply("forked"))["forked"])
         self._drained = self._spawn(self._drain(ours))
+        self._kills, self._stopping = oom.count(self.pid), False
         self._spawn(self._see_end(self.pid))
         return self.pid
 
@@ -181,12 +184,17 @@ class Seat:
         if catches(self.pid, STACKS_SIGNAL):  # another program than Python would die of it
             self._server.tell(op="kill", pid=self.pid, signal=STACKS_SIGNAL)
         if self._writer is not None:
-            self._writer.write(b"?")
+            self._writer.write(ASK)
         await asyncio.sleep(LOOK_S)
         state, after = state_of(self.pid)
         found = stacks.read_text(errors="replace") if stacks.exists() else ""
         busy = (after - before) / LOOK_S
         return {"pid": self.pid, "state": state, "busy": busy, "stack": found, "collectives": self._collectives}
+
+    async def prepare(self) -> None:
+        """Tell the rank that it is about to leave this node."""
+        if self._writer is not None:
+            self._writer.write(LEAVE)
 
     async def value(self) -> dict[str, bytes]:
         """What the job returned or raised, pickled; it travels by Ray's own authenticated channel."""
@@ -224,6 +232,7 @@ class Seat:
         """SIGTERM, `grace` seconds, SIGKILL; with no grace SIGKILL at once. Returns when the process is gone."""
         if not self.pid:
             return
+        self._stopping = True
         if grace and self._end is None:
             self._server.tell(op="kill", pid=self.pid, signal=signal.SIGTERM)
             await self._gone(grace)
@@ -264,7 +273,11 @@ class Seat:
         return self._client
 
     async def _see_end(self, pid: int) -> None:
-        self._end = await self._server.end_of(pid)
+        end = await self._server.end_of(pid)
+        if self._kills is not None and not self._stopping and (end["code"] or end["signal"]):
+            killed = end["signal"] == signal.SIGKILL and "lost" not in end
+            end["why"] = oom.verdict(pid, self._kills) if killed else oom.beside(self._kills)
+        self._end = end
         self._news.set()
 
     async def _drain(self, sock: socket.socket, of_rank: bool = True) -> None:
