@@ -68,7 +68,7 @@ def test_one_node_has_no_mismatch(tmp_path: Path) -> None:
 
 
 def test_without_pci_the_class_with_the_most_bandwidth_wins(tmp_path: Path) -> None:
-    """A VM: all flat. Four 100G storage ports are as many as one at 400, and still the faster one carries."""
+    """A VM: all flat. Two storage ports at 100 Gbit/s are more cards than one at 400, and still that one carries."""
     slow = [Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i}.0", (Link(machines.EDR),)) for i in range(2)]
     fast = Card("mlx5_9", "pci0000:00/0000:00:09.0", (Link(machines.NDR),))
     value, why = told(facts(tmp_path, Box((*slow, fast))))["NCCL_IB_HCA"]
@@ -106,17 +106,34 @@ def test_the_hcas_asked_for_exactly(tmp_path: Path) -> None:
         told(facts(tmp_path / "p", machines.plain_box()), hca=["mlx5_0"])
 
 
-def test_a_vendors_network_is_left_alone_even_when_strict(tmp_path: Path) -> None:
-    assert values(facts(tmp_path, machines.efa_box()), strict=True) == {}
-
-
-def test_strict_and_debug(tmp_path: Path) -> None:
-    here = facts(tmp_path, machines.roce_box())
-    assert values(here, strict=True)["NCCL_NET"] == "IB"
-    assert values(here, debug=True)["NCCL_DEBUG"] == "INFO"
-    assert "NET" in values(here, debug=True)["NCCL_DEBUG_SUBSYS"].split(",")
+def test_strict_forces_rdma_and_contradicts_ethernet(tmp_path: Path) -> None:
+    assert values(facts(tmp_path, machines.roce_box()), strict=True)["NCCL_NET"] == "IB"
     with pytest.raises(ConfigError, match=r"fabric.strict.*fabric.kind=ethernet"):
         check(Job(fabric=Fabric(kind="ethernet", strict=True)))
+
+
+LIBFABRIC = "\x7fELF\x02 Libfabric\0 AWS Libfabric\0 OFI\0"
+PLUGINS = {
+    # the file's words -> what NCCL_NET is when fabric.strict asks for RDMA
+    "aws-ofi-nccl without EFA, on Slingshot": (LIBFABRIC, "AWS Libfabric"),
+    "HPC-X, called otherwise before and after it is initialised": ("NCCL RDMA Plugin v11\0IBext_v11\0", None),
+    "one that nobody knows": ("", None),
+}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_strict_names_a_vendors_network_so_that_it_cannot_fall_to_sockets(plugin: str, tmp_path: Path) -> None:
+    text, network = PLUGINS[plugin]
+    here = facts(tmp_path, Box(files={"opt/aws-ofi-nccl/lib/libnccl-net.so": text}))
+    assert values(here, strict=True).get("NCCL_NET") == network
+    assert values(here) == {}
+
+
+@pytest.mark.parametrize("plug_in_installed", [True, False])
+def test_strict_on_efa_is_never_tcp_even_where_the_plug_in_is_missing(plug_in_installed: bool, tmp_path: Path) -> None:
+    here = facts(tmp_path, machines.efa_box())
+    here = here if plug_in_installed else replace(here, machine=replace(here.machine, plugins=(), networks=()))
+    assert values(here, strict=True) == {"NCCL_NET": "AWS Libfabric"}
 
 
 def test_what_the_site_has_set_stays_and_is_said(tmp_path: Path) -> None:

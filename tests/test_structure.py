@@ -20,7 +20,7 @@ LAYERS = """
     errors script node.wire findings node.facts node.sysfs
     config events check transport traffic node.counters
     inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck
-    fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
+    fabric_horovod fabric_mpi fabric_network fabric fabric_site fabric_across fabric_findings result restart
     context parcel signals shipping snapshot
     loop.random_state backends checkpoint
     backends.ddp backends.horovod
@@ -30,7 +30,7 @@ LAYERS = """
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel node.program
     node.entry node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
-    node.peers node.checkup node.seat
+    node.peers node.checkup node.nccl_log node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
     group inline sentry vigil mpi attempts cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist import transport
-from raydist.node import counters
+from raydist.node import counters, nccl_log
 from raydist.node.fork_client import ForkClient
+from raydist.node.nccl_log import NcclLog
 from raydist.node.processes import catches, recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
 from raydist.node.wire import BEAT, HERE, STACKS_SIGNAL, read_beat
@@ -45,6 +46,7 @@ class Seat:
         self.rank = -1
         self.pid = 0
         self._store_pid = 0
+        self._nccl: NcclLog | None = None
         self._own: ForkServer | None = None
         self._client: ForkClient | None = None
         self._news = asyncio.Event()
@@ -117,6 +119,8 @@ class Seat:
         spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
         spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
         await self._forget(str(base))
+        fabric = spec["job"]["fabric"]
+        self._nccl = NcclLog(Path(f"{base}.nccl"), aloud=fabric["debug"], strict=fabric["strict"])
         self._log = open(f"{base}.log", "w+b", buffering=0)  # noqa: SIM115 - read until the rank is gone
         beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         os.ftruncate(beat, BEAT.size)
@@ -162,6 +166,10 @@ class Seat:
         step, phase, at = read_beat(self._beat)
         quiet = time.time() - at if at else 0.0
         answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet}
+        if self._nccl is not None:
+            answer["nccl"] = self._nccl.news()
+            if gone is None and (why := self._nccl.refusal()):
+                answer["events"] = [*events, self._refuse(why)]
         if gone is not None and not more:
             answer["end"] = {**gone, "step": step, "phase": phase, "error": recorded(self._error)}
         return answer
@@ -229,8 +237,7 @@ class Seat:
 
     async def network(self) -> dict[str, Any]:
         """What the ports of this node have carried (from its lead), and what NCCL said of the rank's channels."""
-        log = self.folder / f"rank-{self.rank}.nccl"
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        text = nccl_log.read(self.folder / f"rank-{self.rank}.nccl", self.folder / f"rank-{self.rank}.log")
         return {"ports": counters.read() if self._lead else None, "nccl": asdict(transport.parse(text))}
 
     async def check(self, step: str, *args: Any) -> Any:
@@ -258,6 +265,14 @@ class Seat:
         """The fork server of this node, once the seat is open."""
         assert self._client is not None, "open() comes first"
         return self._client
+
+    def _refuse(self, why: str) -> Event:
+        """End the rank for a reason of ours, as if it had raised it."""
+        self._server.tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
+        return {
+            "t": time.time(), "kind": "raised", "rank": self.rank, "type": "LaunchError", "message": why,
+            "traceback": "", "step": read_beat(self._beat)[0],
+        }  # fmt: skip
 
     async def _see_end(self, pid: int) -> None:
         self._end = await self._server.end_of(pid)
