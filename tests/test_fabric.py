@@ -200,7 +200,8 @@ def test_nccls_log_is_asked_for_where_somebody_reads_it_and_never_lands_in_the_r
     nccl = job(backend=Backend("nccl"))
     several = log_of(nccl, facts(1), nodes=2)
     assert {name: value for name, (value, _) in several.items()} == {
-        "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": f"{HERE}/rank-0.nccl"}  # fmt: skip
+        "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV",
+        "NCCL_DEBUG_FILE": f"{HERE}/rank-0.nccl"}  # fmt: skip
     assert "for the summary" in several["NCCL_DEBUG"][1]
     assert log_of(nccl, facts(1)) == {}
     strict = log_of(replace(nccl, fabric=Fabric(strict=True)), facts(1))
