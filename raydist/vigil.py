@@ -99,9 +99,9 @@ class Vigil:
             self._ended(replace(gone, preempted=getattr(error, "preempted", False)))
             return
         self._files[rank].write(news["log"])
-        if said := news.get("nccl"):
+        if news["nccl"]:
             with (self._logs / f"rank-{rank}.nccl").open("ab") as file:
-                file.write(said)
+                file.write(news["nccl"])
         self._events.show(rank, news["log"])
         for happened in news["events"]:
             self._note(rank, happened)

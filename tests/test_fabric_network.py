@@ -112,6 +112,51 @@ def test_strict_forces_rdma_and_contradicts_ethernet(tmp_path: Path) -> None:
         check(Job(fabric=Fabric(kind="ethernet", strict=True)))
 
 
+PORT_DOWN = Box((Card("mlx5_0", "pci0000:00/0000:00:02.0"),
+                 Card("mlx5_1", "pci0000:00/0000:00:03.0", (Link(machines.HDR, state="1: DOWN"),))))  # fmt: skip
+OWNS = "it owns 10.0.0.5, the node's address in Ray; "
+SOCKETS = {
+    "GLOO_SOCKET_IFNAME": ("eth0", OWNS + "unset, gloo goes where the host name points"),
+    "NCCL_SOCKET_IFNAME": ("=eth0", OWNS + "the = keeps NCCL from others that begin like it"),
+}
+EQUAL = {"NCCL_IGNORE_NET_MISMATCH": ("0", "nodes with unequal HCAs are an error; by default they may hang")}
+STRICT = "fabric.strict: RDMA or an error, never silently TCP"
+
+
+def beside_gpus(name: str) -> dict[str, tuple[str, str]]:
+    """Eight HCAs taken, and four left out."""
+    left = "; ".join(f"{name.format(i)} shares no PCIe switch with a GPU" for i in range(8, 12))
+    return {"NCCL_IB_HCA": ("=" + ",".join(name.format(i) for i in range(8)), f"fabric.kind=auto: {left}")}
+
+
+MACHINES: dict[str, tuple[Box, dict[str, tuple[str, str]], str]] = {
+    # the machine -> all its variables with their reasons, and NCCL_NET where fabric.strict is asked
+    "DGX with storage HCAs": (machines.dgx(), EQUAL | beside_gpus("mlx5_{}"), "IB"),
+    "HDR, renamed": (machines.dgx(machines.HDR, "ibp{}s0"), EQUAL | beside_gpus("ibp{}s0"), "IB"),
+    "container without device nodes": (replace(machines.dgx(), nodes=False), EQUAL | beside_gpus("mlx5_{}"), "IB"),
+    "RoCE with two GID tables": (machines.roce_box(), EQUAL, "IB"),
+    "EFA": (machines.efa_box(), {}, "AWS Libfabric"),
+    "VM": (machines.vm_box(), EQUAL, "IB"),
+    "port down": (PORT_DOWN, EQUAL, "IB"),
+    "Ethernet only": (machines.plain_box(), {}, "IB"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_machine_gets_just_these_variables_for_these_reasons(name: str, tmp_path: Path) -> None:
+    box, more, network = MACHINES[name]
+    here = facts(tmp_path, box)
+    assert told(here) == SOCKETS | more
+    assert told(here, strict=True) == SOCKETS | more | {"NCCL_NET": (network, STRICT)}
+
+
+def test_an_old_nccl_is_told_the_index_of_the_routable_gid(tmp_path: Path) -> None:
+    here = facts(tmp_path, machines.roce_box())
+    value, why = told(replace(here, versions={"nccl": "2.18.1"}))["NCCL_IB_GID_INDEX"]
+    assert (value, why[:36]) == ("3", "NCCL 2.18.1 takes GID 0 unless it is")
+    assert "NCCL_IB_GID_INDEX" not in told(replace(here, versions={"nccl": "2.21.5"}))
+
+
 LIBFABRIC = "\x7fELF\x02 Libfabric\0 AWS Libfabric\0 OFI\0"
 PLUGINS = {
     # the file's words -> what NCCL_NET is when fabric.strict asks for RDMA

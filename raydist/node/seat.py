@@ -160,16 +160,15 @@ class Seat:
             await asyncio.wait(told, timeout=0.5)  # a stray process may still hold the other end
         log = self._log.read(LOG_CHUNK)
         events, self._events = self._events, []
-        more = len(log) == LOG_CHUNK
+        said = self._nccl.news() if self._nccl else b""
+        more = len(log) == LOG_CHUNK or len(said) == nccl_log.CHUNK
         if more:
             self._news.set()
         step, phase, at = read_beat(self._beat)
         quiet = time.time() - at if at else 0.0
-        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet}
-        if self._nccl is not None:
-            answer["nccl"] = self._nccl.news()
-            if gone is None and (why := self._nccl.refusal()):
-                answer["events"] = [*events, self._refuse(why)]
+        if self._nccl and gone is None and (why := self._nccl.refusal()):
+            events.append(self._refuse(why))
+        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet, "nccl": said}
         if gone is not None and not more:
             answer["end"] = {**gone, "step": step, "phase": phase, "error": recorded(self._error)}
         return answer
