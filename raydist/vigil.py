@@ -121,6 +121,9 @@ class Vigil:
             )
             return
         self._files[rank].write(news["log"])
+        if news["nccl"]:
+            with (self._logs / f"rank-{rank}.nccl").open("ab") as file:
+                file.write(news["nccl"])
         self._events.show(rank, news["log"])
         for happened in news["events"]:
             self._note(rank, happened)

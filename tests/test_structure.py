@@ -21,7 +21,7 @@ LAYERS = """
     config events check transport traffic node.counters
     inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck straggler
     failures remedy goodput
-    fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
+    fabric_horovod fabric_mpi fabric_network fabric fabric_site fabric_across fabric_findings result restart
     context parcel signals shipping snapshot apart
     loop.random_state backends checkpoint sharded
     backends.ddp backends.horovod
@@ -31,7 +31,7 @@ LAYERS = """
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel node.program
     node.entry node.oom node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
-    node.peers node.checkup node.seat
+    node.peers node.checkup node.nccl_log node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
     group inline notice sentry vigil mpi attempts ledger lifetime gcs cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.page watch.pages watch.console watch
