@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raydist import checkpoint, fabric, mpi
+from raydist import checkpoint, fabric, mpi, restart
 from raydist.config import Job
 from raydist.errors import RaydistError
 from raydist.events import Events
 from raydist.fabric import Var
 from raydist.group import Gang
 from raydist.parcel import Call, unpack_all
+from raydist.placement import Plan
 from raydist.restart import Again, Stop
 from raydist.result import Attempt
 from raydist.vigil import Vigil
+
+
+def settled(job: Job, plan: Plan) -> Job:
+    """The job with the backend that `auto` became, and with the restarts that it has."""
+    return replace(job, backend=replace(job.backend, name=plan.ask.backend), restart=restart.rule(job))
 
 
 def attempt(job: Job, call: Call | None, gang: Gang, events: Events, after: Again | None = None) -> Attempt:
@@ -32,10 +38,13 @@ def attempt(job: Job, call: Call | None, gang: Gang, events: Events, after: Agai
 
 def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Again, before: Attempt) -> Attempt:
     """A further attempt; if there is no place for it, what was before, with the reason."""
-    if after.cause is not None:
+    if after.cause is None:
+        events.say("regroup", number=after.number, text=before.resize)
+    else:
         events.say("restart", **after.as_event(job.restart))
     try:
-        gang.again(job, after.number, resize=after.cause is None)
+        moved = gang.again(job, after.number, resize=after.cause is None)
+        events.say("placed", number=after.number, moved=moved)
         return attempt(job, call, gang, events, after)
     except RaydistError as error:
         return replace(before, error=error)
@@ -51,6 +60,28 @@ def sized(job: Job, first: int, ranks: int) -> Job:
     batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * first
     passes = min(math.ceil(job.train.accumulate * first / ranks), max(1, batch // ranks))
     return replace(job, data=replace(job.data, global_batch=batch), train=replace(job.train, accumulate=passes))
+
+
+def leave(job: Job, gang: Gang, events: Events, after: Again) -> None:
+    """Save, and leave nodes that are about to be taken away. The whole gang goes: Ray moves no part of a group."""
+    events.say("restart", **after.as_event(job.restart))
+    gang.flush()
+
+
+def moved(job: Job, call: Call | None, gang: Gang, events: Events, past: Sequence[Attempt]) -> Attempt:
+    """The attempt after one that has left its nodes, on others."""
+    after = restart.decide(job.restart, past)
+    assert isinstance(after, Again)
+    events.say("placed", number=after.number, moved=[seat.rank for seat in gang.plan.seats])
+    gang.first = len(past[0].ends)
+    return attempt(job, call, gang, events, after)
+
+
+def cut_short(past: Sequence[Attempt], error: RaydistError) -> Attempt:
+    """What was before an error, with that as the reason of the end; where nothing was, the error itself."""
+    if not past:
+        raise error
+    return replace(past[-1], error=error, earlier=tuple(past[:-1]))
 
 
 def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:

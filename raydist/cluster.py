@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raydist import autoscaler, check, ledger, lifetime, placement, shipping, signals
+from raydist import autoscaler, check, ledger, lifetime, notice, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
@@ -178,7 +178,7 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         gpus = places.gpus if ask.rank_resources.get("GPU") else None
         reserve = Reserve(places, job.scale, events, nodes, hold) if check.size_word(job.scale) else None
         renew = reserve.regroup if reserve else partial(renewed, places, held, job, events)
-        with Gang(plan, places.call, events, gpus, places.take, renew, reserve) as gang:
+        with Gang(plan, places.call, events, gpus, places.take, renew, notice.draining, reserve) as gang:
             gang.report_to = partial(note, job, address, places)
             yield gang
     finally:

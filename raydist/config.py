@@ -143,7 +143,7 @@ class Fabric:
     strict: bool = False
     """RDMA, or an error; never silently TCP."""
     debug: bool = False
-    """NCCL tells in each rank's log which network it chose, and why."""
+    """NCCL tells in logs/rank-N.nccl which network it chose, and why."""
 
 
 @dataclass(frozen=True)

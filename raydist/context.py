@@ -103,6 +103,8 @@ class Context:
     flush: Callable[[], None] = lambda: None
     """Returns when all that was emitted is out of this process."""
     step: int = 0
+    going: bool = False
+    """Its node is about to be taken away: each further step is worth a snapshot."""
     comm: Any = None
     """The backend's Comm, from joining until leaving."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raydist import fabric_findings, script, shipping, traffic
+from raydist import errors, fabric_findings, script, shipping, traffic
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
@@ -57,11 +57,13 @@ class Gang(AbstractContextManager["Gang"]):
         gpus: Callable[[], Sequence[Sequence[str] | None]] | None = None,
         settle: Callable[[], None] = lambda: None,
         renew: Callable[[Sequence[int]], Plan] | None = None,
+        draining: Callable[[], Mapping[str, float]] = dict,
         reserve: Reserve | None = None,
     ) -> None:
         """`gpus`: each rank's GPUs, where somebody keeps account. `settle`: what can wait until the ranks have met.
 
-        `renew`: finds another place for the ranks of lost nodes, and gives the plan with it. `reserve`: nodes beside
+        `renew`: finds another place for the ranks of lost nodes, and gives the plan with it. `draining`: the nodes that
+        are about to be taken away, each with its deadline in seconds since the epoch, or 0. `reserve`: nodes beside
         those of the ranks, where there may be any.
         """
         self.plan = plan
@@ -69,6 +71,7 @@ class Gang(AbstractContextManager["Gang"]):
         """Ranks that it began with."""
         self.call = call
         self.settle = settle
+        self.draining = draining
         self.facts: tuple[Facts, ...] = ()
         self.missing: tuple[Mapping[str, str], ...] = ()
         """By rank: the modules that its node could not import, each with the error."""
@@ -84,13 +87,14 @@ class Gang(AbstractContextManager["Gang"]):
         self._found: dict[str, dict[str, Any]] = {}
         """By node id: the name of its fork server, if it has one of its own, and what its first seat found."""
 
-    def open(self, job: Job, modules: Sequence[str], home: dict[str, Any] | None = None) -> None:
+    def open(self, job: Job, modules: Sequence[str], home: dict[str, Any] | None = None, attempt: int = 0) -> None:
         """Round 1: probe every node, warm its fork server, open the store on rank 0's node.
 
-        `home`: a server that is on its way already on the driver's machine, as home.warm offers it.
+        `home`: a server that is on its way already on the driver's machine, as home.warm offers it. `attempt`: so many
+        attempts were made by other gangs.
         """
         began = time.time()
-        file = self._meeting_file(job)
+        file = self._meeting_file(job, attempt)
         self._same = {
             "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules), "env": job.env,
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
@@ -107,17 +111,18 @@ class Gang(AbstractContextManager["Gang"]):
         self._events.say("phase", name="warm-up", s=time.time() - born)
         self._learn()
         port, secret = answers[0]["store"] or (None, "")
-        self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret)
+        self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret, attempt)
 
-    def again(self, job: Job, attempt: int, resize: bool = False) -> None:
-        """Make ready for another attempt: seats in the place of lost ones, and a fresh store for all.
+    def again(self, job: Job, attempt: int, resize: bool = False) -> list[int]:
+        """Make ready for another attempt: seats in the place of lost ones (their ranks), and a fresh store for all.
 
         `resize`: with the nodes that have come.
         """
         if resize:
             self._replace([])
-        until = time.monotonic() + job.scale.wait_s
+        until, moved = time.monotonic() + job.scale.wait_s, set[int]()
         while lost := self.lost():
+            moved.update(lost)
             try:
                 self._replace(lost)
             except LaunchError:
@@ -130,6 +135,7 @@ class Gang(AbstractContextManager["Gang"]):
         if file is None:
             port, secret = self.call(0, "open_store", self._store, self.facts[0].address).result(ANSWER_S)
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret, attempt)
+        return sorted(moved)
 
     def lost(self) -> list[int]:
         """The ranks whose seat is gone, or new and not open yet."""
@@ -210,7 +216,7 @@ class Gang(AbstractContextManager["Gang"]):
         """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
         fabric_findings.check(job, self.plan, self.facts, lambda text: self._events.say("warning", text=text))
         sent = shipping.root(job)
-        program = seen_from(sent or os.getcwd(), job.script)
+        program = script.seen_from(sent or os.getcwd(), job.script)
         paths = [path for path in sys.path if not sent or os.path.abspath(path) != sent]
         cwd = "" if sent else os.getcwd()  # a seat that is told no folder takes its actor's: the copy
         same = {"job": as_dict(job), "cwd": cwd, "script": program, "sys_path": paths}
@@ -269,7 +275,7 @@ class Gang(AbstractContextManager["Gang"]):
         for seat, answer in zip(seats, calls, strict=True):
             if answer.done() and (error := answer.exception()) is not None:
                 kind = ConfigError if isinstance(error, ConfigError) else LaunchError
-                raise kind(f"rank {seat.rank} on {seat.node.host} ({seat.node.ip}): {cause(error)}") from error
+                raise kind(f"rank {seat.rank} on {seat.node.host} ({seat.node.ip}): {errors.cause(error)}") from error
         silent = [seat for seat, answer in zip(seats, calls, strict=True) if not answer.done()]
         if silent:
             raise LaunchError(
@@ -308,22 +314,6 @@ class Gang(AbstractContextManager["Gang"]):
                 f"init_method=file needs a folder that all nodes see, and {', '.join(blind)} can't see {folder}: "
                 "say hydra.run.dir=<a shared folder>, or init_method=env"
             )
-
-
-def seen_from(folder: str, script: str) -> str:
-    """A script as seen from a folder, of which other nodes may have a copy elsewhere; `-m module`, a bare name."""
-    inside = os.path.relpath(script, folder) if os.path.isabs(script) else ""
-    if not inside or inside.startswith(".."):
-        return script
-    return inside if inside.endswith(".py") else os.path.join(".", inside)
-
-
-def cause(error: BaseException) -> str:
-    """The last line of an error, without the traceback that Ray puts before it."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else type(error).__name__
-    missing = "No module named 'raydist'" in last
-    return last + (": install raydist on every node, for the Python that Ray runs with" if missing else "")
 
 
 @contextlib.contextmanager

@@ -8,13 +8,15 @@ import socket
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from raydist import backends, context, fabric, target
+from raydist import backends, context, fabric, fabric_findings, target
 from raydist.config import Job
 from raydist.errors import Stopped
 from raydist.events import Event, Events
 from raydist.node import probe, rendezvous
+from raydist.node.wire import HERE
 from raydist.parcel import Call
 from raydist.placement import Node, Plan
 from raydist.result import Attempt, End
@@ -39,9 +41,12 @@ def run_here(job: Job, plan: Plan, call: Call | None, events: Events) -> Attempt
     facts = probe.look(ip=LOOPBACK, interface=job.fabric.interface, gpus=None)
     store, port = rendezvous.open_store(facts.address)
     (variables,) = fabric.variables(job, plan, (facts,), fabric.Meet(address=facts.address, port=port))
+    logs = Path(job.dir).absolute() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     end = End(rank=0, host=plan.seats[0].node.host, how="finished", at=time.time())
     events.say("plan", **plan.as_event())
-    with environment({var.name: var.value for var in variables}), standing_as_rank(events):
+    fabric_findings.check(job, plan, (facts,), lambda text: events.say("warning", text=text))
+    with environment({var.name: var.value.replace(HERE, str(logs)) for var in variables}), standing_as_rank(events):
         try:
             with backends.join(plan.ask.backend, job, os.environ):
                 context.tell("joined", pid=os.getpid())

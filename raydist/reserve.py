@@ -118,7 +118,9 @@ class Reserve:
             self._events.say("resize", nodes=len(plan.nodes), before=len(before), **plan.as_event())
         for old, new in zip(before, plan.nodes, strict=False):
             if old.id != new.id and len(plan.nodes) == len(before):
-                self._events.say("takeover", node=new.id, host=new.host, ip=new.ip, instead=old.id, of=old.host)
+                self._events.say(
+                    "takeover", node=new.id, host=new.host, ip=new.ip, instead=old.id, of=old.host, **plan.as_event()
+                )
         return plan
 
     def taken(self) -> dict[str, tuple[str, Any]]:

@@ -26,9 +26,10 @@ PLACES = {
 # The way of a job through the files; what all need comes last.
 FLOW = """
     train words run cluster lifetime gcs autoscaler ledger inventory placement shortage shipping preload home places
-    reserve group script node fabric fabric_network fabric_horovod fabric_mpi fabric_findings findings transport
-    traffic parcel target backends context loop apart snapshot sharded checkpoint attempts mpi vigil lookout sentry
-    pace stuck straggler restart result blame watch standalone inline tools config check events errors signals
+    reserve group script node fabric fabric_network fabric_horovod fabric_mpi fabric_findings fabric_site
+    fabric_across findings transport traffic parcel target backends context loop apart snapshot sharded checkpoint
+    attempts mpi vigil lookout notice sentry pace stuck straggler restart result blame failures remedy goodput watch
+    standalone inline tools config check events errors signals
 """
 
 

@@ -20,7 +20,8 @@ LAYERS = """
     errors script node.wire findings node.facts node.sysfs
     config events check transport traffic node.counters
     inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck straggler
-    fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
+    failures remedy goodput
+    fabric_horovod fabric_mpi fabric_network fabric fabric_site fabric_across fabric_findings result restart
     context parcel signals shipping snapshot apart
     loop.random_state backends checkpoint sharded
     backends.ddp backends.horovod
@@ -29,11 +30,11 @@ LAYERS = """
     words.torchrun words
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel node.program
-    node.entry node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
-    node.peers node.checkup node.seat
+    node.entry node.oom node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
+    node.peers node.checkup node.nccl_log node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
-    places reserve group inline sentry lookout vigil mpi attempts ledger lifetime gcs autoscaler cluster home
-    watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch
+    places reserve group inline notice sentry lookout vigil mpi attempts ledger lifetime gcs autoscaler cluster home
+    watch.progress watch.wording watch.output watch.terminal watch.lines watch.page watch.pages watch.console watch
     run
     train tools tools.launch tools.plan tools.horovod_build tools.horovod
     tools.bandwidth_figures tools.bandwidth_plot tools.bandwidth_ranks tools.bandwidth

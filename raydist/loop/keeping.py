@@ -99,7 +99,7 @@ class Keeper:
             return
         began = time.perf_counter()
         self._steps.append(began - self._since)
-        if step % self._every == 0:
+        if step % self._every == 0 or context.here().going:
             self._keep(step, own, state)
             self._costs.append(time.perf_counter() - began)
         self._count += 1

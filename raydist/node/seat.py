@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist import transport
-from raydist.node import counters
+from raydist.node import counters, nccl_log, oom
 from raydist.node.fork_client import ForkClient
+from raydist.node.nccl_log import NcclLog
 from raydist.node.processes import catches, recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
-from raydist.node.wire import BEAT_PAGE, HERE, STACKS_SIGNAL, read_beat, read_own
+from raydist.node.wire import ASK, BEAT_PAGE, GOING, HERE, STACKS_SIGNAL, read_beat, read_own
 
 if TYPE_CHECKING:
     from raydist.events import Event
@@ -45,6 +46,7 @@ class Seat:
         self.rank = -1
         self.pid = 0
         self._store_pid = 0
+        self._nccl: NcclLog | None = None
         self._own: ForkServer | None = None
         self._client: ForkClient | None = None
         self._news = asyncio.Event()
@@ -61,6 +63,8 @@ class Seat:
         self._saving: asyncio.Task[None] | None = None
         self._checkup: Checkup | None = None
         self._leaving = asyncio.Event()
+        self._kills: oom.Count | None = None
+        self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +123,8 @@ class Seat:
         spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
         spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
         await self._forget(str(base))
+        fabric = spec["job"]["fabric"]
+        self._nccl = NcclLog(Path(f"{base}.nccl"), aloud=fabric["debug"], strict=fabric["strict"])
         self._log = open(f"{base}.log", "w+b", buffering=0)  # noqa: SIM115 - read until the rank is gone
         beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         os.ftruncate(beat, BEAT_PAGE)
@@ -131,6 +137,7 @@ class Seat:
         its.close()
         self.pid = int((await self._server.reply("forked"))["forked"])
         self._drained = self._spawn(self._drain(ours))
+        self._kills, self._stopping = oom.count(self.pid), False
         self._spawn(self._see_end(self.pid))
         return self.pid
 
@@ -158,12 +165,15 @@ class Seat:
             await asyncio.wait(told, timeout=0.5)  # a stray process may still hold the other end
         log = self._log.read(LOG_CHUNK)
         events, self._events = self._events, []
-        more = len(log) == LOG_CHUNK
+        said = self._nccl.news() if self._nccl else b""
+        more = len(log) == LOG_CHUNK or len(said) == nccl_log.CHUNK
         if more:
             self._news.set()
         step, phase, at = read_beat(self._beat)
         quiet = time.time() - at if at else 0.0
-        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet}
+        if self._nccl and gone is None and (why := self._nccl.refusal()):
+            events.append(self._refuse(why))
+        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet, "nccl": said}
         answer["own"] = read_own(self._beat)
         if gone is not None and not more:
             answer["end"] = {**gone, "step": step, "phase": phase, "error": recorded(self._error)}
@@ -184,7 +194,7 @@ class Seat:
         if catches(self.pid, STACKS_SIGNAL):  # another program than Python would die of it
             self._server.tell(op="kill", pid=self.pid, signal=STACKS_SIGNAL)
         if self._writer is not None:
-            self._writer.write(b"?\n")
+            self._writer.write(ASK + b"\n")
         await asyncio.sleep(LOOK_S)
         state, after = state_of(self.pid)
         found = stacks.read_text(errors="replace") if stacks.exists() else ""
@@ -197,6 +207,11 @@ class Seat:
             self._writer.write(f"{word}\n".encode())
             if word != "hold":
                 await self._leaving.wait()
+
+    async def prepare(self) -> None:
+        """Tell the rank that it is about to leave this node."""
+        if self._writer is not None:
+            self._writer.write(GOING + b"\n")
 
     async def value(self) -> dict[str, bytes]:
         """What the job returned or raised, pickled; it travels by Ray's own authenticated channel."""
@@ -234,6 +249,7 @@ class Seat:
         """SIGTERM, `grace` seconds, SIGKILL; with no grace SIGKILL at once. Returns when the process is gone."""
         if not self.pid:
             return
+        self._stopping = True
         if grace and self._end is None:
             self._server.tell(op="kill", pid=self.pid, signal=signal.SIGTERM)
             await self._gone(grace)
@@ -243,8 +259,7 @@ class Seat:
 
     async def network(self) -> dict[str, Any]:
         """What the ports of this node have carried (from its lead), and what NCCL said of the rank's channels."""
-        log = self.folder / f"rank-{self.rank}.nccl"
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        text = nccl_log.read(self.folder / f"rank-{self.rank}.nccl", self.folder / f"rank-{self.rank}.log")
         return {"ports": counters.read() if self._lead else None, "nccl": asdict(transport.parse(text))}
 
     async def check(self, step: str, *args: Any) -> Any:
@@ -273,8 +288,20 @@ class Seat:
         assert self._client is not None, "open() comes first"
         return self._client
 
+    def _refuse(self, why: str) -> Event:
+        """End the rank for a reason of ours, as if it had raised it."""
+        self._server.tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
+        return {
+            "t": time.time(), "kind": "raised", "rank": self.rank, "type": "LaunchError", "message": why,
+            "traceback": "", "step": read_beat(self._beat)[0],
+        }  # fmt: skip
+
     async def _see_end(self, pid: int) -> None:
-        self._end = await self._server.end_of(pid)
+        end = await self._server.end_of(pid)
+        if self._kills is not None and not self._stopping and (end["code"] or end["signal"]):
+            killed = end["signal"] == signal.SIGKILL and "lost" not in end
+            end["why"] = oom.verdict(pid, self._kills) if killed else oom.beside(self._kills)
+        self._end = end
         self._news.set()
 
     async def _drain(self, sock: socket.socket, of_rank: bool = True) -> None:

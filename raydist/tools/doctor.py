@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from raydist import backends, cluster, group, inline, placement, preload
+from raydist.attempts import settled
 from raydist.config import Job
 from raydist.errors import ConfigError, RaydistError, Stopped, suggest
 from raydist.events import Event, Events
 from raydist.findings import Finding
 from raydist.group import Gang
-from raydist.run import settled
 from raydist.signals import stoppable
 from raydist.tools import doctor_report
 from raydist.tools.doctor_findings import CHECKS
