@@ -118,6 +118,7 @@ class Gang(AbstractContextManager["Gang"]):
 
         `resize`: with the nodes that have come.
         """
+        before = {seat.node.id for seat in self.plan.seats}
         if resize:
             self._replace([])
         until, moved = time.monotonic() + job.scale.wait_s, set[int]()
@@ -135,6 +136,8 @@ class Gang(AbstractContextManager["Gang"]):
         if file is None:
             port, secret = self.call(0, "open_store", self._store, self.facts[0].address).result(ANSWER_S)
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret, attempt)
+        if self.reserve is not None:  # ranks are counted anew
+            return [seat.rank for seat in self.plan.seats if seat.node.id not in before]
         return sorted(moved)
 
     def lost(self) -> list[int]:

@@ -160,6 +160,9 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(
     lost, grown = run.events("restarted")
     assert (lost["resized"], grown["resized"], grown["repeated"]) == (False, True, 0)
     assert len(run.result()["restarts"]) == 1
+    page = (run.run_dir / "blame-1.txt").read_text()
+    assert "fewer nodes: 2, there were 3" in page
+    assert "another node" not in page
     steps = [event["step"] for event in run.events("report") if event["rank"] == 0 and "loss" in event["values"]]
     assert len(steps) - len(set(steps)) <= lost["repeated"]
 
