@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raydist import fabric_findings, script, shipping, traffic
+from raydist import fabric_findings, preload, script, shipping, sight, traffic
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
@@ -81,9 +81,10 @@ class Gang(AbstractContextManager["Gang"]):
         self._same = {
             "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules), "env": job.env,
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
-            "shared": file and str(file.parent), "home": home,
+            "home": home,
             "mpirun": job.backend.mpi.mpirun, "secret": secrets.token_hex(32),
         }  # fmt: skip
+        self._job, self._files = job, sight.files(job, str(file.parent) if file else "")
         self._store = "horovod" if job.backend.name == "horovod" else "tcp"
         answers = self._open(range(self.plan.world_size), None if file else self._store)
         born = max(began, *(answer["born"] for answer in answers))
@@ -166,10 +167,33 @@ class Gang(AbstractContextManager["Gang"]):
             }
             for seat in seats
         ]
+        looks = self._look(self._files)
         answers = self.every("open", asks, patience=OPEN_S, ranks=ranks)
         self._warn(seats, answers)
-        self._refuse_blind(seats, answers)
+        seen = looks()
+        if not self.facts:  # a run that is on its way goes on as it can
+            source = preload.source_of(self._job.job.target)
+            text = source.read_text(encoding="utf-8", errors="replace") if source and source.is_file() else ""
+            if odd := sight.check(self._job, self._hosts, seen, text, self._files):
+                self._events.say("warning", text=odd)
         return answers
+
+    @property
+    def _leads(self) -> list[Place]:
+        return [seat for seat in self.plan.seats if seat.local_rank == 0]
+
+    @property
+    def _hosts(self) -> list[str]:
+        return [seat.node.host for seat in self._leads]
+
+    def _look(self, files: Mapping[str, str]) -> Callable[[], list[dict[str, str]]]:
+        """Ask each node which of these files it can't see; what gives the answers, once they are there."""
+        calls = [self.call(seat.rank, "blind", dict(files), self._job.env) for seat in self._leads]
+        return lambda: [each.result(ANSWER_S * 2) for each in calls]
+
+    def check_sight(self, word: str, file: str, why: str) -> None:
+        """Refuse a word that names a file which some nodes can't see."""
+        sight.refuse_blind(word, self._hosts, self._look({"file": file})(), why)
 
     @staticmethod
     def _meeting_file(job: Job, attempt: int = 0) -> Path | None:
@@ -270,15 +294,6 @@ class Gang(AbstractContextManager["Gang"]):
                     f"a module imported on {seat.node.host} initialised CUDA, which no fork survives: say start=spawn"
                 )
                 self._events.say("warning", text=text)
-
-    def _refuse_blind(self, seats: Sequence[Place], answers: Sequence[dict[str, Any]]) -> None:
-        blind = sorted({seat.node.host for seat, answer in zip(seats, answers, strict=True) if not answer["sees"]})
-        if blind:
-            folder = self._same["shared"]
-            raise LaunchError(
-                f"init_method=file needs a folder that all nodes see, and {', '.join(blind)} can't see {folder}: "
-                "say hydra.run.dir=<a shared folder>, or init_method=env"
-            )
 
 
 def seen_from(folder: str, script: str) -> str:

@@ -7,10 +7,10 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from raydist import backends, context, fabric, target
+from raydist import backends, context, fabric, records, target
 from raydist.config import Job
 from raydist.errors import Stopped
 from raydist.events import Event, Events
@@ -18,6 +18,7 @@ from raydist.node import probe, rendezvous
 from raydist.parcel import Call
 from raydist.placement import Node, Plan
 from raydist.result import Attempt, End
+from raydist.storage import environment
 
 LOOPBACK = "127.0.0.1"
 
@@ -41,7 +42,8 @@ def run_here(job: Job, plan: Plan, call: Call | None, events: Events) -> Attempt
     (variables,) = fabric.variables(job, plan, (facts,), fabric.Meet(address=facts.address, port=port))
     end = End(rank=0, host=plan.seats[0].node.host, how="finished", at=time.time())
     events.say("plan", **plan.as_event())
-    with environment({var.name: var.value for var in variables}), standing_as_rank(events):
+    going_on = records.resume(job, 0, lambda text: events.say("warning", text=text))
+    with environment({var.name: var.value for var in (*variables, going_on)}), standing_as_rank(events):
         try:
             with backends.join(plan.ask.backend, job, os.environ):
                 context.tell("joined", pid=os.getpid())
@@ -82,15 +84,3 @@ def standing_as_rank(events: Events) -> Iterator[None]:
         yield
     finally:
         context.enter(None)
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """These variables inside, what was before outside."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from raydist.blame import End, cause, compact, failure_text, first_cause, is_victim, where
 from raydist.errors import RaydistError, Stopped
 from raydist.events import Event, read
+from raydist.storage import Place, place
 
 __all__ = ["Attempt", "End", "Figures", "Result", "conclude", "failure_text", "first_cause", "fold", "is_victim"]
 
@@ -70,7 +71,7 @@ class Result(Generic[T]):
     """Seconds spent in training steps over all seconds of the run, 0 to 1."""
     throughput: float = 0.0
     """Samples per second of all ranks while in training steps; 0 where the job reported no `samples`."""
-    checkpoint: Path | None = None
+    checkpoint: Place | None = None
     """The newest checkpoint that was saved."""
     network: str = ""
     """Which network carried it, where it ran on several nodes."""
@@ -139,7 +140,7 @@ def conclude(folder: Path, tried: Attempt, stream: Path, now: float | None = Non
         wall_s=figures.wall_s,
         goodput=figures.goodput,
         throughput=figures.throughput,
-        checkpoint=Path(figures.saved) if figures.saved else None,
+        checkpoint=place(figures.saved) if figures.saved else None,
         network=figures.network,
         warnings=_warnings(figures.warned),
         signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,

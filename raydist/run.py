@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from raydist import attempts, backends, cluster, group, home, inline, placement, preload, restart, result
+from raydist import attempts, backends, cluster, group, home, inline, placement, preload, records, restart, result
 from raydist.config import Job
 from raydist.errors import RaydistError, RunFailed
 from raydist.events import Events
@@ -55,6 +55,8 @@ def run_job(job: Job, call: Call | None = None) -> Result[Any]:
         outcome: Result[Any] = result.conclude(folder, tried, events.path)
         outcome.save()
         events.say("result", **outcome.to_json())
+        if trouble := records.gather(job):
+            events.say("warning", text=trouble)
     if tried.error is not None:
         raise tried.error
     if outcome.status == "failed":
@@ -65,6 +67,7 @@ def run_job(job: Job, call: Call | None = None) -> Result[Any]:
 def attempt(job: Job, call: Call | None, events: Events) -> Attempt:
     """Place the job where it said, run it there, gather what came of it."""
     backends.check_there(job.backend.name, job.script)
+    records.claim(job)
     if job.group == "inline":
         return attempt_inline(job, call, events)
     home.warm(job)  # while Ray answers
@@ -93,7 +96,8 @@ def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attemp
     """Two rounds, then listen; after a failure again, as long as the rule says so."""
     events.say("plan", **gang.plan.as_event())
     job = settled(job, gang.plan)
-    gang.open(job, preload.modules(job.job.target, job.backend.name, job.script), home.warm(job))
+    modules = preload.modules(job.job.target, job.backend.name, job.script, job.storage)
+    gang.open(job, modules, home.warm(job))
     past = [attempts.attempt(job, call, gang, events)]
     while isinstance(verdict := restart.decide(job.restart, past), Again):
         past.append(attempts.another(job, call, gang, events, verdict, past[-1]))

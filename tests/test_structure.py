@@ -18,8 +18,8 @@ PACKAGE = ROOT / "raydist"
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
     errors script node.wire findings node.facts node.sysfs
-    config events check transport traffic node.counters
-    inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck
+    config storage writing events check transport traffic node.counters
+    inventory shortage placement sight node.nics node.hca node.machine node.probe blame pace stuck
     fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
     context parcel signals shipping snapshot
     loop.random_state backends checkpoint
@@ -30,9 +30,9 @@ LAYERS = """
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel node.program
     node.entry node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
-    node.peers node.checkup node.seat
+    node.peers node.checkup node.sight node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
-    group inline sentry vigil mpi attempts cluster home
+    group records inline sentry vigil mpi attempts cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch
     run
     train tools tools.launch tools.plan tools.horovod_build tools.horovod

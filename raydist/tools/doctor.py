@@ -88,7 +88,7 @@ def examine(job: Job, timeout: float) -> Report:
     backends.check_there(job.backend.name)
     report = Report()
     with trial_folder(job, report) as folder, Events(folder / "events.jsonl", (tell_wait,)) as events:
-        trial = replace(job, dir=str(folder))
+        trial = replace(job, dir=str(folder), storage="")
         try:
             with placed(trial, events) as gang:
                 gang.open(trial, preload.modules(job.job.target, gang.plan.ask.backend))
