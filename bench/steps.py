@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.measure import alternate, row
 
-STEPS, WARM, BATCH = 300, 30, 32
+STEPS, WARM, BATCH = 600, 30, 32
 
 
 def train(told: bool) -> float:

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from raydist import fabric_horovod, fabric_mpi, fabric_network
 from raydist.config import Job
 from raydist.node.facts import Facts
-from raydist.node.wire import HERE
+from raydist.node.wire import HERE, MALLOC
 from raydist.placement import Plan, Seat
 from raydist.storage import run_folder
 
@@ -96,6 +96,7 @@ def on_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Seat) -> Iterato
     yield from gpus(plan, facts, lead)
     chosen = [
         Var("OMP_NUM_THREADS", str(max(1, int(job.scale.cpus))), f"scale.cpus={job.scale.cpus:g}"),
+        *(Var(name, value, "memory freed in a step is kept for the next") for name, value in MALLOC.items()),
         *(Var(*line) for line in fabric_network.settings(job, here, len(plan.nodes))),
         *(Var(*line) for line in (fabric_mpi.network(here.mpi, here.interface) if here.mpi else ())),
     ]

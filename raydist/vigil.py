@@ -26,7 +26,7 @@ GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL when a person or the cluster stops the run; `ray job stop` gives three in all."""
 SILENT_S = 5.0
 """Seconds after which a seat that was told to stop and says nothing is taken for lost."""
-TELL_S = (0.25, 1.0)
+TELL_S = (0.5, 1.0)
 """Seconds between two answers of one seat, unless something ends: at the beginning, and in a long run, whose ranks need
 the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
 CALLS_PER_S = 400.0

@@ -263,3 +263,21 @@ def test_nothing_is_left_in_ray_after_good_and_bad_runs(on_ray: Path) -> None:
 
 def test_cluster_takes_every_cpu_of_a_cluster_without_gpus(on_ray: Path) -> None:
     assert raydist.run(lambda: os.environ["WORLD_SIZE"], "scale=cluster", QUIET).values == ("4",) * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's variables")
+def test_memory_freed_in_a_step_is_kept_for_the_next(on_ray: Path) -> None:
+    """Three blocks of 20 MB, freed at once, are more than glibc keeps unless it is told to."""
+
+    def job() -> int:
+        import resource
+
+        def step() -> int:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            blocks = [bytearray(20 << 20) for _ in range(3)]
+            del blocks
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        return min([step() for _ in range(5)][2:])
+
+    assert all(faults < 1000 for faults in raydist.run(job, "scale=1x2", QUIET).values if faults is not None)

@@ -20,7 +20,7 @@ from raydist.errors import ConfigError, LaunchError, suggest
 from raydist.node import hca, machine, nics
 from raydist.node.facts import Facts as Facts
 
-SITE = re.compile(r"(NCCL|GLOO|UCX|FI|OMPI|HOROVOD|TORCH)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
+SITE = re.compile(r"(NCCL|GLOO|UCX|FI|OMPI|HOROVOD|TORCH|MALLOC)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
 """Environment variables that decide how ranks talk and where they compute; a site may have its reasons for them."""
 DISTRIBUTIONS = ("torch", "ray")
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from raydist.node.wire import MALLOC
+
 
 @dataclass(frozen=True)
 class ForkServer:
@@ -45,6 +47,7 @@ class ForkServer:
         command = [sys.executable, "-m", "raydist.node.forkserver", *told, *modules]
         env = {
             "OMP_NUM_THREADS": str(threads),
+            **MALLOC,
             **os.environ,
             **(env or {}),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
