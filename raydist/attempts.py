@@ -38,11 +38,11 @@ def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Agai
 
 def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:
     """Each rank's environment, with the checkpoint to go on from: in a restart this run's own, if it has one by now."""
-
     resume = records.resume(job, gang.meet.attempt, lambda text: events.say("warning", text=text))
-    if resume.value and not gang.meet.attempt:
-        gang.check_sight(f"resume={resume.value}", f"{resume.value}/meta.json", "each rank reads it")
-    return [[*each, resume] for each in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
+    for found in resume:
+        if found.value and not gang.meet.attempt:
+            gang.check_sight(f"resume={found.value}", f"{found.value}/meta.json", "each rank reads it")
+    return [[*each, *resume] for each in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
 
 
 def conclude(past: Sequence[Attempt], verdict: Stop, gang: Gang) -> Attempt:

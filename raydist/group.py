@@ -167,16 +167,19 @@ class Gang(AbstractContextManager["Gang"]):
             }
             for seat in seats
         ]
-        looks = self._look(self._files)
+        looks = self._look(self._files) if not self.facts else None  # a run that is on its way goes on as it can
         answers = self.every("open", asks, patience=OPEN_S, ranks=ranks)
         self._warn(seats, answers)
-        seen = looks()
-        if not self.facts:  # a run that is on its way goes on as it can
-            source = preload.source_of(self._job.job.target)
-            text = source.read_text(encoding="utf-8", errors="replace") if source and source.is_file() else ""
-            if odd := sight.check(self._job, self._hosts, seen, text, self._files):
-                self._events.say("warning", text=odd)
+        if looks:
+            self._refuse_blind(looks())
         return answers
+
+    def _refuse_blind(self, seen: Sequence[Mapping[str, str]]) -> None:
+        """Refuse, or tell, what nodes can't see of the files of the run."""
+        source = preload.source_of(self._job.job.target)
+        text = source.read_text(encoding="utf-8", errors="replace") if source and source.is_file() else ""
+        if odd := sight.check(self._job, self._hosts, seen, text, self._files):
+            self._events.say("warning", text=odd)
 
     @property
     def _leads(self) -> list[Place]:

@@ -43,7 +43,7 @@ def run_here(job: Job, plan: Plan, call: Call | None, events: Events) -> Attempt
     end = End(rank=0, host=plan.seats[0].node.host, how="finished", at=time.time())
     events.say("plan", **plan.as_event())
     going_on = records.resume(job, 0, lambda text: events.say("warning", text=text))
-    with environment({var.name: var.value for var in (*variables, going_on)}), standing_as_rank(events):
+    with environment({var.name: var.value for var in (*variables, *going_on)}), standing_as_rank(events):
         try:
             with backends.join(plan.ask.backend, job, os.environ):
                 context.tell("joined", pid=os.getpid())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raydist import checkpoint, storage
 from raydist.config import Job, as_saved
-from raydist.errors import ConfigError
+from raydist.errors import ConfigError, RaydistError
 from raydist.fabric import Var
 from raydist.storage import CLAIM, Place, Remote, environment, run_folder
 
@@ -38,13 +38,25 @@ def claim(job: Job) -> None:
         ) from error
 
 
-def resume(job: Job, restarts: int, warn: Warn) -> Var:
-    """RAYDIST_RESUME: the checkpoint to go on from; in a restart this run's own, if it has one by now."""
+def resume(job: Job, restarts: int, warn: Warn) -> list[Var]:
+    """RAYDIST_RESUME: the checkpoint to go on from; in a restart this run's own, if it has one by now.
+
+    A store that can't be asked in a restart ends nothing: without the variable a rank that has no snapshot looks there.
+    """
     folder = run_folder(job)
-    with environment(job.env):
-        own = checkpoint.newest(folder / "checkpoints", warn) if restarts else None
-        found = own.path.absolute() if own else checkpoint.find(job.resume, folder, warn)
-    return Var("RAYDIST_RESUME", str(found or ""), "the newest of this run" if own else f"resume={job.resume}")
+    try:
+        with environment(job.env):
+            own = checkpoint.newest(folder / "checkpoints", warn) if restarts else None
+            found = own.path.absolute() if own else checkpoint.find(job.resume, folder, warn)
+    except RaydistError:
+        raise
+    except Exception as error:
+        text = f"{folder} can't be asked for its checkpoints ({storage.reason(error)})"
+        if not restarts:
+            raise ConfigError(f"resume={job.resume}: {text}; say resume=none, or mend that") from error
+        warn(text)
+        return []
+    return [Var("RAYDIST_RESUME", str(found or ""), "the newest of this run" if own else f"resume={job.resume}")]
 
 
 def gather(job: Job) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from raydist.blame import End, cause, compact, failure_text, first_cause, is_victim, where
 from raydist.errors import RaydistError, Stopped
 from raydist.events import Event, read
-from raydist.storage import Place, place
+from raydist.storage import Place, Remote, scheme
 
 __all__ = ["Attempt", "End", "Figures", "Result", "conclude", "failure_text", "first_cause", "fold", "is_victim"]
 
@@ -140,7 +140,7 @@ def conclude(folder: Path, tried: Attempt, stream: Path, now: float | None = Non
         wall_s=figures.wall_s,
         goodput=figures.goodput,
         throughput=figures.throughput,
-        checkpoint=place(figures.saved) if figures.saved else None,
+        checkpoint=_saved(figures.saved) if figures.saved else None,
         network=figures.network,
         warnings=_warnings(figures.warned),
         signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,
@@ -246,6 +246,11 @@ def fold(events: Iterable[Event], now: float | None = None) -> Figures:
 def _apart(pair: Sequence[Event]) -> float:
     """Seconds between the first and the last of these."""
     return max(0.0, pair[-1]["t"] - pair[0]["t"]) if pair else 0.0
+
+
+def _saved(text: str) -> Place:
+    """A checkpoint as it was told of."""
+    return Remote(text) if scheme(text) else Path(text)
 
 
 def _warnings(warned: Mapping[str, Sequence[int | None]]) -> tuple[str, ...]:

@@ -25,10 +25,10 @@ PLACES = {
 
 # The way of a job through the files; what all need comes last.
 FLOW = """
-    train words run cluster inventory placement shortage shipping preload home group script node fabric
+    train words run cluster inventory placement shortage shipping preload home group sight script node fabric
     fabric_network fabric_horovod fabric_mpi fabric_findings findings transport traffic parcel target backends context
-    loop snapshot checkpoint attempts mpi vigil sentry pace stuck restart result blame watch standalone inline tools
-    config check events errors signals
+    loop snapshot checkpoint writing storage attempts mpi vigil sentry pace stuck restart result records blame watch
+    standalone inline tools config check events errors signals
 """
 
 

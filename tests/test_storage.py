@@ -7,12 +7,13 @@ import json
 import pickle
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from raydist import checkpoint, context, storage
+from raydist import checkpoint, context, records, storage
 from raydist.config import Checkpoint, Job
 from raydist.errors import ConfigError, RaydistError
 from raydist.events import Event
@@ -146,10 +147,25 @@ def test_a_state_is_not_lost_when_nobody_answers(
     assert checkpoint.examine(path).step == 2
     assert [event["kind"] for event in events] == ["saved", "warning", "saved"]
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.env["AWS_ENDPOINT_URL"])
-    assert checkpoint.save(3, {"weights": torch.ones(3)}) == path.with_name("step-00000003")  # not tried at once again
+    assert (
+        checkpoint.save(3, {"weights": torch.ones(3)}) == tmp_path / "run" / "checkpoints" / "step-00000003"
+    )  # not tried at once again
     monkeypatch.setattr(checkpoint, "QUIET_S", 0.0)
     assert checkpoint.save(4, {"weights": torch.ones(3)}) == Remote(f"{RUN}/checkpoints/step-00000004")
     assert f"step 2 could not be written to {RUN}/checkpoints" in events[1]["text"]
+
+
+def test_a_restart_goes_on_without_the_store(events: list[Event], tmp_path: Path) -> None:
+    put(3)
+    job, told = Job(name="digits", dir=str(tmp_path / "now"), storage="s3://bucket/runs", resume="auto"), list[str]()
+    assert [var.value for var in records.resume(job, 1, told.append)] == [f"{RUN}/checkpoints/step-00000003"]
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        job = replace(job, env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{nobody.getsockname()[1]}"})
+        assert records.resume(job, 1, told.append) == []
+        assert "s3://bucket/runs/digits/now can't be asked for its checkpoints" in told[-1]
+        with pytest.raises(ConfigError, match="resume=auto: s3://bucket/runs/digits/now can't be asked"):
+            records.resume(job, 0, told.append)
 
 
 @pytest.mark.parametrize(
