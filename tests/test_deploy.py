@@ -19,6 +19,7 @@ from jsonschema import ValidationError
 from tests import kuberay
 from tests.conftest import ROOT
 from tests.leftovers import gone, processes_of
+from tests.rig import hosts, requires_root
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
@@ -161,7 +162,7 @@ def batch(folder: Path, env: dict[str, str], *words: str) -> subprocess.Popen[st
 @pytest.mark.ray
 def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(JOB)
-    job = batch(tmp_path, allocation, "job=slow.py", "scale.per_node=1", "watch.progress=lines", "watch.every_s=0.5")
+    job = batch(tmp_path, allocation, "job=slow.py", "watch.progress=lines", "watch.every_s=0.5")
     until = time.monotonic() + 90
     while not any("began" in path.read_text() for path in tmp_path.glob("runs/*/*/events.jsonl")):
         assert job.poll() is None, (tmp_path / "screen.txt").read_text()
@@ -173,3 +174,25 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
     (result,) = tmp_path.glob("runs/slow/*/result.json")
     assert '"signal": 15' in result.read_text()
     assert "--nodes=2 --ntasks=2 --ntasks-per-node=1" in (tmp_path / "srun.txt").read_text()
+    assert '"world_size": 2' in result.read_text()
+
+
+ALIVE = "import ray; ray.init(log_to_driver=False); print(sum(node['Alive'] for node in ray.nodes()))"
+
+
+@pytest.mark.root
+@pytest.mark.ray
+@requires_root
+def test_a_node_is_drained_and_waits_for_its_ranks() -> None:
+    with hosts(2) as rig:
+        rig.ray_up(cpus=1)
+        first, second = rig.hosts
+        busy = second.folder / "tmp" / "raydist-of-a-run"
+        busy.mkdir(parents=True)
+        draining = second.popen(["sh", str(DEPLOY / "docker" / "raydist-drain"), "600"])
+        until = time.monotonic() + 90
+        while first.run(["python", "-c", ALIVE]).stdout.split()[-1] != "1":  # an idle node that is drained goes
+            assert time.monotonic() < until
+        assert draining.poll() is None
+        busy.rmdir()
+        assert draining.wait(60) == 0
