@@ -95,10 +95,12 @@ def test_the_image_copies_what_is_there_and_starts_what_there_is() -> None:
     lines = text.replace("\\\n", "").splitlines()
     script = "\n".join(line.removeprefix("RUN ") for line in lines if line.startswith("RUN "))
     assert tool("shellcheck", "--shell=sh", "--exclude=SC2154", "-", text=script) == ""
-    for module in re.findall(r"python -m (\S+)", script):
-        assert (
-            subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, check=False).returncode == 0
-        )
+    ((module, command),) = re.findall(r"python -m (raydist\S+) (\S+)", script)
+    asked = subprocess.run(
+        [sys.executable, "-m", module, command, "--help"], capture_output=True, text=True, check=False
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert re.findall(r"^ARG HOROVOD=(.*)", text, re.MULTILINE)[0] in asked.stdout
 
 
 def test_compose_would_take_its_file() -> None:

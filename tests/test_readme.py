@@ -18,7 +18,8 @@ PLACES = {
     "conf": "the groups of words, as files: conf/scale/local.yaml is scale=local",
     "jobs": "jobs to run, and to copy",
     "bench": "the figures, side by side with Ray Train, torchrun and horovodrun",
-    "docs": "jobs, programs, networks, faults, Horovod, MPI",
+    "deploy": "clusters: Kubernetes, Docker, Slurm",
+    "docs": "jobs, programs, networks, faults, storage, Horovod, MPI, clusters",
     "tests": "real Ray, real ranks, real hosts in namespaces (tests/rig)",
 }
 
