@@ -85,6 +85,7 @@ class Gang(AbstractContextManager["Gang"]):
             "mpirun": job.backend.mpi.mpirun, "secret": secrets.token_hex(32),
         }  # fmt: skip
         self._job, self._files = job, sight.files(job, str(file.parent) if file else "")
+        self._installs = ", ".join(job.pip)
         self._store = "horovod" if job.backend.name == "horovod" else "tcp"
         answers = self._open(range(self.plan.world_size), None if file else self._store)
         born = max(began, *(answer["born"] for answer in answers))
@@ -168,7 +169,10 @@ class Gang(AbstractContextManager["Gang"]):
             for seat in seats
         ]
         looks = self._look(self._files) if not self.facts else None  # a run that is on its way goes on as it can
-        answers = self.every("open", asks, patience=OPEN_S, ranks=ranks)
+        if self._installs:
+            self._events.say("wait", text=f"Ray installs {self._installs} on each node; the first time takes minutes")
+        patience = OPEN_S + (shipping.INSTALL_S if self._installs else 0.0)
+        answers = self.every("open", asks, patience=patience, ranks=ranks)
         self._warn(seats, answers)
         if looks:
             self._refuse_blind(looks())

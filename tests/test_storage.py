@@ -9,11 +9,12 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from raydist import checkpoint, context, records, storage
+from raydist import checkpoint, context, records, storage, writing
 from raydist.config import Checkpoint, Job
 from raydist.errors import ConfigError, RaydistError
 from raydist.events import Event
@@ -92,6 +93,22 @@ def test_an_upload_that_breaks_off_leaves_no_file(events: list[Event]) -> None:
         opened.write(b"half of it")
         raise KeyError("the network")
     assert there() == []
+
+
+def test_a_checkpoint_that_is_written_again_is_never_half_there(
+    events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = put(5).parent
+
+    def breaks(state: object, file: Any) -> None:
+        file.write(b"half of it")
+        assert checkpoint.newest(folder) is None
+        raise OSError("the network")
+
+    monkeypatch.setattr(torch, "save", breaks)
+    with pytest.raises(OSError, match="the network"):
+        writing.write(folder, 5, {"weights": torch.ones(3)}, {})
+    assert checkpoint.newest(folder) is None
 
 
 def test_another_size_is_passed_over_and_other_bytes_are_refused(events: list[Event]) -> None:
