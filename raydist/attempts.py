@@ -22,8 +22,10 @@ def attempt(job: Job, call: Call | None, gang: Gang, events: Events, after: Agai
     """Start the ranks, and listen until all have ended. `after`: the failure that this attempt mends."""
     with mpi.launching(job, gang):
         gang.start(job, variables(job, gang, events), call.packed if call else None)
-        vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang, after)
-        return Attempt(ends=vigil.keep(), error=vigil.stopped)
+        vigil = Vigil(gang, events, Path(job.dir) / "logs", job, after)
+        tried = Attempt(ends=vigil.keep(), error=vigil.stopped)
+        gang.report_to(tried.cause if tried.error is None else None, vigil.slow)
+        return tried
 
 
 def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Again, before: Attempt) -> Attempt:

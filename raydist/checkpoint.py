@@ -28,7 +28,7 @@ from raydist import context, storage
 from raydist.config import Checkpoint
 from raydist.errors import ConfigError
 from raydist.storage import Place, Remote, place
-from raydist.writing import META, STATE, write
+from raydist.writing import META, STATE, unloadable, write
 
 PAUSES_S = (1.0,)
 """Seconds between tries to write to a store that can't be reached. Its own driver tries again within each."""
@@ -69,19 +69,29 @@ class Saved:
 
 
 def save(
-    step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None, settings: Checkpoint | None = None
+    step: int,
+    state: Mapping[str, Any],
+    metrics: Mapping[str, float] | None = None,
+    settings: Checkpoint | None = None,
+    *,
+    wait: bool = False,
 ) -> Place | None:
     """Save a state (tensors, numbers, text, and lists and dicts of them) and drop what is not to be kept any more.
 
-    Rank 0 gives the path; other ranks write nothing and give None. `settings`: keep and best; those of the run.
+    Rank 0 gives the path; other ranks write nothing and give None. Over Ray a job's state is copied in memory, and gets
+    to the disk while the training goes on: the next `save` and the end of the job wait for it. With `wait` it is on the
+    disk when this returns. `settings`: keep and best; those of the run.
     """
     here = context.here()
     if here.rank.rank != 0:
         return None
     context.phase("save")
     began, aside = time.perf_counter(), here.rank.run_dir / "checkpoints"
-    facts = {"world_size": here.rank.world_size, "metrics": dict(metrics or {})}
-    path, trouble = keep(home(), aside, step, state, facts, settings or here.checkpoint)
+    kept, facts = settings or here.checkpoint, {"world_size": here.rank.world_size, "metrics": dict(metrics or {})}
+    settle()
+    if not wait and handed_over(step, state, facts, kept):
+        return home() / f"step-{step:08d}"
+    path, trouble = keep(home(), aside, step, state, facts, kept)
     if trouble:
         context.tell("warning", text=trouble)
     context.tell("saved", step=step, path=str(path), s=time.perf_counter() - began)
@@ -92,6 +102,33 @@ def home() -> Place:
     """Where the checkpoints of this run are."""
     named = os.environ.get("RAYDIST_CHECKPOINTS")
     return place(named) if named else context.rank().run_dir / "checkpoints"
+
+
+def handed_over(step: int, state: Mapping[str, Any], facts: Mapping[str, Any], kept: Checkpoint) -> bool:
+    """Whether another process has taken it on to write this state."""
+    here = context.here()
+    if here.memory is None or here.comm is None:
+        return False
+    from raydist import snapshot
+
+    if why := next(unloadable(state, "state"), None):
+        raise TypeError(why)
+    run = {
+        "run_dir": str(here.rank.run_dir),
+        "checkpoints": str(home().absolute()),
+        "keep": kept.keep,
+        "best": kept.best,
+    }
+    return snapshot.hand_over(step, dict(state), {"facts": facts, **run})
+
+
+def settle() -> None:
+    """Wait until what this node's first rank saves is on the disk."""
+    here = context.here()
+    if here.memory is not None and here.memory[1] >= 0 and here.comm is not None:
+        from raydist.snapshot import Memory
+
+        Memory(here.memory[1]).rest()
 
 
 def load(path: Place) -> dict[str, Any]:

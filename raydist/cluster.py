@@ -15,13 +15,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from raydist import placement, shipping, signals
+from raydist import ledger, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
 from raydist.group import Gang
 from raydist.node.place import Place
 from raydist.placement import Ask, Node, NodeType, Plan
+from raydist.result import End
+from raydist.straggler import Slow
 
 ANSWER_S = 10.0
 """Longest wait for a Ray to say that it is there; a GCS under load takes a second or two."""
@@ -209,13 +211,18 @@ def node_types() -> list[NodeType]:
 @contextlib.contextmanager
 def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
     """The gang: one placement group, one actor per rank, all gone when the block is left."""
+    import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     began = time.time()
     selector: dict[str, Any] = (
         {"bundle_label_selector": [dict(ask.selector)] * len(ask.bundles)} if ask.selector else {}
     )
-    held = placement_group([dict(bundle) for bundle in ask.bundles], strategy=ask.strategy, **selector)
+    address = ray.get_runtime_context().gcs_address
+    with ledger.steered(job, ask, nodes(), address, events) as steered:
+        held = placement_group([dict(bundle) for bundle in ask.bundles], strategy=ask.strategy, **selector)
+        if steered:
+            held.wait(ledger.PLACE_S)
     places: Places | None = None
     try:
         wait_for(held, ask, job.scale.wait_s, events)
@@ -225,11 +232,19 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         renew = partial(renewed, places, held, job, events)
         gpus = places.gpus if ask.rank_resources.get("GPU") else None
         with Gang(plan, places.call, events, gpus, places.take, renew) as gang:
+            gang.report_to = partial(note, job, address, places)
             yield gang
     finally:
         if places is not None:
             places.leave()
         remove_placement_group(held)
+
+
+def note(job: Job, address: str, places: Places, cause: End | None, slow: Sequence[Slow]) -> None:
+    """Note what nodes did to an attempt. A cluster of one node has nobody to avoid."""
+    if len(nodes()) > 1:
+        now = time.time()
+        ledger.note(ledger.file(), ledger.offences(address, job.dir, places.plan, cause, slow, now), now)
 
 
 def wait_for(held: Any, ask: Ask, patience: float, events: Events) -> None:

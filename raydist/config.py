@@ -119,6 +119,8 @@ class Scale:
     ranks one by one: PACK on few nodes, SPREAD over many, STRICT_PACK all on one."""
     labels: dict[str, str] = field(default_factory=dict)
     """Only nodes with these Ray labels, in Ray's selector words: scale.labels.market-type=on-demand."""
+    avoid: bool = True
+    """Leave out nodes that were lost or slow in two runs of the last week, where there is room without them."""
     wait_s: float = at_least(0, 600.0)
     """Seconds to wait for nodes that the autoscaler, or a person, is bringing."""
 
@@ -256,6 +258,8 @@ class Watch:
     """auto: a live bar in a terminal, plain lines elsewhere."""
     every_s: float = above(0, 10.0)
     """Seconds between plain lines."""
+    slow: float = at_least(0, 10.0)
+    """A rank is named slow if its own work takes so many percent of a step longer than that of the others; 0: none."""
     output: str = "auto"
     """Ranks whose output is shown, each line with its rank: all, none, 0,3; auto: all of a script, none of a job."""
 

@@ -73,6 +73,13 @@ class Context:
     """Descriptors of this rank's snapshot memory and of that of the first rank here, -1 where there is none of that
     kind; None: nobody would come after this process to read it."""
 
+    saver: Any = None
+    """The snapshot memory by which checkpoints get to the disk that the job asked for, once there was one."""
+    sharded: Any = None
+    """What keeps sharded states, once there is one."""
+    leaving: list[Callable[[], None]] = field(default_factory=list)
+    """What a rank waits for when its job is done, before it leaves the others."""
+
 
 def _plain() -> Context:
     """The context of a process that raydist did not start: torchrun's variables, and rank 0 prints."""

@@ -6,6 +6,7 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     cluster    address, nodes, started           Ray is there; `started`: raydist brought it up itself
     wait       text                              nodes are awaited, and for what
     plan       backend, world_size, seats        who sits where: rank, host, ip, local_rank, gpus
+    avoid      node, avoided, text               a node with a bad record: left out, or there was no room
     phase      name, s                           a part of the launch budget is over: connect, place, actors, warm-up, …
     warning    text, [rank]                      something that a person should know
     joined     rank, pid, [network]              the rank is in the process group
@@ -16,6 +17,8 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     done       rank, [spent]                     the job's function returned; spent: {step, evaluate, save: seconds}
     ended      rank, code, signal, step          the process of the rank is gone
     hang       text, ranks, certain, s           ranks are silent for `s` seconds, and who holds them up
+    slow       text, ranks                       who holds up the others: rank, host, own_s, others_s, step_s, share
+    work       ranks                             of each rank: [seconds of own work in a step, of the step]; at the end
     network    text, nodes                       what carried a run of several nodes: the ports, NCCL's own word
     stop       reason                            the others are being ended
     restart    number, most, rank, host, how, step, text    another attempt begins, because of this failure

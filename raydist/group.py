@@ -26,6 +26,8 @@ from raydist.node.facts import Facts
 from raydist.node.place import make_seat
 from raydist.placement import Plan
 from raydist.placement import Seat as Place
+from raydist.result import End
+from raydist.straggler import Slow
 from raydist.transport import Log
 
 OPEN_S = 300.0
@@ -66,6 +68,8 @@ class Gang(AbstractContextManager["Gang"]):
         self.missing: tuple[Mapping[str, str], ...] = ()
         """By rank: the modules that its node could not import, each with the error."""
         self.meet = Meet()
+        self.report_to: Callable[[End | None, Sequence[Slow]], None] = lambda cause, slow: None
+        """Takes what went wrong in an attempt: its first cause, and the ranks that held up the others."""
         self._ports: list[traffic.Ports | None] = []
         self._events = events
         self._gpus = gpus
@@ -106,6 +110,8 @@ class Gang(AbstractContextManager["Gang"]):
             except LaunchError:
                 if self._renew is None or time.monotonic() > until:
                     raise
+        with contextlib.suppress(Exception):  # an older one will do
+            self.call(0, "rest").result(FLUSH_S)
         file = self._meeting_file(job, attempt)
         port, secret = None, ""
         if file is None:

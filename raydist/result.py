@@ -75,6 +75,10 @@ class Result(Generic[T]):
     """The newest checkpoint that was saved."""
     network: str = ""
     """Which network carried it, where it ran on several nodes."""
+    work: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Of each rank, by its number as text: seconds of its own work in a step, and of the whole step."""
+    slow: Mapping[str, Any] = field(default_factory=dict)
+    """`text` and `ranks` of those that held up the others, as the last event `slow` told; empty if nobody did."""
     warnings: tuple[str, ...] = ()
     """Each warning once, with its ranks or how often it came."""
     signal: int = 0
@@ -106,7 +110,7 @@ class Result(Generic[T]):
             "status": self.status, "dir": str(self.dir), "world_size": self.world_size, "metrics": dict(self.metrics),
             "launch": dict(self.launch), "wall_s": self.wall_s, "goodput": self.goodput, "throughput": self.throughput,
             "checkpoint": self.checkpoint and str(self.checkpoint), "warnings": list(self.warnings),
-            "network": self.network,
+            "network": self.network, "work": dict(self.work), "slow": dict(self.slow),
             "signal": self.signal, "error": type(self.error).__name__ if self.error else "", "failure": self.failure,
             "cause": self.cause and asdict(self.cause), "restarts": [asdict(end) for end in self.restarts],
         }  # fmt: skip
@@ -142,6 +146,8 @@ def conclude(folder: Path, tried: Attempt, stream: Path, now: float | None = Non
         throughput=figures.throughput,
         checkpoint=_saved(figures.saved) if figures.saved else None,
         network=figures.network,
+        work=figures.work,
+        slow=figures.slow,
         warnings=_warnings(figures.warned),
         signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,
         error=tried.error,
@@ -166,6 +172,8 @@ class Figures:
     wall_s: float = 0.0
     saved: str = ""
     network: str = ""
+    work: dict[str, list[float]] = field(default_factory=dict)
+    slow: dict[str, Any] = field(default_factory=dict)
     spent_s: float | None = None
     """Seconds in training steps, as the loop itself counted."""
     done: int = 0
@@ -196,6 +204,10 @@ class Figures:
                 self.steps = ()
             case "network":
                 self.network = happened["text"]
+            case "work":
+                self.work = happened["ranks"]
+            case "slow":
+                self.slow = {"text": happened["text"], "ranks": happened["ranks"]}
             case "saved":
                 self.saved = happened["path"]
             case "done" if rank == 0 and "step" in (happened.get("spent") or {}):

@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from raydist import result, signals
-from raydist.config import Hang
+from raydist import result, signals, straggler
+from raydist.config import Job
 from raydist.errors import Stopped
 from raydist.events import Event, Events
 from raydist.group import Gang, cause
 from raydist.restart import Again
 from raydist.result import End
 from raydist.sentry import Sentry
+from raydist.straggler import Slow, Stragglers
 from raydist.stuck import Verdict
 
 VICTIM_S = 0.5
@@ -36,7 +37,7 @@ CALLS_PER_S = 400.0
 class Vigil:
     """One attempt's watch over its ranks. Nothing polls: every seat has one open question, answered by news."""
 
-    def __init__(self, gang: Gang, events: Events, logs: Path, hang: Hang, after: Again | None = None) -> None:
+    def __init__(self, gang: Gang, events: Events, logs: Path, job: Job, after: Again | None = None) -> None:
         """`after`: the failure that this attempt mends, if it is not the first."""
         self.ends: dict[int, End] = {}
         self.stopped: Stopped | None = None
@@ -47,7 +48,10 @@ class Vigil:
         self._resumed: int | None = None
         self._files: list[IO[bytes]] = []
         self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict] = queue.SimpleQueue()
-        self._sentry = Sentry(gang, hang, events, logs, self._inbox.put)
+        self._sentry = Sentry(gang, job.hang, events, logs, self._inbox.put)
+        self._stragglers = Stragglers([seat.node.host for seat in gang.plan.seats], job.watch.slow)
+        self.slow: list[Slow] = []
+        """Those that were named last for holding up the others."""
         self._hung: Verdict | None = None
         self._raised: dict[int, Event] = {}
         self._deadline: float | None = None
@@ -70,6 +74,8 @@ class Vigil:
                     self._hear(self._inbox.get(timeout=left))
                 except queue.Empty:
                     self._overdue()
+        if self._stragglers.told:
+            self._events.say("work", ranks={rank: own[1:] for rank, own in sorted(self._stragglers.told.items())})
         return [self.ends[rank] for rank in range(world)]
 
     def _log(self, rank: int) -> Path:
@@ -106,6 +112,9 @@ class Vigil:
             self._ended(self._end(rank, news["end"]))
         elif rank not in self.ends:
             self._sentry.note(rank, news["beat"], news["quiet"])
+            if slow := self._stragglers.note(rank, tuple(news["own"]), time.monotonic()):
+                self.slow = slow
+                self._events.say("slow", **straggler.as_event(slow))
             self._listen(rank)
 
     def _note(self, rank: int, happened: Event) -> None:

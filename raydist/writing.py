@@ -25,7 +25,7 @@ def write(folder: Place, step: int, state: Mapping[str, Any], facts: dict[str, A
     """
     import torch
 
-    if why := next(_unloadable(state, "state"), None):
+    if why := next(unloadable(state, "state"), None):
         raise TypeError(why)
     path = folder / f"step-{step:08d}"
     facts = {"step": step, **facts, "time": time.time(), "torch": torch.__version__}
@@ -67,17 +67,17 @@ def _upload(path: Remote, state: Mapping[str, Any], facts: dict[str, Any]) -> No
     (path / META).write_text(json.dumps({**facts, "files": {STATE: told}}, indent=1))
 
 
-def _unloadable(value: Any, where: str) -> Iterator[str]:
+def unloadable(value: Any, where: str) -> Iterator[str]:
     """What torch.load(weights_only=True) would refuse: found when it is saved, not when it is needed."""
     import torch
 
     kind = type(value)
     if kind in (dict, OrderedDict):
         for key, inner in value.items():
-            yield from _unloadable(inner, f"{where}[{key!r}]")
+            yield from unloadable(inner, f"{where}[{key!r}]")
     elif kind in (list, tuple, set, torch.Size):
         for index, inner in enumerate(value):
-            yield from _unloadable(inner, f"{where}[{index}]")
+            yield from unloadable(inner, f"{where}[{index}]")
     # By exact type: numpy's float64 is a float too, and is refused when it is loaded.
     elif kind not in PLAIN and not isinstance(value, torch.Tensor | torch.dtype | torch.device):
         yield (

@@ -26,10 +26,10 @@ PLACES = {
 
 # The way of a job through the files; what all need comes last.
 FLOW = """
-    train words run cluster inventory placement shortage shipping preload home group sight script node fabric
+    train words run cluster ledger inventory placement shortage shipping preload home group sight script node fabric
     fabric_network fabric_horovod fabric_mpi fabric_findings findings transport traffic parcel target backends context
-    loop snapshot checkpoint writing storage attempts mpi vigil sentry pace stuck restart result records blame watch
-    standalone inline tools config check events errors signals
+    loop apart snapshot sharded checkpoint writing storage attempts mpi vigil sentry pace stuck straggler restart result
+    records blame watch standalone inline tools config check events errors signals
 """
 
 

@@ -81,6 +81,8 @@ def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_pa
     (end,) = result(struck)["restarts"]
     assert (end["rank"], end["how"]) == (lost, "lost")
     assert result(struck)["metrics"]["test_loss"] > 0
+    (noted,) = json.loads((rig.hosts[0].folder / "home" / ".cache" / "raydist" / "nodes.json").read_text())
+    assert (noted["host"], noted["what"], noted["run"]) == (victim.name, "lost", str(struck / "run"))
     # the generators of the lost rank are lost with it, and are seeded anew: not to the last bit, but the same training
     assert weights(struck).keys() == weights(whole).keys()
     victim.boot()

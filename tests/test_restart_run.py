@@ -124,6 +124,31 @@ def test_a_loop_of_ones_own_goes_on_from_its_newest_checkpoint(on_ray: Path) -> 
     assert (back["step"], back["repeated"]) == (21, 5)
 
 
+def test_a_loop_of_ones_own_does_not_wait_for_the_disk(on_ray: Path) -> None:
+    def job() -> list[int]:
+        def nobody(*_: object) -> None:
+            raise AssertionError("this is not for the rank to do")
+
+        checkpoint.keep, written, weight = nobody, [], torch.zeros(1000)  # type: ignore[assignment]
+        for step in range(1, 4):
+            weight += step
+            checkpoint.save(step, {"weight": weight, "names": ["a", ("b", 3)]}, {"loss": step})
+            weight += 10  # what was saved is what it was then
+            checkpoint.settle()
+            written.append(checkpoint.newest_step(raydist.rank().run_dir / "checkpoints"))
+        return written
+
+    done = raydist.run(job, "scale=1x2", "group=inline", "watch.progress=none", "checkpoint.keep=2")
+    assert done.values[0] == [1, 2, 3]
+    kept = sorted((Path(done.dir) / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["step-00000002", "step-00000003"]
+    state = checkpoint.load(kept[1])
+    assert state["weight"].tolist() == [26.0] * 1000
+    assert state["names"] == ["a", ("b", 3)]
+    assert checkpoint.examine(kept[1]).meta["world_size"] == 2
+    assert checkpoint.examine(kept[1]).metrics == {"loss": 3}
+
+
 def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) -> None:
     def struck() -> int:
         from raydist import context
@@ -131,6 +156,7 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) 
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         begin, _ = faults.own_loop(24 if first else 40)
         if first and context.rank().rank == 0:
+            checkpoint.settle()
             (context.rank().run_dir / "checkpoints" / "step-00000020" / "state.pt").write_bytes(b"cut off")
             os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.barrier()

@@ -19,10 +19,10 @@ PACKAGE = ROOT / "raydist"
 LAYERS = """
     errors script node.wire findings node.facts node.sysfs
     config storage writing events check transport traffic node.counters
-    inventory shortage placement sight node.nics node.hca node.machine node.probe blame pace stuck
+    inventory shortage placement sight node.nics node.hca node.machine node.probe blame pace stuck straggler
     fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
-    context parcel signals shipping snapshot
-    loop.random_state backends checkpoint
+    context parcel signals shipping snapshot apart
+    loop.random_state backends checkpoint sharded
     backends.ddp backends.horovod
     loop.data loop.optim loop.models loop.evaluation loop.step loop.keeping loop.fit loop
     words.translate words.lookup words.script words.env_file words.choices words.refusals words.compose words.manual
@@ -32,7 +32,7 @@ LAYERS = """
     node.entry node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
     node.peers node.checkup node.sight node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
-    group records inline sentry vigil mpi attempts cluster home
+    group records inline sentry vigil mpi attempts ledger cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.console watch
     run
     train tools tools.launch tools.plan tools.horovod_build tools.horovod

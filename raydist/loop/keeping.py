@@ -117,8 +117,10 @@ class Keeper:
         try:
             return self._memory.write(step, {"own": own(), **(state() if self._me.local_rank == 0 else {})})
         except NoRoom as why:
-            self._memory = None
-            context.tell("warning", text=f"no more snapshots: {why}; a restart goes back to an older state")
+            if self._memory.locked < 0:  # else two slots may do, once the checkpoint is on the disk
+                self._memory.drop()
+                self._memory = None
+                context.tell("warning", text=f"no more snapshots: {why}; a restart goes back to a checkpoint")
             return None
 
     def to_disk(
@@ -145,8 +147,8 @@ class Keeper:
 
     def rest(self) -> None:
         """Wait until the checkpoint that is being written is on the disk: there is one at a time."""
-        while self._memory is not None and self._memory.locked >= 0:
-            time.sleep(0.001)
+        if self._memory is not None:
+            self._memory.rest()
 
     def find(self) -> Kept | None:
         """The newest state that all ranks can go back to. All ranks call it, and find the same."""
@@ -183,10 +185,15 @@ class Keeper:
         """How often a snapshot is made from here on: as often on all ranks."""
         mine = statistics.median(self._costs) / statistics.median(self._steps) if self._costs else 0.0
         shares = self._comm.gather(torch.tensor([mine], dtype=torch.float64))
-        self._every = max(1, math.ceil(max(float(share) for share in shares) / SHARE))
+        self._every = spacing([float(share) for share in shares])
         self._look *= 2
         self._steps.clear()
         del self._costs[:-FIRST_LOOK]
+
+
+def spacing(shares: Sequence[float]) -> int:
+    """Steps between snapshots, by what one costs each rank as a share of a step: of every step, if that is cheap."""
+    return max(1, math.ceil(max(shares) / SHARE))
 
 
 def of_step(offers: Sequence[Offer], step: int) -> Offer:

@@ -14,7 +14,7 @@ from collections import deque
 
 from raydist.events import Event, event
 from raydist.node import insight
-from raydist.node.wire import BEAT
+from raydist.node.wire import BEAT, BEAT_PAGE, OWN
 
 FLUSH_S = 0.1
 """Seconds a report may wait in the rank before it travels."""
@@ -25,7 +25,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, beat_fd: int) -> None:
         self._sock = sock
-        self._page = mmap.mmap(beat_fd, BEAT.size)
+        self._page = mmap.mmap(beat_fd, BEAT_PAGE)
         self._waiting: deque[Event] = deque()
         self._sending = threading.Lock()
         self._open = True
@@ -42,6 +42,10 @@ class Channel:
     def beat(self, step: int, phase: int) -> None:
         """Write the heartbeat: two numbers and the time, into memory that the seat can read."""
         BEAT.pack_into(self._page, 0, step, phase, time.time())
+
+    def own(self, steps: int, work: float, whole: float) -> None:
+        """Write, beside the heartbeat, how much of a step is this rank's own work; both in seconds."""
+        OWN.pack_into(self._page, BEAT.size, steps, work, whole)
 
     def flush(self) -> None:
         """Send all that waits."""

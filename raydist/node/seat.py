@@ -25,7 +25,7 @@ from raydist.node import counters
 from raydist.node.fork_client import ForkClient
 from raydist.node.processes import catches, recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
-from raydist.node.wire import BEAT, HERE, STACKS_SIGNAL, read_beat
+from raydist.node.wire import BEAT_PAGE, HERE, STACKS_SIGNAL, read_beat, read_own
 
 if TYPE_CHECKING:
     from raydist.events import Event
@@ -124,8 +124,8 @@ class Seat:
         await self._forget(str(base))
         self._log = open(f"{base}.log", "w+b", buffering=0)  # noqa: SIM115 - read until the rank is gone
         beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.ftruncate(beat, BEAT.size)
-        self._beat = mmap.mmap(beat, BEAT.size)
+        os.ftruncate(beat, BEAT_PAGE)
+        self._beat = mmap.mmap(beat, BEAT_PAGE)
         ours, its = socket.socketpair()
         append = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND)
         self._server.tell([append, its.fileno(), beat, *self._hands], op="fork", spec=spec)
@@ -139,8 +139,7 @@ class Seat:
 
     async def _forget(self, base: str) -> None:
         """Leave the attempt before this one behind, once its last checkpoint is on the disk."""
-        if self._saving is not None:
-            await asyncio.wait({self._saving})
+        await self.rest()
         if self._drained is not None:
             self._drained.cancel()
         self._events, self._end = [], None
@@ -167,6 +166,7 @@ class Seat:
         step, phase, at = read_beat(self._beat)
         quiet = time.time() - at if at else 0.0
         answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet}
+        answer["own"] = read_own(self._beat)
         if gone is not None and not more:
             answer["end"] = {**gone, "step": step, "phase": phase, "error": recorded(self._error)}
         return answer
@@ -204,10 +204,14 @@ class Seat:
         """Whether this seat is open: one that has come in the place of a lost one is not."""
         return self._client is not None and self._client.connected
 
-    async def flush(self) -> list[Event]:
-        """Have the newest snapshot of this node written to the disk, if it is not there yet; what there is to tell."""
+    async def rest(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk."""
         if self._saving is not None:
             await asyncio.wait({self._saving})
+
+    async def flush(self) -> list[Event]:
+        """Have the newest snapshot of this node written to the disk, if it is not there yet; what there is to tell."""
+        await self.rest()
         if self.pid:
             await asyncio.wait({self._save(None)})
         events, self._events = self._events, []

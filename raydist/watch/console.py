@@ -46,6 +46,9 @@ class Console(AbstractContextManager["Console"]):
     def _on_wait(self, happened: Event) -> None:
         self._screen.say(f"wait  {happened['text']}", "yellow")
 
+    def _on_avoid(self, happened: Event) -> None:
+        self._screen.say(f"node  {happened['text']}", "yellow")
+
     def _on_plan(self, happened: Event) -> None:
         self._screen.say(wording.plan(happened))
         self._screen.table(wording.seats(happened))
@@ -80,6 +83,9 @@ class Console(AbstractContextManager["Console"]):
 
     def _on_hang(self, happened: Event) -> None:
         self._screen.say(f"hang  silent for {happened['s']:.0f} s: {happened['text']}", "yellow")
+
+    def _on_slow(self, happened: Event) -> None:
+        self._screen.say(f"slow  {happened['text']}", "yellow")
 
     def _on_restart(self, happened: Event) -> None:
         self._screen.say(f"restart {happened['number']}: {happened['text']}", "yellow")

@@ -116,7 +116,7 @@ def summary(result: Mapping[str, Any], first: Iterable[str] = (), brief: bool = 
         rows += [("throughput", rate_text(result.get("throughput") or 0.0, "samples")), ("launch", launch(result))]
         goodput = result.get("goodput")
         rows.append(("goodput", f"{goodput:.0%} of the time in training steps" if goodput else ""))
-    rows.append(("network", result.get("network", "")))
+    rows += [("network", result.get("network", "")), ("slow", result.get("slow", {}).get("text", ""))]
     if saved := result.get("checkpoint"):
         rows.append(("checkpoint", saved if finished else f"{saved} (resume=auto goes on from there)"))
     return [(flat(what), flat(value)) for what, value in [*rows, ("folder", result["dir"])] if value]
