@@ -93,8 +93,13 @@ class Seat:
             "warm": warm,
             "store": opened,
             "ports": counters.read() if ask["lead"] else None,
-            "sees": ask["shared"] is None or os.path.exists(ask["shared"]),
         }
+
+    async def blind(self, files: dict[str, str], env: dict[str, str]) -> dict[str, str]:
+        """Which of these files this node can't see, and why."""
+        from raydist.node import sight
+
+        return await sight.blind(files, env)
 
     async def open_store(self, kind: str, address: str) -> tuple[int, str]:
         """A fresh store for an attempt, on the node of this seat; its port, and the secret that opens it."""
@@ -115,7 +120,7 @@ class Seat:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
         here = {name: value.replace(HERE, str(self.folder)) for name, value in spec["env"].items()}
-        spec["env"] = {**os.environ, **self._adds, **here}
+        spec["env"] = {**os.environ, "RAYDIST_SCRATCH": str(self.folder), **self._adds, **here}
         if spec.get("script"):
             self._error = Path(f"{base}.error.json")
             self._error.unlink(missing_ok=True)
@@ -205,13 +210,12 @@ class Seat:
         """Say to the rank when to leave, as in context.Leave; returns once it knows the step, if one is named."""
         if self._writer is not None:
             self._writer.write(f"{word}\n".encode())
-            if word != "hold":
+            if word.startswith("leave:"):
                 await self._leaving.wait()
 
     async def prepare(self) -> None:
         """Tell the rank that it is about to leave this node."""
-        if self._writer is not None:
-            self._writer.write(GOING + b"\n")
+        await self.leave(GOING.decode())
 
     async def value(self) -> dict[str, bytes]:
         """What the job returned or raised, pickled; it travels by Ray's own authenticated channel."""
@@ -341,8 +345,6 @@ class Seat:
 
 def look(ip: str, interface: str | None) -> dict[str, Any]:
     """The facts of this machine, as JSON-able data."""
-    from dataclasses import asdict
-
     from raydist.node import probe
 
     return asdict(probe.look(ip=ip, interface=interface, gpus=None))
