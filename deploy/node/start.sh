@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# start.sh WORDS: `ray start WORDS` on a node, as training wants it. What the machine has set already stays.
+set -euo pipefail
+
+export PATH="$HOME/.raydist/env/bin:$PATH"
+# `ray up` sets both in the shell that runs this; the first would hold for all that trains on the CPU.
+unset OMP_NUM_THREADS PYTHONWARNINGS
+
+# Nobody without ~/.ray/auth_token may talk to the cluster.
+export RAY_AUTH_MODE=token
+# A node that falls silent is given up after 20 s; Ray's own values make that 65. Read by the head.
+export RAY_health_check_initial_delay_ms=${RAY_health_check_initial_delay_ms:-5000}
+export RAY_health_check_period_ms=${RAY_health_check_period_ms:-1000}
+export RAY_health_check_timeout_ms=${RAY_health_check_timeout_ms:-4000}
+export RAY_health_check_failure_threshold=${RAY_health_check_failure_threshold:-4}
+# `ray job stop` kills after 3 s otherwise, before a large state is on the disk. Seconds.
+export RAY_JOB_STOP_WAIT_TIME_S=${RAY_JOB_STOP_WAIT_TIME_S:-300}
+# Ray runs its workers at nice 15, below all else on the machine.
+export RAY_worker_niceness=${RAY_worker_niceness:-0}
+
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi 2>/dev/null
+}
+
+# limit LETTER NAME VALUE: a limit as high as may be. InfiniBand needs locked memory, Ray needs many open files.
+limit() {
+    ulimit "-$1" "$3" 2>/dev/null || as_root prlimit --pid $$ "--$2=$3:$3" || {
+        ulimit "-S$1" "$(ulimit "-H$1")"
+        echo "raydist: $2 stays at $(ulimit "-H$1") on $(hostname): as root, put '* - $2 $3' into /etc/security/limits.conf" >&2
+    }
+}
+limit l memlock unlimited
+limit n nofile 1048576
+
+# Ray's objects, the snapshots and NCCL's buffers lie in /dev/shm. kB of it, and of the memory.
+shm=$(df --output=size /dev/shm | tail -1)
+memory=$(sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo)
+if [ "$shm" -lt $((memory * 2 / 5)) ]; then
+    as_root mount -o remount,size=50% /dev/shm ||
+        echo "raydist: /dev/shm has $((shm >> 20)) GiB on $(hostname): as root, mount -o remount,size=50% /dev/shm" >&2
+fi
+
+# The address at which ssh found this node is the one that the cluster's file knows it by; a name may lead to 127.0.1.1.
+address=$(echo "${SSH_CONNECTION:-}" | cut -d' ' -f3)
+exec ray start --disable-usage-stats ${address:+--node-ip-address="$address"} "$@"
