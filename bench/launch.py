@@ -1,7 +1,7 @@
 """Seconds from the call until the first all-reduce has returned on all ranks, Ray being up already.
 
-raydist.run beside Ray Train's TorchTrainer and torchrun, 2 to 16 ranks on this machine. The first call of a program has
-to wait for torch; each further one (a notebook, --multirun) finds a fork server that has it.
+raydist.run beside Ray Train's TorchTrainer and torchrun, 2 to 16 ranks on this machine: as the first call of a program
+that is connected to Ray, which has to import all that it needs, and as a further one (a notebook, --multirun).
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ def first_all_reduce() -> float:
 
 
 def turn_raydist(ranks: int) -> float:
+    began = time.time()
     import raydist
 
-    began = time.time()
     done = raydist.run(first_all_reduce, f"scale=1x{ranks}", "backend=gloo", "watch.progress=none")
     return max(value for value in done.values if value) - began
 
 
-def turn_first(ranks: int) -> float:
-    """The first call of a program that is connected to Ray already, as this one is."""
-    done = subprocess.run([sys.executable, "-m", "bench.launch", "first", str(ranks)], check=True, capture_output=True)
-    return float(done.stdout.split()[-1])
+def turn_first(whose: str, ranks: int) -> float:
+    """The same as the first call of a program that is connected to Ray already, as this one is."""
+    command = [sys.executable, "-m", "bench.launch", "first", whose, str(ranks)]
+    return float(subprocess.run(command, check=True, capture_output=True).stdout.split()[-1])
 
 
 def turn_ray_train(ranks: int) -> float:
+    began = time.time()
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -54,7 +55,6 @@ def turn_ray_train(ranks: int) -> float:
             at = first_all_reduce()
             Path(folder, str(train.get_context().get_world_rank())).write_text(str(at))
 
-        began = time.time()
         TorchTrainer(
             loop, scaling_config=ScalingConfig(num_workers=ranks), run_config=RunConfig(storage_path=folder)
         ).fit()
@@ -77,30 +77,35 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
 
     ray.init(num_cpus=max(ranks) + 1, include_dashboard=True, logging_level="ERROR", log_to_driver=False)
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for the programs of turn_first
-    turns = {"raydist": turn_raydist, "raydist, first call": turn_first,
-             "Ray Train": turn_ray_train, "torchrun": turn_torchrun}  # fmt: skip
-    lines = [f"| ranks | {heads(turns, 'raydist')} |", "|---" * 9 + "|"]
-    for count in ranks:
-        print(f"launch, {count} ranks", flush=True)
-        sides = {name: partial(turn, count) for name, turn in turns.items()}
-        lines.append(f"| {count} | {row(alternate(sides, rounds), 'raydist', 's')} |")
+    again = {"raydist": turn_raydist, "Ray Train": turn_ray_train, "torchrun": turn_torchrun}
+    first = {name: partial(turn_first, name) for name in CALLS} | {"torchrun": turn_torchrun}
+    lines = []
+    for kind, turns in {"a further call": again, "the first call": first}.items():
+        lines += ["", f"| {kind}, ranks | {heads(turns, 'raydist')} |", "|---" * 6 + "|"]
+        for count in ranks:
+            print(f"launch, {kind}, {count} ranks", flush=True)
+            sides = {name: partial(turn, count) for name, turn in turns.items()}
+            lines.append(f"| {count} | {row(alternate(sides, rounds), 'raydist', 's')} |")
     ray.shutdown()
     del os.environ["RAY_ADDRESS"]
-    return lines
+    return lines[1:]
 
 
-def main_first(ranks: int) -> None:
+CALLS = {"raydist": turn_raydist, "Ray Train": turn_ray_train}
+
+
+def main_first(whose: str, ranks: int) -> None:
     """A program of turn_first."""
     import ray
 
     ray.init(logging_level="ERROR", log_to_driver=False)
-    print(turn_raydist(ranks))
+    print(CALLS[whose](ranks))
 
 
 if __name__ == "__main__" and sys.argv[1] == "first":
     from bench import launch  # by its name: the function travels to the ranks
 
-    launch.main_first(int(sys.argv[2]))
+    launch.main_first(sys.argv[2], int(sys.argv[3]))
 elif __name__ == "__main__":  # a rank of torchrun
     import torch.distributed as dist
 

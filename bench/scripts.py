@@ -1,7 +1,8 @@
 """Seconds that a program somebody has already takes, from the command until its first all-reduce on all ranks.
 
-raydist.tools.launch and raydist.run beside torchrun; with Horovod beside horovodrun. The program is the same file,
-unchanged; the first call of a process has to wait for torch, each further one finds a fork server that has it.
+raydist.tools.launch and raydist.run beside torchrun; with Horovod beside horovodrun, with mpi4py beside mpirun. The
+program is the same file, unchanged; the first call of a process has to wait for torch, each further one finds a fork
+server that has it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ import os, sys, time, torch, horovod.torch as hvd
 hvd.init()
 hvd.allreduce(torch.ones(1))
 open(os.path.join(sys.argv[1], str(hvd.rank())), "w").write(str(time.time()))
+"""
+MPI = """
+import os, sys, time
+from mpi4py import MPI
+MPI.COMM_WORLD.allreduce(1)
+open(os.path.join(sys.argv[1], str(MPI.COMM_WORLD.rank)), "w").write(str(time.time()))
 """
 
 
@@ -86,10 +93,13 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
     torchrun = {"torchrun": f"{python} -m torch.distributed.run --standalone --nproc-per-node={{ranks}}"}
     launch = f"{python} -m raydist.tools.launch --nproc-per-node={{ranks}}"
     lines = table(TORCH, launch, "script", torchrun, rounds, ranks)
-    if horovodrun := shutil.which("horovodrun", path=os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])):
+    path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
+    if horovodrun := shutil.which("horovodrun", path=path):
         others = {"horovodrun": f"{python} {horovodrun} --gloo -np {{ranks}} {python}"}
-        launch = f"{python} -m raydist.tools.launch --nproc-per-node={{ranks}} backend=horovod"
-        lines += ["", *table(HOROVOD, launch, "horovod", others, rounds, ranks)]
+        lines += ["", *table(HOROVOD, f"{launch} backend=horovod", "horovod", others, rounds, ranks)]
+    if mpirun := shutil.which("mpirun", path=path):
+        others = {"mpirun": f"{mpirun} --allow-run-as-root --oversubscribe -np {{ranks}} {python}"}
+        lines += ["", *table(MPI, f"{launch} backend=mpi", "mpi", others, rounds, ranks)]
     ray.shutdown()
     del os.environ["RAY_ADDRESS"]
     return lines

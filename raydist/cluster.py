@@ -23,6 +23,8 @@ from raydist.group import Gang
 from raydist.node.place import Place
 from raydist.placement import Ask, Node, NodeType, Plan
 
+ANSWER_S = 10.0
+"""Longest wait for a Ray to say that it is there; a GCS under load takes a second or two."""
 RENEW_S = 0.1
 """Seconds between two looks at whether lost ranks have a place again."""
 WAIT_S = 1
@@ -86,17 +88,31 @@ def running() -> str | None:
         return address
     # A cluster that was killed leaves its address behind, and ray.init would wait ten minutes for it.
     if named := os.environ.get("RAY_ADDRESS"):
-        raise LaunchError(f"no Ray at {named} (RAY_ADDRESS): nothing listens at {address}")
+        raise LaunchError(f"no Ray at {named} (RAY_ADDRESS): nothing answers as Ray does at {address}")
     return None
 
 
 def answers(address: str) -> bool:
-    """Whether anything listens at host:port."""
-    host, _, port = address.rpartition(":")
+    """Whether a Ray answers at host:port. A LaunchError where it has another token: ray.init would try for ever."""
+    import grpc
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
+    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    channel = init_grpc_channel(address)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except OSError:
+        NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=ANSWER_S)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise LaunchError(
+                f"the Ray at {address} has another token than this process: give its own in RAY_AUTH_TOKEN_PATH or "
+                "~/.ray/auth_token, or say RAY_ADDRESS=local to start a Ray here"
+            ) from error
         return False
+    finally:
+        channel.close()
     return True
 
 
@@ -123,6 +139,7 @@ def start_or_join(job: Job) -> bool:
 
     # Ray runs its workers at nice 15, below whatever else a node does. On a node that is there to train, that is wrong.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RUNTIME_ENV_RETRY_TIMES", "1")  # a package that is not there is not there at a third try
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
     try:
         if address := running():

@@ -244,8 +244,8 @@ class Restart:
     max: int | None = at_least(0, None)
     """Failures that are forgiven within `window_s`; 0: none. Nodes that the cluster takes away do not count.
     null: 3; of a program (script=) 0, which might do twice what it should do once."""
-    window_s: float = above(0, 3600.0)
-    """Seconds after which a failure is forgotten."""
+    window_s: float | None = above(0, 3600.0)
+    """Seconds after which a failure is forgotten; null: never."""
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ class Gang(AbstractContextManager["Gang"]):
             "shared": file and str(file.parent), "home": home,
             "mpirun": job.backend.mpi.mpirun, "secret": secrets.token_hex(32),
         }  # fmt: skip
+        self._installs = ", ".join(job.pip)
         self._store = "horovod" if job.backend.name == "horovod" else "tcp"
         answers = self._open(range(self.plan.world_size), None if file else self._store)
         born = max(began, *(answer["born"] for answer in answers))
@@ -166,7 +167,10 @@ class Gang(AbstractContextManager["Gang"]):
             }
             for seat in seats
         ]
-        answers = self.every("open", asks, patience=OPEN_S, ranks=ranks)
+        if self._installs:
+            self._events.say("wait", text=f"Ray installs {self._installs} on each node; the first time takes minutes")
+        patience = OPEN_S + (shipping.INSTALL_S if self._installs else 0.0)
+        answers = self.every("open", asks, patience=patience, ranks=ranks)
         self._warn(seats, answers)
         self._refuse_blind(seats, answers)
         return answers

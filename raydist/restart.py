@@ -68,14 +68,15 @@ def decide(rule: Restart, past: Sequence[Attempt]) -> Again | Stop:
         return Stop(f"{stuck} failures in a row, and not one step further than step {last.reached}")
     counted = [each for each in past if counts(rule, each, end.at)]
     if len(counted) > rule.max:
-        return Stop(f"{len(counted)} failures within {rule.window_s:g} s, restart.max={rule.max}")
+        within = "" if rule.window_s is None else f" within {rule.window_s:g} s"
+        return Stop(f"{len(counted)} failures{within}, restart.max={rule.max}")
     return Again(len(past), end, last.reached)
 
 
 def counts(rule: Restart, attempt: Attempt, now: float) -> bool:
     """Whether a failure uses up one of those that are forgiven: an old one, or a node taken away, does not."""
     end = attempt.cause
-    return end is not None and not end.preempted and now - end.at <= rule.window_s
+    return end is not None and not end.preempted and (rule.window_s is None or now - end.at <= rule.window_s)
 
 
 def without_progress(past: Sequence[Attempt]) -> int:

@@ -9,6 +9,9 @@ from typing import Any
 from raydist.config import Job
 from raydist.errors import ConfigError, LaunchError, nearest
 
+INSTALL_S = 1800.0
+"""Longest wait for packages: Ray gives each of its three tries ten minutes (runtime_env's setup_timeout_seconds)."""
+
 
 def check(job: Job) -> None:
     """Refuse a folder, or a requirements file, that is not there."""

@@ -14,6 +14,7 @@ import pytest
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ["RAY_DEDUP_LOGS"] = "0"
+os.environ["RUNTIME_ENV_RETRY_TIMES"] = "1"  # a package that is not there is not there at a third try
 os.environ.pop("RAY_ADDRESS", None)
 ROOT = Path(__file__).parent.parent
 

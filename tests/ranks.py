@@ -1,4 +1,8 @@
-"""Real ranks for tests: forked processes that meet at a real store, over gloo."""
+"""Real ranks for tests: processes that meet at a real store, over gloo.
+
+They are forked by a server without threads: a child of pytest's own process could wait for ever for a lock that one of
+its threads (the store's, Ray's) held.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ import pickle
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # the first step of an optimizer imports it, 1 s in each rank
+from ray import cloudpickle
 
 from raydist import backends, context
 from raydist.config import Job
@@ -22,6 +29,20 @@ from raydist.node.rendezvous import open_store
 
 # A child of a process that has used OpenMP's threads would wait for them forever.
 torch.set_num_threads(1)
+
+SERVER = multiprocessing.get_context("forkserver")
+ROOT = Path(__file__).parents[1]
+
+
+def start_server() -> None:
+    """The server has this module, so torch, imported before the first rank is asked for."""
+    SERVER.set_forkserver_preload(["tests.ranks"])
+    here = os.getcwd()
+    os.chdir(ROOT)  # where it finds this module
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
 
 
 @dataclass
@@ -62,12 +83,13 @@ def run_ranks(
 ) -> list[Told]:
     """What every rank of a job came to; a rank that failed has its traceback in `error`."""
     store, port = open_store("127.0.0.1")
-    fork = multiprocessing.get_context("fork")
+    start_server()
+    work = cloudpickle.dumps((job, function, run_dir, dict(os.environ)))
     pipes, processes = [], []
     for rank in range(world_size):
-        here, there = fork.Pipe(duplex=False)
+        here, there = SERVER.Pipe(duplex=False)
         seat = variables(rank, world_size, port) | dict(env or {})
-        process = fork.Process(target=_child, args=(there, job, function, run_dir, seat))
+        process = SERVER.Process(target=_child, args=(there, DupFd(2), work, seat))
         process.start()
         there.close()
         pipes.append(here)
@@ -80,7 +102,11 @@ def run_ranks(
     return told
 
 
-def _child(pipe: Connection, job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mapping[str, str]) -> None:
+def _child(pipe: Connection, stderr: Any, work: bytes, env: Mapping[str, str]) -> None:
+    os.dup2(stderr.detach(), 2)  # where the test looks for it
+    job, function, run_dir, environ = cloudpickle.loads(work)
+    os.environ.clear()
+    os.environ.update(environ)
     told = as_rank(job, function, run_dir, env)
     pipe.send_bytes(pickle.dumps(told))  # tensors as bytes, not as descriptors of a process that is gone
     pipe.close()

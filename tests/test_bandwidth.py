@@ -18,8 +18,18 @@ from tests.ranks import Told, run_ranks
 GLOO = Job(backend=Backend(name="gloo", timeout_s=60))
 
 
-def measured(run_dir: Path, ops: tuple[str, ...] = OPS, ranks: int = 3, pairs: bool = False) -> list[Told]:
+def measured(
+    run_dir: Path,
+    ops: tuple[str, ...] = OPS,
+    ranks: int = 3,
+    pairs: bool = False,
+    instead: dict[str, Any] | None = None,
+) -> list[Told]:
+    """What each rank measured, with some operations of torch.distributed replaced."""
+
     def job(config: Job) -> Any:
+        for name, operation in (instead or {}).items():
+            setattr(dist, name, operation)
         return bandwidth_ranks.measure(config, ops, [4, 4096], iters=2, warmup=1, pairs=pairs)
 
     told = run_ranks(ranks, GLOO, job, run_dir)
@@ -36,7 +46,7 @@ def test_every_operation_is_measured_and_right(tmp_path: Path) -> None:
         assert len(told.value["pairs"]) == 2  # each rank with both others
 
 
-def test_a_wrong_reduce_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_reduce_is_seen(tmp_path: Path) -> None:
     real = dist.all_reduce
 
     def off_by_one_at_one_place(tensor: torch.Tensor) -> None:
@@ -44,27 +54,29 @@ def test_a_wrong_reduce_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         if dist.get_rank() == 1:
             tensor[-1] += 1
 
-    monkeypatch.setattr(dist, "all_reduce", off_by_one_at_one_place)
-    told = measured(tmp_path, ("all_reduce",))
+    told = measured(tmp_path, ("all_reduce",), instead={"all_reduce": off_by_one_at_one_place})
     assert [[row["wrong"] for row in each.value["rows"]] for each in told] == [[0, 0], [1, 1], [0, 0]]
 
 
-def test_an_operation_that_the_backend_has_not_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_that_the_backend_has_not_is_no_failure(tmp_path: Path) -> None:
     def missing(*_: Any) -> None:
         raise RuntimeError("Backend gloo does not support reduce_scatter")
 
-    monkeypatch.setattr(dist, "reduce_scatter_tensor", missing)
-    for told in measured(tmp_path, ("reduce_scatter", "barrier"), ranks=2):
+    instead = {"reduce_scatter_tensor": missing}
+    for told in measured(tmp_path, ("reduce_scatter", "barrier"), ranks=2, instead=instead):
         assert told.value["rows"][0] == {"op": "reduce_scatter", "size": 0, "seconds": None, "wrong": 0}
         assert told.value["rows"][1]["seconds"] > 0
 
 
-def test_any_other_error_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_error_is_one(tmp_path: Path) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("connection reset by peer")
 
-    monkeypatch.setattr(dist, "broadcast", broken)
-    told = run_ranks(2, GLOO, lambda job: bandwidth_ranks.measure(job, ["broadcast"], [4], 1, 0), tmp_path)
+    def job(config: Job) -> Any:
+        dist.broadcast = broken  # type: ignore[assignment]
+        return bandwidth_ranks.measure(config, ["broadcast"], [4], 1, 0)
+
+    told = run_ranks(2, GLOO, job, tmp_path)
     assert all("connection reset by peer" in each.error for each in told)
 
 

@@ -38,9 +38,21 @@ def composed(name: str, *words: str) -> tuple[Job, Callable[[Job], Any]]:
     return job, call
 
 
-def trained(name: str, run_dir: Path, *words: str, world: int = 2, env: dict[str, str] | None = None) -> list[Told]:
+def trained(
+    name: str,
+    run_dir: Path,
+    *words: str,
+    world: int = 2,
+    env: dict[str, str] | None = None,
+    before: Callable[[], None] = lambda: None,
+) -> list[Told]:
     job, call = composed(name, *words)
-    told = run_ranks(world, job, call, run_dir, env)
+
+    def prepared(job: Job) -> Any:
+        before()
+        return call(job)
+
+    told = run_ranks(world, job, prepared, run_dir, env)
     assert [one.error for one in told] == [""] * world
     return told
 
@@ -100,8 +112,8 @@ def test_mnist_from_its_files(tmp_path: Path) -> None:
     assert one.kind("begin")[0]["samples"] == 64
 
 
-def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CIFAR-10's own format (pickled rows of 3 x 32 x 32), red and blue squares, with the checksums of these files."""
+def write_cifar(root: Path) -> Callable[[], None]:
+    """CIFAR-10's own format (pickled rows of 3 x 32 x 32), in two colours; torchvision is told their checksums."""
     from torchvision.datasets import CIFAR10
 
     folder = root / CIFAR10.base_folder
@@ -116,15 +128,19 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"kind{index}" for index in range(10)]}))
     for file in folder.iterdir():
         sums[file.name] = md5(file.read_bytes()).hexdigest()
-    for part in ("train_list", "test_list"):
-        monkeypatch.setattr(CIFAR10, part, [[name, sums[name]] for name, _ in getattr(CIFAR10, part)])
-    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": sums["batches.meta"]})
+
+    def known() -> None:
+        for part in ("train_list", "test_list"):
+            setattr(CIFAR10, part, [[name, sums[name]] for name, _ in getattr(CIFAR10, part)])
+        CIFAR10.meta = {**CIFAR10.meta, "md5": sums["batches.meta"]}
+
+    return known
 
 
-def test_cifar10_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_cifar(tmp_path, monkeypatch)
+def test_cifar10_from_its_files(tmp_path: Path) -> None:
+    known = write_cifar(tmp_path)
     words = (f"data.root={tmp_path}", "data.batch_size=5", "train.epochs=3", "optim.warmup=0", "model.width=8")
-    one, two = trained("cifar10", tmp_path / "run", *words)
+    one, two = trained("cifar10", tmp_path / "run", *words, before=known)
     assert one.kind("begin")[0]["samples"] == 50
     assert one.value["accuracy"] == two.value["accuracy"] == 1.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -215,6 +216,22 @@ def test_an_address_that_a_killed_cluster_left_behind_is_no_cluster(
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: "127.0.0.1:9")
     assert cluster.running() is None
+
+
+def test_what_listens_there_and_is_no_ray_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not cluster.answers(f"127.0.0.1:{silent.getsockname()[1]}")
+
+
+@pytest.mark.ray
+def test_a_ray_with_another_token_says_so(ray_address: str, tmp_path: Path) -> None:
+    env = {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT), "RAY_AUTH_TOKEN": "a" * 64}
+    command = [sys.executable, "-m", "raydist.tools.plan"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"the Ray at {ray_address} has another token" in done.stderr
+    assert "RAY_ADDRESS=local" in done.stderr
 
 
 FREE = [node(1, cpu=4, free={"CPU": 1}), node(2, cpu=4), node(3, cpu=2), node(4, cpu=0)]

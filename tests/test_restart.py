@@ -68,6 +68,8 @@ def test_an_old_failure_is_forgotten() -> None:
     old = history((KILLED, 10, 0.0), (KILLED, 20, 1.0), (KILLED, 30, 2.0))
     assert isinstance(decide(RULE, [*old, attempt(KILLED, 40, at=101.0)]), Again)
     assert isinstance(decide(RULE, [*old, attempt(KILLED, 40, at=99.0)]), Stop)
+    never = Restart(max=3, window_s=None)
+    assert decide(never, [*old, attempt(KILLED, 40, at=1e6)]) == Stop("4 failures, restart.max=3")
 
 
 def test_a_node_that_was_taken_away_costs_nothing() -> None:

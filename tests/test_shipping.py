@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raydist import shipping
 from raydist.config import Job
+from raydist.errors import LaunchError
+from raydist.result import Result
 from raydist.run import run_job
 from raydist.words import compose
 
@@ -47,3 +51,25 @@ def test_ranks_run_in_a_copy_of_the_folder_less_what_git_ignores(on_ray: Path) -
         assert Path(folder) != on_ray / "project"
         assert "'sub']" in listed
         assert not any("big" in name for name in listed)
+
+
+def install(project: Path, *words: str) -> Result[Any]:
+    (project / "uses.py").write_text("import needed\nprint(needed.__file__)")
+    return run_job(compose.compose(["script=uses.py", "scale=1x1", "watch.progress=none", *words], claim=True))
+
+
+@pytest.mark.ray
+def test_packages_are_installed_for_the_ranks_and_for_nobody_else(on_ray: Path) -> None:
+    package = on_ray / "package"
+    package.mkdir()
+    (package / "pyproject.toml").write_text('[project]\nname = "needed"\nversion = "1"\n')
+    (package / "needed.py").write_text("")
+    done = install(on_ray, f"pip=[{package}]", "watch.output=none")
+    assert "/runtime_resources/pip/" in (done.dir / "logs" / "rank-0.log").read_text()
+    assert find_spec("needed") is None
+
+
+@pytest.mark.ray
+def test_a_package_that_is_not_there_is_named(on_ray: Path) -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 on .*no-such-package-of-raydist"):
+        install(on_ray, "pip=[no-such-package-of-raydist]")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from raydist import snapshot
 from raydist.node.wire import blank_page
 from raydist.snapshot import Memory, NoRoom, lay_out, memory_left, put_together, take_apart
+from tests.ranks import SERVER, start_server
 
 
 @pytest.fixture
@@ -112,21 +113,24 @@ def test_states_of_later_steps_can_be_dropped(descriptor: int) -> None:
     assert list(memory.steps) == [4]
 
 
+def write_for_ever(descriptor: Any) -> None:
+    memory, step = Memory(descriptor.detach()), 0
+    while True:
+        step += 1
+        memory.write(step, state(step, 200_000))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_writer_that_is_killed_at_any_moment_leaves_whole_states_only(descriptor: int, seed: int) -> None:
-    writer = os.fork()
-    if writer == 0:
-        torch.set_num_threads(1)
-        memory, step = Memory(descriptor), 0
-        while True:
-            step += 1
-            memory.write(step, state(step, 200_000))
-    memory, until = Memory(descriptor), time.monotonic() + 20
+    start_server()
+    writer = SERVER.Process(target=write_for_ever, args=(DupFd(descriptor),))
+    writer.start()
+    memory, until = Memory(descriptor), time.monotonic() + 60
     while len(memory.steps) < 1 and time.monotonic() < until:
         time.sleep(0.001)
     time.sleep(random.Random(seed).uniform(0.01, 0.05))
-    os.kill(writer, signal.SIGKILL)
-    os.waitpid(writer, 0)
+    writer.kill()
+    writer.join()
     assert memory.steps
     for step, slot in memory.steps.items():
         assert same(memory.read(slot), state(step, 200_000))

@@ -38,7 +38,7 @@ def test_every_flag_of_torchrun_is_known_in_every_spelling() -> None:
 def test_without_flags_it_is_what_torchrun_means() -> None:
     assert words("train.py") == {
         "backend": "script", "scale.nodes": "1", "scale.per_node": "1", "watch.output": "all",
-        "restart.max": "0", "script": "train.py", "args": "",
+        "restart.max": "0", "restart.window_s": "null", "script": "train.py", "args": "",
     }  # fmt: skip
 
 

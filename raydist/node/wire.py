@@ -21,7 +21,7 @@ HERE = "<the folder of the rank's seat>"
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 """Bytes from which glibc takes a block of its own from the kernel, and above which it gives the heap's end back: the
 values where its own adaptation stops (mallopt(3)). Where that stops earlier, by chance, each step gives back what the
-next asks for: 1500 page faults a step instead of 3, a tenth of the speed of a small CNN (bench/README.md)."""
+next asks for: up to 1900 page faults a step instead of 65, a tenth of the speed of a small CNN (bench/README.md)."""
 
 PHASES = ("start", "data", "forward", "backward", "collective", "evaluate", "save", "end")
 """What a rank can be doing, as its heartbeat tells it: the index of one of these words."""

@@ -180,10 +180,10 @@ def ranks(asked: str) -> list[str]:
 
 
 def restarts(asked: str) -> list[str]:
-    """--max-restarts 3."""
+    """--max-restarts 3: in the whole run, however long it takes."""
     if not asked.isdecimal():
         raise ConfigError(f"--max-restarts {asked}: say a number")
-    return [f"restart.max={int(asked)}"]
+    return [f"restart.max={int(asked)}", "restart.window_s=null"]
 
 
 def shown(typed: Mapping[str, str]) -> str:
