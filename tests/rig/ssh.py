@@ -1,4 +1,4 @@
-"""ssh between the hosts of a rig, and hosts as bare as bought ones: a login shell, Python, and no way to the internet. (driver)"""
+"""Hosts of a rig as bare as bought ones: ssh, a login shell, Python, and no way to the internet. (driver)"""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ no-deps = true
 """
 
 
-def key_pair(folder: Path) -> tuple[Path, str]:
+def key_pair(folder: Path, name: str) -> tuple[Path, str]:
     """A private key, and the public one as a line of authorized_keys."""
-    key = folder / "key"
+    folder.mkdir(exist_ok=True)
+    key = folder / name
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "rig", "-f", str(key)], check=True)
     return key, key.with_suffix(".pub").read_text()
 

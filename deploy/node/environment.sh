@@ -1,22 +1,22 @@
-#!/usr/bin/env bash
-# start.sh WORDS: `ray start WORDS` on a node, as training wants it. What the machine has set already stays.
-set -euo pipefail
+# shellcheck shell=bash
+# `. environment.sh && ray start … $here`: a node as training wants it. What the machine has set already stays.
 
 export PATH="$HOME/.raydist/env/bin:$PATH"
 # `ray up` sets both in the shell that runs this; the first would hold for all that trains on the CPU.
 unset OMP_NUM_THREADS PYTHONWARNINGS
 
-# Nobody without ~/.ray/auth_token may talk to the cluster.
+# Nobody without ~/.ray/auth_token may talk to the cluster, and nobody else may read it.
 export RAY_AUTH_MODE=token
+chmod 600 ~/.ray/auth_token
 # A node that falls silent is given up after 20 s; Ray's own values make that 65. Read by the head.
-export RAY_health_check_initial_delay_ms=${RAY_health_check_initial_delay_ms:-5000}
-export RAY_health_check_period_ms=${RAY_health_check_period_ms:-1000}
-export RAY_health_check_timeout_ms=${RAY_health_check_timeout_ms:-4000}
-export RAY_health_check_failure_threshold=${RAY_health_check_failure_threshold:-4}
+export RAY_health_check_initial_delay_ms="${RAY_health_check_initial_delay_ms:-5000}"
+export RAY_health_check_period_ms="${RAY_health_check_period_ms:-1000}"
+export RAY_health_check_timeout_ms="${RAY_health_check_timeout_ms:-4000}"
+export RAY_health_check_failure_threshold="${RAY_health_check_failure_threshold:-4}"
 # `ray job stop` kills after 3 s otherwise, before a large state is on the disk. Seconds.
-export RAY_JOB_STOP_WAIT_TIME_S=${RAY_JOB_STOP_WAIT_TIME_S:-300}
+export RAY_JOB_STOP_WAIT_TIME_S="${RAY_JOB_STOP_WAIT_TIME_S:-300}"
 # Ray runs its workers at nice 15, below all else on the machine.
-export RAY_worker_niceness=${RAY_worker_niceness:-0}
+export RAY_worker_niceness="${RAY_worker_niceness:-0}"
 
 as_root() {
     if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi 2>/dev/null
@@ -42,4 +42,5 @@ fi
 
 # The address at which ssh found this node is the one that the cluster's file knows it by; a name may lead to 127.0.1.1.
 address=$(echo "${SSH_CONNECTION:-}" | cut -d' ' -f3)
-exec ray start --disable-usage-stats ${address:+--node-ip-address="$address"} "$@"
+# shellcheck disable=SC2034 # for `ray start`
+here="--disable-usage-stats ${address:+--node-ip-address=$address}"
