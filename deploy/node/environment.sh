@@ -1,5 +1,6 @@
 # shellcheck shell=bash
 # `. environment.sh && ray start … $here`: a node as training wants it. What the machine has set already stays.
+# `… && follow` on all but the head.
 
 export PATH="$HOME/.raydist/env/bin:$PATH"
 # `ray up` sets both in the shell that runs this; the first would hold for all that trains on the CPU.
@@ -39,6 +40,16 @@ if [ "$shm" -lt $((memory * 2 / 5)) ]; then
     as_root mount -o remount,size=50% /dev/shm ||
         echo "raydist: /dev/shm has $((shm >> 20)) GiB on $(hostname): as root, mount -o remount,size=50% /dev/shm" >&2
 fi
+
+# Ray's helpers outlive a raylet that has lost its head: without this `ray down` would leave them on all other nodes.
+follow() {
+    # shellcheck disable=SC2016 # the inner shell fills them in
+    setsid sh -c 'echo $$ >~/.raydist/follows; tail --pid="$0" -f /dev/null; ray stop --force' \
+        "$(pgrep -n -u "$(id -u)" -x raylet)" </dev/null >/dev/null 2>&1 &
+}
+# That of the Ray before this one has nothing to stop any more.
+[ ! -f ~/.raydist/follows ] || kill -- "-$(cat ~/.raydist/follows)" 2>/dev/null
+rm -f ~/.raydist/follows
 
 # The address at which ssh found this node is the one that the cluster's file knows it by; a name may lead to 127.0.1.1.
 address=$(echo "${SSH_CONNECTION:-}" | cut -d' ' -f3)
