@@ -17,8 +17,9 @@ README = (ROOT / "README.md").read_text()
 PLACES = {
     "conf": "the groups of words, as files: conf/scale/local.yaml is scale=local",
     "jobs": "jobs to run, and to copy",
+    "deploy": "what nodes of a cluster get and start with",
     "bench": "the figures, side by side with Ray Train, torchrun and horovodrun",
-    "docs": "jobs, programs, networks, faults, Horovod, MPI",
+    "docs": "jobs, programs, clusters, networks, faults, Horovod, MPI",
     "tests": "real Ray, real ranks, real hosts in namespaces (tests/rig)",
 }
 

@@ -18,4 +18,5 @@ if [ ! -x "$env/bin/ray" ]; then
 fi
 
 # `ray down` and `ray exec` type `ray` into a login shell.
+# shellcheck disable=SC2016 # the shell that reads it fills them in
 grep -qs '/.raydist/env/bin' ~/.bashrc || echo 'export PATH="$HOME/.raydist/env/bin:$PATH" RAY_AUTH_MODE=token' >>~/.bashrc
