@@ -6,46 +6,73 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raydist import checkpoint, fabric, mpi
+from raydist import fabric, mpi, records, restart
 from raydist.config import Job
 from raydist.errors import RaydistError
 from raydist.events import Events
 from raydist.fabric import Var
 from raydist.group import Gang
 from raydist.parcel import Call, unpack_all
+from raydist.placement import Plan
 from raydist.restart import Again, Stop
 from raydist.result import Attempt
 from raydist.vigil import Vigil
+
+
+def settled(job: Job, plan: Plan) -> Job:
+    """The job with the backend that `auto` became, and with the restarts that it has."""
+    return replace(job, backend=replace(job.backend, name=plan.ask.backend), restart=restart.rule(job))
 
 
 def attempt(job: Job, call: Call | None, gang: Gang, events: Events, after: Again | None = None) -> Attempt:
     """Start the ranks, and listen until all have ended. `after`: the failure that this attempt mends."""
     with mpi.launching(job, gang):
         gang.start(job, variables(job, gang, events), call.packed if call else None)
-        vigil = Vigil(gang, events, Path(job.dir) / "logs", job.hang, after)
-        return Attempt(ends=vigil.keep(), error=vigil.stopped)
+        vigil = Vigil(gang, events, Path(job.dir) / "logs", job, after)
+        tried = Attempt(ends=vigil.keep(), error=vigil.stopped)
+        gang.report_to(tried.cause if tried.error is None else None, vigil.slow)
+        return tried
 
 
 def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Again, before: Attempt) -> Attempt:
     """A further attempt; if there is no place for it, what was before, with the reason."""
     events.say("restart", **after.as_event(job.restart))
     try:
-        gang.again(job, after.number)
+        moved = gang.again(job, after.number)
+        events.say("placed", number=after.number, moved=moved)
         return attempt(job, call, gang, events, after)
     except RaydistError as error:
         return replace(before, error=error)
 
 
+def leave(job: Job, gang: Gang, events: Events, after: Again) -> None:
+    """Save, and leave nodes that are about to be taken away. The whole gang goes: Ray moves no part of a group."""
+    events.say("restart", **after.as_event(job.restart))
+    gang.flush()
+
+
+def moved(job: Job, call: Call | None, gang: Gang, events: Events, past: Sequence[Attempt]) -> Attempt:
+    """The attempt after one that has left its nodes, on others."""
+    after = restart.decide(job.restart, past)
+    assert isinstance(after, Again)
+    events.say("placed", number=after.number, moved=[seat.rank for seat in gang.plan.seats])
+    return attempt(job, call, gang, events, after)
+
+
+def cut_short(past: Sequence[Attempt], error: RaydistError) -> Attempt:
+    """What was before an error, with that as the reason of the end; where nothing was, the error itself."""
+    if not past:
+        raise error
+    return replace(past[-1], error=error, earlier=tuple(past[:-1]))
+
+
 def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:
     """Each rank's environment, with the checkpoint to go on from: in a restart this run's own, if it has one by now."""
-
-    def warn(text: str) -> None:
-        events.say("warning", text=text)
-
-    own = checkpoint.newest(Path(job.dir) / "checkpoints", warn) if gang.meet.attempt else None
-    found = own.path.absolute() if own else checkpoint.find(job.resume, Path(job.dir), warn)
-    resume = Var("RAYDIST_RESUME", str(found or ""), "the newest of this run" if own else f"resume={job.resume}")
-    return [[*each, resume] for each in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
+    resume = records.resume(job, gang.meet.attempt, lambda text: events.say("warning", text=text))
+    for found in resume:
+        if found.value and not gang.meet.attempt:
+            gang.check_sight(f"resume={found.value}", f"{found.value}/meta.json", "each rank reads it")
+    return [[*each, *resume] for each in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
 
 
 def conclude(past: Sequence[Attempt], verdict: Stop, gang: Gang) -> Attempt:

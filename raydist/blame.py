@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class End:
     host: str
     how: str
     """finished, raised (an exception), exited (a code), killed (a signal), lost (node or actor), hung (and was ended
-    for it), ended (by mpirun), stopped (by us)."""
+    for it), drained (its node is about to be taken away), ended (by mpirun), stopped (by us)."""
     at: float
     """Seconds since the epoch."""
     step: int = 0
@@ -33,13 +34,20 @@ class End:
     traceback: str = ""
     log: str = ""
     """Path of the rank's log where the driver is."""
+    why: str = ""
+    """What its node knows of the reason: whether the kernel or Ray ended it for want of memory, or nobody did."""
     preempted: bool = False
-    """Lost, because the cluster took its node away."""
+    """Lost, because the cluster took its node away, or left in time, because the cluster is about to."""
 
     @property
     def failed(self) -> bool:
         """It ended by itself, and not well."""
         return self.how not in ("finished", "stopped")
+
+    @property
+    def oom(self) -> bool:
+        """It was ended for want of memory."""
+        return self.why.startswith("out of memory")
 
 
 ECHO_S = 0.5
@@ -126,6 +134,41 @@ def failure_text(ends: Sequence[End]) -> str:
     return "\n".join(lines)
 
 
+def reason(ends: Sequence[End]) -> str:
+    """Why the first cause is held to be that, in one line."""
+    first = first_cause(ends)
+    if first is None:
+        return ""
+    others = [end for end in ends if end.failed and end is not first]
+    victims = [end for end in others if _guilt(end) > _guilt(first)]
+    if first.how == "hung":
+        return "what each rank was found doing when they were silent: " + first.message.partition("\n")[0]
+    if first.how == "drained":
+        return "the cluster said so; nothing has failed"
+    if not others:
+        return "the only rank that failed; the others were ended because of it"
+    if is_victim(first):
+        return "no rank is known that began it: all that failed say what the end of another rank causes"
+    if len(victims) == len(others):
+        return f"{_name_ranks(victims)} failed as ranks do whose peer is gone; nobody does this one to a rank"
+    rival = min((end for end in others if end not in victims), key=lambda end: (end.at, end.rank))
+    if rival.at < first.at:
+        return f"rank {rival.rank} was seen to exit first, as programs do whose peer was killed"
+    rivals = len(others) + 1 - len(victims)
+    return f"the first of {rivals} that may be at fault, {rival.at - first.at:.3f} s before rank {rival.rank}"
+
+
+def told(first: End, ends: Sequence[End]) -> dict[str, Any]:
+    """The facts of the event `failure`."""
+    others = [end for end in ends if end.failed and end is not first]
+    return {
+        "cause": asdict(first), "text": failure_text(ends), "reason": reason(ends),
+        "reached": max(end.step for end in ends), "ended": max(end.at for end in ends),
+        "others": [{"rank": end.rank, "host": end.host, "how": end.how, "step": end.step, "words": brief(end)}
+                   for end in others],
+    }  # fmt: skip
+
+
 def where(end: End) -> str:
     """The rank, its host, and how far it was."""
     doing = f", in {end.phase}" if end.phase and end.phase != "end" else ""
@@ -137,7 +180,8 @@ def cause(end: End) -> str:
     if end.how == "raised":
         return f"{end.type}: {end.message}" if end.message else end.type
     if end.how == "killed":
-        meaning = MEANINGS.get(signal.Signals(end.signal), "") if end.signal in set(signal.Signals) else ""
+        usual = MEANINGS.get(signal.Signals(end.signal), "") if end.signal in set(signal.Signals) else ""
+        meaning = end.why or usual
         return f"killed by {_signal_name(end.signal)}" + (f" ({meaning})" if meaning else "") + _said(end)
     if end.how == "exited":
         return f"exited with code {end.code}" + _said(end)
@@ -146,7 +190,9 @@ def cause(end: End) -> str:
     if end.how == "ended":
         return "ended because mpirun gave it up" + _said(end)
     if end.how == "lost":
-        return "lost: its node or its actor is gone" + _said(end)
+        return f"lost: {end.why}" if end.oom else "lost: its node or its actor is gone" + _said(end)
+    if end.how == "drained":
+        return f"left its node: {end.message}"
     return end.how
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import math
 import os
 import socket
@@ -15,16 +14,17 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from raydist import placement, shipping, signals
+from raydist import ledger, lifetime, notice, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
+from raydist.gcs import answers
 from raydist.group import Gang
 from raydist.node.place import Place
 from raydist.placement import Ask, Node, NodeType, Plan
+from raydist.result import End
+from raydist.straggler import Slow
 
-ANSWER_S = 10.0
-"""Longest wait for a Ray to say that it is there; a GCS under load takes a second or two."""
 RENEW_S = 0.1
 """Seconds between two looks at whether lost ranks have a place again."""
 WAIT_S = 1
@@ -92,30 +92,6 @@ def running() -> str | None:
     return None
 
 
-def answers(address: str) -> bool:
-    """Whether a Ray answers at host:port. A LaunchError where it has another token: ray.init would try for ever."""
-    import grpc
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
-    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
-
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    channel = init_grpc_channel(address)
-    try:
-        NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=ANSWER_S)
-    except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            raise LaunchError(
-                f"the Ray at {address} has another token than this process: give its own in RAY_AUTH_TOKEN_PATH or "
-                "~/.ray/auth_token, or say RAY_ADDRESS=local to start a Ray here"
-            ) from error
-        return False
-    finally:
-        channel.close()
-    return True
-
-
 def cpus_to_have(job: Job) -> int:
     """The CPUs of a Ray that is started for this job: as many as its ranks ask for, where the machine has fewer."""
     ranks = (job.scale.nodes or 1) * (job.scale.per_node or 2)
@@ -158,38 +134,12 @@ def _start_own(cpus: int, quiet: Mapping[str, Any]) -> None:
     import ray
 
     atexit.register(end_own)  # each further run of this program finds it running
-    with in_own_sessions():
+    with lifetime.in_own_sessions():
         ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
     _own_cpus = cpus
-    _reaper = reaper(
+    _reaper = lifetime.reaper(
         info.process.pid for each in ray._private.worker._global_node.all_processes.values() for info in each
     )
-
-
-def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
-    """A process that waits for the end of this one, and then kills the process groups of `leaders`."""
-    groups = [f"-{pid}" for pid in leaders]
-    waits = ["sh", "-c", 'read -r _; kill -s KILL -- "$@"', "reaper", *groups]
-    return subprocess.Popen(
-        waits, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-
-
-@contextlib.contextmanager
-def in_own_sessions() -> Iterator[None]:
-    """Start Ray's processes apart from this one's group.
-
-    `timeout`, a shell or a batch system sends its SIGTERM to the whole group. Without its GCS, Ray lets every call wait
-    for a minute, and then aborts this process.
-    """
-    from ray._private import services
-
-    plain = services.ConsolePopen
-    services.ConsolePopen = functools.partial(plain, start_new_session=True)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = plain
 
 
 def nodes() -> list[Node]:
@@ -209,13 +159,18 @@ def node_types() -> list[NodeType]:
 @contextlib.contextmanager
 def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
     """The gang: one placement group, one actor per rank, all gone when the block is left."""
+    import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     began = time.time()
     selector: dict[str, Any] = (
         {"bundle_label_selector": [dict(ask.selector)] * len(ask.bundles)} if ask.selector else {}
     )
-    held = placement_group([dict(bundle) for bundle in ask.bundles], strategy=ask.strategy, **selector)
+    address = ray.get_runtime_context().gcs_address
+    with ledger.steered(job, ask, nodes(), address, events) as steered:
+        held = placement_group([dict(bundle) for bundle in ask.bundles], strategy=ask.strategy, **selector)
+        if steered:
+            held.wait(ledger.PLACE_S)
     places: Places | None = None
     try:
         wait_for(held, ask, job.scale.wait_s, events)
@@ -224,12 +179,20 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         places = Places(plan, held, shipping.runtime_env(job))
         renew = partial(renewed, places, held, job, events)
         gpus = places.gpus if ask.rank_resources.get("GPU") else None
-        with Gang(plan, places.call, events, gpus, places.take, renew) as gang:
+        with Gang(plan, places.call, events, gpus, places.take, renew, notice.draining) as gang:
+            gang.report_to = partial(note, job, address, places)
             yield gang
     finally:
         if places is not None:
             places.leave()
         remove_placement_group(held)
+
+
+def note(job: Job, address: str, places: Places, cause: End | None, slow: Sequence[Slow]) -> None:
+    """Note what nodes did to an attempt. A cluster of one node has nobody to avoid."""
+    if len(nodes()) > 1:
+        now = time.time()
+        ledger.note(ledger.file(), ledger.offences(address, job.dir, places.plan, cause, slow, now), now)
 
 
 def wait_for(held: Any, ask: Ask, patience: float, events: Events) -> None:

@@ -119,6 +119,8 @@ class Scale:
     ranks one by one: PACK on few nodes, SPREAD over many, STRICT_PACK all on one."""
     labels: dict[str, str] = field(default_factory=dict)
     """Only nodes with these Ray labels, in Ray's selector words: scale.labels.market-type=on-demand."""
+    avoid: bool = True
+    """Leave out nodes that were lost or slow in two runs of the last week, where there is room without them."""
     wait_s: float = at_least(0, 600.0)
     """Seconds to wait for nodes that the autoscaler, or a person, is bringing."""
 
@@ -138,7 +140,7 @@ class Fabric:
     strict: bool = False
     """RDMA, or an error; never silently TCP."""
     debug: bool = False
-    """NCCL tells in each rank's log which network it chose, and why."""
+    """NCCL tells in logs/rank-N.nccl which network it chose, and why."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,8 @@ class Watch:
     """auto: a live bar in a terminal, plain lines elsewhere."""
     every_s: float = above(0, 10.0)
     """Seconds between plain lines."""
+    slow: float = at_least(0, 10.0)
+    """A rank is named slow if its own work takes so many percent of a step longer than that of the others; 0: none."""
     output: str = "auto"
     """Ranks whose output is shown, each line with its rank: all, none, 0,3; auto: all of a script, none of a job."""
 
@@ -296,7 +300,7 @@ class Job:
     deterministic: bool = False
     """Only deterministic algorithms, or an error where torch has none."""
     resume: str = "none"
-    """none; auto (newest complete checkpoint of this run folder, else of the newest run of that name); or a path."""
+    """none; auto (newest complete checkpoint of this run, else of the newest run of that name); a path or URL."""
     env: dict[str, str] = field(default_factory=dict)
     """More environment variables for the ranks; they win over raydist's own."""
     env_file: str = ""
@@ -305,6 +309,9 @@ class Job:
     """A folder to send to every node (working_dir=.): the ranks run in their copy of it, as after ray job submit."""
     pip: list[str] = field(default_factory=list)
     """Packages that Ray installs for the ranks, or one requirements file: pip=[transformers,einops==0.8.0]."""
+    storage: str = ""
+    """A folder that all nodes see, or a URL (storage=s3://bucket/runs): checkpoints, and at its end the run's records,
+    go to NAME/RUN below it; empty: into the run folder."""
     dir: str = ""
     """The run folder; Hydra's (hydra.run.dir). Filled in when the run starts."""
 

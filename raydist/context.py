@@ -65,6 +65,8 @@ class Context:
     flush: Callable[[], None] = lambda: None
     """Returns when all that was emitted is out of this process."""
     step: int = 0
+    going: bool = False
+    """Its node is about to be taken away: each further step is worth a snapshot."""
     comm: Any = None
     """The backend's Comm, from joining until leaving."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -72,6 +74,13 @@ class Context:
     memory: tuple[int, int] | None = None
     """Descriptors of this rank's snapshot memory and of that of the first rank here, -1 where there is none of that
     kind; None: nobody would come after this process to read it."""
+
+    saver: Any = None
+    """The snapshot memory by which checkpoints get to the disk that the job asked for, once there was one."""
+    sharded: Any = None
+    """What keeps sharded states, once there is one."""
+    leaving: list[Callable[[], None]] = field(default_factory=list)
+    """What a rank waits for when its job is done, before it leaves the others."""
 
 
 def _plain() -> Context:

@@ -2,23 +2,30 @@
 
 Every event has `t` (seconds since the epoch, at its origin) and `kind`; the rest depends on the kind:
 
-    run        name, dir, version, argv          the run began
+    run        name, dir, target, pages          the run began; `pages`: of failures, there already from runs before
     cluster    address, nodes, started           Ray is there; `started`: raydist brought it up itself
     wait       text                              nodes are awaited, and for what
     plan       backend, world_size, seats        who sits where: rank, host, ip, local_rank, gpus
+    avoid      node, avoided, text               a node with a bad record: left out, or there was no room
     phase      name, s                           a part of the launch budget is over: connect, place, actors, warm-up, …
     warning    text, [rank]                      something that a person should know
     joined     rank, pid, [network]              the rank is in the process group
     begin      rank, [steps, epochs, samples, resumed]   a loop begins; `resumed`: the step that it goes on from
     report     rank, [step], values              what a job reported; of ranks other than 0 only the newest per batch
+    spent      rank, what, s                     seconds of an evaluation or a save are over
     saved      rank, step, path, s               a checkpoint is complete on disk
     raised     rank, type, message, traceback, step      an exception reached the top of the job
     done       rank, [spent]                     the job's function returned; spent: {step, evaluate, save: seconds}
     ended      rank, code, signal, step          the process of the rank is gone
     hang       text, ranks, certain, s           ranks are silent for `s` seconds, and who holds them up
+    slow       text, ranks                       who holds up the others: rank, host, own_s, others_s, step_s, share
+    work       ranks                             of each rank: [seconds of own work in a step, of the step]; at the end
     network    text, nodes                       what carried a run of several nodes: the ports, NCCL's own word
+    notice     text, ranks, hosts, s             nodes are about to be taken away, in so many seconds
     stop       reason                            the others are being ended
+    failure    cause, text, reason, reached, others, ended, attempt     all ranks have ended, because of this one's end
     restart    number, most, rank, host, how, step, text    another attempt begins, because of this failure
+    placed     number, moved                     every rank has a place for it; `moved`: the ranks that got another one
     restarted  number, step, s, repeated         its first step is done, `s` after the failure; so many were done before
     result     status, …                         the last line of the file
 """

@@ -32,12 +32,18 @@ class Again:
     reached: int
     """The last step that any rank had noted."""
 
+    @property
+    def elsewhere(self) -> bool:
+        """The nodes are still there, and about to be taken away."""
+        return self.cause.how == "drained"
+
     def as_event(self, rule: Restart) -> dict[str, Any]:
         """The facts of the event `restart`."""
         end = self.cause
         return {
             "number": self.number, "most": rule.max, "rank": end.rank, "host": end.host, "how": end.how,
             "step": end.step, "text": f"{where(end)} {brief(end)}",
+            "free": end.preempted,
         }  # fmt: skip
 
 
@@ -83,6 +89,8 @@ def without_progress(past: Sequence[Attempt]) -> int:
     """So many failures in a row, up to the last one, since a step was done that had not been done before."""
     furthest, count = -1, 0
     for attempt in past:
+        if attempt.cause is not None and attempt.cause.preempted:
+            continue
         count = 1 if attempt.reached > furthest else count + 1
         furthest = max(furthest, attempt.reached)
     return count
@@ -90,7 +98,7 @@ def without_progress(past: Sequence[Attempt]) -> int:
 
 def same(one: End | None, other: End) -> bool:
     """Whether two failures look like one and the same fault of the job: same place, same words, same step."""
-    if one is None or other.how == "lost" or other.signal in FROM_OUTSIDE:
+    if one is None or other.how in ("lost", "drained") or (other.signal in FROM_OUTSIDE and not other.oom):
         return False
     return fault(one) == fault(other)
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from raydist.blame import End, cause, compact, failure_text, first_cause, is_victim, where
-from raydist.errors import RaydistError, Stopped
+from raydist.errors import RaydistError, RunFailed, Stopped
 from raydist.events import Event, read
+from raydist.goodput import Spent, apart
+from raydist.storage import Place, Remote, scheme
 
 __all__ = ["Attempt", "End", "Figures", "Result", "conclude", "failure_text", "first_cause", "fold", "is_victim"]
 
@@ -67,13 +69,21 @@ class Result(Generic[T]):
     """Seconds of each part of the launch: connect, place, actors, warm-up, rendezvous, first step."""
     wall_s: float = 0.0
     goodput: float = 0.0
-    """Seconds spent in training steps over all seconds of the run, 0 to 1."""
+    """Seconds spent in training steps that counted over all seconds of the run, 0 to 1."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """Where the seconds went: steps, launch, failures, steps done again, evaluation, saves, rest."""
+    recovery: Mapping[str, float] = field(default_factory=dict)
+    """Where those of the failures went: detect, kill, place, fork, rendezvous, restore, first step."""
     throughput: float = 0.0
     """Samples per second of all ranks while in training steps; 0 where the job reported no `samples`."""
-    checkpoint: Path | None = None
+    checkpoint: Place | None = None
     """The newest checkpoint that was saved."""
     network: str = ""
     """Which network carried it, where it ran on several nodes."""
+    work: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Of each rank, by its number as text: seconds of its own work in a step, and of the whole step."""
+    slow: Mapping[str, Any] = field(default_factory=dict)
+    """`text` and `ranks` of those that held up the others, as the last event `slow` told; empty if nobody did."""
     warnings: tuple[str, ...] = ()
     """Each warning once, with its ranks or how often it came."""
     signal: int = 0
@@ -103,11 +113,13 @@ class Result(Generic[T]):
         """The facts of result.json and of the last event; plain JSON, so no NaN."""
         facts = {
             "status": self.status, "dir": str(self.dir), "world_size": self.world_size, "metrics": dict(self.metrics),
-            "launch": dict(self.launch), "wall_s": self.wall_s, "goodput": self.goodput, "throughput": self.throughput,
+            "launch": dict(self.launch), "wall_s": self.wall_s, "goodput": self.goodput,
+            "spent": dict(self.spent), "recovery": dict(self.recovery), "throughput": self.throughput,
             "checkpoint": self.checkpoint and str(self.checkpoint), "warnings": list(self.warnings),
-            "network": self.network,
+            "network": self.network, "work": dict(self.work), "slow": dict(self.slow),
             "signal": self.signal, "error": type(self.error).__name__ if self.error else "", "failure": self.failure,
             "cause": self.cause and asdict(self.cause), "restarts": [asdict(end) for end in self.restarts],
+            "why_last": self.why_last,
         }  # fmt: skip
         return {name: _plain(value) for name, value in facts.items()}
 
@@ -117,6 +129,12 @@ class Result(Generic[T]):
         (self.dir / "result.json").write_text(
             json.dumps(self.to_json(), indent=2, default=str) + "\n", encoding="utf-8"
         )
+
+    def or_raise(self) -> Result[T]:
+        """This very Result; RunFailed if the run failed."""
+        if self.status == "failed":
+            raise RunFailed(self.failure, result=self, exceptions=self.exceptions)
+        return self
 
 
 def conclude(folder: Path, tried: Attempt, stream: Path, now: float | None = None) -> Result[Any]:
@@ -138,9 +156,13 @@ def conclude(folder: Path, tried: Attempt, stream: Path, now: float | None = Non
         launch=figures.launch,
         wall_s=figures.wall_s,
         goodput=figures.goodput,
+        spent=figures.spent.parts(figures.wall_s, figures.ended),
+        recovery=figures.spent.recovery,
         throughput=figures.throughput,
-        checkpoint=Path(figures.saved) if figures.saved else None,
+        checkpoint=_saved(figures.saved) if figures.saved else None,
         network=figures.network,
+        work=figures.work,
+        slow=figures.slow,
         warnings=_warnings(figures.warned),
         signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,
         error=tried.error,
@@ -165,14 +187,13 @@ class Figures:
     wall_s: float = 0.0
     saved: str = ""
     network: str = ""
-    spent_s: float | None = None
-    """Seconds in training steps, as the loop itself counted."""
+    work: dict[str, list[float]] = field(default_factory=dict)
+    slow: dict[str, Any] = field(default_factory=dict)
+    spent: Spent = field(default_factory=Spent)
+    ended: float = 0.0
+    """When the run ended, in seconds since the epoch."""
     done: int = 0
-    """Samples of those steps over all ranks, as the loop itself counted."""
-    earlier_s: float = 0.0
-    """Seconds in training steps of attempts that ended in a restart."""
-    steps: tuple[Event, ...] = ()
-    """The first and the last report of a step by rank 0."""
+    """Samples of the steps of the last attempt over all ranks, as the loop itself counted."""
     samples: tuple[Event, ...] = ()
     """The first and the last of them that told its `samples`."""
     warned: dict[str, list[int | None]] = field(default_factory=dict)
@@ -181,37 +202,36 @@ class Figures:
     def add(self, happened: Event) -> None:
         """Take in one event. Of the ranks only 0 counts, except that all may warn."""
         rank = happened.get("rank")
+        self.spent.add(happened)
         match happened["kind"]:
             case "warning":
                 self.warned.setdefault(happened["text"], []).append(rank)
             case "plan":
                 self.world_size = happened["world_size"]
-            case "phase":
+            case "phase" if not self.spent.failures.found:  # later ones are part of a restart
                 self.launch[happened["name"]] = self.launch.get(happened["name"], 0.0) + happened["s"]
             case "report" if rank == 0:
                 self._add_report(happened)
-            case "restart":
-                self.earlier_s += _apart(self.steps)
-                self.steps = ()
             case "network":
                 self.network = happened["text"]
+            case "work":
+                self.work = happened["ranks"]
+            case "slow":
+                self.slow = {"text": happened["text"], "ranks": happened["ranks"]}
             case "saved":
                 self.saved = happened["path"]
             case "done" if rank == 0 and "step" in (happened.get("spent") or {}):
-                self.spent_s, self.done = float(happened["spent"]["step"]), happened.get("samples", 0)
+                self.done = happened.get("samples", 0)
 
     def _add_report(self, report: Event) -> None:
         self.metrics.update(report["values"])
-        # a second report of one step is an evaluation: it was no training step that took so long
-        if "step" in report and (not self.steps or report["step"] != self.steps[-1]["step"]):
-            self.steps = (*self.steps[:1], report)
-            if isinstance(report["values"].get("samples"), int | float):
-                self.samples = (*self.samples[:1], report)
+        if "step" in report and isinstance(report["values"].get("samples"), int | float):
+            self.samples = (*self.samples[:1], report)
 
     @property
     def step_s(self) -> float:
-        """Seconds in training steps; where no loop counted them (a user's own, or cut off): first to last report."""
-        return self.earlier_s + (_apart(self.steps) if self.spent_s is None else self.spent_s)
+        """Seconds in training steps that counted."""
+        return self.spent.step_s
 
     @property
     def goodput(self) -> float:
@@ -223,9 +243,9 @@ class Figures:
 
         Of what was reported only the difference counts: `samples` of a resumed run include those before it.
         """
-        if self.done and self.spent_s:
-            return self.done / self.spent_s
-        took = _apart(self.samples)
+        if self.done and self.spent.counted_s:
+            return self.done / self.spent.counted_s
+        took = apart(self.samples)
         return (self.samples[-1]["values"]["samples"] - self.samples[0]["values"]["samples"]) / took if took else 0.0
 
 
@@ -238,13 +258,14 @@ def fold(events: Iterable[Event], now: float | None = None) -> Figures:
         figures.add(happened)
         ended = happened["t"]
         began = ended if began is None else began
-    figures.wall_s = 0.0 if began is None else max(0.0, (ended if now is None else now) - began)
+    figures.ended = ended if now is None else now
+    figures.wall_s = 0.0 if began is None else max(0.0, figures.ended - began)
     return figures
 
 
-def _apart(pair: Sequence[Event]) -> float:
-    """Seconds between the first and the last of these."""
-    return max(0.0, pair[-1]["t"] - pair[0]["t"]) if pair else 0.0
+def _saved(text: str) -> Place:
+    """A checkpoint as it was told of."""
+    return Remote(text) if scheme(text) else Path(text)
 
 
 def _warnings(warned: Mapping[str, Sequence[int | None]]) -> tuple[str, ...]:

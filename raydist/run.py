@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from raydist import attempts, backends, cluster, group, home, inline, placement, preload, restart, result
+from raydist import attempts, backends, cluster, home, inline, notice, placement, preload, records, restart, result
 from raydist.config import Job
-from raydist.errors import RaydistError, RunFailed
+from raydist.errors import RaydistError
 from raydist.events import Events
 from raydist.group import Gang
 from raydist.parcel import Call
-from raydist.placement import Plan
 from raydist.restart import Again
 from raydist.result import Attempt, Result
 from raydist.signals import stoppable
+from raydist.watch import pages
 from raydist.watch.console import Console
 from raydist.words import compose
 
@@ -45,8 +44,8 @@ def run(job: Job | str | Callable[..., T], *words: str, args: Sequence[Any] = ()
 def run_job(job: Job, call: Call | None = None) -> Result[Any]:
     """THE FLOW: an attempt, what it came to, and one page about it."""
     folder = Path(job.dir)
-    with Console(job.watch) as console, Events(folder / "events.jsonl", (console,)) as events:
-        events.say("run", name=job.name, dir=str(folder), target=job.job.target)
+    with Console(job.watch) as console, Events(folder / "events.jsonl", (pages.Pages(folder), console)) as events:
+        events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=pages.there(folder))
         try:
             with stoppable():
                 tried = attempt(job, call, events)
@@ -55,23 +54,34 @@ def run_job(job: Job, call: Call | None = None) -> Result[Any]:
         outcome: Result[Any] = result.conclude(folder, tried, events.path)
         outcome.save()
         events.say("result", **outcome.to_json())
+        records.gather(job, events)
     if tried.error is not None:
         raise tried.error
-    if outcome.status == "failed":
-        raise RunFailed(outcome.failure, result=outcome, exceptions=outcome.exceptions)
-    return outcome
+    return outcome.or_raise()
 
 
 def attempt(job: Job, call: Call | None, events: Events) -> Attempt:
     """Place the job where it said, run it there, gather what came of it."""
     backends.check_there(job.backend.name, job.script)
+    records.claim(job)
     if job.group == "inline":
         return attempt_inline(job, call, events)
     home.warm(job)  # while Ray answers
     with cluster.connect(job, events):
-        ask = placement.ask(job, cluster.nodes(), cluster.node_types())
+        past: list[Attempt] = []
+        while (done := attempt_placed(job, call, events, past)) is None:
+            pass  # it has left nodes that are about to be taken away: another place for it
+        return done
+
+
+def attempt_placed(job: Job, call: Call | None, events: Events, past: list[Attempt]) -> Attempt | None:
+    """One placement, for as long as the cluster leaves it there. `past`: the attempts before, in other places."""
+    try:
+        ask = placement.ask(job, notice.staying(job, cluster.nodes()), cluster.node_types())
         with cluster.placed(job, ask, events) as gang:
-            return carry_out(job, call, gang, events)
+            return carry_out(job, call, gang, events, past)
+    except RaydistError as error:
+        return attempts.cut_short(past, error)
 
 
 def attempt_inline(job: Job, call: Call | None, events: Events) -> Attempt:
@@ -79,22 +89,22 @@ def attempt_inline(job: Job, call: Call | None, events: Events) -> Attempt:
     here = inline.this_machine(job)
     plan = placement.seat(ask := placement.ask(job, [here]), [here] * len(ask.bundles))
     if plan.world_size == 1 and not job.script:
-        return inline.run_here(settled(job, plan), plan, call, events)
-    with group.in_thread(plan, events) as gang:
-        return carry_out(job, call, gang, events)
+        return inline.run_here(attempts.settled(job, plan), plan, call, events)
+    with inline.in_thread(plan, events) as gang:
+        done = carry_out(job, call, gang, events, [])
+    assert done is not None, "this machine is never drained"
+    return done
 
 
-def settled(job: Job, plan: Plan) -> Job:
-    """The job with the backend that `auto` became, and with the restarts that it has."""
-    return replace(job, backend=replace(job.backend, name=plan.ask.backend), restart=restart.rule(job))
-
-
-def carry_out(job: Job, call: Call | None, gang: Gang, events: Events) -> Attempt:
-    """Two rounds, then listen; after a failure again, as long as the rule says so."""
+def carry_out(job: Job, call: Call | None, gang: Gang, events: Events, past: list[Attempt]) -> Attempt | None:
+    """Two rounds, then listen; after a failure again, as long as the rule says so. None: again, but elsewhere."""
     events.say("plan", **gang.plan.as_event())
-    job = settled(job, gang.plan)
-    gang.open(job, preload.modules(job.job.target, job.backend.name, job.script), home.warm(job))
-    past = [attempts.attempt(job, call, gang, events)]
+    job = attempts.settled(job, gang.plan)
+    gang.open(job, preload.of(job), home.warm(job), len(past))
+    past.append(attempts.moved(job, call, gang, events, past) if past else attempts.attempt(job, call, gang, events))
     while isinstance(verdict := restart.decide(job.restart, past), Again):
+        if verdict.elsewhere:
+            attempts.leave(job, gang, events, verdict)
+            return None
         past.append(attempts.another(job, call, gang, events, verdict, past[-1]))
     return attempts.conclude(past, verdict, gang)

@@ -45,6 +45,16 @@ class Sentry:
             if self._pace.silent(now):
                 self._look()
 
+    def beat(self, rank: int) -> Beat:
+        """The last heartbeat of a rank that was heard of."""
+        pulse = self._pace.pulses.get(rank)
+        return pulse.beat if pulse else (0, "", 0.0)
+
+    @property
+    def silence(self) -> float:
+        """The longest silence of a rank, in seconds."""
+        return self._pace.silence(time.monotonic())
+
     def gone(self, rank: int) -> None:
         """This rank has ended."""
         self._pace.forget(rank)
@@ -54,6 +64,7 @@ class Sentry:
         now = time.monotonic()
         silence = self._pace.silence(now)
         over = self._pace.over(now)
+        verdict = verdict.final if over else verdict
         self._looking = False
         if not (verdict.certain or self._pace.silent(now)):
             return False  # it went on while it was looked at
@@ -74,7 +85,9 @@ class Sentry:
     def _gather(self, calls: Mapping[int, Future[Any]], beats: Mapping[int, Beat]) -> None:
         wait(calls.values(), timeout=ANSWER_S)
         answers = {rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()}
-        self._tell(stuck.judge([self._seen(rank, beats[rank], found) for rank, found in answers.items() if found]))
+        self._tell(
+            stuck.judge([self._seen(rank, beats[rank], found) for rank, found in sorted(answers.items()) if found])
+        )
 
     def _seen(self, rank: int, beat: Beat, found: dict[str, Any]) -> Look:
         return Look(rank, self._gang.plan.seats[rank].node.host, step=beat[0], phase=beat[1], **found)

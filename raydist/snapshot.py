@@ -15,6 +15,7 @@ import contextlib
 import io
 import mmap
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from typing import Any
 
 import torch
 
-from raydist.node.wire import LOCK, PAGE, SLOT, SLOTS, STEP, at_slot, complete_slots
+from raydist import context
+from raydist.node.wire import ASKED, GUESTS, LOCK, PAGE, SLOT, SLOTS, STEP, at_slot, complete_slots
 
 TENSOR = "\0tensor"
 """The key that stands for a tensor in the description of a slot."""
@@ -102,9 +104,44 @@ class Memory:
         """Leave this slot alone until the fork server says that it is on the disk."""
         LOCK.pack_into(self._page, 0, slot)
 
+    @property
+    def guests(self) -> dict[int, int]:
+        """The slot of each step of another rank, of which this memory has a copy."""
+        return complete_slots(self._page, GUESTS)
+
+    @property
+    def asked(self) -> dict[int, int]:
+        """The slot of the step of which the job asked for a checkpoint."""
+        return complete_slots(self._page, (ASKED,))
+
+    def open_guest(self, size: int, length: int) -> int:
+        """A slot for such a copy, of so many bytes as `size` tells; NoRoom as in `write`."""
+        slot = GUESTS[max(self.guests.items(), default=(-1, GUESTS[-1]))[1] == GUESTS[0]]
+        self._open(slot, size, length, False)
+        return slot
+
+    def open_own(self, size: int, length: int) -> int:
+        """A slot for a state of this rank's own, of which another has the copy."""
+        slot = next(free for free in range(SLOTS) if free not in self.steps.values())
+        self._open(slot, size, length, False)
+        return slot
+
+    def complete(self, slot: int, step: int) -> None:
+        """What was opened is there."""
+        STEP.pack_into(self._page, at_slot(slot), step)
+
+    def size(self, slot: int) -> tuple[int, int]:
+        """Bytes of a slot's tensors, and of their description."""
+        _, _, _, size, length, _ = SLOT.unpack_from(self._page, at_slot(slot))
+        return size, length
+
+    def raw(self, slot: int) -> torch.Tensor:
+        """The used bytes of a slot, where they lie."""
+        return torch.frombuffer(self.bytes_of(slot), dtype=torch.uint8, count=sum(self.size(slot)))
+
     def forget_after(self, step: int) -> None:
         """Drop the states of later steps: another attempt made them, and this one makes its own."""
-        for later, slot in self.steps.items():
+        for later, slot in [*self.steps.items(), *self.guests.items()]:
             if later > step:
                 STEP.pack_into(self._page, at_slot(slot), -1)
 
@@ -137,6 +174,17 @@ class Memory:
             self._coming = slot, step, copied
         else:
             STEP.pack_into(self._page, at_slot(slot), step)
+
+    def rest(self) -> None:
+        """Wait until what is on its way to the disk is there: there is one at a time."""
+        while self.locked >= 0:
+            time.sleep(0.001)
+
+    def drop(self) -> None:
+        """Give the memory back, with all that is in it; nothing may be on its way to the disk."""
+        for slot in range(ASKED + 1):
+            SLOT.pack_into(self._page, at_slot(slot), -1, 0, 0, 0, 0, 0)
+        os.ftruncate(self._descriptor, PAGE)
 
     def settle(self) -> None:
         """Wait for what is still on its way from the GPU, and name it on the page."""
@@ -190,6 +238,33 @@ class Memory:
         if known is None or known[0] != spots:
             known = self._views[slot] = spots, [spot.view(memory) for spot in spots]
         return known[1]
+
+
+def hand_over(step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Have this rank's state written as a checkpoint while the training goes on; False if that can't be.
+
+    `facts`: what node.memory.asked reads beside it.
+    """
+    here = context.here()
+    tensors: list[torch.Tensor] = []
+    tree = take_apart({"state": state, **facts}, tensors)
+    # what else there is (sparse, sharded, a Parameter) would not come back as what it was
+    plain = all(type(each) is torch.Tensor and each.layout == torch.strided for each in tensors)
+    if here.memory is None or here.memory[0] < 0 or here.comm is None or not plain:
+        return False
+    if here.saver is None:
+        here.saver = Memory(here.memory[0])
+        here.leaving.append(here.saver.rest)
+    memory: Memory = here.saver
+    memory.rest()
+    try:
+        memory.fill(ASKED, step, put_together(tree, tensors))
+    except NoRoom:
+        return False
+    memory.settle()
+    memory.lock(ASKED)
+    context.tell("save", slot=ASKED)
+    return True
 
 
 def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[Spot], int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raydist.blame import compact
@@ -76,6 +76,13 @@ class Verdict:
     certain: bool = False
     """Whether it can't get better by waiting."""
     looks: Sequence[Look] = field(default=(), repr=False)
+
+    @property
+    def final(self) -> Verdict:
+        """The same once the run is ended for it, whatever was found: something is said, and somebody is named."""
+        found = "; ".join(f"{name([look])} {doing(look)}" for look in self.looks[:4])
+        text = self.text or found or "no rank goes on, and none could be looked at"
+        return replace(self, text=text, culprits=self.culprits or ranks(self.looks))
 
     def stack_of(self, rank: int) -> str:
         """The main thread's stack of that rank, as a traceback: the innermost line last."""

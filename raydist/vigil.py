@@ -10,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from raydist import result, signals
-from raydist.config import Hang
+from raydist import blame, notice, result, signals, straggler
+from raydist.config import Job
 from raydist.errors import Stopped
 from raydist.events import Event, Events
-from raydist.group import Gang, cause
+from raydist.group import Gang, cause, why
+from raydist.notice import Notice
 from raydist.restart import Again
 from raydist.result import End
 from raydist.sentry import Sentry
+from raydist.straggler import Slow, Stragglers
 from raydist.stuck import Verdict
 
 VICTIM_S = 0.5
@@ -36,7 +38,7 @@ CALLS_PER_S = 400.0
 class Vigil:
     """One attempt's watch over its ranks. Nothing polls: every seat has one open question, answered by news."""
 
-    def __init__(self, gang: Gang, events: Events, logs: Path, hang: Hang, after: Again | None = None) -> None:
+    def __init__(self, gang: Gang, events: Events, logs: Path, job: Job, after: Again | None = None) -> None:
         """`after`: the failure that this attempt mends, if it is not the first."""
         self.ends: dict[int, End] = {}
         self.stopped: Stopped | None = None
@@ -46,9 +48,16 @@ class Vigil:
         self._after = after
         self._resumed: int | None = None
         self._files: list[IO[bytes]] = []
-        self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict] = queue.SimpleQueue()
-        self._sentry = Sentry(gang, hang, events, logs, self._inbox.put)
+        self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict | Notice] = queue.SimpleQueue()
+        self._sentry = Sentry(gang, job.hang, events, logs, self._inbox.put)
+        self._stragglers = Stragglers([seat.node.host for seat in gang.plan.seats], job.watch.slow)
+        self.slow: list[Slow] = []
+        """Those that were named last for holding up the others."""
         self._hung: Verdict | None = None
+        self._silent = 0.0
+        self._leaving: Notice | None = None
+        self._until: dict[int, int] = {}
+        """The step that each rank is to do yet, before it leaves."""
         self._raised: dict[int, Event] = {}
         self._deadline: float | None = None
         self._stop_at: float | None = None
@@ -60,7 +69,11 @@ class Vigil:
         """How each rank ended, by rank. A signal meanwhile ends them all, and is kept in `stopped`."""
         self._logs.mkdir(parents=True, exist_ok=True)
         world = self._gang.plan.world_size
-        with ExitStack() as stack, signals.told(self._inbox.put):  # SimpleQueue.put may be called by a signal's handler
+        with (
+            ExitStack() as stack,
+            signals.told(self._inbox.put),
+            notice.heard(self._gang, self._inbox.put),
+        ):  # SimpleQueue.put may be called by a signal's handler
             self._files = [stack.enter_context(self._log(rank).open("ab", buffering=0)) for rank in range(world)]
             for rank in range(world):
                 self._listen(rank)
@@ -70,7 +83,12 @@ class Vigil:
                     self._hear(self._inbox.get(timeout=left))
                 except queue.Empty:
                     self._overdue()
-        return [self.ends[rank] for rank in range(world)]
+        if self._stragglers.told:
+            self._events.say("work", ranks={rank: own[1:] for rank, own in sorted(self._stragglers.told.items())})
+        ends = [self.ends[rank] for rank in range(world)]
+        if self.stopped is None and (first := result.first_cause(ends)) is not None:
+            self._events.say("failure", **blame.told(first, ends), attempt=self._gang.meet.attempt)
+        return ends
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"rank-{rank}.log"
@@ -81,24 +99,31 @@ class Vigil:
         answer = self._gang.call(rank, "watch", max(patience, self._gang.plan.world_size / CALLS_PER_S))
         answer.add_done_callback(lambda done: self._inbox.put((rank, done)))
 
-    def _hear(self, heard: tuple[int, Future[Any]] | Stopped | Verdict) -> None:
+    def _hear(self, heard: tuple[int, Future[Any]] | Stopped | Verdict | Notice) -> None:
         if isinstance(heard, Stopped):
             self.stopped = heard
             self._stop(str(heard), GRACE_S)
             return
         if isinstance(heard, Verdict):
             if self._sentry.weigh(heard) and self._stop_at is None:
-                self._hung = heard
+                self._hung, self._silent = heard.final, time.time() - self._sentry.silence
                 self._stop("ranks hang", 0.0)
+            return
+        if isinstance(heard, Notice):
+            self._prepare(heard)
             return
         rank, answer = heard
         try:
             news = answer.result()
         except Exception as error:
-            gone = End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message=cause(error))
-            self._ended(replace(gone, preempted=getattr(error, "preempted", False)))
+            self._ended(
+                replace(self._lost(rank, cause(error), why(error)), preempted=getattr(error, "preempted", False))
+            )
             return
         self._files[rank].write(news["log"])
+        if news["nccl"]:
+            with (self._logs / f"rank-{rank}.nccl").open("ab") as file:
+                file.write(news["nccl"])
         self._events.show(rank, news["log"])
         for happened in news["events"]:
             self._note(rank, happened)
@@ -106,7 +131,11 @@ class Vigil:
             self._ended(self._end(rank, news["end"]))
         elif rank not in self.ends:
             self._sentry.note(rank, news["beat"], news["quiet"])
+            if slow := self._stragglers.note(rank, tuple(news["own"]), time.monotonic()):
+                self.slow = slow
+                self._events.say("slow", **straggler.as_event(slow))
             self._listen(rank)
+            self._may_leave(rank, news["beat"][0])
 
     def _note(self, rank: int, happened: Event) -> None:
         self._events.add(happened)
@@ -141,19 +170,32 @@ class Vigil:
         made = End(
             rank=rank, host=self._host(rank), how="finished", at=end["at"], step=end["step"], phase=end["phase"],
             code=end["code"], signal=end["signal"], log=str(self._log(rank)), message=end.get("lost", ""),
+            why=end.get("why", ""),
         )  # fmt: skip
-        if raised := self._raised.get(rank):
+        raised = self._raised.get(rank)
+        failed_at = raised["t"] if raised else end["at"]
+        if self._leaving and self._stop_at and not self.stopped and failed_at >= self._stop_at:
+            gone = replace(made, how="drained", message=self._leaving.text, preempted=True)
+            return gone if rank in self._leaving.ranks else replace(made, how="stopped")
+        if raised:
             known = {key: raised[key] for key in ("type", "message", "traceback", "step")}
             return replace(made, how="raised", at=raised["t"], **known)
         if made.code and (left := end.get("error")):
             return replace(made, how="raised", **left)
-        if self._hung and made.rank in self._hung.culprits and not self.stopped:
-            return replace(made, how="hung", message=self._hung.text, traceback=self._hung.stack_of(made.rank))
+        if self._hung and made.rank in (self._hung.culprits or (made.rank,)) and not self.stopped:
+            stack = self._hung.stack_of(made.rank)
+            return replace(made, how="hung", at=self._silent, message=self._hung.text, traceback=stack)
         if self._stop_at is not None and end["at"] >= self._stop_at and (end["signal"] or end["code"]):
             return replace(made, how="stopped")
         if "by" in end:
             return replace(made, how="ended")
         return replace(made, how="killed" if end["signal"] else "exited" if end["code"] else "finished")
+
+    def _lost(self, rank: int, message: str, why: str = "") -> End:
+        """The end of a rank of which only its last heartbeat is left."""
+        step, phase, _ = self._sentry.beat(rank)
+        at = time.time()
+        return End(rank, self._host(rank), "lost", at, step, phase, message=message, why=why, log=str(self._log(rank)))
 
     def _ended(self, end: End) -> None:
         if end.rank in self.ends:
@@ -170,12 +212,35 @@ class Vigil:
             due = time.monotonic() + seconds
             self._deadline = due if self._deadline is None else min(self._deadline, due)
 
+    def _prepare(self, heard: Notice) -> None:
+        """Nodes are about to be taken away: each rank does a few more steps, keeps them, and leaves."""
+        self._events.say("notice", text=heard.text, ranks=heard.ranks, hosts=heard.hosts, s=heard.left_s)
+        if self._stop_at is None and not self.ends:
+            self._leaving = heard
+            self._until = {seat.rank: 0 for seat in self._gang.plan.seats}
+            for rank in self._until:
+                self._gang.call(rank, "prepare")
+            self._expect(heard.share_s)
+
+    def _may_leave(self, rank: int, step: int) -> None:
+        """Leave once all ranks have done their further steps."""
+        if self._leaving is None or self._stop_at is not None or rank not in self._until:
+            return
+        self._until[rank] = self._until[rank] or step + notice.STEPS
+        if step >= self._until[rank]:
+            del self._until[rank]
+        if not self._until:
+            self._stop("its nodes are drained", self._leaving.share_s)
+
     def _overdue(self) -> None:
+        if self._stop_at is None and self._leaving and not any(end.failed for end in self.ends.values()):
+            self._stop("its nodes are drained", self._leaving.share_s)
+            return
         if self._stop_at is None:
             self._stop("a rank failed", 0.0)
             return
         for rank in range(self._gang.plan.world_size):
-            self._ended(End(rank=rank, host=self._host(rank), how="lost", at=time.time(), message="its seat is silent"))
+            self._ended(self._lost(rank, "its seat is silent"))
 
     def _stop(self, reason: str, grace: float) -> None:
         self._stop_at = self._stop_at or time.time()

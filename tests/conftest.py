@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ["RAY_DEDUP_LOGS"] = "0"
 os.environ["RUNTIME_ENV_RETRY_TIMES"] = "1"  # a package that is not there is not there at a third try
 os.environ.pop("RAY_ADDRESS", None)
+_cache = tempfile.TemporaryDirectory(prefix="raydist-test-cache-")
+os.environ["RAYDIST_LEDGER"] = f"{_cache.name}/nodes.json"  # what a test does to a node is nothing to remember
 ROOT = Path(__file__).parent.parent
 
 

@@ -36,6 +36,14 @@ def gone(mark: str, within: float = 15.0) -> list[str]:
     return left
 
 
+def groups() -> list[str]:
+    """Placement groups of this process's cluster that still hold a place."""
+    from ray.util.placement_group import placement_group_table
+
+    held = [name for name, each in placement_group_table().items() if each["state"] != "REMOVED"]
+    return sorted(str(name) for name in held)
+
+
 def folders_of(tmp: Path) -> list[str]:
     """Fork servers' folders that are still there."""
     return sorted(str(path) for path in tmp.glob("raydist-*"))

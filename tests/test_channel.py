@@ -12,7 +12,7 @@ import pytest
 
 from raydist.events import Event, event
 from raydist.node.channel import Channel
-from raydist.node.wire import BEAT, PHASES, read_beat
+from raydist.node.wire import BEAT_PAGE, PHASES, read_beat
 
 
 class Line:
@@ -20,8 +20,8 @@ class Line:
 
     def __init__(self, tmp_path: Path) -> None:
         descriptor = os.open(tmp_path / "beat", os.O_RDWR | os.O_CREAT)
-        os.ftruncate(descriptor, BEAT.size)
-        self.page = mmap.mmap(descriptor, BEAT.size)
+        os.ftruncate(descriptor, BEAT_PAGE)
+        self.page = mmap.mmap(descriptor, BEAT_PAGE)
         self.socket, its = socket.socketpair()
         self.socket.settimeout(10)
         self.lines = self.socket.makefile()

@@ -117,6 +117,17 @@ def test_the_limit_ends_it_whatever_the_reason(on_ray: Path) -> None:
     assert (caught.value.result.cause.rank, caught.value.result.cause.how) == (1, "hung")
 
 
+def test_the_limit_ends_ranks_that_all_compute_too_and_it_is_a_failure(on_ray: Path) -> None:
+    def job() -> None:
+        raydist.report(step=1)
+        while True:
+            pass
+
+    with pytest.raises(RunFailed, match=r"rank 0 on .* hangs: rank 0 on") as caught:
+        raydist.run(job, *WORDS, "hang.limit_s=3")
+    assert caught.value.result.cause.how == "hung"
+
+
 def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
     def job() -> Any:
         import threading

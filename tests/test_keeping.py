@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from raydist import context
+from raydist import context, snapshot
 from raydist.config import Backend, Job, Snapshot
-from raydist.loop.keeping import Keeper, Offer, choose
-from raydist.node.wire import blank_page
+from raydist.loop.keeping import Keeper, Offer, choose, spacing
+from raydist.node.wire import PAGE, blank_page
 from raydist.snapshot import Memory
 from tests.ranks import run_ranks
 
@@ -106,6 +107,49 @@ def rhythm(every: int | None, pause: float) -> Any:
 def test_as_often_as_is_asked(tmp_path: Path, every: int, last: int) -> None:
     for each in run_ranks(2, GLOO, rhythm(every, 0.0), tmp_path):
         assert (each.error, each.value[-1]) == ("", last)
+
+
+@pytest.mark.parametrize(
+    ("shares", "steps"), [([0.0, 0.004], 1), ([0.01], 1), ([0.0101], 2), ([0.5, 0.02], 50), ([0.0], 1), ([3.0], 300)]
+)
+def test_each_step_is_kept_if_that_takes_a_percent_of_it_at_most(shares: list[float], steps: int) -> None:
+    assert spacing(shares) == steps
+
+
+def scarce(last: int) -> Any:
+    """8 steps; no more memory is free after the `last`. One is on its way to the disk from the 3rd to the 6th."""
+
+    def job(job: Job) -> Any:
+        here = context.here()
+        descriptor = os.memfd_create("test")
+        os.pwrite(descriptor, blank_page(), 0)
+        here.memory, memory = (descriptor, descriptor), Memory(descriptor)
+        keeper = Keeper(Job(snapshot=Snapshot(every=1)), here.comm)
+        keeper.begin(0)
+        kept = []
+        for step in range(1, 9):
+            if step in (3, 6) and memory.steps:
+                memory.lock(memory.steps[2] if step == 3 else -1)
+            keeper.step(step, lambda: {"rank": torch.ones(1)}, partial(state, step, 0))
+            kept.append(max(memory.steps, default=0))
+            if step == last:
+                snapshot.memory_left = lambda root=Path("/"): 1000
+        return kept, os.fstat(descriptor).st_size
+
+    return job
+
+
+def test_without_memory_for_a_third_state_none_is_kept_while_one_gets_to_the_disk(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, GLOO, scarce(2), tmp_path)
+    assert (told.error, told.kind("warning")) == ("", [])
+    assert told.value[0] == [1, 2, 3, 3, 3, 6, 7, 8]
+
+
+def test_without_memory_for_two_there_are_none_and_what_they_took_is_free(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, GLOO, scarce(1), tmp_path)
+    assert (told.error, told.value) == ("", ([1, 0, 0, 0, 0, 0, 0, 0], PAGE))
+    (warning,) = told.kind("warning")
+    assert "no more snapshots: a state takes" in warning["text"]
 
 
 def test_steps_that_take_no_time_are_not_all_kept_and_all_ranks_agree(tmp_path: Path) -> None:

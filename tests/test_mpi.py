@@ -19,7 +19,7 @@ from raydist.group import Gang
 from raydist.node.probe import Facts
 from raydist.result import Result
 from tests.leftovers import gone
-from tests.mpi_programs import MPICH, SUM, requires_mpich, requires_openmpi
+from tests.mpi_programs import HOROVOD_MPI, MPICH, SUM, requires_horovod_mpi, requires_mpich, requires_openmpi
 from tests.programs import Program
 
 OPENMPI: tuple[str, ...] = ()
@@ -142,6 +142,21 @@ def test_torch_meets_beside_mpi(own_folder: Path) -> None:
     )
     done = run("script=both.py")
     assert [log(done, rank).strip() for rank in range(3)] == ["True 3.0"] * 3
+
+
+@requires_openmpi
+@requires_horovod_mpi
+def test_horovod_that_was_built_with_mpi(own_folder: Path) -> None:
+    (own_folder / "both.py").write_text(
+        "import horovod.torch as hvd\nimport torch\nhvd.init()\n"
+        "print(hvd.mpi_enabled(), hvd.gloo_enabled(), float(hvd.allreduce(torch.ones(1) * hvd.rank(), op=hvd.Sum)))\n"
+    )
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # where mpirun is
+    command = [HOROVOD_MPI, "-m", "raydist.train", *WORDS, "script=both.py"]
+    subprocess.run(command, env={**os.environ, "PATH": path}, check=True, timeout=120)
+    for rank in range(3):
+        (text,) = own_folder.glob(f"runs/*/*/logs/rank-{rank}.log")
+        assert text.read_text().split() == ["True", "False", "3.0"]
 
 
 @requires_openmpi

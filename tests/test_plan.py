@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raydist import cluster, fabric, placement
+from raydist import cluster, fabric, gcs, placement
 from raydist.config import Backend, Job, Scale
 from raydist.inventory import Node, NodeType
 from raydist.node import probe
@@ -219,9 +219,9 @@ def test_an_address_that_a_killed_cluster_left_behind_is_no_cluster(
 
 
 def test_what_listens_there_and_is_no_ray_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "ANSWER_S", 0.5)
+    monkeypatch.setattr(gcs, "ANSWER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert not cluster.answers(f"127.0.0.1:{silent.getsockname()[1]}")
+        assert not gcs.answers(f"127.0.0.1:{silent.getsockname()[1]}")
 
 
 @pytest.mark.ray

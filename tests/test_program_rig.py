@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.horovod_ranks import requires_horovod
 from tests.rig import hosts, requires_root
 from tests.rig.network import Rig
 
@@ -74,6 +75,21 @@ def test_a_rank_on_the_command_line(rig: Rig, home: Path, init_method: str) -> N
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("["))
     store = "FileStore" if init_method == "file" else "TCPStore"
     assert lines == [f"[{rank}] {store} {init_method} gloo 0 3.0 {{}}" for rank in range(3)]
+
+
+@requires_horovod
+@pytest.mark.parametrize(("fail", "how"), [("", ""), ("raise", "raised"), ("kill", "killed"), ("exit", "exited")])
+def test_a_program_of_horovodruns_on_three_hosts(rig: Rig, home: Path, fail: str, how: str) -> None:
+    words = ["backend=horovod", "scale=3x1", f"script={SCRIPTS / 'horovod_mnist.py'}", f"args='--fail={fail}'"]
+    done = rig.hosts[0].run(["python", "-m", "raydist.train", *words], cwd=home, check=False)
+    assert done.returncode == bool(fail), done.stdout + done.stderr
+    if fail:
+        (result,) = home.glob("runs/*/*/result.json")
+        cause = json.loads(result.read_text())["cause"]
+        assert (cause["rank"], cause["host"], cause["how"]) == (1, "host1", how)
+    else:
+        lines = sorted(line for line in done.stdout.splitlines() if line.startswith("["))
+        assert lines == [f"[{rank}] rank {rank} of 3, local 0: same True" for rank in range(3)]
 
 
 def test_a_folder_is_sent_and_without_that_the_host_that_lacks_it_is_named(rig: Rig, home: Path) -> None:

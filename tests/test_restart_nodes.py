@@ -81,7 +81,25 @@ def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_pa
     (end,) = result(struck)["restarts"]
     assert (end["rank"], end["how"]) == (lost, "lost")
     assert result(struck)["metrics"]["test_loss"] > 0
+    (noted,) = json.loads((rig.hosts[0].folder / "home" / ".cache" / "raydist" / "nodes.json").read_text())
+    assert (noted["host"], noted["what"], noted["run"]) == (victim.name, "lost", str(struck / "run"))
     # the generators of the lost rank are lost with it, and are seeded anew: not to the last bit, but the same training
     assert weights(struck).keys() == weights(whole).keys()
     victim.boot()
     rig.ray_join(victim, cpus=2, env=ENV)
+
+
+def test_a_host_that_is_cut_off_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_path: Path) -> None:
+    """The cable is pulled: nobody hears from it, and it runs on, alone."""
+    struck = tmp_path / "cut"
+    run = start(rig, struck, "scale=2x1", "train.epochs=6")
+    wait_until(lambda: reached(struck, 20), "step 20", 90)
+    victim = host_of(rig, struck, 1)
+    rig.cut(victim)
+    assert run.wait(150) == 0, (struck / "screen.txt").read_text()
+    (back,) = events(struck, "restarted")
+    assert back["repeated"] <= 1
+    (end,) = result(struck)["restarts"]
+    assert (end["rank"], end["how"]) == (1, "lost")
+    page = (struck / "run" / "blame-1.txt").read_text()
+    assert "another node for rank 1" in page

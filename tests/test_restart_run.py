@@ -18,7 +18,7 @@ from raydist.events import Event, read
 from raydist.result import Result
 from tests import faults
 from tests.faults import Fault, kill
-from tests.leftovers import folders_of, gone
+from tests.leftovers import folders_of, gone, groups
 from tests.programs import Program
 
 pytestmark = pytest.mark.ray
@@ -59,11 +59,15 @@ def losses(done: Result[Any]) -> list[float]:
         (Fault("raise", 1, 20), "raised"),
         (Fault("exit", 0, 33), "exited"),
         (Fault("abort", 1, 1), "killed"),
+        (Fault("stop", 1, 20), "hung"),
+        (Fault("skip", 0, 12), "hung"),
     ],
     ids=lambda value: f"{value.act}{value.step}" if isinstance(value, Fault) else "",
 )
 def test_a_run_that_is_struck_ends_as_if_it_had_not_been(on_ray: Path, backend: str, struck: Fault, how: str) -> None:
-    done = train(f"backend={backend}", struck=(struck,))
+    # a stopped rank is named by its state; one that keeps away from the collectives is given up after the limit
+    limits = ("hang.after_s=1", "hang.limit_s=6") if how == "hung" else ()
+    done = train(f"backend={backend}", *limits, struck=(struck,))
     assert done.status == "finished"
     assert (done.values, losses(done)) == unbroken(backend)
     (end,) = done.restarts
@@ -81,6 +85,12 @@ def test_two_faults_and_a_snapshot_now_and_then(on_ray: Path, group: str) -> Non
     assert [event["number"] for event in events(done, "restart")] == [1, 2]
     assert [end.rank for end in done.restarts] == [1, 0]
     assert 0 < done.goodput < 1
+    assert done.spent["failures"] > 0 < done.spent["steps done again"]
+    assert sum(done.spent.values()) == pytest.approx(done.wall_s, rel=0.02)
+    assert done.recovery.keys() == {"detect", "kill", "place", "fork", "rendezvous", "restore", "first step"}
+    for number in (1, 2):
+        assert (done.dir / f"blame-{number}.txt").exists()
+    assert group == "inline" or groups() == []
 
 
 def test_a_restart_costs_no_placement_and_no_new_actor(on_ray: Path) -> None:
@@ -124,6 +134,31 @@ def test_a_loop_of_ones_own_goes_on_from_its_newest_checkpoint(on_ray: Path) -> 
     assert (back["step"], back["repeated"]) == (21, 5)
 
 
+def test_a_loop_of_ones_own_does_not_wait_for_the_disk(on_ray: Path) -> None:
+    def job() -> list[int]:
+        def nobody(*_: object) -> None:
+            raise AssertionError("this is not for the rank to do")
+
+        checkpoint.keep, written, weight = nobody, [], torch.zeros(1000)  # type: ignore[assignment]
+        for step in range(1, 4):
+            weight += step
+            checkpoint.save(step, {"weight": weight, "names": ["a", ("b", 3)]}, {"loss": step})
+            weight += 10  # what was saved is what it was then
+            checkpoint.settle()
+            written.append(checkpoint.newest_step(raydist.rank().run_dir / "checkpoints"))
+        return written
+
+    done = raydist.run(job, "scale=1x2", "group=inline", "watch.progress=none", "checkpoint.keep=2")
+    assert done.values[0] == [1, 2, 3]
+    kept = sorted((Path(done.dir) / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["step-00000002", "step-00000003"]
+    state = checkpoint.load(kept[1])
+    assert state["weight"].tolist() == [26.0] * 1000
+    assert state["names"] == ["a", ("b", 3)]
+    assert checkpoint.examine(kept[1]).meta["world_size"] == 2
+    assert checkpoint.examine(kept[1]).metrics == {"loss": 3}
+
+
 def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) -> None:
     def struck() -> int:
         from raydist import context
@@ -131,6 +166,7 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) 
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         begin, _ = faults.own_loop(24 if first else 40)
         if first and context.rank().rank == 0:
+            checkpoint.settle()
             (context.rank().run_dir / "checkpoints" / "step-00000020" / "state.pt").write_bytes(b"cut off")
             os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.barrier()
@@ -210,8 +246,9 @@ def test_ctrl_c_leaves_the_last_state_on_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_path")
-def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(tmp_path: Path) -> None:
-    started = program(tmp_path, "checkpoint.every=100000")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(tmp_path: Path, backend: str) -> None:
+    started = program(tmp_path, "checkpoint.every=100000", f"backend={backend}")
     started.until_step(20)
     started.signal(signal.SIGKILL)
     started.wait()

@@ -134,6 +134,18 @@ def test_ranks_that_compute_are_left_alone() -> None:
     assert judge([]).text == ""
 
 
+def test_a_run_that_is_ended_names_somebody_whatever_was_found() -> None:
+    busy = [elsewhere(rank, busy=1.0, phase="forward") for rank in range(2)]
+    found = judge(busy)
+    assert (found.text, found.culprits) == ("", ())
+    assert found.final.culprits == (0, 1)
+    assert found.final.text.startswith("rank 0 on b computes at line 31 of /home/me/train.py, in job (forward); rank 1")
+    assert judge([waits(0, entry(10)), waits(1, entry(10))]).final.culprits == (0, 1)
+    named = judge([waits(0, entry(10)), Look(1, "b", state="T")])
+    assert named.final == named
+    assert judge([]).final.text == "no rank goes on, and none could be looked at"
+
+
 def test_the_stack_is_told_from_the_jobs_own_first_line_on() -> None:
     verdict = judge([waits(0, entry(10)), waits(1, entry(10, "broadcast"))])
     lines = verdict.stack_of(1).splitlines()

@@ -88,5 +88,7 @@ def join(name: str, job: Job, env: Mapping[str, str]) -> Iterator[Comm]:
         here.comm, here.checkpoint = comm, job.checkpoint
         try:
             yield comm
+            for wait in here.leaving:
+                wait()
         finally:
             here.comm = None

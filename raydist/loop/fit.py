@@ -233,7 +233,9 @@ class Training:
         context.phase(what)
         began = time.perf_counter()
         yield
-        self.spent[what] += time.perf_counter() - began
+        took = time.perf_counter() - began
+        self.spent[what] += took
+        context.tell("spent", what=what, s=took)
         self.keeper.go_on()
 
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from raydist import context
+from raydist import checkpoint, context
 from raydist.backends import Comm
 from raydist.config import Job, as_saved
 from raydist.node.wire import ABOUT, BESIDE
 from raydist.snapshot import Memory, NoRoom, unpack
+from raydist.storage import Place
 
 State = dict[str, Any]
 
@@ -37,7 +38,7 @@ class Kept:
     state: State
     own: State | None
     """This rank's own part; None on all ranks if one has lost its own."""
-    path: Path = Path("a snapshot in memory")
+    path: Place = Path("a snapshot in memory")
 
     @property
     def mine(self) -> State:
@@ -82,6 +83,7 @@ class Keeper:
         about = {
             "world_size": self._me.world_size, "run_dir": str(self._me.run_dir), "config": as_saved(self._job),
             "keep": self._job.checkpoint.keep, "best": self._job.checkpoint.best,
+            "checkpoints": str(checkpoint.home().absolute()),
         }  # fmt: skip
         if self._memory is not None and self._me.local_rank == 0:
             self._memory.fill(ABOUT, 0, about)
@@ -99,7 +101,7 @@ class Keeper:
             return
         began = time.perf_counter()
         self._steps.append(began - self._since)
-        if step % self._every == 0:
+        if step % self._every == 0 or context.here().going:
             self._keep(step, own, state)
             self._costs.append(time.perf_counter() - began)
         self._count += 1
@@ -115,8 +117,10 @@ class Keeper:
         try:
             return self._memory.write(step, {"own": own(), **(state() if self._me.local_rank == 0 else {})})
         except NoRoom as why:
-            self._memory = None
-            context.tell("warning", text=f"no more snapshots: {why}; a restart goes back to an older state")
+            if self._memory.locked < 0:  # else two slots may do, once the checkpoint is on the disk
+                self._memory.drop()
+                self._memory = None
+                context.tell("warning", text=f"no more snapshots: {why}; a restart goes back to a checkpoint")
             return None
 
     def to_disk(
@@ -143,8 +147,8 @@ class Keeper:
 
     def rest(self) -> None:
         """Wait until the checkpoint that is being written is on the disk: there is one at a time."""
-        while self._memory is not None and self._memory.locked >= 0:
-            time.sleep(0.001)
+        if self._memory is not None:
+            self._memory.rest()
 
     def find(self) -> Kept | None:
         """The newest state that all ranks can go back to. All ranks call it, and find the same."""
@@ -181,10 +185,15 @@ class Keeper:
         """How often a snapshot is made from here on: as often on all ranks."""
         mine = statistics.median(self._costs) / statistics.median(self._steps) if self._costs else 0.0
         shares = self._comm.gather(torch.tensor([mine], dtype=torch.float64))
-        self._every = max(1, math.ceil(max(float(share) for share in shares) / SHARE))
+        self._every = spacing([float(share) for share in shares])
         self._look *= 2
         self._steps.clear()
         del self._costs[:-FIRST_LOOK]
+
+
+def spacing(shares: Sequence[float]) -> int:
+    """Steps between snapshots, by what one costs each rank as a share of a step: of every step, if that is cheap."""
+    return max(1, math.ceil(max(shares) / SHARE))
 
 
 def of_step(offers: Sequence[Offer], step: int) -> Offer:

@@ -12,9 +12,10 @@ import threading
 import time
 from collections import deque
 
+from raydist import context
 from raydist.events import Event, event
 from raydist.node import insight
-from raydist.node.wire import BEAT
+from raydist.node.wire import ASK, BEAT, BEAT_PAGE, LEAVE, OWN
 
 FLUSH_S = 0.1
 """Seconds a report may wait in the rank before it travels."""
@@ -25,7 +26,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, beat_fd: int) -> None:
         self._sock = sock
-        self._page = mmap.mmap(beat_fd, BEAT.size)
+        self._page = mmap.mmap(beat_fd, BEAT_PAGE)
         self._waiting: deque[Event] = deque()
         self._sending = threading.Lock()
         self._open = True
@@ -42,6 +43,10 @@ class Channel:
     def beat(self, step: int, phase: int) -> None:
         """Write the heartbeat: two numbers and the time, into memory that the seat can read."""
         BEAT.pack_into(self._page, 0, step, phase, time.time())
+
+    def own(self, steps: int, work: float, whole: float) -> None:
+        """Write, beside the heartbeat, how much of a step is this rank's own work; both in seconds."""
+        OWN.pack_into(self._page, BEAT.size, steps, work, whole)
 
     def flush(self) -> None:
         """Send all that waits."""
@@ -60,13 +65,16 @@ class Channel:
         self._waiting = deque(maxlen=0)
 
     def _serve(self) -> None:
-        """Send what waits, often, and answer the seat, whose only question is what this rank last did."""
+        """Send what waits, often, and hear the seat: it asks what this rank last did, or says that its node goes."""
         asked = [self._sock]
         while self._open:
             if select.select(asked, [], [], FLUSH_S)[0]:
-                if self._sock.recv(16):
+                words = self._sock.recv(16)
+                if LEAVE in words:
+                    context.here().going = True
+                if ASK in words:
                     self.emit(event("collectives", entries=insight.collectives()))
-                else:
+                if not words:
                     asked = []  # the seat is gone
             if self._waiting:
                 self.flush()

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -74,7 +74,7 @@ def run_rank(
     me = context.Rank.from_env(os.environ)
     here = context.Context(me, emit=channel.emit, beat=channel.beat, flush=channel.flush, memory=(own, lead))
     context.enter(here)
-    code = run_job(spec)
+    code = run_job(spec, channel.own)
     channel.flush()
     leave(code, whole=bool(spec.get("script")))
 
@@ -96,20 +96,23 @@ def run_program(spec: Mapping[str, Any], log_fd: int) -> NoReturn:
         os._exit(127)
 
 
-def run_job(spec: Mapping[str, Any]) -> int:
+def run_job(spec: Mapping[str, Any], own: Callable[[int, float, float], None]) -> int:
     """Join, call the job, leave. The exit code: 0, what the job gave to sys.exit, or 1 for an exception.
 
     A script joins by itself, if it does: it counts as joined when it begins. It has no heartbeat until it reports.
+    `own`: takes what is known of the rank's own work, as apart.Tell.
     """
     try:
         job = config.from_dict(spec["job"])
         if spec.get("script"):
             context.tell("joined", pid=os.getpid())
+            watch(job, own)
             program.run(spec["script"], spec["argv"][1:])
             return 0
         context.phase("start")
         with backends.join(job.backend.name, job, os.environ):
             context.tell("joined", pid=os.getpid())
+            watch(job, own)
             write_pickle(spec["value"], call(spec, job))
         return 0
     except SystemExit as asked:
@@ -126,6 +129,14 @@ def run_job(spec: Mapping[str, Any]) -> int:
             error.__traceback__ = None  # frames don't travel
             write_pickle(spec["value"] + ".error", error)
         return program.NOT_THERE if spec.get("script") and isinstance(error, program.Missing) else 1
+
+
+def watch(job: config.Job, own: Callable[[int, float, float], None]) -> None:
+    """Have the rank's own work timed, if it is asked for, and if there is somebody to be slower than."""
+    if job.watch.slow and "torch" in sys.modules and context.rank().world_size > 1:
+        from raydist import apart
+
+        apart.watch(own)
 
 
 def beyond_this_file(frames: TracebackType | None) -> TracebackType | None:

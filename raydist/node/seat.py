@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist import transport
-from raydist.node import counters
+from raydist.node import counters, nccl_log, oom
 from raydist.node.fork_client import ForkClient
+from raydist.node.nccl_log import NcclLog
 from raydist.node.processes import catches, recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
-from raydist.node.wire import BEAT, HERE, STACKS_SIGNAL, read_beat
+from raydist.node.wire import ASK, BEAT_PAGE, HERE, LEAVE, STACKS_SIGNAL, read_beat, read_own
 
 if TYPE_CHECKING:
     from raydist.events import Event
@@ -45,6 +46,7 @@ class Seat:
         self.rank = -1
         self.pid = 0
         self._store_pid = 0
+        self._nccl: NcclLog | None = None
         self._own: ForkServer | None = None
         self._client: ForkClient | None = None
         self._news = asyncio.Event()
@@ -60,6 +62,8 @@ class Seat:
         self._collectives: list[dict[str, Any]] = []
         self._saving: asyncio.Task[None] | None = None
         self._checkup: Checkup | None = None
+        self._kills: oom.Count | None = None
+        self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +92,13 @@ class Seat:
             "warm": warm,
             "store": opened,
             "ports": counters.read() if ask["lead"] else None,
-            "sees": ask["shared"] is None or os.path.exists(ask["shared"]),
         }
+
+    async def blind(self, files: dict[str, str], env: dict[str, str]) -> dict[str, str]:
+        """Which of these files this node can't see, and why."""
+        from raydist.node import sight
+
+        return await sight.blind(files, env)
 
     async def open_store(self, kind: str, address: str) -> tuple[int, str]:
         """A fresh store for an attempt, on the node of this seat; its port, and the secret that opens it."""
@@ -109,7 +118,7 @@ class Seat:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
         here = {name: value.replace(HERE, str(self.folder)) for name, value in spec["env"].items()}
-        spec["env"] = {**os.environ, **self._adds, **here}
+        spec["env"] = {**os.environ, "RAYDIST_SCRATCH": str(self.folder), **self._adds, **here}
         if spec.get("script"):
             self._error = Path(f"{base}.error.json")
             self._error.unlink(missing_ok=True)
@@ -117,10 +126,12 @@ class Seat:
         spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
         spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
         await self._forget(str(base))
+        fabric = spec["job"]["fabric"]
+        self._nccl = NcclLog(Path(f"{base}.nccl"), aloud=fabric["debug"], strict=fabric["strict"])
         self._log = open(f"{base}.log", "w+b", buffering=0)  # noqa: SIM115 - read until the rank is gone
         beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.ftruncate(beat, BEAT.size)
-        self._beat = mmap.mmap(beat, BEAT.size)
+        os.ftruncate(beat, BEAT_PAGE)
+        self._beat = mmap.mmap(beat, BEAT_PAGE)
         ours, its = socket.socketpair()
         append = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND)
         self._server.tell([append, its.fileno(), beat, *self._hands], op="fork", spec=spec)
@@ -129,13 +140,13 @@ class Seat:
         its.close()
         self.pid = int((await self._server.reply("forked"))["forked"])
         self._drained = self._spawn(self._drain(ours))
+        self._kills, self._stopping = oom.count(self.pid), False
         self._spawn(self._see_end(self.pid))
         return self.pid
 
     async def _forget(self, base: str) -> None:
         """Leave the attempt before this one behind, once its last checkpoint is on the disk."""
-        if self._saving is not None:
-            await asyncio.wait({self._saving})
+        await self.rest()
         if self._drained is not None:
             self._drained.cancel()
         self._events, self._end = [], None
@@ -156,12 +167,16 @@ class Seat:
             await asyncio.wait(told, timeout=0.5)  # a stray process may still hold the other end
         log = self._log.read(LOG_CHUNK)
         events, self._events = self._events, []
-        more = len(log) == LOG_CHUNK
+        said = self._nccl.news() if self._nccl else b""
+        more = len(log) == LOG_CHUNK or len(said) == nccl_log.CHUNK
         if more:
             self._news.set()
         step, phase, at = read_beat(self._beat)
         quiet = time.time() - at if at else 0.0
-        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet}
+        if self._nccl and gone is None and (why := self._nccl.refusal()):
+            events.append(self._refuse(why))
+        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet, "nccl": said}
+        answer["own"] = read_own(self._beat)
         if gone is not None and not more:
             answer["end"] = {**gone, "step": step, "phase": phase, "error": recorded(self._error)}
         return answer
@@ -181,12 +196,17 @@ class Seat:
         if catches(self.pid, STACKS_SIGNAL):  # another program than Python would die of it
             self._server.tell(op="kill", pid=self.pid, signal=STACKS_SIGNAL)
         if self._writer is not None:
-            self._writer.write(b"?")
+            self._writer.write(ASK)
         await asyncio.sleep(LOOK_S)
         state, after = state_of(self.pid)
         found = stacks.read_text(errors="replace") if stacks.exists() else ""
         busy = (after - before) / LOOK_S
         return {"pid": self.pid, "state": state, "busy": busy, "stack": found, "collectives": self._collectives}
+
+    async def prepare(self) -> None:
+        """Tell the rank that it is about to leave this node."""
+        if self._writer is not None:
+            self._writer.write(LEAVE)
 
     async def value(self) -> dict[str, bytes]:
         """What the job returned or raised, pickled; it travels by Ray's own authenticated channel."""
@@ -199,10 +219,14 @@ class Seat:
         """Whether this seat is open: one that has come in the place of a lost one is not."""
         return self._client is not None and self._client.connected
 
-    async def flush(self) -> list[Event]:
-        """Have the newest snapshot of this node written to the disk, if it is not there yet; what there is to tell."""
+    async def rest(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk."""
         if self._saving is not None:
             await asyncio.wait({self._saving})
+
+    async def flush(self) -> list[Event]:
+        """Have the newest snapshot of this node written to the disk, if it is not there yet; what there is to tell."""
+        await self.rest()
         if self.pid:
             await asyncio.wait({self._save(None)})
         events, self._events = self._events, []
@@ -220,6 +244,7 @@ class Seat:
         """SIGTERM, `grace` seconds, SIGKILL; with no grace SIGKILL at once. Returns when the process is gone."""
         if not self.pid:
             return
+        self._stopping = True
         if grace and self._end is None:
             self._server.tell(op="kill", pid=self.pid, signal=signal.SIGTERM)
             await self._gone(grace)
@@ -229,8 +254,7 @@ class Seat:
 
     async def network(self) -> dict[str, Any]:
         """What the ports of this node have carried (from its lead), and what NCCL said of the rank's channels."""
-        log = self.folder / f"rank-{self.rank}.nccl"
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        text = nccl_log.read(self.folder / f"rank-{self.rank}.nccl", self.folder / f"rank-{self.rank}.log")
         return {"ports": counters.read() if self._lead else None, "nccl": asdict(transport.parse(text))}
 
     async def check(self, step: str, *args: Any) -> Any:
@@ -259,8 +283,20 @@ class Seat:
         assert self._client is not None, "open() comes first"
         return self._client
 
+    def _refuse(self, why: str) -> Event:
+        """End the rank for a reason of ours, as if it had raised it."""
+        self._server.tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
+        return {
+            "t": time.time(), "kind": "raised", "rank": self.rank, "type": "LaunchError", "message": why,
+            "traceback": "", "step": read_beat(self._beat)[0],
+        }  # fmt: skip
+
     async def _see_end(self, pid: int) -> None:
-        self._end = await self._server.end_of(pid)
+        end = await self._server.end_of(pid)
+        if self._kills is not None and not self._stopping and (end["code"] or end["signal"]):
+            killed = end["signal"] == signal.SIGKILL and "lost" not in end
+            end["why"] = oom.verdict(pid, self._kills) if killed else oom.beside(self._kills)
+        self._end = end
         self._news.set()
 
     async def _drain(self, sock: socket.socket, of_rank: bool = True) -> None:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from raydist.config import Watch
 from raydist.events import Event
+from raydist.failures import Failures
 from raydist.watch import wording
 from raydist.watch.lines import Lines
 from raydist.watch.output import Output
+from raydist.watch.page import brief
 from raydist.watch.progress import Progress
 
 if TYPE_CHECKING:
@@ -27,9 +29,12 @@ class Console(AbstractContextManager["Console"]):
         self._progress = Progress()
         self._output = Output(settings.output)
         self._warned: set[str] = set()
+        self._failures = Failures()
+        self._broken: Event | None = None
 
     def __call__(self, happened: Event) -> None:
         kind = happened["kind"]
+        self._failures.add(happened)
         if not self._quiet or kind in ("warning", "output", "result"):
             # Kinds that nobody here has a word for are not for the screen.
             getattr(self, f"_on_{kind}", _ignore)(happened)
@@ -44,7 +49,11 @@ class Console(AbstractContextManager["Console"]):
         self._screen.say(wording.cluster(happened))
 
     def _on_wait(self, happened: Event) -> None:
+        self._break()
         self._screen.say(f"wait  {happened['text']}", "yellow")
+
+    def _on_avoid(self, happened: Event) -> None:
+        self._screen.say(f"node  {happened['text']}", "yellow")
 
     def _on_plan(self, happened: Event) -> None:
         self._screen.say(wording.plan(happened))
@@ -81,20 +90,38 @@ class Console(AbstractContextManager["Console"]):
     def _on_hang(self, happened: Event) -> None:
         self._screen.say(f"hang  silent for {happened['s']:.0f} s: {happened['text']}", "yellow")
 
+    def _on_notice(self, happened: Event) -> None:
+        self._screen.say(f"notice {happened['text']}", "yellow")
+
+    def _on_slow(self, happened: Event) -> None:
+        self._screen.say(f"slow  {happened['text']}", "yellow")
+
     def _on_restart(self, happened: Event) -> None:
-        self._screen.say(f"restart {happened['number']}: {happened['text']}", "yellow")
+        self._break()
+        self._broken = happened
 
     def _on_restarted(self, happened: Event) -> None:
-        again = f"{wording.count(happened['repeated'], 'step')} done again" if happened["repeated"] else "no step lost"
-        back = f"back at step {happened['step']} after {happened['s']:.2f} s, {again}"
-        self._screen.say(f"restart {happened['number']}: {back}", "green")
+        what = f" {self._broken['text']};" if self._broken else ""
+        self._broken = None
+        self._screen.say(f"restart {happened['number']}:{what} {wording.back(happened)}{self._page()}", "yellow")
+
+    def _break(self) -> None:
+        """Say what broke, where more than a moment lies between that and the next step."""
+        if self._broken is not None:
+            self._screen.say(f"restart {self._broken['number']}: {self._broken['text']}", "yellow")
+        self._broken = None
+
+    def _page(self) -> str:
+        return f" ({self._failures.found[-1].page})" if self._failures.found else ""
 
     def _on_stop(self, happened: Event) -> None:
-        self._screen.say(f"stop  {happened['reason']}", "yellow")
+        if happened["reason"] != "a rank failed":  # which one, and how, comes next
+            self._screen.say(f"stop  {happened['reason']}", "yellow")
 
     def _on_result(self, happened: Event) -> None:
         for line in self._output.rest():
             self._screen.say(line)
+        self._break()
         self._screen.close()
         good = happened["status"] == "finished"
         self._screen.say(wording.headline(happened, self._progress.step), "bold green" if good else "bold red")
@@ -102,11 +129,16 @@ class Console(AbstractContextManager["Console"]):
         if happened.get("failure") and not happened.get("error"):
             first, _, rest = happened["failure"].partition("\n")
             self._screen.say(first, "red")
-            if rest:
-                self._screen.say(rest)
+            for line in [*filter(None, [rest]), *self._more(happened)]:
+                self._screen.say(line)
         self._screen.facts(wording.summary(happened, self._progress.evaluated, brief=self._quiet))
         for text in () if self._quiet else happened.get("warnings", ()):
             self._screen.say(f"  warning: {text}", "yellow")
+
+    def _more(self, happened: Event) -> list[str]:
+        """Of the page of the failure that ended the run, what its own text does not say."""
+        last = self._failures.found[-1:] if happened["status"] == "failed" else []
+        return [f"  {line}" for failure in last for line in brief(failure, happened["dir"])]
 
 
 def _ignore(happened: Event) -> None:

@@ -14,6 +14,8 @@ SEATS_SHOWN = 16
 """With more ranks than this, each node is one row."""
 NODES_SHOWN = 32
 METRICS_SHOWN = 12
+SHOWN_S = 0.005
+"""Shorter times are not told."""
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -86,6 +88,13 @@ def _fit(cell: str, width: int) -> str:
     return cell.ljust(width) if len(cell) <= width else cell[: width - 2] + ".."
 
 
+def back(restarted: Mapping[str, Any]) -> str:
+    """What a restart has cost: `back at step 12 after 0.31 s, no step lost`."""
+    repeated = restarted["repeated"]
+    again = f"{count(repeated, 'step')} done again" if repeated else "no step lost"
+    return f"back at step {restarted['step']} after {restarted['s']:.2f} s, {again}"
+
+
 def headline(result: Mapping[str, Any], step: int | None) -> str:
     """How it ended."""
     after = f"after {result['wall_s']:.1f} s" + (f", at step {step}" if step else "")
@@ -116,10 +125,22 @@ def summary(result: Mapping[str, Any], first: Iterable[str] = (), brief: bool = 
         rows += [("throughput", rate_text(result.get("throughput") or 0.0, "samples")), ("launch", launch(result))]
         goodput = result.get("goodput")
         rows.append(("goodput", f"{goodput:.0%} of the time in training steps" if goodput else ""))
-    rows.append(("network", result.get("network", "")))
+        rows.append(("other time", other_time(result)))
+    rows += [("network", result.get("network", "")), ("slow", result.get("slow", {}).get("text", ""))]
     if saved := result.get("checkpoint"):
         rows.append(("checkpoint", saved if finished else f"{saved} (resume=auto goes on from there)"))
     return [(flat(what), flat(value)) for what, value in [*rows, ("folder", result["dir"])] if value]
+
+
+def other_time(result: Mapping[str, Any]) -> str:
+    """Where the time went that was not in steps; of failures the parts: `launch 6.04 + failures 0.31 (...)`."""
+    parts: Mapping[str, float] = result.get("spent") or {}
+    recovery: Mapping[str, float] = result.get("recovery") or {}
+    inner = " + ".join(f"{name} {s:.2f}" for name, s in recovery.items() if s >= SHOWN_S)
+    told = {name: f"{name} {s:.2f}" for name, s in parts.items() if name != "steps" and s >= SHOWN_S}
+    if inner and "failures" in told:
+        told["failures"] += f" ({inner})"
+    return " + ".join(told.values()) + " s" if told else ""
 
 
 def launch(result: Mapping[str, Any]) -> str:

@@ -1,0 +1,243 @@
+"""Sharded states: each part has a copy on the next node, and what is lost comes back from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raydist import context, report, sharded
+from raydist.config import Backend, Job
+from raydist.errors import RaydistError
+from raydist.events import read
+from raydist.node.wire import blank_page, whole_slots
+from raydist.snapshot import Memory
+from tests.conftest import ROOT
+from tests.ranks import run_ranks
+from tests.rig import QUICK_DEATH
+
+GLOO = Job(backend=Backend("gloo"))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "held_by"),
+    [
+        ([0, 1], [1, 0]),
+        ([0, 0, 1, 1, 2, 2], [2, 3, 4, 5, 0, 1]),
+        ([0, 0], None),  # one node
+        ([0, 0, 1], None),  # unequal ones
+    ],
+)
+def test_the_next_node_holds_the_copies(nodes: list[int], held_by: list[int] | None) -> None:
+    assert sharded.holders(nodes) == held_by
+
+
+@pytest.mark.parametrize(
+    ("own", "guests", "step"),
+    [
+        ([[5, 4], [5, 4]], [[5, 4], [5, 4]], 5),
+        ([[5, 4], [6, 5]], [[4, 3], [4, 3]], 5),
+        ([[5, 4], [-1, -1]], [[4, 3], [-1, -1]], 4),  # rank 1 is new, rank 0 has its copy of step 4
+        ([[-1, -1], [5, 4]], [[-1, -1], [5, 4]], 5),
+        ([[5, 4], [-1, -1]], [[-1, -1], [-1, -1]], -1),
+        ([[-1, -1], [-1, -1]], [[-1, -1], [-1, -1]], -1),
+    ],
+)
+def test_the_newest_step_that_is_there_whole(own: list[list[int]], guests: list[list[int]], step: int) -> None:
+    assert sharded.common(own, guests, [1, 0]) == step
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for into, kept, word in (
+        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, r"state\['a'\] is \(2,\) on this rank, and was kept as \(3,\)"),
+        ({"a": {}}, {"a": {"b": torch.ones(1)}}, r"state\['a'\] and what was kept differ in b: .*get_state_dict"),
+    ):
+        with pytest.raises(RaydistError, match=word):
+            sharded.put_into(into, kept, "state")
+
+
+def memory() -> int:
+    descriptor = os.memfd_create("test")
+    os.pwrite(descriptor, blank_page(), 0)
+    return descriptor
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model in shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
+    mesh = init_device_mesh("cpu", (context.rank().world_size,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step + 100 * context.rank().rank))
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def full(model: nn.Module) -> list[float]:
+    return [value for parameter in model.parameters() for value in parameter.full_tensor().flatten().tolist()]  # type: ignore[attr-defined]
+
+
+def loses(lost: tuple[int, ...]) -> Any:
+    """6 steps on ranks that are nodes of their own; then the memory of some is gone, and all go on from step 4."""
+
+    def job(job: Job) -> Any:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        here = context.here()
+        me = here.rank.rank
+        here.rank = context.Rank(me, 0, me, here.rank.world_size)
+        here.memory = memory(), -1
+        model, optimizer = training()
+        assert sharded.load(everything(model, optimizer)) == 0
+        for step in range(1, 7):
+            train(model, optimizer, step)
+            if step < 5:
+                sharded.keep(step, everything(model, optimizer))
+        unbroken = full(model)
+        here.sharded.rest()
+        assert not whole_slots(os.pread(here.memory[0], 4096, 0))  # no checkpoint is made of a part
+        if me in lost:
+            here.memory = memory(), -1
+        here.sharded, os.environ["TORCHELASTIC_RESTART_COUNT"] = None, "1"
+        model, optimizer = training()
+        state = everything(model, optimizer)
+        begin = sharded.load(state)
+        if begin:
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for step in range(begin + 1, 7):
+            train(model, optimizer, step)
+        return begin, full(model) == unbroken, sorted(Memory(here.memory[0]).steps)
+
+    return job
+
+
+@pytest.mark.parametrize(("lost", "begin"), [((), 4), ((1,), 4), ((2,), 4), ((0, 1), 0)])
+def test_a_lost_part_comes_back_from_the_next_node(tmp_path: Path, lost: tuple[int, ...], begin: int) -> None:
+    told = run_ranks(3, GLOO, loses(lost), tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert [each.error for each in told] == [""] * 3
+    assert [each.value[:2] for each in told] == [(begin, True)] * 3
+    if begin:
+        assert all(4 in each.value[2] for each in told)
+
+
+def until_the_end(steps: int = 30, strike: int = 0) -> tuple[int, list[float]]:
+    """The step that it went on from, and the last weights. After step `strike` Ray loses the node of the last rank."""
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    model, optimizer = training()
+    state = everything(model, optimizer)
+    begin = sharded.load(state)
+    if begin:
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for step in range(begin + 1, steps + 1):
+        train(model, optimizer, step)
+        sharded.keep(step, everything(model, optimizer))
+        report(step=step, steps=steps)
+        me = context.rank()
+        if step == strike and not begin and me.rank == me.world_size - 1:
+            os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
+            signal.pause()
+    return begin, full(model)
+
+
+NODES = """
+import json, sys
+import ray
+from ray.cluster_utils import Cluster
+import raydist
+from tests.test_sharded import until_the_end
+
+made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+for _ in range(3):
+    made.add_node(num_cpus=2)
+ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
+words = ["scale=2x2", "backend=gloo", "watch.progress=none", "hydra.run.dir=run"]
+done = raydist.run(until_the_end, *words, strike=20)
+print(json.dumps(done.values))
+ray.shutdown()
+made.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_the_loss_of_a_node_does_not_lose_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (QUICK_DEATH | {"PYTHONPATH": str(ROOT), "RAYDIST_LEDGER": str(tmp_path / "nodes")}).items():
+        monkeypatch.setenv(name, value)
+    ended = subprocess.run([sys.executable, "-c", NODES], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    values = json.loads(ended.stdout.splitlines()[-1])
+    unbroken = run_ranks(4, GLOO, lambda job: until_the_end(), tmp_path)
+    assert [each.error for each in unbroken] == [""] * 4
+    # what was kept last when the node went: its own step, or the one after which it had told the others
+    (begin,) = {begin for begin, _ in values}
+    assert begin in (19, 20)
+    assert [weights for _, weights in values] == [each.value[1] for each in unbroken]
+    (restart,) = json.loads((tmp_path / "run" / "result.json").read_text())["restarts"]
+    assert restart["how"] == "lost"
+    (back,) = [happened for happened in read(tmp_path / "run" / "events.jsonl") if happened["kind"] == "restarted"]
+    assert back["repeated"] <= 1
+
+
+def fewer(job: Job) -> Any:
+    """Two ranks keep a state; then it is looked for as if each of them was one of three."""
+    here = context.here()
+    me = here.rank.rank
+    here.rank, here.memory = context.Rank(me, 0, me, 2), (memory(), -1)
+    sharded.keep(3, {"x": torch.full((4,), float(me))})
+    here.sharded.rest()
+    here.sharded, os.environ["TORCHELASTIC_RESTART_COUNT"] = None, "1"
+    state = {"x": torch.zeros(4)}
+    found = sharded.load(state), state["x"].tolist()
+    here.sharded, here.rank = None, context.Rank(me, 0, me, 3)
+    return *found, sharded.load(state)
+
+
+def test_a_state_of_another_number_of_ranks_is_none(tmp_path: Path) -> None:
+    told = run_ranks(2, GLOO, fewer, tmp_path)
+    assert [each.error for each in told] == ["", ""]
+    assert [each.value for each in told] == [(3, [0.0] * 4, 0), (3, [1.0] * 4, 0)]
+
+
+def no_room(job: Job) -> Any:
+    here = context.here()
+    here.rank = context.Rank(here.rank.rank, 0, here.rank.rank, 2)
+    here.memory = memory(), -1
+    if here.rank.rank == 1:
+        import raydist.snapshot
+
+        raydist.snapshot.memory_left = lambda root=Path("/"): 1000
+    for step in range(1, 4):
+        sharded.keep(step, {"x": torch.ones(10_000)})
+    here.sharded.rest()
+    return None
+
+
+def test_without_room_on_one_rank_all_go_on_without(tmp_path: Path) -> None:
+    one, other = run_ranks(2, GLOO, no_room, tmp_path)
+    assert (one.error, other.error) == ("", "")
+    (warning,) = other.kind("warning")
+    assert "no more snapshots of the sharded state: a state takes" in warning["text"]
+    assert not one.kind("warning")
