@@ -26,6 +26,7 @@ EXPECTED = {
     "RAY_AUTH_MODE": "token",
     "RAY_JOB_STOP_WAIT_TIME_S": "300",
     "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "6000",  # what the machine has set
     "RAY_health_check_failure_threshold": "4",
 }
 
@@ -36,7 +37,7 @@ def rig() -> Iterator[Rig]:
     with hosts(4, nics=("eth0",)) as rig:
         for host in rig.hosts:
             (host.folder / "home/.ray/auth_token").unlink()
-            settle(host, QUICK_END)
+            settle(host, QUICK_END, "export RAY_health_check_timeout_ms=6000")
             bring_packages(host)
         *nodes, own = rig.hosts
         _, public = key_pair(own.folder / "home/.ssh", "id_ed25519")
