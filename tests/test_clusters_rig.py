@@ -18,7 +18,7 @@ from tests.rig.namespaces import CAPTURED, finish
 from tests.rig.ssh import bring_packages, key_pair, open_door, requires_ssh, settle
 from tests.test_rig import wait_until
 
-pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root, requires_ssh]
+pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.timeout(600), requires_root, requires_ssh]
 # `ray down` stops the head; the others end when they have not heard of it for a minute, here for five seconds.
 QUICK_END = "export RAY_gcs_rpc_server_reconnect_timeout_s=5"
 
