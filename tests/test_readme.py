@@ -18,7 +18,7 @@ PLACES = {
     "conf": "the groups of words, as files: conf/scale/local.yaml is scale=local",
     "jobs": "jobs to run, and to copy",
     "bench": "the figures, side by side with Ray Train, torchrun and horovodrun",
-    "deploy": "clusters: Kubernetes, Docker, Slurm",
+    "deploy": "clusters: Kubernetes, Docker, Slurm, machines of one's own",
     "docs": "jobs, programs, networks, faults, storage, Horovod, MPI, clusters",
     "tests": "real Ray, real ranks, real hosts in namespaces (tests/rig)",
 }
