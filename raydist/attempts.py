@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raydist import checkpoint, fabric, mpi, restart
+from raydist import fabric, mpi, records, restart
 from raydist.config import Job
 from raydist.errors import RaydistError
 from raydist.events import Events
@@ -68,14 +68,11 @@ def cut_short(past: Sequence[Attempt], error: RaydistError) -> Attempt:
 
 def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:
     """Each rank's environment, with the checkpoint to go on from: in a restart this run's own, if it has one by now."""
-
-    def warn(text: str) -> None:
-        events.say("warning", text=text)
-
-    own = checkpoint.newest(Path(job.dir) / "checkpoints", warn) if gang.meet.attempt else None
-    found = own.path.absolute() if own else checkpoint.find(job.resume, Path(job.dir), warn)
-    resume = Var("RAYDIST_RESUME", str(found or ""), "the newest of this run" if own else f"resume={job.resume}")
-    return [[*each, resume] for each in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
+    resume = records.resume(job, gang.meet.attempt, lambda text: events.say("warning", text=text))
+    for found in resume:
+        if found.value and not gang.meet.attempt:
+            gang.check_sight(f"resume={found.value}", f"{found.value}/meta.json", "each rank reads it")
+    return [[*each, *resume] for each in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
 
 
 def conclude(past: Sequence[Attempt], verdict: Stop, gang: Gang) -> Attempt:

@@ -300,7 +300,7 @@ class Job:
     deterministic: bool = False
     """Only deterministic algorithms, or an error where torch has none."""
     resume: str = "none"
-    """none; auto (newest complete checkpoint of this run folder, else of the newest run of that name); or a path."""
+    """none; auto (newest complete checkpoint of this run, else of the newest run of that name); a path or URL."""
     env: dict[str, str] = field(default_factory=dict)
     """More environment variables for the ranks; they win over raydist's own."""
     env_file: str = ""
@@ -309,6 +309,9 @@ class Job:
     """A folder to send to every node (working_dir=.): the ranks run in their copy of it, as after ray job submit."""
     pip: list[str] = field(default_factory=list)
     """Packages that Ray installs for the ranks, or one requirements file: pip=[transformers,einops==0.8.0]."""
+    storage: str = ""
+    """A folder that all nodes see, or a URL (storage=s3://bucket/runs): checkpoints, and at its end the run's records,
+    go to NAME/RUN below it; empty: into the run folder."""
     dir: str = ""
     """The run folder; Hydra's (hydra.run.dir). Filled in when the run starts."""
 

@@ -11,6 +11,7 @@ from raydist.config import Job
 from raydist.node.facts import Facts
 from raydist.node.wire import HERE, MALLOC
 from raydist.placement import Plan, Seat
+from raydist.storage import run_folder
 
 LATER = "<chosen when it starts>"
 NCCL_LOG = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
@@ -85,6 +86,8 @@ def meeting(job: Job, meet: Meet) -> Iterator[Var]:
     yield Var("TORCHELASTIC_MAX_RESTARTS", str(job.restart.max), "restart.max")
     if job.dir:
         yield Var("RAYDIST_RUN_DIR", job.dir, "the run folder")
+    if job.storage:
+        yield Var("RAYDIST_CHECKPOINTS", f"{run_folder(job)}/checkpoints", f"storage={job.storage}")
 
 
 def on_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Seat) -> Iterator[Var]:

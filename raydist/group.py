@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
 import secrets
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raydist import fabric_findings, script, shipping, traffic
+from raydist import fabric_findings, preload, script, shipping, sight, traffic
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
 from raydist.fabric import Meet, Var
 from raydist.node.facts import Facts
-from raydist.node.place import make_seat
 from raydist.placement import Plan
 from raydist.placement import Seat as Place
 from raydist.result import End
@@ -90,9 +87,10 @@ class Gang(AbstractContextManager["Gang"]):
         self._same = {
             "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules), "env": job.env,
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
-            "shared": file and str(file.parent), "home": home,
+            "home": home,
             "mpirun": job.backend.mpi.mpirun, "secret": secrets.token_hex(32),
         }  # fmt: skip
+        self._job, self._files = job, sight.files(job, str(file.parent) if file else "")
         self._installs = ", ".join(job.pip)
         self._store = "horovod" if job.backend.name == "horovod" else "tcp"
         answers = self._open(range(self.plan.world_size), None if file else self._store)
@@ -180,13 +178,39 @@ class Gang(AbstractContextManager["Gang"]):
             }
             for seat in seats
         ]
+        looks = self._look(self._files) if not self.facts else None  # a run that is on its way goes on as it can
         if self._installs:
             self._events.say("wait", text=f"Ray installs {self._installs} on each node; the first time takes minutes")
         patience = OPEN_S + (shipping.INSTALL_S if self._installs else 0.0)
         answers = self.every("open", asks, patience=patience, ranks=ranks)
         self._warn(seats, answers)
-        self._refuse_blind(seats, answers)
+        if looks:
+            self._refuse_blind(looks())
         return answers
+
+    def _refuse_blind(self, seen: Sequence[Mapping[str, str]]) -> None:
+        """Refuse, or tell, what nodes can't see of the files of the run."""
+        source = preload.source_of(self._job.job.target)
+        text = source.read_text(encoding="utf-8", errors="replace") if source and source.is_file() else ""
+        if odd := sight.check(self._job, self._hosts, seen, text, self._files):
+            self._events.say("warning", text=odd)
+
+    @property
+    def _leads(self) -> list[Place]:
+        return [seat for seat in self.plan.seats if seat.local_rank == 0]
+
+    @property
+    def _hosts(self) -> list[str]:
+        return [seat.node.host for seat in self._leads]
+
+    def _look(self, files: Mapping[str, str]) -> Callable[[], list[dict[str, str]]]:
+        """Ask each node which of these files it can't see; what gives the answers, once they are there."""
+        calls = [self.call(seat.rank, "blind", dict(files), self._job.env) for seat in self._leads]
+        return lambda: [each.result(ANSWER_S * 2) for each in calls]
+
+    def check_sight(self, word: str, file: str, why: str) -> None:
+        """Refuse a word that names a file which some nodes can't see."""
+        sight.refuse_blind(word, self._hosts, self._look({"file": file})(), why)
 
     @staticmethod
     def _meeting_file(job: Job, attempt: int = 0) -> Path | None:
@@ -288,15 +312,6 @@ class Gang(AbstractContextManager["Gang"]):
                 )
                 self._events.say("warning", text=text)
 
-    def _refuse_blind(self, seats: Sequence[Place], answers: Sequence[dict[str, Any]]) -> None:
-        blind = sorted({seat.node.host for seat, answer in zip(seats, answers, strict=True) if not answer["sees"]})
-        if blind:
-            folder = self._same["shared"]
-            raise LaunchError(
-                f"init_method=file needs a folder that all nodes see, and {', '.join(blind)} can't see {folder}: "
-                "say hydra.run.dir=<a shared folder>, or init_method=env"
-            )
-
 
 def seen_from(folder: str, script: str) -> str:
     """A script as seen from a folder, of which other nodes may have a copy elsewhere; `-m module`, a bare name."""
@@ -323,22 +338,3 @@ def cause(error: BaseException) -> str:
     last = lines[-1].strip() if lines else type(error).__name__
     missing = "No module named 'raydist'" in last
     return last + (": install raydist on every node, for the Python that Ray runs with" if missing else "")
-
-
-@contextlib.contextmanager
-def in_thread(plan: Plan, events: Events) -> Iterator[Gang]:
-    """The same seats without Ray: they live in a thread of this process, their ranks are plain processes."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="raydist-seats", daemon=True)
-    thread.start()
-    seats = [make_seat(plan.ask.backend) for _ in plan.seats]
-
-    def call(rank: int, method: str, *args: Any) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(getattr(seats[rank], method)(*args), loop)
-
-    try:
-        with Gang(plan, call, events) as gang:
-            yield gang
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=CLOSE_S)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raydist import group, placement
+from raydist import inline, placement
 from raydist.config import Backend, Job, Scale
 from raydist.events import Events
 from raydist.inventory import Node
@@ -136,7 +136,7 @@ def rounds(tmp_path: Path, addresses: list[str], host: str = "host{}", **differe
     versions = {"raydist": "0.1.0", "torch": "2.15.0"}
     report = Report()
     plan = placement.seat(asked, nodes)
-    with Events(tmp_path / "events.jsonl") as events, group.in_thread(plan, events) as gang:
+    with Events(tmp_path / "events.jsonl") as events, inline.in_thread(plan, events) as gang:
         gang.facts = tuple(
             Facts(each.host, each.ip, "lo", each.ip, python="3.11.7", versions=different.get(each.host, versions))
             for each in plan.nodes

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from raydist import context
+from raydist import checkpoint, context
 from raydist.backends import Comm
 from raydist.config import Job, as_saved
 from raydist.node.wire import ABOUT, BESIDE
 from raydist.snapshot import Memory, NoRoom, unpack
+from raydist.storage import Place
 
 State = dict[str, Any]
 
@@ -37,7 +38,7 @@ class Kept:
     state: State
     own: State | None
     """This rank's own part; None on all ranks if one has lost its own."""
-    path: Path = Path("a snapshot in memory")
+    path: Place = Path("a snapshot in memory")
 
     @property
     def mine(self) -> State:
@@ -82,6 +83,7 @@ class Keeper:
         about = {
             "world_size": self._me.world_size, "run_dir": str(self._me.run_dir), "config": as_saved(self._job),
             "keep": self._job.checkpoint.keep, "best": self._job.checkpoint.best,
+            "checkpoints": str(checkpoint.home().absolute()),
         }  # fmt: skip
         if self._memory is not None and self._me.local_rank == 0:
             self._memory.fill(ABOUT, 0, about)

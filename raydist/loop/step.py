@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from raydist.backends import Comm
 from raydist.config import Job
 from raydist.errors import ConfigError
 from raydist.loop import optim
+from raydist.storage import Place
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """(output, target) -> the mean over the batch, a tensor without dimensions."""
@@ -109,7 +109,7 @@ class Stepper:
             "scaler": self.scaler.state_dict(),
         }
 
-    def load(self, state: dict[str, Any], path: Path) -> None:
+    def load(self, state: dict[str, Any], path: Place) -> None:
         """Put a state back. Words win over it: another learning rate or weight decay counts from here on."""
         words = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in self.optimizer.param_groups]
         rates = self.schedule.base_lrs

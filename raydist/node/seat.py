@@ -92,8 +92,13 @@ class Seat:
             "warm": warm,
             "store": opened,
             "ports": counters.read() if ask["lead"] else None,
-            "sees": ask["shared"] is None or os.path.exists(ask["shared"]),
         }
+
+    async def blind(self, files: dict[str, str], env: dict[str, str]) -> dict[str, str]:
+        """Which of these files this node can't see, and why."""
+        from raydist.node import sight
+
+        return await sight.blind(files, env)
 
     async def open_store(self, kind: str, address: str) -> tuple[int, str]:
         """A fresh store for an attempt, on the node of this seat; its port, and the secret that opens it."""
@@ -113,7 +118,7 @@ class Seat:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
         here = {name: value.replace(HERE, str(self.folder)) for name, value in spec["env"].items()}
-        spec["env"] = {**os.environ, **self._adds, **here}
+        spec["env"] = {**os.environ, "RAYDIST_SCRATCH": str(self.folder), **self._adds, **here}
         if spec.get("script"):
             self._error = Path(f"{base}.error.json")
             self._error.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from raydist.errors import ConfigError, nearest, suggest
 from raydist.words.translate import PARTS, SETTINGS, nearest_key, unknown
