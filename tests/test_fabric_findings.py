@@ -334,8 +334,7 @@ def test_the_name_of_a_host_matters_where_nobody_tells_the_ranks_their_interface
 def test_strict_holds_for_mpi_on_nodes_without_gpus(tmp_path: Path) -> None:
     """Horovod's and gloo's ranks would always be refused there; UCX has a use for an HCA."""
     strict, box = Job(fabric=Fabric(strict=True)), card()
-    refused = fabric_findings.refusals(strict, look(sound(tmp_path, "a", box), backend="mpi", strict=True))
-    assert refused == []
+    assert fabric_findings.refusals(strict, look(sound(tmp_path, "a", box), backend="mpi", strict=True)) == []
     for name, bad in (("b", machines.plain_box()), ("c", replace(box, nodes=False))):
         (refused,) = fabric_findings.refusals(strict, look(sound(tmp_path, name, bad), backend="mpi", strict=True))
         assert refused.check in ("hca state", "rdma devices")
