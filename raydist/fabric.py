@@ -98,10 +98,20 @@ def on_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Seat) -> Iterato
         Var("OMP_NUM_THREADS", str(max(1, int(job.scale.cpus))), f"scale.cpus={job.scale.cpus:g}"),
         *(Var(name, value, "memory freed in a step is kept for the next") for name, value in MALLOC.items()),
         *(Var(*line) for line in fabric_network.settings(job, here, len(plan.nodes))),
-        *(Var(*line) for line in (fabric_mpi.network(here.mpi, here.interface) if here.mpi else ())),
+        *(Var(*line) for line in mpi(job, here)),
     ]
     for var in chosen:
         yield unless_set(var, here)
+
+
+def mpi(job: Job, here: Facts) -> Iterator[tuple[str, str, str]]:
+    """What MPI is told of the interface and the HCAs, where the node has an MPI to be told."""
+    if not here.mpi or job.fabric.kind == "site":
+        return
+    choice, fabric = fabric_network.choose(job, here), job.fabric
+    chosen = choice.hcas if choice.aside or fabric.hca else ()
+    ports = [f"{hca.name}:{hca.active[0].number}" for hca in chosen if hca.active]
+    yield from fabric_mpi.network(here.mpi, here.interface, ports, fabric.kind == "ethernet", fabric.strict)
 
 
 def nccl_log(job: Job, plan: Plan, seat: Seat, here: Facts) -> Iterator[Var]:

@@ -28,7 +28,8 @@ def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
     """All that the facts tell, the worst first. `facts`: of each rank's node, in order of rank."""
     nodes = [facts[seat.rank] for seat in plan.seats if seat.local_rank == 0]
     found = [finding for here in nodes for look in EACH for finding in look(job, here)]
-    if plan.ask.rank_resources.get("GPU") or plan.ask.backend == "nccl":
+    strict_mpi = job.fabric.strict and plan.ask.backend == "mpi"  # UCX has a use for RDMA without GPUs
+    if plan.ask.rank_resources.get("GPU") or plan.ask.backend == "nccl" or strict_mpi:
         found += [finding for here in nodes for look in WITH_GPUS for finding in look(job, here)]
         found += [finding for across in BETWEEN_GPUS for finding in across(job, nodes)]
     elif job.fabric.strict and plan.ask.backend in TCP_ONLY:
@@ -39,12 +40,16 @@ def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
 
 
 def check(job: Job, plan: Plan, facts: Sequence[Facts], warn: Callable[[str], object]) -> None:
-    """Give every warning to `warn`; LaunchError where fabric.strict is asked and RDMA is known not to work."""
+    """Give every warning to `warn`; LaunchError where fabric.strict is asked and RDMA is known not to work.
+
+    What is refused is in the error alone.
+    """
     found = findings(job, plan, facts)
+    refused = refusals(job, found)
     for one in found:
-        if one.level != "note":
+        if one.level != "note" and one not in refused:
             warn(one.told())
-    if refused := refusals(job, found):
+    if refused:
         raise LaunchError("fabric.strict: " + "; ".join(one.told() for one in refused))
 
 

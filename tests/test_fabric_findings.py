@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raydist import fabric_findings, placement
+from raydist import fabric_findings, fabric_site, placement
 from raydist.config import Backend, Fabric, Job, Scale
 from raydist.errors import LaunchError
 from raydist.findings import CHECKS, Finding
@@ -19,11 +19,14 @@ from tests.machines import Box, Card, Link
 from tests.test_fabric_network import facts
 
 
-def look(*nodes: Facts, gpu: bool = True, env: dict[str, str] | None = None, **fabric: Any) -> list[Finding]:
-    """The findings of a job with one rank on each of these nodes."""
+def look(
+    *nodes: Facts, gpu: bool = True, env: dict[str, str] | None = None, backend: str = "", **fabric: Any
+) -> list[Finding]:
+    """The findings of a job with one rank on each of these nodes. A backend that is named has no GPUs."""
+    gpu = gpu and not backend
     have = {"CPU": 8.0, **({"GPU": 8.0} if gpu else {})}
     there = [Node(f"id-{i}", f"10.0.0.{i + 1}", here.hostname, have, have) for i, here in enumerate(nodes)]
-    job = Job(backend=Backend("nccl" if gpu else "gloo"), scale=Scale(nodes=len(nodes), per_node=1),
+    job = Job(backend=Backend(backend or ("nccl" if gpu else "gloo")), scale=Scale(nodes=len(nodes), per_node=1),
               fabric=Fabric(**fabric), env=env or {})  # fmt: skip
     own = [replace(here, address=f"10.0.0.{5 + i}") if here.address == "10.0.0.5" else here
            for i, here in enumerate(nodes)]  # fmt: skip
@@ -147,8 +150,27 @@ def test_an_interface_setting_that_works_is_silent(value: str, tmp_path: Path) -
     assert look(sound(tmp_path, box=machines.plain_box(), environment={"NCCL_SOCKET_IFNAME": value})) == []
 
 
-def test_a_harmless_setting_and_one_overruled_are_silent(tmp_path: Path) -> None:
-    assert look(sound(tmp_path, box=machines.plain_box(), environment={"NCCL_IB_DISABLE": "0"})) == []
+@pytest.mark.parametrize("name", fabric_site.SABOTAGE)
+def test_a_setting_that_hurts_is_told_wherever_it_is_set_unless_overruled_or_harmless(
+    name: str, tmp_path: Path
+) -> None:
+    here, bad = sound(tmp_path, box=machines.plain_box()), fabric_site.SABOTAGE[name]
+    value = bad[0] if bad else "7"
+    file = "/home/me/.nccl.conf"
+    for own, where in (
+        (replace(here, environment={name: value}), "the environment"),
+        (replace(here, nccl_conf={name: (value, file)}), file),
+    ):
+        (found,) = look(own)
+        assert (found.check, found.level, found.text) == ("site settings", "warn", f"{name}={value} is set in {where}")
+        assert look(own, env={name: "whatever"}) == []
+    assert not bad or look(replace(here, environment={name: "harmless"})) == []
+
+
+def test_every_check_has_a_machine_where_it_fires() -> None:
+    """Those between nodes have their own tests, below."""
+    between = {"interface", "same fabric", "ipoib", "identity"}
+    assert {check for _, _, check, _ in WRONG.values()} | between == set(CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +186,10 @@ def test_a_harmless_setting_and_one_overruled_are_silent(tmp_path: Path) -> None
         (twelve(), {"environment": {"NCCL_IB_HCA": "mlx5"}}),
         (twelve(), {"environment": {"NCCL_IB_HCA": "^mlx5_9"}}),
         (google(), {"environment": {"NCCL_FASTRAK_IFNAME": "eth1"}}),
+        (card(), {"limits": Limits(65536, ipc_lock=True)}),
+        (card(), {"limits": Limits(-1)}),
+        (machines.vm_box(), {"machine": Machine(iommu=True), "rdma": Rdma("/lib/x", ("mlx5",), peermem=True)}),
+        (machines.plain_box(), {"machine": Machine(own_name=("10.0.0.5",))}),
         (replace(beside_storage(), files={**card().files, "proc/mounts": "nas:/fs /data nfs4 rw,addr=nas 0 0"}), {}),
     ],
 )
@@ -269,7 +295,10 @@ def test_versions_mtu_identity_and_loopback_between_nodes(tmp_path: Path) -> Non
     ib = replace(one, nics=(Nic("eth0", True, 2044, kind=32, mode="datagram"),))
     assert checks(look(ib, replace(ib, hostname="b", nics=(Nic("eth0", True, 65520, kind=32, mode="connected"),)))) == {
         "ipoib": "warn"}  # fmt: skip
-    assert checks(look(one, replace(other, hostname="a"))) == {"identity": "fail"}
+    assert look(ib, replace(ib, hostname="b", address="10.0.0.6")) == []
+    twin = replace(other, hostname="a")
+    assert checks(look(one, twin)) == {"identity": "fail"}
+    assert look(*(replace(each, environment={"NCCL_HOSTID": str(i)}) for i, each in enumerate((one, twin)))) == []
     assert checks(look(one, replace(other, address="127.0.0.1"))) == {"interface": "fail"}
 
 
@@ -296,6 +325,22 @@ def test_strict_refuses_a_backend_that_knows_only_tcp(tmp_path: Path) -> None:
     assert look(here, gpu=False) == []
 
 
+def test_the_name_of_a_host_matters_where_nobody_tells_the_ranks_their_interface(tmp_path: Path) -> None:
+    here = sound(tmp_path, box=machines.plain_box(), machine=Machine(own_name=("127.0.1.1",)))
+    assert [one.level for one in look(here)] == ["note"]
+    assert [one.level for one in look(here, kind="site")] == ["warn"]
+
+
+def test_strict_holds_for_mpi_on_nodes_without_gpus(tmp_path: Path) -> None:
+    """Horovod's and gloo's ranks would always be refused there; UCX has a use for an HCA."""
+    strict, box = Job(fabric=Fabric(strict=True)), card()
+    assert fabric_findings.refusals(strict, look(sound(tmp_path, "a", box), backend="mpi", strict=True)) == []
+    for name, bad in (("b", machines.plain_box()), ("c", replace(box, nodes=False))):
+        (refused,) = fabric_findings.refusals(strict, look(sound(tmp_path, name, bad), backend="mpi", strict=True))
+        assert refused.check in ("hca state", "rdma devices")
+    assert look(sound(tmp_path, "d", replace(box, nodes=False)), backend="mpi") == []
+
+
 def test_warnings_are_told_in_one_line_each_notes_are_not_and_strict_raises(tmp_path: Path) -> None:
     here = sound(tmp_path, box=machines.plain_box(), limits=Limits(shm=2**26, nofile=1024))
     node = Node("id", "10.0.0.5", "node-1", {"CPU": 8.0}, {"CPU": 8.0})
@@ -305,5 +350,7 @@ def test_warnings_are_told_in_one_line_each_notes_are_not_and_strict_raises(tmp_
     assert len(heard) == 1
     assert heard[0].startswith("node-1: /dev/shm has 64 MiB (mend: docker run --shm-size=8g")
     with_gpu = replace(plan, ask=replace(plan.ask, backend="nccl"))
+    heard.clear()
     with pytest.raises(LaunchError, match=r"fabric\.strict: node-1: no HCA has an active port"):
         fabric_findings.check(Job(fabric=Fabric(strict=True)), with_gpu, [here], heard.append)
+    assert [text[:16] for text in heard] == ["node-1: /dev/shm"]  # what is refused is told once, by the error

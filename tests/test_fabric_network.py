@@ -193,3 +193,57 @@ def test_what_the_site_has_set_stays_and_is_said(tmp_path: Path) -> None:
     assert found["NCCL_SOCKET_IFNAME"].value == "=ib0"
     assert "set on node-1 already" in found["NCCL_SOCKET_IFNAME"].reason
     assert (found["NCCL_IB_HCA"].value, found["NCCL_IB_HCA"].reason[:21]) == ("=mlx5_2", "set in /etc/nccl.conf")
+
+
+OPEN_MPI = {"kind": "openmpi", "version": "5.0.11", "mpirun": "/usr/bin/mpirun", "rdma": ""}
+MPICH = {**OPEN_MPI, "kind": "mpich", "version": "5.0.2"}
+ALIKE = {
+    # who talks -> the backend, the MPI on the node, the variable that holds its interface, and how
+    "gloo": ("gloo", {}, "GLOO_SOCKET_IFNAME", "{}"),
+    "NCCL": ("nccl", {}, "NCCL_SOCKET_IFNAME", "={}"),
+    "Horovod": ("horovod", {}, "HOROVOD_GLOO_IFACE", "{}"),
+    "Open MPI": ("mpi", OPEN_MPI, "OMPI_MCA_btl_tcp_if_include", "{}"),
+    "MPICH over libfabric": ("mpi", MPICH, "FI_TCP_IFACE", "{}"),
+    "UCX": ("mpi", MPICH, "UCX_NET_DEVICES", "{}"),
+}
+
+
+def rank(here: Facts, backend: str, env: dict[str, str] | None = None, **asked: Any) -> dict[str, str]:
+    """All variables of the only rank there."""
+    have = {"CPU": 8.0, **({"GPU": 8.0} if backend == "nccl" else {})}
+    node = Node("id", "10.0.0.5", "node-1", have, have)
+    job = Job(backend=Backend(backend), scale=Scale(per_node=1), fabric=Fabric(**asked), env=env or {})
+    plan = placement.seat(placement.ask(job, [node]), [node])
+    (own,) = fabric.variables(job, plan, [here], Meet("10.0.0.5", 1))
+    return {var.name: var.value for var in own}
+
+
+@pytest.mark.parametrize("who", ALIKE)
+def test_the_interface_is_everybodys_alike(who: str, tmp_path: Path) -> None:
+    backend, mpi, name, how = ALIKE[who]
+    here = facts(tmp_path, machines.plain_box(), mpi=mpi)
+    assert rank(here, backend)[name] == how.format("eth0")
+    assert rank(replace(here, interface="ib0"), backend, interface="ib0")[name] == how.format("ib0")
+    assert name not in rank(here, backend, kind="site")
+    own = replace(here, environment={name: "bond0"})
+    assert rank(own, backend)[name] == "bond0"
+    assert rank(own, backend, env={name: "ens3"})[name] == "ens3"
+
+
+@pytest.mark.parametrize("mpi", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
+def test_the_hcas_are_everybodys_alike(mpi: dict[str, str], tmp_path: Path) -> None:
+    here = facts(tmp_path, machines.dgx(), mpi={**mpi, "rdma": ",".join(f"mlx5_{i}" for i in range(12))})
+    chosen = [f"mlx5_{i}" for i in range(8)]
+    assert rank(here, "nccl")["NCCL_IB_HCA"] == "=" + ",".join(chosen)
+    assert rank(here, "mpi")["UCX_NET_DEVICES"] == ",".join(f"{name}:1" for name in chosen)
+    assert rank(here, "mpi", hca=["mlx5_2"])["UCX_NET_DEVICES"] == "mlx5_2:1"
+    tcp, strict, usual = rank(here, "mpi", kind="ethernet"), rank(here, "mpi", strict=True), rank(here, "mpi")
+    assert (rank(here, "nccl", kind="ethernet")["NCCL_IB_DISABLE"], tcp["UCX_NET_DEVICES"]) == ("1", "eth0")
+    assert (rank(here, "nccl", strict=True)["NCCL_NET"], strict["UCX_TLS"]) == ("IB", "^tcp")
+    name, sockets, rdma = {
+        "openmpi": ("OMPI_MCA_pml", "ob1", "ucx"), "mpich": ("FI_PROVIDER", "tcp", "^tcp,sockets")
+    }[mpi["kind"]]  # fmt: skip
+    assert (tcp[name], strict[name]) == (sockets, rdma)
+    assert not {name, "UCX_TLS", "OMPI_MCA_btl"} & set(usual)
+    alone = facts(tmp_path / "one", Box((Card("mlx5_0", "pci0000:00/0000:00:02.0"),)), mpi={**mpi, "rdma": "mlx5_0"})
+    assert "UCX_NET_DEVICES" not in rank(alone, "mpi")  # nothing to choose: it finds its only one
