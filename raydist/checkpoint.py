@@ -16,13 +16,15 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from raydist import context
 from raydist.config import Checkpoint
+from raydist.direct import DirectFile
 from raydist.errors import ConfigError
 
 STATE, META = "state.pt", "meta.json"
@@ -258,17 +260,30 @@ def write(folder: Path, step: int, state: Mapping[str, Any], facts: dict[str, An
     beside = folder / f".{path.name}-{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    torch.save(dict(state), beside / STATE)
-    file = {"bytes": (beside / STATE).stat().st_size, "sha256": _checksum(beside / STATE)}
-    meta = {"step": step, **facts, "time": time.time(), "torch": torch.__version__, "files": {STATE: file}}
-    (beside / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-    for synced in (beside / STATE, beside / META, beside):
-        _sync(synced)
+    try:
+        file = _put(dict(state), beside / STATE)
+        meta = {"step": step, **facts, "time": time.time(), "torch": torch.__version__, "files": {STATE: file}}
+        (beside / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        for synced in (beside / META, beside):
+            _sync(synced)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
+        raise
     if path.exists():
         path.rename(folder / f".replaced-{path.name}-{os.getpid()}")
     beside.rename(path)
     _sync(folder)
     return path
+
+
+def _put(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Bring a state to the disk; what meta.json says of its file."""
+    import torch
+
+    with closing(DirectFile(path)) as file:
+        torch.save(state, cast("IO[bytes]", file))
+        file.end()
+    return {"bytes": file.bytes, "sha256": file.sha256}
 
 
 def _unloadable(value: Any, where: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -120,7 +120,8 @@ class Vigil:
                 replace(self._lost(rank, cause(error), why(error)), preempted=getattr(error, "preempted", False))
             )
             return
-        self._files[rank].write(news["log"])
+        with suppress(OSError):  # a full disk, of which the events tell
+            self._files[rank].write(news["log"])
         self._events.show(rank, news["log"])
         for happened in news["events"]:
             self._note(rank, happened)

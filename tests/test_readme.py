@@ -27,7 +27,7 @@ PLACES = {
 FLOW = """
     train words run cluster lifetime gcs ledger inventory placement shortage shipping preload home group script node
     fabric fabric_network fabric_horovod fabric_mpi fabric_findings findings transport traffic parcel target backends
-    context loop apart snapshot sharded checkpoint attempts mpi vigil notice sentry pace stuck straggler restart
+    context loop apart snapshot sharded checkpoint direct attempts mpi vigil notice sentry pace stuck straggler restart
     result blame failures remedy goodput watch standalone inline tools config check events errors signals
 """
 

@@ -22,7 +22,7 @@ LAYERS = """
     inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck straggler
     failures remedy goodput
     fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
-    context parcel signals shipping snapshot apart
+    context parcel signals shipping snapshot apart direct
     loop.random_state backends checkpoint sharded
     backends.ddp backends.horovod
     loop.data loop.optim loop.models loop.evaluation loop.step loop.keeping loop.fit loop
