@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raydist import checkpoint, fabric, mpi, restart
+from raydist import fabric, mpi, records, restart
 from raydist.config import Job
 from raydist.errors import RaydistError
 from raydist.events import Events
@@ -26,23 +27,39 @@ def settled(job: Job, plan: Plan) -> Job:
 
 def attempt(job: Job, call: Call | None, gang: Gang, events: Events, after: Again | None = None) -> Attempt:
     """Start the ranks, and listen until all have ended. `after`: the failure that this attempt mends."""
+    job = sized(job, gang.first, gang.plan.world_size)
     with mpi.launching(job, gang):
         gang.start(job, variables(job, gang, events), call.packed if call else None)
         vigil = Vigil(gang, events, Path(job.dir) / "logs", job, after)
-        tried = Attempt(ends=vigil.keep(), error=vigil.stopped)
+        tried = Attempt(ends=vigil.keep(), error=vigil.stopped, resize=vigil.resize)
         gang.report_to(tried.cause if tried.error is None else None, vigil.slow)
         return tried
 
 
 def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Again, before: Attempt) -> Attempt:
     """A further attempt; if there is no place for it, what was before, with the reason."""
-    events.say("restart", **after.as_event(job.restart))
+    if after.cause is None:
+        events.say("regroup", number=after.number, text=before.resize)
+    else:
+        events.say("restart", **after.as_event(job.restart))
     try:
-        moved = gang.again(job, after.number)
+        moved = gang.again(job, after.number, resize=after.cause is None)
         events.say("placed", number=after.number, moved=moved)
         return attempt(job, call, gang, events, after)
     except RaydistError as error:
         return replace(before, error=error)
+
+
+def sized(job: Job, first: int, ranks: int) -> Job:
+    """The job for so many ranks, as many samples a step as on the `first` ranks, in more passes if these are fewer.
+
+    No pass takes more samples of a rank than at first, if there are enough for all: its memory may hold no more.
+    """
+    if job.scale.max_nodes is None or job.data.resize == "scale":
+        return job
+    batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * first
+    passes = min(math.ceil(job.train.accumulate * first / ranks), max(1, batch // ranks))
+    return replace(job, data=replace(job.data, global_batch=batch), train=replace(job.train, accumulate=passes))
 
 
 def leave(job: Job, gang: Gang, events: Events, after: Again) -> None:
@@ -56,6 +73,7 @@ def moved(job: Job, call: Call | None, gang: Gang, events: Events, past: Sequenc
     after = restart.decide(job.restart, past)
     assert isinstance(after, Again)
     events.say("placed", number=after.number, moved=[seat.rank for seat in gang.plan.seats])
+    gang.first = len(past[0].ends)
     return attempt(job, call, gang, events, after)
 
 
@@ -68,14 +86,11 @@ def cut_short(past: Sequence[Attempt], error: RaydistError) -> Attempt:
 
 def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:
     """Each rank's environment, with the checkpoint to go on from: in a restart this run's own, if it has one by now."""
-
-    def warn(text: str) -> None:
-        events.say("warning", text=text)
-
-    own = checkpoint.newest(Path(job.dir) / "checkpoints", warn) if gang.meet.attempt else None
-    found = own.path.absolute() if own else checkpoint.find(job.resume, Path(job.dir), warn)
-    resume = Var("RAYDIST_RESUME", str(found or ""), "the newest of this run" if own else f"resume={job.resume}")
-    return [[*each, resume] for each in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
+    resume = records.resume(job, gang.meet.attempt, lambda text: events.say("warning", text=text))
+    for found in resume:
+        if found.value and not gang.meet.attempt:
+            gang.check_sight(f"resume={found.value}", f"{found.value}/meta.json", "each rank reads it")
+    return [[*each, *resume] for each in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
 
 
 def conclude(past: Sequence[Attempt], verdict: Stop, gang: Gang) -> Attempt:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from raydist.config import Job
+from raydist.config import Job, Scale
 from raydist.errors import ConfigError, suggest
 
 
@@ -24,6 +24,7 @@ def check(job: Job) -> Job:
         raise ConfigError(f"watch.output={job.watch.output}: say all, none, or ranks as in watch.output=0,3")
     if job.backend.name == "mpi" and job.restart.max:
         raise ConfigError(f"restart.max={job.restart.max}: mpirun's ranks are not started again; say restart=none")
+    check_size(job)
     if not job.job.target:
         raise ConfigError("job is empty: say job=digits, job=path/to/file.py or job=package.module:function")
     if job.data.global_batch is not None and job.data.global_batch % job.train.accumulate:
@@ -37,6 +38,55 @@ def check(job: Job) -> Job:
             f"fabric.strict asks for RDMA, and fabric.kind={job.fabric.kind} for none; say fabric.kind=auto"
         )
     return job
+
+
+def check_size(job: Job) -> None:
+    """Refuse a size that may change, or spares, where that can't be."""
+    scale, said = job.scale, size_word(job.scale)
+    if not said:
+        return
+    if scale.max_nodes is not None and (scale.nodes or 1) > scale.max_nodes:
+        raise ConfigError(f"{said}: the least is more than the most; say scale.nodes={scale.max_nodes}..{scale.nodes}")
+    if scale.max_nodes is not None and scale.spares:
+        raise ConfigError(
+            f"scale.spares={scale.spares} beside {said}: such a job takes every node that comes; leave scale.spares out"
+        )
+    if scale.nodes is None:
+        word = f"scale.nodes=N {said}" if scale.spares else f"scale.nodes=1..{scale.max_nodes}"
+        raise ConfigError(f"{said} beside scale=cluster, which takes every node there is; say {word}")
+    if job.backend.name == "mpi":
+        raise ConfigError(f"{said}: mpirun's ranks can't change places, join or leave; say scale.nodes={scale.nodes}")
+    if job.group == "inline":
+        raise ConfigError(f"{said}: group=inline has this machine only; leave one of them out")
+    if scale.placement != "STRICT_SPREAD":
+        raise ConfigError(f"{said} counts whole nodes: say scale.placement=STRICT_SPREAD, not {scale.placement}")
+    if scale.spares and job.restart.max == 0:
+        raise ConfigError(f"{said} beside restart.max=0: no spare can ever take over; say restart.max=1, or no spares")
+    if scale.max_nodes is not None and job.data.resize == "keep" and not job.script:
+        check_batch(job, scale.max_nodes)
+    if scale.max_nodes is not None and job.data.resize == "scale" and job.data.global_batch is not None:
+        raise ConfigError(
+            f"data.resize=scale: data.global_batch={job.data.global_batch} says how many samples a step takes; "
+            "say data.batch_size, or data.resize=keep"
+        )
+
+
+def check_batch(job: Job, most: int) -> None:
+    """Refuse a global batch that the most ranks could not share: it is that of the ranks that the job begins with."""
+    least, each = job.scale.nodes or 1, job.scale.per_node or 1
+    batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * least * each
+    if batch < most * each:
+        raise ConfigError(
+            f"{size_word(job.scale)}: {batch} samples a step are too few for {most * each} ranks; "
+            f"say data.global_batch={most * each}, or data.resize=scale"
+        )
+
+
+def size_word(scale: Scale) -> str:
+    """The word that makes the size one that may change, or asks for spares; empty where there is none."""
+    if scale.max_nodes is not None:
+        return f"scale.nodes={scale.nodes or 1}..{scale.max_nodes}"
+    return f"scale.spares={scale.spares}" if scale.spares else ""
 
 
 def _check_fields(node: Any, prefix: str) -> None:

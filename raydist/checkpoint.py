@@ -4,31 +4,37 @@
                                       meta.json    step, world size, metrics, size and checksum of each file
 
 A checkpoint is complete when its meta.json can be read and all it names is there, in that size and with that checksum.
-Only rank 0 writes; nothing here is a collective, and nothing here but `save` and `load` needs torch.
+With `storage=` the same lies below a folder or a URL: there meta.json comes last and goes first, and the checksum is
+looked at when a node fetches the state. Only rank 0 writes; nothing here is a collective, and nothing here but `save`
+and `load` needs torch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
+import socket
+import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from raydist import context
+from raydist import context, storage
 from raydist.config import Checkpoint
-from raydist.direct import DirectFile
 from raydist.errors import ConfigError
+from raydist.storage import Place, Remote, place
+from raydist.writing import META, STATE, unloadable, write
 
-STATE, META = "state.pt", "meta.json"
-PLAIN = (type(None), bool, int, float, complex, str, bytes)
+PAUSES_S = (1.0,)
+"""Seconds between tries to write to a store that can't be reached. Its own driver tries again within each."""
+QUIET_S = 60.0
+"""Seconds after a failure in which a store is not tried again: a try may take half a minute, and the next checkpoint
+would wait for it."""
 Warn = Callable[[str], None]
 
 
@@ -40,7 +46,7 @@ def _silent(text: str) -> None:
 class Saved:
     """A complete checkpoint."""
 
-    path: Path
+    path: Place
     meta: dict[str, Any]
 
     @property
@@ -69,7 +75,7 @@ def save(
     settings: Checkpoint | None = None,
     *,
     wait: bool = False,
-) -> Path | None:
+) -> Place | None:
     """Save a state (tensors, numbers, text, and lists and dicts of them) and drop what is not to be kept any more.
 
     Rank 0 gives the path; other ranks write nothing and give None. Over Ray a job's state is copied in memory, and gets
@@ -80,15 +86,22 @@ def save(
     if here.rank.rank != 0:
         return None
     context.phase("save")
-    began, folder = time.perf_counter(), here.rank.run_dir / "checkpoints"
+    began, aside = time.perf_counter(), here.rank.run_dir / "checkpoints"
     kept, facts = settings or here.checkpoint, {"world_size": here.rank.world_size, "metrics": dict(metrics or {})}
     settle()
     if not wait and handed_over(step, state, facts, kept):
-        return folder / f"step-{step:08d}"
-    path = write(folder, step, state, facts)
-    prune(folder, kept)
+        return home() / f"step-{step:08d}"
+    path, trouble = keep(home(), aside, step, state, facts, kept)
+    if trouble:
+        context.tell("warning", text=trouble)
     context.tell("saved", step=step, path=str(path), s=time.perf_counter() - began)
     return path
+
+
+def home() -> Place:
+    """Where the checkpoints of this run are."""
+    named = os.environ.get("RAYDIST_CHECKPOINTS")
+    return place(named) if named else context.rank().run_dir / "checkpoints"
 
 
 def handed_over(step: int, state: Mapping[str, Any], facts: Mapping[str, Any], kept: Checkpoint) -> bool:
@@ -98,9 +111,14 @@ def handed_over(step: int, state: Mapping[str, Any], facts: Mapping[str, Any], k
         return False
     from raydist import snapshot
 
-    if why := next(_unloadable(state, "state"), None):
+    if why := next(unloadable(state, "state"), None):
         raise TypeError(why)
-    run = {"run_dir": str(here.rank.run_dir), "keep": kept.keep, "best": kept.best}
+    run = {
+        "run_dir": str(here.rank.run_dir),
+        "checkpoints": str(home().absolute()),
+        "keep": kept.keep,
+        "best": kept.best,
+    }
     return snapshot.hand_over(step, dict(state), {"facts": facts, **run})
 
 
@@ -113,20 +131,35 @@ def settle() -> None:
         Memory(here.memory[1]).rest()
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Place) -> dict[str, Any]:
     """The state of a checkpoint, on the CPU. Tensors and plain data only: a pickle that would run code is refused."""
     import torch
 
-    state: dict[str, Any] = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    with _on_this_machine(path) as file:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
+
+
+@contextmanager
+def _on_this_machine(path: Place) -> Iterator[Path]:
+    """The file of the state; of a URL a copy, one for all ranks of a node where they have a folder in common."""
+    if isinstance(path, Path):
+        yield path / STATE
+        return
+    checksum = _meta(path)["files"][STATE]["sha256"]
+    if shared := os.environ.get("RAYDIST_SCRATCH"):
+        yield (path / STATE).fetch(Path(shared) / f"{checksum}.pt", checksum)
+        return
+    with tempfile.TemporaryDirectory(prefix="raydist-") as own:
+        yield (path / STATE).fetch(Path(own) / STATE, checksum)
 
 
 def latest() -> Saved | None:
     """What to go on from, or None for a fresh start: what `resume` said (RAYDIST_RESUME), else this run's newest."""
     named = os.environ.get("RAYDIST_RESUME")
     if named is None:
-        return newest(context.rank().run_dir / "checkpoints", lambda text: context.tell("warning", text=text))
-    return Saved(Path(named), _meta(Path(named))) if named else None
+        return newest(home(), lambda text: context.tell("warning", text=text))
+    return Saved(place(named), _meta(place(named))) if named else None
 
 
 def resumed_step() -> int:
@@ -135,12 +168,12 @@ def resumed_step() -> int:
     return int(name[5:]) if name.startswith("step-") else 0
 
 
-def newest_step(folder: Path) -> int:
+def newest_step(folder: Place) -> int:
     """The step of the newest checkpoint that can be seen, complete or not; -1 without one."""
     return max((int(path.name[5:]) for path in _paths(folder)), default=-1)
 
 
-def newest(folder: Path, warn: Warn = _silent) -> Saved | None:
+def newest(folder: Place, warn: Warn = _silent) -> Saved | None:
     """The newest complete checkpoint in a folder; says which ones it had to pass over, and why."""
     for path in reversed(_paths(folder)):
         try:
@@ -150,16 +183,16 @@ def newest(folder: Path, warn: Warn = _silent) -> Saved | None:
     return None
 
 
-def find(resume: str, run_dir: Path, warn: Warn = _silent) -> Path | None:
+def find(resume: str, run_dir: Place, warn: Warn = _silent) -> Place | None:
     """The checkpoint that `resume=` means for a run in `run_dir`; None: start afresh.
 
     auto: the newest complete one of this run folder, else of the newest run folder beside it that has one.
-    A path: a checkpoint, or a run folder; ConfigError if nothing complete is there.
+    A path or URL: a checkpoint, or a run folder; ConfigError if nothing complete is there.
     """
     if resume == "none":
         return None
     if resume != "auto":
-        return _named(Path(resume).expanduser().absolute(), warn)
+        return _named(place(resume), warn)
     beside = sorted((run for run in run_dir.parent.glob("*") if run != run_dir), key=lambda run: run.name, reverse=True)
     for run in (run_dir, *beside):
         if found := newest(run / "checkpoints", warn):
@@ -167,7 +200,7 @@ def find(resume: str, run_dir: Path, warn: Warn = _silent) -> Path | None:
     return None
 
 
-def _named(path: Path, warn: Warn) -> Path:
+def _named(path: Place, warn: Warn) -> Place:
     if (path / META).exists() or (path / STATE).exists():
         try:
             return examine(path).path
@@ -190,36 +223,88 @@ class Flaw(Exception):
     """Why a checkpoint is not complete."""
 
 
-def examine(path: Path) -> Saved:
-    """A checkpoint, after reading all of it; Flaw if it is not complete."""
+def examine(path: Place) -> Saved:
+    """A checkpoint, after reading all of it (of a URL only what it has); Flaw if it is not complete."""
     try:
         meta = _meta(path)
-        expected = [(path / name, int(facts["bytes"]), facts["sha256"]) for name, facts in meta["files"].items()]
+        expected = [(name, int(facts["bytes"]), facts["sha256"]) for name, facts in meta["files"].items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Flaw(f"{META} can't be read ({type(error).__name__}: {error})") from error
-    for file, size, checksum in expected:
-        if not file.is_file():
-            raise Flaw(f"{file.name} is missing")
-        if file.stat().st_size != size:
-            raise Flaw(f"{file.name} has {file.stat().st_size} bytes instead of {size}")
-        if _checksum(file) != checksum:
-            raise Flaw(f"{file.name} has another checksum than when it was written")
+    there = path.sizes() if isinstance(path, Remote) else {p.name: p.stat().st_size for p in path.iterdir()}
+    for name, size, checksum in expected:
+        if name not in there:
+            raise Flaw(f"{name} is missing")
+        if there[name] != size:
+            raise Flaw(f"{name} has {there[name]} bytes instead of {size}")
+        if isinstance(path, Path) and storage.hashed(path / name) != checksum:
+            raise Flaw(f"{name} has another checksum than when it was written")
     return Saved(path, meta)
 
 
-def prune(folder: Path, settings: Checkpoint) -> None:
+def keep(
+    folder: Place, aside: Path, step: int, state: Mapping[str, Any], facts: dict[str, Any], settings: Checkpoint
+) -> tuple[Place, str]:
+    """Write a checkpoint and prune; its path, and what there is to warn of.
+
+    A store that can't be reached is tried again; then the state goes to `aside`, on this machine, and is not lost.
+    """
+    if isinstance(folder, Path):
+        path: Place = write(folder, step, state, facts)
+        prune(folder, settings)
+        return path, ""
+    failed = aside.parent / ".storage-failed"
+    if why := _try_store(folder, step, state, facts, failed):
+        path, _ = keep(aside, aside, step, state, facts, settings)
+        return path, (
+            f"the checkpoint of step {step} could not be written to {folder} ({why}): it is in {path} on "
+            f"{socket.gethostname()}, and what was saved there before is as it was"
+        )
+    path = folder / f"step-{step:08d}"
+    try:
+        prune(folder, settings)
+    except Exception as error:
+        return path, f"old checkpoints in {folder} could not be removed: {storage.reason(error)}"
+    return path, ""
+
+
+def _try_store(folder: Remote, step: int, state: Mapping[str, Any], facts: dict[str, Any], failed: Path) -> str:
+    """Write to a store; empty, or why that could not be done. `failed`: a file that is there from then on."""
+    if failed.exists() and 0 <= time.time() - failed.stat().st_mtime < QUIET_S:
+        return failed.read_text()
+    for pause in (*PAUSES_S, 0.0):
+        try:
+            write(folder, step, state, facts)
+        except TypeError:
+            raise  # no network would mend that
+        except Exception as error:
+            why = storage.reason(error)
+            time.sleep(pause)
+        else:
+            failed.unlink(missing_ok=True)
+            return ""
+    failed.parent.mkdir(parents=True, exist_ok=True)
+    failed.write_text(why)
+    return why
+
+
+def prune(folder: Place, settings: Checkpoint) -> None:
     """Drop all but the newest `keep` and the best one, and what killed writers left behind."""
     paths = _paths(folder)
     kept = {*paths[-settings.keep :], best(folder, settings.best)}
+    if isinstance(folder, Remote):
+        for old in set(folder.glob("step-*")) - kept:
+            (old / META).drop()  # first: a reader must never meet half a checkpoint
+            old.drop()
+        return
     for path in paths:
-        if path not in kept:
+        if path not in kept and isinstance(path, Path):
             # Out of sight first: a reader must never meet half a checkpoint.
             shutil.rmtree(path.rename(folder / f".dropped-{path.name}"), ignore_errors=True)
     for left in folder.glob(".*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def best(folder: Path, rule: str | None) -> Path | None:
+def best(folder: Place, rule: str | None) -> Place | None:
     """The checkpoint with the best value by `max:METRIC` or `min:METRIC`; of equal ones the newest."""
     if rule is None:
         return None
@@ -229,7 +314,7 @@ def best(folder: Path, rule: str | None) -> Path | None:
     return folder / max(scored)[1] if scored else None
 
 
-def _metric(path: Path, name: str) -> float | None:
+def _metric(path: Place, name: str) -> float | None:
     try:
         value = _meta(path)["metrics"].get(name)
     except (OSError, ValueError, KeyError):
@@ -237,86 +322,17 @@ def _metric(path: Path, name: str) -> float | None:
     return value if isinstance(value, int | float) and value == value else None
 
 
-def _paths(folder: Path) -> list[Path]:
-    """All checkpoints that can be seen, oldest first."""
-    return sorted((p for p in folder.glob("step-*") if p.name[5:].isdigit()), key=lambda p: int(p.name[5:]))
+def _paths(folder: Place) -> list[Place]:
+    """All checkpoints that can be seen, oldest first; at a URL those with a meta.json: others are on their way."""
+    if isinstance(folder, Remote):
+        files = (file.split("/") for file in folder.sizes())
+        found: list[Place] = [folder / parts[0] for parts in files if parts[1:] == [META]]
+    else:
+        found = list(folder.glob("step-*"))
+    steps = (path for path in found if path.name.startswith("step-") and path.name[5:].isdigit())
+    return sorted(steps, key=lambda path: int(path.name[5:]))
 
 
-def _meta(path: Path) -> dict[str, Any]:
+def _meta(path: Place) -> dict[str, Any]:
     meta: dict[str, Any] = json.loads((path / META).read_text(encoding="utf-8"))
     return meta
-
-
-def write(folder: Path, step: int, state: Mapping[str, Any], facts: dict[str, Any]) -> Path:
-    """Write beside, sync, rename: at every moment a reader sees a whole checkpoint or none.
-
-    `facts`: what meta.json says beside the step: world_size, metrics.
-    """
-    import torch
-
-    if why := next(_unloadable(state, "state"), None):
-        raise TypeError(why)
-    path = folder / f"step-{step:08d}"
-    beside = folder / f".{path.name}-{os.getpid()}"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
-        file = _put(dict(state), beside / STATE)
-        meta = {"step": step, **facts, "time": time.time(), "torch": torch.__version__, "files": {STATE: file}}
-        (beside / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        for synced in (beside / META, beside):
-            _sync(synced)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
-        raise
-    if path.exists():
-        path.rename(folder / f".replaced-{path.name}-{os.getpid()}")
-    beside.rename(path)
-    _sync(folder)
-    return path
-
-
-def _put(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Bring a state to the disk; what meta.json says of its file."""
-    import torch
-
-    with closing(DirectFile(path)) as file:
-        torch.save(state, cast("IO[bytes]", file))
-        file.end()
-    return {"bytes": file.bytes, "sha256": file.sha256}
-
-
-def _unloadable(value: Any, where: str) -> Iterator[str]:
-    """What torch.load(weights_only=True) would refuse: found when it is saved, not when it is needed."""
-    import torch
-
-    kind = type(value)
-    if kind in (dict, OrderedDict):
-        for key, inner in value.items():
-            yield from _unloadable(inner, f"{where}[{key!r}]")
-    elif kind in (list, tuple, set, torch.Size):
-        for index, inner in enumerate(value):
-            yield from _unloadable(inner, f"{where}[{index}]")
-    # By exact type: numpy's float64 is a float too, and is refused when it is loaded.
-    elif kind not in PLAIN and not isinstance(value, torch.Tensor | torch.dtype | torch.device):
-        yield (
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which can't be loaded without running code: save "
-            "tensors, numbers, text, and lists and dicts of them (torch.as_tensor(…), float(…), .state_dict())"
-        )
-
-
-def _checksum(path: Path) -> str:
-    total = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            total.update(block)
-    return total.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

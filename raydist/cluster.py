@@ -9,19 +9,19 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raydist import ledger, lifetime, notice, placement, shipping, signals
+from raydist import autoscaler, check, ledger, lifetime, notice, placement, shipping, signals
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.events import Events
 from raydist.gcs import answers
 from raydist.group import Gang
-from raydist.node.place import Place
 from raydist.placement import Ask, Node, NodeType, Plan
+from raydist.places import Places
+from raydist.reserve import Reserve
 from raydist.result import End
 from raydist.straggler import Slow
 
@@ -149,26 +149,24 @@ def nodes() -> list[Node]:
     return placement.nodes_from_ray(ray.nodes(), ray._private.state.available_resources_per_node())
 
 
-def node_types() -> list[NodeType]:
-    """The kinds of node that the autoscaler could bring; none without an autoscaler."""
+def node_types() -> list[NodeType] | None:
+    """The kinds of node that the autoscaler could bring; none without an autoscaler, None if nobody can tell."""
     import ray
 
-    return placement.types_from_config(ray._private.state.state.get_cluster_config())
+    told = ray._private.state.state.get_cluster_config()
+    return placement.types_from_config(told) if told else autoscaler.types()
 
 
 @contextlib.contextmanager
 def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
     """The gang: one placement group, one actor per rank, all gone when the block is left."""
     import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import remove_placement_group
 
     began = time.time()
-    selector: dict[str, Any] = (
-        {"bundle_label_selector": [dict(ask.selector)] * len(ask.bundles)} if ask.selector else {}
-    )
     address = ray.get_runtime_context().gcs_address
     with ledger.steered(job, ask, nodes(), address, events) as steered:
-        held = placement_group([dict(bundle) for bundle in ask.bundles], strategy=ask.strategy, **selector)
+        held = hold(ask, len(ask.bundles))
         if steered:
             held.wait(ledger.PLACE_S)
     places: Places | None = None
@@ -177,15 +175,25 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         plan = placement.seat(ask, bundle_nodes(held))
         events.say("phase", name="place", s=time.time() - began)
         places = Places(plan, held, shipping.runtime_env(job))
-        renew = partial(renewed, places, held, job, events)
         gpus = places.gpus if ask.rank_resources.get("GPU") else None
-        with Gang(plan, places.call, events, gpus, places.take, renew, notice.draining) as gang:
+        reserve = Reserve(places, job.scale, events, nodes, hold) if check.size_word(job.scale) else None
+        renew = reserve.regroup if reserve else partial(renewed, places, held, job, events)
+        with Gang(plan, places.call, events, gpus, places.take, renew, notice.draining, reserve) as gang:
             gang.report_to = partial(note, job, address, places)
             yield gang
     finally:
         if places is not None:
             places.leave()
         remove_placement_group(held)
+
+
+def hold(ask: Ask, bundles: int, elsewhere: Sequence[str] = ()) -> Any:
+    """A placement group of so many of these bundles. `elsewhere`: ids of the nodes that it must not be on."""
+    from ray.util.placement_group import placement_group
+
+    wanted = {**({"ray.io/node-id": f"!in({','.join(elsewhere)})"} if elsewhere else {}), **ask.selector}
+    selector: dict[str, Any] = {"bundle_label_selector": [wanted] * bundles} if wanted else {}
+    return placement_group([dict(bundle) for bundle in ask.bundles[:bundles]], strategy=ask.strategy, **selector)
 
 
 def note(job: Job, address: str, places: Places, cause: End | None, slow: Sequence[Slow]) -> None:
@@ -240,69 +248,3 @@ def bundle_nodes(held: Any) -> list[Node]:
     there = {node.id: node for node in nodes()}
     table: Mapping[int, str] = placement_group_table(held)["bundles_to_node_id"]
     return [there[table[bundle]] for bundle in sorted(table)]
-
-
-class Places:
-    """The actors of a gang, one per rank. The first of each node is taken at once, the others when there is time."""
-
-    def __init__(self, plan: Plan, held: Any, shipped: Mapping[str, Any]) -> None:
-        import ray
-
-        self.plan = plan
-        self._held = held
-        self._shipped = shipped
-        self._kind = ray.remote(Place)  # once: Ray exports the class at each call
-        self._actors: dict[int, Any] = {}
-        leads = {seat.node_rank: seat.rank for seat in plan.seats if seat.local_rank == 0}
-        self._lead = [leads[seat.node_rank] for seat in plan.seats]
-        self.take(leads.values())
-
-    def take(self, ranks: Iterable[int] | None = None) -> None:
-        """Bring up the actors of these ranks; of all that have none yet. Waits for none of them."""
-        for rank in range(self.plan.world_size) if ranks is None else ranks:
-            if rank not in self._actors:
-                self._actors[rank] = self._kind.options(**self._options(rank)).remote(self.plan.ask.backend)
-
-    def replace(self, lost: Sequence[int], plan: Plan) -> None:
-        """Other actors for these ranks, at the places that they have in this plan."""
-        import ray
-
-        self.plan = plan
-        for rank in lost:
-            if rank in self._actors:
-                ray.kill(self._actors.pop(rank))
-        self.take(rank for rank in lost if plan.seats[rank].local_rank == 0)
-
-    def call(self, rank: int, method: str, *args: Any) -> Future[Any]:
-        """A call to the seat of a rank, by the actor that hosts it."""
-        return self._actors[self._lead[rank]].ask.remote(rank, method, *args).future()  # type: ignore[no-any-return]
-
-    def gpus(self) -> list[tuple[str, ...]]:
-        """The GPUs of each rank. Only its own actor knows them, so this brings up and waits for all."""
-        import ray
-
-        self.take()
-        found: list[tuple[str, ...]] = ray.get([self._actors[rank].gpus.remote() for rank in range(len(self._lead))])
-        return found
-
-    def leave(self) -> None:
-        """End all of them."""
-        import ray
-
-        for actor in self._actors.values():
-            ray.kill(actor)
-
-    def _options(self, rank: int) -> dict[str, Any]:
-        """What one actor holds. Without a runtime_env Ray takes a worker that is already running."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        resources = dict(self.plan.ask.rank_resources)
-        bundle = self.plan.seats[rank].bundle
-        return {
-            "num_cpus": resources.pop("CPU", 0),
-            "num_gpus": resources.pop("GPU", 0),
-            "memory": resources.pop("memory", None),
-            "resources": resources,
-            **self._shipped,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._held, placement_group_bundle_index=bundle),
-        }

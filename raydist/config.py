@@ -105,9 +105,12 @@ class Scale:
     nodes: int | None = at_least(1, 1)
     """Nodes to use; null takes every node that is there (scale=cluster)."""
     max_nodes: int | None = at_least(1, None)
-    """With it, `nodes` is the least: the job takes as many as have room when it starts, up to so many."""
+    """With it, `nodes` is the least: the job takes as many nodes as there are up to so many, goes on with fewer when
+    some are lost, and with more when they come. scale.nodes=2..8 says both."""
     per_node: int | None = at_least(1, None)
     """Ranks on each node; null: one per GPU, or without GPUs two on one node and one per cpus over a cluster."""
+    spares: int = at_least(0, 0)
+    """Nodes that are held beside those, warm: one of them takes over at once when a node is lost."""
     gpus: float | None = at_least(0, None)
     """GPUs of each rank; null: 1 where the nodes have GPUs and the backend can use them, otherwise 0."""
     cpus: float = above(0, 1.0)
@@ -140,7 +143,7 @@ class Fabric:
     strict: bool = False
     """RDMA, or an error; never silently TCP."""
     debug: bool = False
-    """NCCL tells in each rank's log which network it chose, and why."""
+    """NCCL tells in logs/rank-N.nccl which network it chose, and why."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,9 @@ class Data:
     global_batch: int | None = at_least(1, None)
     """Samples of one optimizer step over all ranks; null: batch_size x train.accumulate x ranks. Set it, and the same
     steps see the same samples on any number of ranks (batch_size then follows from it)."""
+    resize: str = one_of("keep", "scale")
+    """When the number of nodes changes (scale.nodes=2..8). keep: an optimizer step takes as many samples as before,
+    in more passes if there are fewer ranks. scale: batch_size on each rank; optim.scaling says what the rate does."""
     workers: int = at_least(0, 0)
     """Loader processes of each rank; 0 loads in the rank itself."""
     pin_memory: bool = True
@@ -300,7 +306,7 @@ class Job:
     deterministic: bool = False
     """Only deterministic algorithms, or an error where torch has none."""
     resume: str = "none"
-    """none; auto (newest complete checkpoint of this run folder, else of the newest run of that name); or a path."""
+    """none; auto (newest complete checkpoint of this run, else of the newest run of that name); a path or URL."""
     env: dict[str, str] = field(default_factory=dict)
     """More environment variables for the ranks; they win over raydist's own."""
     env_file: str = ""
@@ -309,6 +315,9 @@ class Job:
     """A folder to send to every node (working_dir=.): the ranks run in their copy of it, as after ray job submit."""
     pip: list[str] = field(default_factory=list)
     """Packages that Ray installs for the ranks, or one requirements file: pip=[transformers,einops==0.8.0]."""
+    storage: str = ""
+    """A folder that all nodes see, or a URL (storage=s3://bucket/runs): checkpoints, and at its end the run's records,
+    go to NAME/RUN below it; empty: into the run folder."""
     dir: str = ""
     """The run folder; Hydra's (hydra.run.dir). Filled in when the run starts."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from raydist.config import Checkpoint
 from raydist.events import Event, event
@@ -53,6 +55,42 @@ class Rank:
         )
 
 
+class Leave:
+    """The word to leave the loop after a step, because there will be other ranks. It comes from the seat.
+
+    No collective finishes without rank 0: once it stands still after step n, no rank is through with step n + 1, and
+    all can be told to leave after that one.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._step: int | None = None
+        self._told = threading.Event()
+
+    def hear(self, word: str) -> None:
+        """`hold`: stand still after the step that is being made. `leave:N`: go on to step N, and leave after it."""
+        if word.startswith("leave:"):
+            self._step = int(word.removeprefix("leave:"))
+            self._told.set()
+            tell("leaving", step=self._step)
+        self.asked = True
+
+    def due(self, step: int) -> bool:
+        """Whether this is the step to leave after."""
+        if not self.asked:
+            return False
+        if self._step is None:
+            tell("held", step=step)
+            self._told.wait()
+        return self._step is not None and step >= self._step
+
+    def gone(self, step: int) -> NoReturn:
+        """All is kept: say so, and wait for the end."""
+        tell("left", step=step)
+        while True:
+            signal.pause()
+
+
 @dataclass
 class Context:
     """Where this process stands. One per process; `enter` puts another in its place."""
@@ -74,6 +112,7 @@ class Context:
     memory: tuple[int, int] | None = None
     """Descriptors of this rank's snapshot memory and of that of the first rank here, -1 where there is none of that
     kind; None: nobody would come after this process to read it."""
+    leave: Leave = field(default_factory=Leave)
 
     saver: Any = None
     """The snapshot memory by which checkpoints get to the disk that the job asked for, once there was one."""

@@ -10,6 +10,7 @@ RaydistError             1    something that raydist can name went wrong
 from __future__ import annotations
 
 import difflib
+import re
 import signal
 from collections.abc import Iterable
 from typing import Any
@@ -77,3 +78,22 @@ def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
     best = nearest(word, names)
     listed = ", ".join(names[:40]) + (f", … ({len(names)} in all)" if len(names) > 40 else "")
     return (f"did you mean {prefix}{best}? " if best else "") + f"(known: {listed})"
+
+
+def why(error: BaseException) -> str:
+    """Why Ray itself has ended an actor: its node was short of memory. Empty where it was not Ray."""
+    if type(error).__name__ != "OutOfMemoryError":
+        return ""
+    used = re.search(r"was (\S+ used / \S+ limit)", str(error))
+    figures = f" ({used[1]})" if used else ""
+    return f"out of memory: Ray's memory monitor ended its actor, because the node had no more{figures}"
+
+
+def cause(error: BaseException) -> str:
+    """The last line of an error, without the traceback that Ray puts before it."""
+    if by_ray := why(error):
+        return by_ray
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else type(error).__name__
+    missing = "No module named 'raydist'" in last
+    return last + (": install raydist on every node, for the Python that Ray runs with" if missing else "")

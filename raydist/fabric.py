@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from raydist import fabric_horovod, fabric_mpi, fabric_network
@@ -11,6 +11,7 @@ from raydist.config import Job
 from raydist.node.facts import Facts
 from raydist.node.wire import HERE, MALLOC
 from raydist.placement import Plan, Seat
+from raydist.storage import run_folder
 
 LATER = "<chosen when it starts>"
 NCCL_LOG = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
@@ -85,6 +86,8 @@ def meeting(job: Job, meet: Meet) -> Iterator[Var]:
     yield Var("TORCHELASTIC_MAX_RESTARTS", str(job.restart.max), "restart.max")
     if job.dir:
         yield Var("RAYDIST_RUN_DIR", job.dir, "the run folder")
+    if job.storage:
+        yield Var("RAYDIST_CHECKPOINTS", f"{run_folder(job)}/checkpoints", f"storage={job.storage}")
 
 
 def on_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Seat) -> Iterator[Var]:
@@ -95,22 +98,38 @@ def on_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Seat) -> Iterato
         Var("OMP_NUM_THREADS", str(max(1, int(job.scale.cpus))), f"scale.cpus={job.scale.cpus:g}"),
         *(Var(name, value, "memory freed in a step is kept for the next") for name, value in MALLOC.items()),
         *(Var(*line) for line in fabric_network.settings(job, here, len(plan.nodes))),
-        *(Var(*line) for line in (fabric_mpi.network(here.mpi, here.interface) if here.mpi else ())),
+        *(Var(*line) for line in mpi(job, here)),
     ]
     for var in chosen:
         yield unless_set(var, here)
 
 
-def nccl_log(job: Job, plan: Plan, seat: Seat, here: Facts) -> Iterator[Var]:
-    """Let NCCL write down which network it takes, for the run's summary; not where somebody has other plans for it."""
-    set_already = {*job.env, *here.environment, *here.nccl_conf}
-    several = plan.ask.rank_resources.get("GPU") and len(plan.nodes) > 1
-    if not several or job.fabric.debug or set_already & NCCL_LOG:
+def mpi(job: Job, here: Facts) -> Iterator[tuple[str, str, str]]:
+    """What MPI is told of the interface and the HCAs, where the node has an MPI to be told."""
+    if not here.mpi or job.fabric.kind == "site":
         return
-    why = "for the summary's line about the network"
+    choice, fabric = fabric_network.choose(job, here), job.fabric
+    chosen = choice.hcas if choice.aside or fabric.hca else ()
+    ports = [f"{hca.name}:{hca.active[0].number}" for hca in chosen if hca.active]
+    yield from fabric_mpi.network(here.mpi, here.interface, ports, fabric.kind == "ethernet", fabric.strict)
+
+
+def nccl_log(job: Job, plan: Plan, seat: Seat, here: Facts) -> Iterator[Var]:
+    """Let NCCL write down which network it takes; unasked not where somebody has other plans for it."""
+    file = Var("NCCL_DEBUG_FILE", f"{HERE}/rank-{seat.rank}.nccl", "logs/rank-N.nccl, apart from the rank's own output")
+    if job.fabric.debug:
+        why = "fabric.debug: what shows the network that NCCL chose"
+        wanted = (Var("NCCL_DEBUG", "INFO", why), Var("NCCL_DEBUG_SUBSYS", fabric_network.SUBSYSTEMS, why), file)
+        yield from (unless_set(var, here) for var in wanted)
+        return
+    set_already = {*job.env, *here.environment, *here.nccl_conf}
+    needed = plan.ask.rank_resources.get("GPU") and (len(plan.nodes) > 1 or job.fabric.strict)
+    if not needed or set_already & NCCL_LOG:
+        return
+    why = "fabric.strict looks into it" if job.fabric.strict else "for the summary's line about the network"
     yield Var("NCCL_DEBUG", "INFO", why)
     yield Var("NCCL_DEBUG_SUBSYS", "INIT,NET,ENV", why)
-    yield Var("NCCL_DEBUG_FILE", f"{HERE}/rank-{seat.rank}.nccl", f"{why}; not into the rank's log")
+    yield replace(file, reason=f"{why}; not into the rank's log")
 
 
 def horovod(job: Job, plan: Plan, seat: Seat, here: Facts, meet: Meet) -> Iterator[Var]:

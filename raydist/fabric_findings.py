@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import ipaddress
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from raydist import fabric_network
+from raydist import fabric_across, fabric_network, fabric_site
 from raydist.config import Job
 from raydist.errors import LaunchError
 from raydist.findings import Finding, fold
-from raydist.node.facts import Facts, Hca, Nic
+from raydist.node.facts import Facts, Hca
 from raydist.placement import Plan
 
 PROVIDERS = {"0x15b3": "mlx5", "0x1d0f": "efa", "0x14e4": "bnxt_re", "0x8086": "irdma"}
 """PCI vendor -> its user-space driver."""
-SABOTAGE = {
-    "NCCL_IB_DISABLE": ("1",), "NCCL_NET": ("socket",), "NCCL_P2P_DISABLE": ("1",), "NCCL_SHM_DISABLE": ("1",),
-    "NCCL_ALGO": (), "NCCL_PROTO": (), "NCCL_IB_GID_INDEX": (),
-}  # fmt: skip
-"""Settings that slow a job down or break it; with the values that do, or whatever the value."""
 SHM, NOFILE = 2**30, 65536
-NO_RDMA = ("NCCL_IB_DISABLE", "NCCL_NET")
-RDMA = ("hca state", "rdma libraries", "rdma devices", "memlock", "site settings")
+LEAST_DRIVER = {13: (580,), 12: (525, 60), 11: (450, 80)}
+"""The oldest NVIDIA driver for each major version of CUDA: CUDA's release notes, minor version compatibility."""
+STACK_SAFE = (2, 28)
+"""NCCL from which an unlimited stack is no trouble (its user guide, troubleshooting)."""
+RDMA = ("hca state", "rdma libraries", "rdma devices", "memlock", "site settings", "storage hcas", "vendor")
 """Checks that fabric.strict refuses over."""
+TCP_ONLY = ("gloo", "horovod")
 
 
 def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
     """All that the facts tell, the worst first. `facts`: of each rank's node, in order of rank."""
     nodes = [facts[seat.rank] for seat in plan.seats if seat.local_rank == 0]
     found = [finding for here in nodes for look in EACH for finding in look(job, here)]
-    if plan.ask.rank_resources.get("GPU") or plan.ask.backend == "nccl":
+    strict_mpi = job.fabric.strict and plan.ask.backend == "mpi"  # UCX has a use for RDMA without GPUs
+    if plan.ask.rank_resources.get("GPU") or plan.ask.backend == "nccl" or strict_mpi:
         found += [finding for here in nodes for look in WITH_GPUS for finding in look(job, here)]
         found += [finding for across in BETWEEN_GPUS for finding in across(job, nodes)]
+    elif job.fabric.strict and plan.ask.backend in TCP_ONLY:
+        text = f"{plan.ask.backend} without GPUs knows only TCP"
+        found.append(Finding("hca state", "fail", (), text, "fabric.strict=false, or backend=nccl on GPUs"))
     found += [finding for across in BETWEEN for finding in across(job, nodes)]
     return fold(found)
 
 
 def check(job: Job, plan: Plan, facts: Sequence[Facts], warn: Callable[[str], object]) -> None:
-    """Give every warning to `warn`; LaunchError where fabric.strict is asked and RDMA is known not to work."""
+    """Give every warning to `warn`; LaunchError where fabric.strict is asked and RDMA is known not to work.
+
+    What is refused is in the error alone.
+    """
     found = findings(job, plan, facts)
+    refused = refusals(job, found)
     for one in found:
-        if one.level != "note":
+        if one.level != "note" and one not in refused:
             warn(one.told())
-    if refused := refusals(job, found):
+    if refused:
         raise LaunchError("fabric.strict: " + "; ".join(one.told() for one in refused))
 
 
@@ -64,30 +70,6 @@ def hostname(job: Job, here: Facts) -> Iterator[Finding]:
         )
 
 
-def site(job: Job, here: Facts) -> Iterator[Finding]:
-    """Check 10."""
-    told = {name: (value, "the environment") for name, value in here.environment.items()}
-    for name, (value, origin) in {**here.nccl_conf, **told}.items():
-        bad = SABOTAGE.get(name)
-        if bad is not None and name not in job.env and (not bad or value.lower() in bad):
-            level = "fail" if job.fabric.strict and name in NO_RDMA else "warn"
-            yield Finding("site settings", level, (here.hostname,), f"{name}={value} is set in {origin}",
-                          f"remove it there, or overrule it: env.{name}=...")  # fmt: skip
-        if name == "NCCL_SOCKET_IFNAME" and name not in job.env and (text := _interface(value, here)):
-            yield Finding("site settings", "fail", (here.hostname,), f"{name}={value} in {origin}: {text}",
-                          f"env.{name}=={here.interface}")  # fmt: skip
-
-
-def _interface(value: str, here: Facts) -> str:
-    """What is wrong with NCCL_SOCKET_IFNAME; empty: nothing. The syntax: NCCL's parseStringList."""
-    if value.startswith("^"):
-        barred = any("lo".startswith(one) for one in value[1:].removeprefix("=").split(",") if one)
-        return "" if barred else "a list that begins with ^ and does not name lo lets NCCL take lo"
-    exact, wanted = value.startswith("="), value.removeprefix("=").split(",")
-    fits = any(name == one if exact else name.startswith(one) for name in here.interfaces for one in wanted)
-    return "" if fits or not here.interfaces else f"there is no such interface ({', '.join(here.interfaces)})"
-
-
 def limits(job: Job, here: Facts) -> Iterator[Finding]:
     """Check 18."""
     if here.limits.shm is not None and here.limits.shm < SHM:
@@ -100,16 +82,22 @@ def limits(job: Job, here: Facts) -> Iterator[Finding]:
 
 def state(job: Job, here: Facts) -> Iterator[Finding]:
     """Check 4."""
+    host = (here.hostname,)
     for hca in here.hcas:
+        asked = hca.name in job.fabric.hca
+        if asked and not hca.active:
+            yield Finding("hca state", "fail", host, f"{hca.name}, asked for by fabric.hca, has no active port",
+                          "leave it out of fabric.hca, or mend its link")  # fmt: skip
         for port in hca.ports:
-            if port.state == "INIT":
-                yield Finding("hca state", "warn", (here.hostname,), f"{hca.name}/{port.number} is INIT",
-                              "no subnet manager: start opensm, or the switch's own")  # fmt: skip
-            elif port.state == "DOWN":
-                yield Finding("hca state", "note", (here.hostname,),
-                              f"{hca.name}/{port.number} is DOWN, {port.phys_state}", "check the cable")  # fmt: skip
+            name = f"{hca.name}/{port.number}"
+            lone = port.active and port.link_layer == "InfiniBand" and port.sm_lid == 0
+            if port.state in ("INIT", "ARMED") or lone:
+                text = f"{name} knows no subnet manager" if lone else f"{name} is {port.state}"
+                yield Finding("hca state", "warn", host, text, "no subnet manager: start opensm, or the switch's own")
+            elif port.state == "DOWN" and not asked:
+                yield Finding("hca state", "note", host, f"{name} is DOWN, {port.phys_state}", "check the cable")
     if job.fabric.strict and not any(hca.active for hca in here.hcas):
-        yield Finding("hca state", "fail", (here.hostname,), "no HCA has an active port",
+        yield Finding("hca state", "fail", host, "no HCA has an active port",
                       "fabric.strict=false, or a node with RDMA")  # fmt: skip
 
 
@@ -143,27 +131,55 @@ def memlock(job: Job, here: Facts) -> Iterator[Finding]:
 
 
 def storage(job: Job, here: Facts) -> Iterator[Finding]:
-    """Check 9."""
-    choice = fabric_network.choose(job, here)
+    """Check 9, of what raydist chose; fabric_site.hcas looks at what somebody wrote."""
+    choice, host = fabric_network.choose(job, here), (here.hostname,)
+    names = ",".join(hca.name for hca in choice.hcas)
     if choice.aside:
-        names = ",".join(hca.name for hca in choice.hcas)
         left = "; ".join(f"{name} {why}" for name, why in choice.aside)
-        yield Finding(
-            "storage hcas", "note", (here.hostname,), f"left out: {left}", f"fabric.hca=[{names}] says it outright"
+        guess = (
+            "" if choice.sure else f"no GPU's place on PCIe tells which HCAs are for storage; NCCL_IB_HCA=={names}, "
         )
+        yield Finding(
+            "storage hcas", "note" if choice.sure else "warn", host, f"{guess}left out: {left}",
+            f"fabric.hca=[{names}] says it outright",
+        )  # fmt: skip
+    for hca in choice.hcas:
+        if servers := servers_over(hca, here):
+            text = f"{hca.name} also leads to the mounted file server {', '.join(servers)}: both share its bandwidth"
+            yield Finding("storage hcas", "note", host, text, "fabric.hca=[...] without it, if storage has its own")
+
+
+def servers_over(hca: Hca, here: Facts) -> list[str]:
+    """The mounted file servers that lie in a network of this HCA's interface."""
+    netdevs = {gid.netdev for port in hca.ports for gid in port.gids} - {""}
+    own = [nic for nic in here.nics if nic.name in netdevs or (nic.pci and nic.pci == hca.pci)]
+    nets = [ipaddress.ip_network(net) for nic in own for net in nic.subnets]
+    return [one for one in here.machine.storage if any(_address(one) in net for net in nets)]
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """A mount's address; one that is written as a name lies in no network."""
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return ipaddress.IPv6Address("::")
 
 
 def gid(job: Job, here: Facts) -> Iterator[Finding]:
-    """Check 12. What NCCL takes: net_ib/connect.cc."""
-    for hca in fabric_network.choose(job, here).hcas:
-        port = hca.active[0] if hca.active else None
-        if port is None or port.link_layer != "Ethernet":
-            continue
-        routable = [one for one in port.gids if one.kind == "RoCE v2" and not one.gid.startswith("fe80")]
-        if not routable:
-            ndev = next((one.netdev for one in port.gids if one.netdev), "its interface")
+    """Check 12."""
+    chosen = [hca for hca in fabric_network.choose(job, here).hcas
+              if hca.active and hca.active[0].link_layer == "Ethernet"]  # fmt: skip
+    found = {hca.name: fabric_network.gid(hca) for hca in chosen}
+    for hca in chosen:
+        if found[hca.name] is None:
+            ndev = next((one.netdev for one in hca.active[0].gids if one.netdev), "its interface")
             yield Finding("roce gid", "fail", (here.hostname,), f"{hca.name} has no routable RoCE v2 GID",
                           f"ip addr add ADDRESS/PREFIX dev {ndev}")  # fmt: skip
+    indexes = {one.index for one in found.values() if one}
+    if len(indexes) > 1 and not fabric_network.finds_gid(here):
+        told = ", ".join(f"{name}: {one.index}" for name, one in found.items() if one)
+        text = f"NCCL {here.versions['nccl']} takes one GID index for all HCAs, and these need different ones ({told})"
+        yield Finding("roce gid", "warn", (here.hostname,), text, "NCCL 2.21 or later: a newer torch")
 
 
 def gpudirect(job: Job, here: Facts) -> Iterator[Finding]:
@@ -192,6 +208,20 @@ def links(job: Job, here: Facts) -> Iterator[Finding]:
                           f"could x{hca.link_width_max} {hca.link_speed_max}", "reseat the card")  # fmt: skip
 
 
+def slower(job: Job, here: Facts) -> Iterator[Finding]:
+    """Check 20, of the network's own links: a card like the chosen ones, beside a GPU as they are, yet slower."""
+    chosen = fabric_network.choose(job, here).hcas
+    usual = max((hca.active[0].gbps for hca in chosen if hca.active), default=0.0)
+    boards = {(hca.board, hca.active[0].link_layer) for hca in chosen if hca.active}
+    for hca in here.hcas:
+        port = hca.active[0] if hca.active else None
+        close = any(fabric_network.near(hca.pci, gpu.pci) for gpu in here.devices)
+        if port and close and 0 < port.gbps < usual and (hca.board, port.link_layer) in boards:
+            yield Finding("links", "warn", (here.hostname,),
+                          f"{hca.name} came up at {port.rate}, others of its kind at {usual:g} Gb/sec",
+                          "another cable, or the switch port's settings")  # fmt: skip
+
+
 def _gt(speed: str) -> float:
     try:
         return float(speed.split()[0])
@@ -207,91 +237,59 @@ def iommu(job: Job, here: Facts) -> Iterator[Finding]:
 
 
 def plugin(job: Job, here: Facts) -> Iterator[Finding]:
-    """Check 25."""
+    """Check 25, and what fabric.strict comes to where NCCL_NET can't name the plug-in."""
+    own, host = fabric_network.vendor(here), (here.hostname,)
     if any(hca.vendor == fabric_network.EFA for hca in here.hcas) and not here.machine.plugins:
-        yield Finding("vendor", "warn", (here.hostname,), "EFA is there, its plug-in libnccl-net.so is not",
+        level = "fail" if job.fabric.strict else "warn"
+        yield Finding("vendor", level, host, "EFA is there, its plug-in libnccl-net.so is not",
                       "install aws-ofi-nccl in the ranks' image")  # fmt: skip
-    elif fabric_network.vendor(here) and job.fabric.strict:
-        yield Finding("vendor", "note", (here.hostname,), f"{fabric_network.vendor(here)}: NCCL_NET is left to it")
+    elif "Google" in here.machine.cloud and own and not any(name.startswith(TCPX) for name in here.environment):
+        yield Finding("vendor", "warn", host, f"{own} is there, its settings are not: NCCL would use plain TCP",
+                      f". {own.rpartition('/')[0]}/nccl-env-profile.sh before ray start")  # fmt: skip
+    elif own and job.fabric.strict and not fabric_network.forced(here):
+        debug = job.env.get("NCCL_DEBUG") or fabric_site.settings(job, here).get("NCCL_DEBUG", ("INFO", ""))[0]
+        if debug.upper() in fabric_network.LOUD:
+            text = f"no NCCL_NET names {own}: NCCL's log is watched, and the run ends if it takes sockets"
+            yield Finding("vendor", "note", host, text)
+        else:
+            text = f"no NCCL_NET names {own}, and with NCCL_DEBUG={debug} nobody sees which network NCCL takes"
+            yield Finding("vendor", "fail", host, text, "env.NCCL_DEBUG=INFO")
 
 
-def meet(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Check 1: loopback between several nodes. Other networks may be routed: the doctor tries."""
-    for here in nodes if len({here.address for here in nodes}) > 1 else ():
-        if ipaddress.ip_address(here.address).is_loopback:
-            yield Finding("interface", "fail", (here.hostname,), f"{here.address} is a loopback address",
-                          "ray start --node-ip-address=<one that the others reach>")  # fmt: skip
+TCPX = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
+"""How the settings of Google's plug-ins begin (GPUDirect-TCPXO, GPUDirect-TCPX)."""
 
 
-def same_fabric(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Check 8."""
-    kinds = [_fabric(fabric_network.choose(job, here).hcas) for here in nodes]
-    yield from _odd("same fabric", "fail", nodes, kinds, "fabric.hca=[...] with what all have, or fabric.kind=ethernet")
+def driver(job: Job, here: Facts) -> Iterator[Finding]:
+    """Check 22 on one node: NVIDIA's driver is new enough for the CUDA that torch brings."""
+    cuda, found = here.versions.get("cuda", ""), here.machine.driver
+    least = LEAST_DRIVER.get(_numbers(cuda)[0]) if _numbers(cuda) else None
+    if least and found and _numbers(found)[: len(least)] < least:
+        yield Finding("versions", "fail", (here.hostname,),
+                      f"NVIDIA driver {found} is too old for CUDA {cuda}, which torch brings",
+                      f"driver {'.'.join(map(str, least))} or later, or a torch for an older CUDA")  # fmt: skip
 
 
-def _fabric(hcas: tuple[Hca, ...]) -> str:
-    ports = Counter((hca.active[0].link_layer, hca.active[0].gbps) for hca in hcas if hca.active)
-    return ", ".join(f"{n} x {layer} {gbps:g} Gbit/s" for (layer, gbps), n in sorted(ports.items())) or "no HCA"
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in version.split(".") if one.isdigit())
 
 
-def mtu(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Checks 12 and 21, of the interface that the ranks talk over."""
-    own = [(here, nic) for here in nodes if (nic := _nic(here))]
-    told = [f"{'IPoIB ' + nic.mode if nic.ipoib else 'interface'} with MTU {nic.mtu}" for _, nic in own]
-    check = "ipoib" if any(nic.ipoib for _, nic in own) else "interface"
-    yield from _odd(
-        check, "warn", [here for here, _ in own], told, "the same mode and MTU everywhere: ip link set ... mtu"
-    )
-
-
-def _nic(here: Facts) -> Nic | None:
-    return next((nic for nic in here.nics if nic.name == here.interface), None)
-
-
-def versions(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Check 22, as far as it is about NCCL and the driver; others are compared when the nodes report."""
-    for name, values in {
-        "NCCL": [here.versions.get("nccl", "") for here in nodes],
-        "NVIDIA driver": [here.machine.driver for here in nodes],
-    }.items():
-        told = [f"{name} {value}" if value else f"no {name}" for value in values]
-        yield from _odd("versions", "warn", nodes, told, "the same image on all nodes")
-
-
-def identity(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Check 23: NCCL takes nodes of one host name and boot id for one machine."""
-    seen = Counter((here.hostname, here.machine.boot_id) for here in nodes if "NCCL_HOSTID" not in here.environment)
-    for (name, boot), n in seen.items():
-        if n > 1 and boot:
-            yield Finding("identity", "fail", (name,), f"NCCL takes {n} nodes for one: same host name, same boot id",
-                          "another host name for each container")  # fmt: skip
-
-
-def _odd(check: str, level: str, nodes: Sequence[Facts], told: Sequence[str], mend: str) -> Iterator[Finding]:
-    """Those that are not like the most."""
-    if not told:
-        return
-    usual, n = Counter(told).most_common(1)[0]
-    for here, own in zip(nodes, told, strict=True):
-        if own != usual:
-            yield Finding(check, level, (here.hostname,), f"{own}; {n} of {len(told)} have {usual}", mend)
+def stack(job: Job, here: Facts) -> Iterator[Finding]:
+    """Check 18, of the stack."""
+    nccl = _numbers(here.versions.get("nccl", ""))
+    if here.limits.stack == -1 and nccl and nccl < STACK_SAFE:
+        yield Finding("limits", "warn", (here.hostname,), "the stack is unlimited: NCCL before 2.28 may crash",
+                      "ulimit -s 8192 before ray start")  # fmt: skip
 
 
 Check = Callable[[Job, Facts], Iterator[Finding]]
 Across = Callable[[Job, Sequence[Facts]], Iterator[Finding]]
-EACH: tuple[Check, ...] = (hostname, site, limits)
+EACH: tuple[Check, ...] = (hostname, fabric_site.site, limits)
 WITH_GPUS: tuple[Check, ...] = (
-    state,
-    libraries,
-    devices,
-    memlock,
-    storage,
-    gid,
-    gpudirect,
-    affinity,
-    links,
-    iommu,
-    plugin,
-)
-BETWEEN: tuple[Across, ...] = (meet, mtu)
-BETWEEN_GPUS: tuple[Across, ...] = (same_fabric, versions, identity)
+    state, libraries, devices, memlock, storage, fabric_site.hcas, gid, gpudirect, affinity, links, slower, iommu,
+    plugin, driver, stack,
+)  # fmt: skip
+BETWEEN: tuple[Across, ...] = (fabric_across.meet, fabric_across.mtu)
+BETWEEN_GPUS: tuple[Across, ...] = (
+    fabric_across.same_fabric, fabric_across.versions, fabric_across.identity, fabric_across.roce,
+)  # fmt: skip

@@ -39,11 +39,9 @@ def meeting(address: str, port: str, secret: str) -> Iterator[Line]:
 def settings(job: Job, interface: str) -> Iterator[Line]:
     """What the network and backend.horovod say, in Horovod's words. `interface`: that of the rank's node."""
     chosen, own = job.backend.horovod, "backend.horovod."
-    yield (
-        "HOROVOD_GLOO_IFACE",
-        interface,
-        "that of the training address; else gloo goes where the host name points",
-    )
+    if job.fabric.kind != "site":
+        why = "that of the training address; else gloo goes where the host name points"
+        yield "HOROVOD_GLOO_IFACE", interface, why
     yield "HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, round(job.backend.timeout_s))), "backend.timeout_s"
     # What is set is never tuned, so that Horovod's own choices are left unsaid.
     if chosen.fusion_mb is not None:

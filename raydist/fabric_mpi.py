@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 CHILD = ("/bin/sh", "-c", 'exec "$RAYDIST_MPI_PYTHON" -IS "$RAYDIST_MPI_CHILD" rank')
 """What mpirun starts for each rank. Python and raydist may lie elsewhere on each host: their seats know."""
 LOOPBACK = ("lo", "lo0")
+OPEN_MPI_TCP = (("OMPI_MCA_pml", "ob1"), ("OMPI_MCA_btl", "^openib,ofi,uct"))
+"""What leaves Open MPI, 4 or 5, no way but TCP and shared memory."""
 
 Line = tuple[str, str, str]
 """An environment variable: name, value, reason."""
@@ -66,17 +68,30 @@ def open_mpi_4(hosts: int, interface: str) -> list[str]:
     return [*(word for name in settings for word in ("--mca", name, settings[name])), "--leave-session-attached"]
 
 
-def network(mpi: Mapping[str, str], interface: str) -> Iterator[Line]:
-    """What keeps a rank's own TCP on the interface. A host with RDMA devices is left to UCX, which finds them."""
+def network(
+    mpi: Mapping[str, str], interface: str, hcas: Sequence[str] = (), tcp: bool = False, strict: bool = False
+) -> Iterator[Line]:
+    """What keeps a rank on the interface and the HCAs. A host with RDMA devices is left to UCX, which finds them.
+
+    `hcas`: those that were chosen among others, as mlx5_0:1. `tcp`: never RDMA. `strict`: RDMA or an error.
+    """
     if interface in LOOPBACK:
         return
-    if mpi["kind"] == "openmpi":
+    open_mpi = mpi["kind"] == "openmpi"
+    if open_mpi:
         yield "OMPI_MCA_btl_tcp_if_include", interface, "unset, Open MPI stripes over every interface that is up"
     else:
         yield "FI_TCP_IFACE", interface, "libfabric's TCP; unset, it takes the first interface that is up"
-        if not mpi["rdma"]:
-            yield (
-                "UCX_NET_DEVICES",
-                interface,
-                "no RDMA device here; unset, UCX stripes over every interface",
-            )
+    if tcp:
+        why = "fabric.kind=ethernet: TCP even where there is RDMA"
+        yield from ((*each, why) for each in (OPEN_MPI_TCP if open_mpi else (("FI_PROVIDER", "tcp"),)))
+        yield "UCX_NET_DEVICES", interface, why
+        return
+    if strict:
+        why = "fabric.strict: RDMA or an error, never silently TCP"
+        yield ("OMPI_MCA_pml", "ucx", why) if open_mpi else ("FI_PROVIDER", "^tcp,sockets", why)
+        yield "UCX_TLS", "^tcp", why
+    if hcas:
+        yield "UCX_NET_DEVICES", ",".join(hcas), "the planned HCAs; unset, UCX takes all that are active, storage too"
+    elif not (open_mpi or mpi["rdma"]):
+        yield "UCX_NET_DEVICES", interface, "no RDMA device here; unset, UCX stripes over every interface"

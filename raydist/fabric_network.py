@@ -8,13 +8,21 @@ from dataclasses import dataclass
 
 from raydist.config import Job
 from raydist.errors import ConfigError, suggest
-from raydist.node.facts import Facts, Hca
+from raydist.node.facts import Facts, Gid, Hca
 
 Line = tuple[str, str, str]
 """(name, value, reason)."""
 LAYERS = {"ib": "InfiniBand", "roce": "Ethernet"}
 SUBSYSTEMS = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 EFA = "0x1d0f"
+MAPPED = "0000:0000:0000:0000:0000:ffff"
+"""How the GID of an IPv4 address begins."""
+FINDS_GID = (2, 21)
+"""NCCL since which GIDs need no index (its user guide, troubleshooting)."""
+LIBFABRIC = "AWS Libfabric"
+"""The name that every version of aws-ofi-nccl obeys."""
+LOUD = ("INFO", "TRACE")
+"""NCCL_DEBUG that tells the network."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,8 @@ class Choice:
     reason: str = ""
     aside: tuple[tuple[str, str], ...] = ()
     """(name, reason) of active ones that are left out."""
+    sure: bool = True
+    """Whether the place of the GPUs decided, and not the speed alone, which HCAs are for gradients."""
 
 
 def vendor(here: Facts) -> str:
@@ -62,7 +72,8 @@ def choose(job: Job, here: Facts) -> Choice:
         best = _class(chosen)
         aside += [(hca.name, f"is {_told(kind(hca))}, not {_told(best)}") for hca in chosen if kind(hca) != best]
         chosen = [hca for hca in chosen if kind(hca) == best]
-    return Choice(tuple(chosen), f"fabric.kind={job.fabric.kind}", tuple(aside))
+    sure = bool(close) or len({kind(hca) for hca in active if layer is None or hca.active[0].link_layer == layer}) < 2
+    return Choice(tuple(chosen), f"fabric.kind={job.fabric.kind}", tuple(aside), sure)
 
 
 def _asked(job: Job, here: Facts) -> tuple[Hca, ...]:
@@ -96,10 +107,6 @@ def settings(job: Job, here: Facts, nodes: int) -> Iterator[Line]:
     if job.fabric.kind != "site":
         yield from sockets(job, here)
         yield from rdma(job, here, nodes)
-    if job.fabric.debug:
-        # no NCCL_DEBUG_FILE: what NCCL prints lands in the rank's own log, on whatever node
-        yield "NCCL_DEBUG", "INFO", "fabric.debug"
-        yield "NCCL_DEBUG_SUBSYS", SUBSYSTEMS, "fabric.debug: what shows the network that NCCL chose"
 
 
 def sockets(job: Job, here: Facts) -> Iterator[Line]:
@@ -125,5 +132,45 @@ def rdma(job: Job, here: Facts, nodes: int) -> Iterator[Line]:
             yield "NCCL_IB_HCA", f"={names}", choice.reason + (f": {left}" if left else "")
     if choice.hcas and nodes > 1:
         yield "NCCL_IGNORE_NET_MISMATCH", "0", "nodes with unequal HCAs are an error; by default they may hang"
-    if job.fabric.strict and not vendor(here):
-        yield "NCCL_NET", "IB", "fabric.strict: RDMA or an error, never silently TCP"
+    yield from gid_index(here, choice)
+    if job.fabric.strict and (network := forced(here)):
+        yield "NCCL_NET", network, "fabric.strict: RDMA or an error, never silently TCP"
+
+
+def gid(hca: Hca) -> Gid | None:
+    """The GID by which NCCL would reach other nodes over RoCE: routable, v2, of IPv4 if there is one; None: no such.
+
+    Source: NCCL 2.30 src/transport/net_ib/connect.cc.
+    """
+    port = hca.active[0] if hca.active else None
+    if port is None or port.link_layer != "Ethernet":
+        return None
+    routable = [one for one in port.gids if one.kind == "RoCE v2" and not one.gid.startswith("fe80")]
+    return min(routable, key=lambda one: family(one) != "IPv4", default=None)
+
+
+def family(gid: Gid) -> str:
+    return "IPv4" if gid.gid.startswith(MAPPED) else "IPv6"
+
+
+def finds_gid(here: Facts) -> bool:
+    """Whether this node's NCCL finds the right GID of each HCA by itself; one of unknown version is taken for new."""
+    told = [int(one) for one in here.versions.get("nccl", "").split(".")[:2] if one.isdigit()]
+    return len(told) < 2 or tuple(told) >= FINDS_GID
+
+
+def gid_index(here: Facts, choice: Choice) -> Iterator[Line]:
+    """The GID index that an old NCCL must be told, where one fits all HCAs."""
+    found = {one.index for hca in choice.hcas if (one := gid(hca))}
+    if len(found) == 1 and not finds_gid(here):
+        why = f"NCCL {here.versions['nccl']} takes GID 0 unless it is told; since 2.21 it finds the routable one itself"
+        yield "NCCL_IB_GID_INDEX", str(found.pop()), why
+
+
+def forced(here: Facts) -> str:
+    """What NCCL_NET must be, so that NCCL can't fall back to sockets; empty where no name forces the plug-in there."""
+    if not vendor(here):
+        return "IB"
+    if any(hca.vendor == EFA for hca in here.hcas):
+        return LIBFABRIC
+    return next(iter(here.machine.networks), "")

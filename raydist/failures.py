@@ -43,6 +43,8 @@ class Failure:
     """Steps that were done again, or are to be done again after the end of the run."""
     restart: Mapping[str, Any] = field(default_factory=dict)
     """The event `restart`, if there was another attempt."""
+    resized: tuple[int, int] | None = None
+    """The nodes before and after, where there were more or fewer."""
     moved: tuple[int, ...] = ()
     """The ranks that got another node."""
     resumed: int | None = None
@@ -98,7 +100,9 @@ class Failures:
         match happened["kind"]:
             case "run":
                 self.found, self.saved, self.before = [], (0, ""), happened.get("pages", 0)
-            case "plan":
+            case "plan" | "resize" | "takeover":
+                if now and "before" in happened:
+                    now.resized = (happened["before"], happened["nodes"])
                 self.seats = {seat["rank"]: seat for seat in happened["seats"]}
             case "stop":
                 self.stopped = t

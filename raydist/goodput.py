@@ -52,7 +52,7 @@ class Spent:
             case "done" if first and "step" in (happened.get("spent") or {}):
                 self.counted_s = float(happened["spent"]["step"])
                 self.now = {what: s for what, s in happened["spent"].items() if what != "step"}
-            case "restart":
+            case "restart" | "regroup":
                 self._again()
             case "restarted":
                 self.repeated_s += min(self.earlier_s, happened["repeated"] * self.step_mean_s)

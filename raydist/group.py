@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import re
 import secrets
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raydist import fabric_findings, script, shipping, traffic
+from raydist import errors, fabric_findings, preload, script, shipping, sight, traffic
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
 from raydist.fabric import Meet, Var
 from raydist.node.facts import Facts
-from raydist.node.place import make_seat
 from raydist.placement import Plan
 from raydist.placement import Seat as Place
+from raydist.reserve import Reserve
 from raydist.result import End
 from raydist.straggler import Slow
 from raydist.transport import Log
@@ -58,13 +55,17 @@ class Gang(AbstractContextManager["Gang"]):
         settle: Callable[[], None] = lambda: None,
         renew: Callable[[Sequence[int]], Plan] | None = None,
         draining: Callable[[], Mapping[str, float]] = dict,
+        reserve: Reserve | None = None,
     ) -> None:
         """`gpus`: each rank's GPUs, where somebody keeps account. `settle`: what can wait until the ranks have met.
 
         `renew`: finds another place for the ranks of lost nodes, and gives the plan with it. `draining`: the nodes that
-        are about to be taken away, each with its deadline in seconds since the epoch, or 0.
+        are about to be taken away, each with its deadline in seconds since the epoch, or 0. `reserve`: nodes beside
+        those of the ranks, where there may be any.
         """
         self.plan = plan
+        self.first = plan.world_size
+        """Ranks that it began with."""
         self.call = call
         self.settle = settle
         self.draining = draining
@@ -78,6 +79,10 @@ class Gang(AbstractContextManager["Gang"]):
         self._events = events
         self._gpus = gpus
         self._renew = renew
+        self.reserve = reserve
+        self._runs: dict[str, str] = {}
+        self._found: dict[str, dict[str, Any]] = {}
+        """By node id: the name of its fork server, if it has one of its own, and what its first seat found."""
 
     def open(self, job: Job, modules: Sequence[str], home: dict[str, Any] | None = None, attempt: int = 0) -> None:
         """Round 1: probe every node, warm its fork server, open the store on rank 0's node.
@@ -90,23 +95,30 @@ class Gang(AbstractContextManager["Gang"]):
         self._same = {
             "run": uuid.uuid4().hex[:8], "start": job.start, "modules": list(modules), "env": job.env,
             "interface": job.fabric.interface, "threads": max(1, int(job.scale.cpus)),
-            "shared": file and str(file.parent), "home": home,
+            "home": home,
             "mpirun": job.backend.mpi.mpirun, "secret": secrets.token_hex(32),
         }  # fmt: skip
+        self._job, self._files = job, sight.files(job, str(file.parent) if file else "")
         self._installs = ", ".join(job.pip)
         self._store = "horovod" if job.backend.name == "horovod" else "tcp"
+        if self.reserve is not None:
+            self.reserve.equip(self._same)
         answers = self._open(range(self.plan.world_size), None if file else self._store)
         born = max(began, *(answer["born"] for answer in answers))
         self._events.say("phase", name="actors", s=born - began)
         self._events.say("phase", name="warm-up", s=time.time() - born)
-        self.facts = tuple(self._facts(answers))
-        self._ports = [answer["ports"] for answer in answers]
-        self.missing = tuple(answer["warm"].get("failed", {}) for answer in answers)
+        self._learn()
         port, secret = answers[0]["store"] or (None, "")
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret, attempt)
 
-    def again(self, job: Job, attempt: int) -> list[int]:
-        """Make ready for another attempt: seats in the place of lost ones (their ranks), and a fresh store for all."""
+    def again(self, job: Job, attempt: int, resize: bool = False) -> list[int]:
+        """Make ready for another attempt: seats in the place of lost ones (their ranks), and a fresh store for all.
+
+        `resize`: with the nodes that have come.
+        """
+        before = {seat.node.id for seat in self.plan.seats}
+        if resize:
+            self._replace([])
         until, moved = time.monotonic() + job.scale.wait_s, set[int]()
         while lost := self.lost():
             moved.update(lost)
@@ -122,6 +134,8 @@ class Gang(AbstractContextManager["Gang"]):
         if file is None:
             port, secret = self.call(0, "open_store", self._store, self.facts[0].address).result(ANSWER_S)
         self.meet = Meet(self.facts[0].address, port, str(file) if file else None, secret, attempt)
+        if self.reserve is not None:  # ranks are counted anew
+            return [seat.rank for seat in self.plan.seats if seat.node.id not in before]
         return sorted(moved)
 
     def lost(self) -> list[int]:
@@ -155,16 +169,15 @@ class Gang(AbstractContextManager["Gang"]):
         if self._renew is None:
             raise LaunchError(f"the seat of rank {lost[0]} is gone, and there is no other machine")
         self.plan = self._renew(lost)
-        self._same["run"], self._same["home"] = uuid.uuid4().hex[:8], None
-        opened = dict(zip(lost, self._open(lost, None), strict=True))
-        facts = {rank: answer["facts"] for rank, answer in opened.items()}
-        gpus = self._gpus() if self._gpus else [None] * self.plan.world_size
-        made = list(self.facts)
-        for rank in lost:
-            lead = rank - self.plan.seats[rank].local_rank
-            made[rank] = replace(Facts.from_dict(facts[lead]), gpus=gpus[rank])
-            self._ports[rank] = opened[rank]["ports"]
-        self.facts = tuple(made)
+        self._same["home"] = None
+        for id_, (run, answer) in (self.reserve.taken() if self.reserve else {}).items():
+            self._runs[id_], self._found[id_] = run, answer
+        new = self.lost() if self.reserve else lost
+        for seat in (self.plan.seats[rank] for rank in new):
+            if seat.local_rank == 0:
+                self._runs[seat.node.id] = uuid.uuid4().hex[:8]
+        self._open(new, None)
+        self._learn()
 
     def _open(self, ranks: Sequence[int], store: str | None) -> list[dict[str, Any]]:
         """Open these seats; what each found. `store`: which kind rank 0 opens with it."""
@@ -172,6 +185,7 @@ class Gang(AbstractContextManager["Gang"]):
         asks = [
             {
                 **self._same,
+                "run": self._runs.get(seat.node.id, self._same["run"]),
                 "rank": seat.rank,
                 "node": seat.node.id,
                 "ip": seat.node.ip,
@@ -180,13 +194,41 @@ class Gang(AbstractContextManager["Gang"]):
             }
             for seat in seats
         ]
+        looks = self._look(self._files) if not self.facts else None  # a run that is on its way goes on as it can
         if self._installs:
             self._events.say("wait", text=f"Ray installs {self._installs} on each node; the first time takes minutes")
         patience = OPEN_S + (shipping.INSTALL_S if self._installs else 0.0)
         answers = self.every("open", asks, patience=patience, ranks=ranks)
         self._warn(seats, answers)
-        self._refuse_blind(seats, answers)
+        found = {seat.node.id: answer for seat, answer in zip(seats, answers, strict=True) if seat.local_rank == 0}
+        self._found.update(found)
+        if looks:
+            self._refuse_blind(looks())
         return answers
+
+    def _refuse_blind(self, seen: Sequence[Mapping[str, str]]) -> None:
+        """Refuse, or tell, what nodes can't see of the files of the run."""
+        source = preload.source_of(self._job.job.target)
+        text = source.read_text(encoding="utf-8", errors="replace") if source and source.is_file() else ""
+        if odd := sight.check(self._job, self._hosts, seen, text, self._files):
+            self._events.say("warning", text=odd)
+
+    @property
+    def _leads(self) -> list[Place]:
+        return [seat for seat in self.plan.seats if seat.local_rank == 0]
+
+    @property
+    def _hosts(self) -> list[str]:
+        return [seat.node.host for seat in self._leads]
+
+    def _look(self, files: Mapping[str, str]) -> Callable[[], list[dict[str, str]]]:
+        """Ask each node which of these files it can't see; what gives the answers, once they are there."""
+        calls = [self.call(seat.rank, "blind", dict(files), self._job.env) for seat in self._leads]
+        return lambda: [each.result(ANSWER_S * 2) for each in calls]
+
+    def check_sight(self, word: str, file: str, why: str) -> None:
+        """Refuse a word that names a file which some nodes can't see."""
+        sight.refuse_blind(word, self._hosts, self._look({"file": file})(), why)
 
     @staticmethod
     def _meeting_file(job: Job, attempt: int = 0) -> Path | None:
@@ -201,7 +243,7 @@ class Gang(AbstractContextManager["Gang"]):
         """Round 2: give every rank its variables, and fork. `call`: a pickled function, if one travels."""
         fabric_findings.check(job, self.plan, self.facts, lambda text: self._events.say("warning", text=text))
         sent = shipping.root(job)
-        program = seen_from(sent or os.getcwd(), job.script)
+        program = script.seen_from(sent or os.getcwd(), job.script)
         paths = [path for path in sys.path if not sent or os.path.abspath(path) != sent]
         cwd = "" if sent else os.getcwd()  # a seat that is told no folder takes its actor's: the copy
         same = {"job": as_dict(job), "cwd": cwd, "script": program, "sys_path": paths}
@@ -260,7 +302,7 @@ class Gang(AbstractContextManager["Gang"]):
         for seat, answer in zip(seats, calls, strict=True):
             if answer.done() and (error := answer.exception()) is not None:
                 kind = ConfigError if isinstance(error, ConfigError) else LaunchError
-                raise kind(f"rank {seat.rank} on {seat.node.host} ({seat.node.ip}): {cause(error)}") from error
+                raise kind(f"rank {seat.rank} on {seat.node.host} ({seat.node.ip}): {errors.cause(error)}") from error
         silent = [seat for seat, answer in zip(seats, calls, strict=True) if not answer.done()]
         if silent:
             raise LaunchError(
@@ -270,15 +312,18 @@ class Gang(AbstractContextManager["Gang"]):
         return [answer.result() for answer in calls]
 
     def __exit__(self, *_: object) -> None:
-        wait([self.call(seat.rank, "close") for seat in self.plan.seats], timeout=CLOSE_S)
+        beside = self.reserve.close() if self.reserve else []
+        wait([*beside, *(self.call(seat.rank, "close") for seat in self.plan.seats)], timeout=CLOSE_S)
 
-    def _facts(self, answers: Sequence[dict[str, Any]]) -> Iterator[Facts]:
-        """Each rank's facts: those that the lead of its node found, with its own GPUs."""
-        gpus = self._gpus() if self._gpus else [None] * len(answers)
-        for answer, own in zip(answers, gpus, strict=True):
-            if answer["facts"] is not None:
-                found = Facts.from_dict(answer["facts"])
-            yield replace(found, gpus=own)
+    def _learn(self) -> None:
+        """Note what each rank's node is like: what its first seat found, with the rank's own GPUs."""
+        gpus = self._gpus() if self._gpus else [None] * self.plan.world_size
+        found = [self._found[seat.node.id] for seat in self.plan.seats]
+        self.facts = tuple(
+            replace(Facts.from_dict(answer["facts"]), gpus=own) for answer, own in zip(found, gpus, strict=True)
+        )
+        self._ports = [answer["ports"] for answer in found]
+        self.missing = tuple(answer["warm"].get("failed", {}) for answer in found)
 
     def _warn(self, seats: Sequence[Place], answers: Sequence[dict[str, Any]]) -> None:
         for seat, answer in zip(seats, answers, strict=True):
@@ -287,58 +332,3 @@ class Gang(AbstractContextManager["Gang"]):
                     f"a module imported on {seat.node.host} initialised CUDA, which no fork survives: say start=spawn"
                 )
                 self._events.say("warning", text=text)
-
-    def _refuse_blind(self, seats: Sequence[Place], answers: Sequence[dict[str, Any]]) -> None:
-        blind = sorted({seat.node.host for seat, answer in zip(seats, answers, strict=True) if not answer["sees"]})
-        if blind:
-            folder = self._same["shared"]
-            raise LaunchError(
-                f"init_method=file needs a folder that all nodes see, and {', '.join(blind)} can't see {folder}: "
-                "say hydra.run.dir=<a shared folder>, or init_method=env"
-            )
-
-
-def seen_from(folder: str, script: str) -> str:
-    """A script as seen from a folder, of which other nodes may have a copy elsewhere; `-m module`, a bare name."""
-    inside = os.path.relpath(script, folder) if os.path.isabs(script) else ""
-    if not inside or inside.startswith(".."):
-        return script
-    return inside if inside.endswith(".py") else os.path.join(".", inside)
-
-
-def why(error: BaseException) -> str:
-    """Why Ray itself has ended an actor: its node was short of memory. Empty where it was not Ray."""
-    if type(error).__name__ != "OutOfMemoryError":
-        return ""
-    used = re.search(r"was (\S+ used / \S+ limit)", str(error))
-    figures = f" ({used[1]})" if used else ""
-    return f"out of memory: Ray's memory monitor ended its actor, because the node had no more{figures}"
-
-
-def cause(error: BaseException) -> str:
-    """The last line of an error, without the traceback that Ray puts before it."""
-    if by_ray := why(error):
-        return by_ray
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else type(error).__name__
-    missing = "No module named 'raydist'" in last
-    return last + (": install raydist on every node, for the Python that Ray runs with" if missing else "")
-
-
-@contextlib.contextmanager
-def in_thread(plan: Plan, events: Events) -> Iterator[Gang]:
-    """The same seats without Ray: they live in a thread of this process, their ranks are plain processes."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="raydist-seats", daemon=True)
-    thread.start()
-    seats = [make_seat(plan.ask.backend) for _ in plan.seats]
-
-    def call(rank: int, method: str, *args: Any) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(getattr(seats[rank], method)(*args), loop)
-
-    try:
-        with Gang(plan, call, events) as gang:
-            yield gang
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=CLOSE_S)

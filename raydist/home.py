@@ -27,7 +27,7 @@ def warm(job: Job) -> dict[str, Any] | None:
     """Have a server for the job on this machine, and offer it to its seats; None where ranks are not forked."""
     if job.start != "fork":
         return None
-    needed = preload.modules(job.job.target, job.backend.name, job.script)
+    needed = preload.of(job)
     # A person's own files change from run to run: the ranks import those themselves.
     modules = tuple(name for name in needed if preload.is_installed(name.partition(".")[0]))
     threads = max(1, int(job.scale.cpus))

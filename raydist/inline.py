@@ -1,23 +1,31 @@
-"""No Ray: one rank in this very process, where pdb works. (driver; the rank too, in one)"""
+"""No Ray: one rank in this very process, where pdb works; several as plain processes. (driver; the rank too, in one)"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
-from raydist import backends, context, fabric, target
+from raydist import backends, context, fabric, fabric_findings, records, target
 from raydist.config import Job
 from raydist.errors import Stopped
 from raydist.events import Event, Events
+from raydist.group import CLOSE_S, Gang
 from raydist.node import probe, rendezvous
+from raydist.node.place import make_seat
+from raydist.node.wire import HERE
 from raydist.parcel import Call
 from raydist.placement import Node, Plan
 from raydist.result import Attempt, End
+from raydist.storage import environment
 
 LOOPBACK = "127.0.0.1"
 
@@ -39,9 +47,14 @@ def run_here(job: Job, plan: Plan, call: Call | None, events: Events) -> Attempt
     facts = probe.look(ip=LOOPBACK, interface=job.fabric.interface, gpus=None)
     store, port = rendezvous.open_store(facts.address)
     (variables,) = fabric.variables(job, plan, (facts,), fabric.Meet(address=facts.address, port=port))
+    logs = Path(job.dir).absolute() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     end = End(rank=0, host=plan.seats[0].node.host, how="finished", at=time.time())
     events.say("plan", **plan.as_event())
-    with environment({var.name: var.value for var in variables}), standing_as_rank(events):
+    fabric_findings.check(job, plan, (facts,), lambda text: events.say("warning", text=text))
+    going_on = records.resume(job, 0, lambda text: events.say("warning", text=text))
+    own = {var.name: var.value.replace(HERE, str(logs)) for var in (*variables, *going_on)}
+    with environment(own), standing_as_rank(events):
         try:
             with backends.join(plan.ask.backend, job, os.environ):
                 context.tell("joined", pid=os.getpid())
@@ -85,12 +98,19 @@ def standing_as_rank(events: Events) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """These variables inside, what was before outside."""
-    before = dict(os.environ)
-    os.environ.update(variables)
+def in_thread(plan: Plan, events: Events) -> Iterator[Gang]:
+    """The same seats without Ray: they live in a thread of this process, their ranks are plain processes."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="raydist-seats", daemon=True)
+    thread.start()
+    seats = [make_seat(plan.ask.backend) for _ in plan.seats]
+
+    def call(rank: int, method: str, *args: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(getattr(seats[rank], method)(*args), loop)
+
     try:
-        yield
+        with Gang(plan, call, events) as gang:
+            yield gang
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=CLOSE_S)

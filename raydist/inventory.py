@@ -84,6 +84,21 @@ def types_from_config(config: Any) -> list[NodeType]:
     ]
 
 
+def types_from_file(config: Mapping[str, Any]) -> list[NodeType]:
+    """The node types of a cluster.yaml. The head's own may come again only if it says so."""
+    head, every = config.get("head_node_type"), config.get("max_workers")
+    found = []
+    for name, kind in (config.get("available_node_types") or {}).items():
+        most = kind.get("max_workers")
+        most = (0 if name == head else UNLIMITED) if most is None else int(most)
+        most = most if every is None else min(most, int(every))
+        if most > 0 and kind.get("resources"):
+            found.append(
+                NodeType(name, {key: float(n) for key, n in kind["resources"].items()}, most, kind.get("labels"))
+            )
+    return found
+
+
 def still_to_come(types: Iterable[NodeType], nodes: Iterable[Node]) -> list[tuple[NodeType, int]]:
     """The types, each with how many more of it could come beside those that are there."""
     there = [node.labels.get("ray.io/node-group") for node in nodes]
@@ -109,6 +124,8 @@ class Ask:
     """Resources of one rank: CPU, GPU, others."""
     selector: Mapping[str, str] = field(default_factory=dict)
     """Ray label selector of every bundle."""
+    spares: int = 0
+    """Bundles beside those of the ranks."""
 
 
 def slots(have: Mapping[str, float], need: Mapping[str, float]) -> int:

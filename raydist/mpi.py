@@ -13,8 +13,8 @@ from typing import Any
 
 from raydist import fabric_mpi
 from raydist.config import Job
-from raydist.errors import ConfigError
-from raydist.group import Gang, cause
+from raydist.errors import ConfigError, cause
+from raydist.group import Gang
 
 LEAVE_S = 2.0
 """Longest wait for mpirun to take leave of its daemons before they are all ended."""

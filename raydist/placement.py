@@ -40,6 +40,8 @@ class Plan:
 
     ask: Ask
     seats: tuple[Seat, ...]
+    spares: tuple[Node, ...] = ()
+    """Nodes that are held without ranks."""
 
     @property
     def world_size(self) -> int:
@@ -58,13 +60,18 @@ class Plan:
              "local_rank": seat.local_rank, "gpus": gpus}
             for seat in self.seats
         ]  # fmt: skip
-        return {"backend": self.ask.backend, "world_size": self.world_size, "seats": seats}
+        beside = [{"host": node.host, "ip": node.ip, "node": node.id} for node in self.spares]
+        spares = {"spares": beside} if beside else {}
+        return {"backend": self.ask.backend, "world_size": self.world_size, "seats": seats, **spares}
 
 
-def ask(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] = ()) -> Ask:
-    """What to ask of Ray for this job; a ConfigError if these nodes, and those to come, can never hold it."""
+def ask(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] | None = ()) -> Ask:
+    """What to ask of Ray for this job; a ConfigError if these nodes, and those to come, can never hold it.
+
+    `types`: what may come; None where nobody knows, so that time will tell.
+    """
     scale = job.scale
-    chosen, kinds = there.select(nodes, types, scale.labels)
+    chosen, kinds = there.select(nodes, types or (), scale.labels)
     coming = [] if scale.nodes is None else there.still_to_come(kinds, chosen)
     shelves = [*((node.total, 1) for node in chosen), *((kind.resources, more) for kind, more in coming)]
     backend, gpus = choose_backend(job, [have for have, _ in shelves])
@@ -72,7 +79,7 @@ def ask(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] = ()) -> Ask:
     if shelves:
         there.check_names(need, [have for have, _ in shelves])
     asked = shape(between(scale, need, chosen), backend, need, shelves)
-    if not there.holds(asked, shelves):
+    if types is not None and not there.holds(asked, shelves):
         raise ConfigError(never(scale, asked, shelves, there.listing(chosen, coming, need)))
     return asked
 
@@ -111,8 +118,6 @@ def between(scale: Scale, need: Mapping[str, float], nodes: Sequence[Node]) -> S
     if scale.max_nodes is None:
         return scale
     least, most = scale.nodes or 1, scale.max_nodes
-    if least > most:
-        raise ConfigError(f"scale.max_nodes={most}: less than scale.nodes={least}; say scale.max_nodes={least}")
     room = sum(slots(node.free, need) >= (scale.per_node or 1) for node in nodes)
     return replace(scale, nodes=max(least, min(most, room)))
 
@@ -134,11 +139,12 @@ def shape(scale: Scale, backend: str, need: Mapping[str, float], shelves: Shelve
     return Ask(
         backend=backend,
         world_size=nodes * per_node,
-        bundles=(there.bundle(need, each),) * (nodes * per_node // each),
+        bundles=(there.bundle(need, each),) * (nodes * per_node // each + scale.spares),
         ranks_per_bundle=each,
         strategy=strategy,
         rank_resources=need,
         selector=scale.labels,
+        spares=scale.spares,
     )
 
 
@@ -158,11 +164,37 @@ def seat(asked: Ask, bundle_nodes: Sequence[Node]) -> Plan:
         held.setdefault(node.id, []).extend([i] * asked.ranks_per_bundle)
     # by node id, not by address: two raylets on one machine are two nodes
     in_order = sorted({node.id: node for node in bundle_nodes}.values(), key=lambda node: node.order)
+    used = in_order[: len(in_order) - asked.spares]
+    return Plan(asked, seated(used, held), tuple(in_order[len(used) :]))
+
+
+def seated(in_order: Sequence[Node], held: Mapping[str, Sequence[int]]) -> tuple[Seat, ...]:
+    """The seats on these nodes. `held`: by node id the bundle of each of its ranks."""
     seats: list[Seat] = []
     for node_rank, node in enumerate(in_order):
         own = held[node.id]
         seats += [Seat(len(seats) + i, i, node_rank, len(own), bundle, node) for i, bundle in enumerate(own)]
-    return Plan(asked, tuple(seats))
+    return tuple(seats)
+
+
+def regroup(plan: Plan, ready: Mapping[int, Node], least: int, most: int) -> Plan | None:
+    """The ranks on the nodes that are ready (by bundle), at least so many nodes and at most so many; None if too few.
+
+    A node that stays keeps its ranks where it can: others take the place of lost ones, then places behind the last.
+    """
+    per_node = plan.ask.ranks_per_bundle
+    before = [(seat.bundle, seat.node.id) for seat in plan.seats if seat.local_rank == 0]
+    stay = {bundle for bundle, id in before if bundle in ready and ready[bundle].id == id}
+    new = sorted(ready.keys() - stay, key=lambda bundle: (ready[bundle].order, bundle))
+    places = [bundle if bundle in stay else new.pop(0) if new else None for bundle, _ in before]
+    chosen = [bundle for bundle in [*places, *new] if bundle is not None][:most]
+    if len(chosen) < least:
+        return None
+    held = {ready[bundle].id: [bundle] * per_node for bundle in chosen}
+    seats = seated([ready[bundle] for bundle in chosen], held)
+    bundles = (plan.ask.bundles[0],) * (len(chosen) + plan.ask.spares)
+    left = tuple(node for bundle, node in ready.items() if bundle not in chosen) if plan.ask.spares else ()
+    return Plan(replace(plan.ask, world_size=len(seats), bundles=bundles), seats, left)
 
 
 def reseat(plan: Plan, bundle_nodes: Sequence[Node]) -> Plan:

@@ -9,6 +9,8 @@ import sysconfig
 from pathlib import Path
 
 from raydist.backends import BACKENDS
+from raydist.config import Job
+from raydist.storage import DRIVERS, scheme
 from raydist.words.script import file_of
 
 ALWAYS = ("torch", "torch.distributed", "cloudpickle")
@@ -16,11 +18,16 @@ LOOP = ("raydist.loop.fit", "torch._dynamo", "hydra.utils")
 """What raydist.fit needs; torch's optimizers import torch._dynamo at their first step, `_target_` needs hydra."""
 
 
-def modules(target: str, backend: str, script: str = "") -> list[str]:
+def of(job: Job) -> list[str]:
+    """The modules to import for a job, in order."""
+    return modules(job.job.target, job.backend.name, job.script, job.storage)
+
+
+def modules(target: str, backend: str, script: str = "", store: str = "") -> list[str]:
     """The modules to import for a target (`/path/file.py:function` or `package.module:function`), in order.
 
     `backend`: as in BACKENDS; `auto` becomes one of torch.distributed's own, which are one file. `script`: the program
-    that runs instead; nothing but its own imports then.
+    that runs instead; nothing but its own imports then. `store`: the URL that checkpoints go to.
     """
     if script:
         return of_script(script)
@@ -28,7 +35,8 @@ def modules(target: str, backend: str, script: str = "") -> list[str]:
     named = imports(source.read_text(encoding="utf-8")) if source else []
     loop = LOOP if "raydist" in named else ()
     joins = BACKENDS["gloo" if backend == "auto" else backend]
-    found = [*ALWAYS, joins, *loop, *(name for name in named if name != "raydist")]
+    driver = [DRIVERS[scheme(store)]] if scheme(store) in DRIVERS else []
+    found = [*ALWAYS, joins, *loop, *driver, *(name for name in named if name != "raydist")]
     return list(dict.fromkeys(found))
 
 

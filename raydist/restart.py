@@ -27,19 +27,23 @@ class Again:
     """Another attempt."""
 
     number: int
-    """Restarts so far, this one among them."""
-    cause: End
+    """Attempts before it."""
+    cause: End | None
+    """What failed; None where nothing did, and only the size changes."""
     reached: int
     """The last step that any rank had noted."""
+    since: float
+    """When it ended, in seconds since the epoch."""
 
     @property
     def elsewhere(self) -> bool:
         """The nodes are still there, and about to be taken away."""
-        return self.cause.how == "drained"
+        return self.cause is not None and self.cause.how == "drained"
 
     def as_event(self, rule: Restart) -> dict[str, Any]:
         """The facts of the event `restart`."""
         end = self.cause
+        assert end is not None, "nothing has failed"
         return {
             "number": self.number, "most": rule.max, "rank": end.rank, "host": end.host, "how": end.how,
             "step": end.step, "text": f"{where(end)} {brief(end)}",
@@ -57,13 +61,16 @@ class Stop:
 
 def rule(job: Job) -> Restart:
     """The job's rule, with what `restart.max` is where nobody said it."""
-    usual = 0 if job.script or job.backend.name == "mpi" else USUAL
+    fixed = job.scale.max_nodes is None and not job.scale.spares
+    usual = 0 if job.backend.name == "mpi" or (job.script and fixed) else USUAL
     return job.restart if job.restart.max is not None else replace(job.restart, max=usual)
 
 
 def decide(rule: Restart, past: Sequence[Attempt]) -> Again | Stop:
     """What to do after the last of these attempts."""
     last = past[-1]
+    if last.error is None and last.cause is None and last.resize:
+        return Again(len(past), None, last.reached, max(end.at for end in last.ends))
     if last.error is not None or (end := last.cause) is None or not rule.max:
         return Stop("")
     if end.type in NEVER:
@@ -76,7 +83,7 @@ def decide(rule: Restart, past: Sequence[Attempt]) -> Again | Stop:
     if len(counted) > rule.max:
         within = "" if rule.window_s is None else f" within {rule.window_s:g} s"
         return Stop(f"{len(counted)} failures{within}, restart.max={rule.max}")
-    return Again(len(past), end, last.reached)
+    return Again(len(past), end, last.reached, end.at)
 
 
 def counts(rule: Restart, attempt: Attempt, now: float) -> bool:
@@ -91,7 +98,9 @@ def without_progress(past: Sequence[Attempt]) -> int:
     for attempt in past:
         if attempt.cause is not None and attempt.cause.preempted:
             continue
-        count = 1 if attempt.reached > furthest else count + 1
+        if attempt.reached > furthest:
+            count = 0
+        count += attempt.cause is not None
         furthest = max(furthest, attempt.reached)
     return count
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from raydist.blame import End, cause, compact, failure_text, first_cause, is_victim, where
-from raydist.errors import RaydistError, Stopped
+from raydist.errors import RaydistError, RunFailed, Stopped
 from raydist.events import Event
 from raydist.goodput import Spent, apart
+from raydist.storage import Place, Remote, scheme
 
 __all__ = ["Attempt", "End", "Figures", "Result", "conclude", "failure_text", "first_cause", "fold", "is_victim"]
 
@@ -35,6 +36,8 @@ class Attempt:
     """The attempts before it."""
     why_last: str = ""
     """Why there was no other after it, where it failed."""
+    resize: str = ""
+    """In words, where it was ended because there are more nodes."""
 
     @property
     def cause(self) -> End | None:
@@ -75,7 +78,7 @@ class Result(Generic[T]):
     """Where those of the failures went: detect, kill, place, fork, rendezvous, restore, first step."""
     throughput: float = 0.0
     """Samples per second of all ranks while in training steps; 0 where the job reported no `samples`."""
-    checkpoint: Path | None = None
+    checkpoint: Place | None = None
     """The newest checkpoint that was saved."""
     network: str = ""
     """Which network carried it, where it ran on several nodes."""
@@ -131,6 +134,12 @@ class Result(Generic[T]):
         except OSError:
             path.unlink(missing_ok=True)
 
+    def or_raise(self) -> Result[T]:
+        """This very Result; RunFailed if the run failed."""
+        if self.status == "failed":
+            raise RunFailed(self.failure, result=self, exceptions=self.exceptions)
+        return self
+
 
 def conclude(folder: Path, tried: Attempt, stream: Iterable[Event], now: float | None = None) -> Result[Any]:
     """The Result of a run: what its ranks did, and what its events (`stream`) add up to.
@@ -154,7 +163,7 @@ def conclude(folder: Path, tried: Attempt, stream: Iterable[Event], now: float |
         spent=figures.spent.parts(figures.wall_s, figures.ended),
         recovery=figures.spent.recovery,
         throughput=figures.throughput,
-        checkpoint=Path(figures.saved) if figures.saved else None,
+        checkpoint=_saved(figures.saved) if figures.saved else None,
         network=figures.network,
         work=figures.work,
         slow=figures.slow,
@@ -256,6 +265,11 @@ def fold(events: Iterable[Event], now: float | None = None) -> Figures:
     figures.ended = ended if now is None else now
     figures.wall_s = 0.0 if began is None else max(0.0, figures.ended - began)
     return figures
+
+
+def _saved(text: str) -> Place:
+    """A checkpoint as it was told of."""
+    return Remote(text) if scheme(text) else Path(text)
 
 
 def _warnings(warned: Mapping[str, Sequence[int | None]]) -> tuple[str, ...]:

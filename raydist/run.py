@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from raydist import attempts, backends, cluster, group, home, inline, notice, placement, preload, restart, result
+from raydist import attempts, backends, cluster, home, inline, notice, placement, preload, records, restart, result
 from raydist.config import Job
-from raydist.errors import RaydistError, RunFailed
+from raydist.errors import RaydistError
 from raydist.events import Events
 from raydist.group import Gang
 from raydist.parcel import Call
@@ -54,16 +54,16 @@ def run_job(job: Job, call: Call | None = None) -> Result[Any]:
         outcome: Result[Any] = result.conclude(folder, tried, events.all())
         outcome.save()
         events.say("result", **outcome.to_json())
+        records.gather(job, events)
     if tried.error is not None:
         raise tried.error
-    if outcome.status == "failed":
-        raise RunFailed(outcome.failure, result=outcome, exceptions=outcome.exceptions)
-    return outcome
+    return outcome.or_raise()
 
 
 def attempt(job: Job, call: Call | None, events: Events) -> Attempt:
     """Place the job where it said, run it there, gather what came of it."""
     backends.check_there(job.backend.name, job.script)
+    records.claim(job)
     if job.group == "inline":
         return attempt_inline(job, call, events)
     home.warm(job)  # while Ray answers
@@ -90,7 +90,7 @@ def attempt_inline(job: Job, call: Call | None, events: Events) -> Attempt:
     plan = placement.seat(ask := placement.ask(job, [here]), [here] * len(ask.bundles))
     if plan.world_size == 1 and not job.script:
         return inline.run_here(attempts.settled(job, plan), plan, call, events)
-    with group.in_thread(plan, events) as gang:
+    with inline.in_thread(plan, events) as gang:
         done = carry_out(job, call, gang, events, [])
     assert done is not None, "this machine is never drained"
     return done
@@ -100,7 +100,7 @@ def carry_out(job: Job, call: Call | None, gang: Gang, events: Events, past: lis
     """Two rounds, then listen; after a failure again, as long as the rule says so. None: again, but elsewhere."""
     events.say("plan", **gang.plan.as_event())
     job = attempts.settled(job, gang.plan)
-    gang.open(job, preload.modules(job.job.target, job.backend.name, job.script), home.warm(job), len(past))
+    gang.open(job, preload.of(job), home.warm(job), len(past))
     past.append(attempts.moved(job, call, gang, events, past) if past else attempts.attempt(job, call, gang, events))
     while isinstance(verdict := restart.decide(job.restart, past), Again):
         if verdict.elsewhere:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -60,3 +61,11 @@ def meeting(env: Mapping[str, str], init_method: str) -> str:
         host = env["MASTER_ADDR"]
         return f"tcp://{f'[{host}]' if ':' in host else host}:{env['MASTER_PORT']}"
     return f"file://{env['RAYDIST_RENDEZVOUS_FILE']}" if init_method == "file" else "env://"
+
+
+def seen_from(folder: str, script: str) -> str:
+    """A script as seen from a folder, of which other nodes may have a copy elsewhere; `-m module`, a bare name."""
+    inside = os.path.relpath(script, folder) if os.path.isabs(script) else ""
+    if not inside or inside.startswith(".."):
+        return script
+    return inside if inside.endswith(".py") else os.path.join(".", inside)

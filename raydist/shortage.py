@@ -13,6 +13,7 @@ from raydist.inventory import Ask, Node, Shelves, amounts, bundle, count, holds,
 def never(scale: Scale, asked: Ask, shelves: Shelves, listed: Sequence[str]) -> str:
     """The words of the refusal: what was asked, what is there, what to say instead."""
     size = f"{scale.nodes}x{asked.world_size // scale.nodes}" if scale.nodes else "cluster"
+    size += f" scale.spares={asked.spares}" if asked.spares else ""
     per_node = f" scale.per_node={scale.per_node}" if scale.per_node and not scale.nodes else ""
     labels = f" with {_labels(asked)}" if asked.selector else ""
     return "\n".join(
@@ -37,6 +38,10 @@ def described(asked: Ask) -> str:
 
 def instead(asked: Ask, shelves: Shelves) -> str:
     """The words that would fit, nearest to what was asked."""
+    needed = replace(asked, bundles=asked.bundles[: len(asked.bundles) - asked.spares], spares=0)
+    if asked.spares and holds(needed, shelves):
+        left = room(asked, [(slots(have, asked.bundles[0]), more) for have, more in shelves]) - len(needed.bundles)
+        return f"say scale.spares={left}"
     if size := fitting_size(asked, asked.rank_resources, shelves):
         return f"say {size}"
     short = [_short(asked.rank_resources, have) for have, _ in shelves]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from raydist import backends, checkpoint, context, target
+from raydist import backends, checkpoint, context, storage, target
 from raydist.config import Job
 from raydist.errors import RaydistError
 from raydist.events import Event
@@ -70,7 +70,7 @@ def run_rank(function: Callable[..., Any], job: Job) -> Any:
     me = context.Rank.from_env(os.environ)
     context.enter(context.Context(rank=me, emit=printer(job.watch.every_s), beat=lambda step, phase: None))
     try:
-        with backends.join(job.backend.name, job, os.environ) as comm, standing_in(rank0_folder(job, comm), job.resume):
+        with backends.join(job.backend.name, job, os.environ) as comm, standing_in(job, rank0_folder(job, comm)):
             return target.call(function, job)
     finally:
         context.enter(None)
@@ -89,19 +89,18 @@ def rank0_folder(job: Job, comm: backends.Comm) -> Path:
 
 
 @contextmanager
-def standing_in(run_dir: Path, resume: str) -> Iterator[None]:
+def standing_in(job: Job, run_dir: Path) -> Iterator[None]:
     """This rank in its run folder, and with the checkpoint that it is to go on from."""
     here = context.here()
     here.rank = replace(here.rank, run_dir=run_dir)
-    before = os.environ.get("RAYDIST_RESUME")
-    if before is None:
-        found = checkpoint.find(resume, run_dir, lambda text: context.tell("warning", text=text))
-        os.environ["RAYDIST_RESUME"] = str(found or "")
-    try:
+    told: dict[str, str] = {}
+    if "RAYDIST_RESUME" not in os.environ:
+        folder = storage.run_folder(replace(job, dir=str(run_dir)))
+        with storage.environment(job.env):
+            found = checkpoint.find(job.resume, folder, lambda text: context.tell("warning", text=text))
+        told |= {"RAYDIST_RESUME": str(found or ""), "RAYDIST_CHECKPOINTS": str(folder / "checkpoints")}
+    with storage.environment(told):
         yield
-    finally:
-        if before is None:
-            del os.environ["RAYDIST_RESUME"]
 
 
 def printer(every_s: float) -> Callable[[Event], None]:

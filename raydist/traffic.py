@@ -57,7 +57,7 @@ def tell(backend: str, nodes: Sequence[Node], seated: Sequence[int], logs: Seque
     return {
         "text": text,
         "nodes": [_as_data(node, ports) for node, ports in zip(nodes, carriers, strict=True)],
-        "odd": odd(nodes, hcas),
+        "odd": [*odd(nodes, hcas), *miscounted(nodes, seated, logs), *worn(nodes)],
     }
 
 
@@ -98,6 +98,31 @@ def odd(nodes: Sequence[Node], hcas: Sequence[str]) -> list[str]:
                 for port in node.after
                 if (sent := node.sent(port) or 0) > max(NOTICED, 2 * chosen) and node.after[port]["rate"]
             ]
+    return found
+
+
+def miscounted(nodes: Sequence[Node], seated: Sequence[int], logs: Sequence[Log]) -> list[str]:
+    """Whether NCCL takes several nodes for one: their ranks would try each other's memory, or crowd one card."""
+    seen = {log.counted[1] for log in logs if log.counted[0] == len(seated)}
+    return [
+        f"NCCL counts {n} {'node' if n == 1 else 'nodes'} where there are {len(nodes)}: another host name for each "
+        "container, or NCCL_HOSTID"
+        for n in sorted(seen)
+        if n < len(nodes)
+    ]
+
+
+def worn(nodes: Sequence[Node]) -> list[str]:
+    """Ports that counted errors during the run."""
+    found = []
+    for node in nodes:
+        for port, its in node.after.items():
+            before = node.before.get(port, {}).get("errors", {})
+            grown = {name: n - before.get(name, n) for name, n in its.get("errors", {}).items()}
+            if told := ", ".join(f"{n} {name}" for name, n in grown.items() if n > 0):
+                found.append(
+                    f"{port} on {node.host} counted errors meanwhile ({told}): a cable, or a lossy RoCE network"
+                )
     return found
 
 

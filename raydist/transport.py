@@ -16,6 +16,7 @@ CHANNEL = re.compile(
     r"via (?P<kind>NET|P2P|SHM)/(?P<name>[^/\n]+?)(?:/\d+(?:\(\d+\))?)?(?P<more>(?:/[A-Za-z()]+|\(PCI\))*)\s*$"
 )
 NETWORK = re.compile(r"NCCL INFO Using network (.+?)\s*$")
+COUNTED = re.compile(r"NCCL INFO comm \S+ rank \d+ nRanks (\d+) nNodes (\d+) ")
 FOUND_IB = re.compile(r"\[\d+\](\S+?):(\d+)(?::-?\d*)*/(?:IB|RoCE)")
 # The place of each line's own host, process and device is taken by any text: Ray and timestamps write before it.
 CAUSES = (
@@ -24,6 +25,7 @@ CAUSES = (
     (re.compile(r"NET/IB : Unable to open device (\S+)"), "a device can't be opened: /dev/infiniband is not there"),
     (re.compile(r"NCCL_IB_DISABLE set by environment to 1"), "NCCL_IB_DISABLE=1 is set"),
 )
+SOCKET = "Socket"
 RDMA = ("IB", "IBext", "UCX", "Libfabric", "AWS Libfabric", "OFI")
 
 
@@ -52,17 +54,20 @@ class Log:
     channels: tuple[Channel, ...] = ()
     why_not: str = ""
     """Why it does not use InfiniBand, as far as the log says."""
+    counted: tuple[int, int] = (0, 0)
+    """(ranks, nodes) of the largest communicator, as NCCL sees them; zeros where the log does not say."""
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Log:
         """The Log that `dataclasses.asdict` took apart."""
         channels = tuple(Channel(**one) for one in plain["channels"])
-        return cls(plain["network"], tuple(plain["hcas"]), channels, plain["why_not"])
+        counted: tuple[int, int] = tuple(plain["counted"])
+        return cls(plain["network"], tuple(plain["hcas"]), channels, plain["why_not"], counted)
 
 
 def parse(text: str) -> Log:
     """What a log tells; lines of several ranks, or of other programs, do no harm."""
-    network, why_not = "", ""
+    network, why_not, counted = "", "", (0, 0)
     hcas: dict[str, None] = {}
     channels: dict[Channel, None] = {}
     for line in text.splitlines():
@@ -71,11 +76,13 @@ def parse(text: str) -> Log:
             channels[Channel(int(match["one"]), int(match["other"]), match["kind"], match["name"], direct)] = None
         elif match := NETWORK.search(line):
             network = match[1]
+        elif match := COUNTED.search(line):
+            counted = max(counted, (int(match[1]), int(match[2])))
         elif "NET/IB : Using" in line:
             hcas |= {f"{name}:{port}": None for name, port in FOUND_IB.findall(line)}
         elif cause := next((cause for pattern, cause in CAUSES if pattern.search(line)), None):
             why_not = why_not or cause
-    return Log(network, tuple(hcas), tuple(channels), why_not)
+    return Log(network, tuple(hcas), tuple(channels), why_not, counted)
 
 
 def is_rdma(network: str) -> bool:

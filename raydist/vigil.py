@@ -12,9 +12,10 @@ from typing import IO, Any
 
 from raydist import blame, notice, result, signals, straggler
 from raydist.config import Job
-from raydist.errors import Stopped
+from raydist.errors import Stopped, cause, why
 from raydist.events import Event, Events
-from raydist.group import Gang, cause, why
+from raydist.group import Gang
+from raydist.lookout import Grown, Lookout
 from raydist.notice import Notice
 from raydist.restart import Again
 from raydist.result import End
@@ -35,11 +36,16 @@ CALLS_PER_S = 400.0
 """Answers that the driver takes per second from all seats together; with more ranks each speaks less often."""
 
 
+News = tuple[int, "Future[Any]"] | Stopped | Verdict | Notice | Grown
+"""What the vigil hears: an answer of a rank's seat, or a word from outside."""
+
+
 class Vigil:
     """One attempt's watch over its ranks. Nothing polls: every seat has one open question, answered by news."""
 
     def __init__(self, gang: Gang, events: Events, logs: Path, job: Job, after: Again | None = None) -> None:
         """`after`: the failure that this attempt mends, if it is not the first."""
+        self.resize = ""
         self.ends: dict[int, End] = {}
         self.stopped: Stopped | None = None
         self._gang = gang
@@ -48,8 +54,9 @@ class Vigil:
         self._after = after
         self._resumed: int | None = None
         self._files: list[IO[bytes]] = []
-        self._inbox: queue.SimpleQueue[tuple[int, Future[Any]] | Stopped | Verdict | Notice] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._sentry = Sentry(gang, job.hang, events, logs, self._inbox.put)
+        self._lookout = Lookout(gang, self._inbox.put, bool(job.script))
         self._stragglers = Stragglers([seat.node.host for seat in gang.plan.seats], job.watch.slow)
         self.slow: list[Slow] = []
         """Those that were named last for holding up the others."""
@@ -77,6 +84,7 @@ class Vigil:
             self._files = [stack.enter_context(self._log(rank).open("ab", buffering=0)) for rank in range(world)]
             for rank in range(world):
                 self._listen(rank)
+            stack.enter_context(self._lookout)
             while len(self.ends) < world:
                 try:
                     left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -99,7 +107,7 @@ class Vigil:
         answer = self._gang.call(rank, "watch", max(patience, self._gang.plan.world_size / CALLS_PER_S))
         answer.add_done_callback(lambda done: self._inbox.put((rank, done)))
 
-    def _hear(self, heard: tuple[int, Future[Any]] | Stopped | Verdict | Notice) -> None:
+    def _hear(self, heard: News) -> None:
         if isinstance(heard, Stopped):
             self.stopped = heard
             self._stop(str(heard), GRACE_S)
@@ -108,6 +116,10 @@ class Vigil:
             if self._sentry.weigh(heard) and self._stop_at is None:
                 self._hung, self._silent = heard.final, time.time() - self._sentry.silence
                 self._stop("ranks hang", 0.0)
+            return
+        if isinstance(heard, Grown):
+            if self._lookout.hear(heard):
+                self._make_way()
             return
         if isinstance(heard, Notice):
             self._prepare(heard)
@@ -122,6 +134,9 @@ class Vigil:
             return
         with suppress(OSError):  # a full disk, of which the events tell
             self._files[rank].write(news["log"])
+            if news["nccl"]:
+                with (self._logs / f"rank-{rank}.nccl").open("ab") as file:
+                    file.write(news["nccl"])
         self._events.show(rank, news["log"])
         for happened in news["events"]:
             self._note(rank, happened)
@@ -137,6 +152,8 @@ class Vigil:
 
     def _note(self, rank: int, happened: Event) -> None:
         self._events.add(happened)
+        if self._lookout.note(rank, happened):
+            self._make_way()
         if happened["kind"] == "raised":
             self._raised[rank] = happened
             # Its process may hang in its own clean-up: the verdict doesn't wait for it.
@@ -161,8 +178,9 @@ class Vigil:
         elif rank == 0 and step > (self._resumed or 0):  # before, it may be an evaluation
             self._stepped = True
             repeated = after.reached - (step - 1 if self._resumed is None else self._resumed)
-            took = report["t"] - after.cause.at
-            self._events.say("restarted", number=after.number, step=step, s=took, repeated=max(0, repeated))
+            took = report["t"] - after.since
+            facts = {"number": after.number, "step": step, "s": took, "repeated": max(0, repeated)}
+            self._events.say("restarted", **facts, resized=after.cause is None)
 
     def _end(self, rank: int, end: dict[str, Any]) -> End:
         made = End(
@@ -239,6 +257,16 @@ class Vigil:
             return
         for rank in range(self._gang.plan.world_size):
             self._ended(self._lost(rank, "its seat is silent"))
+
+    def _make_way(self) -> None:
+        """The ranks have left, or need not be asked: others take over."""
+        if (
+            self._stop_at is None
+            and self._lookout.grown is not None
+            and not any(end.failed for end in self.ends.values())
+        ):
+            self.resize = self._lookout.grown.text
+            self._stop(f"the size changes: {self.resize}", 0.0)
 
     def _stop(self, reason: str, grace: float) -> None:
         self._stop_at = self._stop_at or time.time()

@@ -246,7 +246,8 @@ def efa_box() -> Box:
     port = Link("100 Gb/sec (4X EDR)", "Unknown", sm_lid=0, counters=None)
     cards = tuple(Card(f"rdmap{i}s0", f"pci0000:0{i}/0000:0{i}:1b.0", (port,), vendor=AMAZON) for i in range(4))
     gpus = tuple((f"pci0000:0{i}/0000:0{i}:1c.0", 0) for i in range(4))
-    files = {"sys/class/dmi/id/sys_vendor": "Amazon EC2", "opt/amazon/ofi-nccl/lib/libnccl-net.so": ""}
+    plugin = {"opt/amazon/ofi-nccl/lib/libnccl-net.so": "Libfabric\0AWS Libfabric\0"}
+    files = {"sys/class/dmi/id/sys_vendor": "Amazon EC2", **plugin}
     return Box(cards, gpus, files=files, libraries=("efa",))
 
 

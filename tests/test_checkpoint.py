@@ -42,7 +42,7 @@ def stand(run_dir: Path, told: list[Event], rank: int = 0) -> None:
 
 def put(step: int, metrics: dict[str, float] | None = None, **settings: Any) -> Path:
     path = checkpoint.save(step, {"weights": torch.full((100,), float(step))}, metrics, Checkpoint(**settings))
-    assert path is not None
+    assert isinstance(path, Path)
     return path
 
 

@@ -40,7 +40,7 @@ def test_infiniband_counts_in_fours(tmp_path: Path) -> None:
         port, counters__port_xmit_data="25", counters__port_rcv_data="50", rate="400 Gb/sec (4X NDR)", state="4: ACTIVE"
     )
     assert counters.read(tmp_path) == {
-        "mlx5_0:1": {"hca": True, "sent": 100, "received": 200, "rate": 50.0, "active": True}
+        "mlx5_0:1": {"hca": True, "sent": 100, "received": 200, "rate": 50.0, "active": True, "errors": {}}
     }
 
 
@@ -62,4 +62,10 @@ def test_a_port_without_counters_or_that_is_down_says_so(tmp_path: Path) -> None
 
 def test_this_machine_can_be_read() -> None:
     for found in counters.read().values():
-        assert set(found) == {"hca", "sent", "received", "rate", "active"}
+        assert {"hca", "sent", "received", "rate", "active"} <= set(found)
+
+
+def test_errors_that_a_port_has_counted(tmp_path: Path) -> None:
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    write(port, counters__symbol_error="3", counters__link_downed="N/A (no PMA)", hw_counters__out_of_sequence="9")
+    assert counters.read(tmp_path)["mlx5_0:1"]["errors"] == {"symbol_error": 3, "out_of_sequence": 9}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raydist import group, placement
+from raydist import inline, placement
 from raydist.config import Backend, Job, Scale
 from raydist.events import Events
 from raydist.inventory import Node
@@ -136,7 +136,7 @@ def rounds(tmp_path: Path, addresses: list[str], host: str = "host{}", **differe
     versions = {"raydist": "0.1.0", "torch": "2.15.0"}
     report = Report()
     plan = placement.seat(asked, nodes)
-    with Events(tmp_path / "events.jsonl") as events, group.in_thread(plan, events) as gang:
+    with Events(tmp_path / "events.jsonl") as events, inline.in_thread(plan, events) as gang:
         gang.facts = tuple(
             Facts(each.host, each.ip, "lo", each.ip, python="3.11.7", versions=different.get(each.host, versions))
             for each in plan.nodes
@@ -179,6 +179,26 @@ def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypat
     report = rounds(tmp_path, ["127.0.0.1", "127.0.0.2"])
     assert found(report, "launch") == [("fail", ("host0", "host1"))]
     assert "no answer within 0.2 s" in report.findings[0].text
+
+
+def test_each_node_is_asked_as_often_among_many_as_among_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 nodes are seconds: all are asked at once, and no question is asked once a pair."""
+    real, asked = doctor_rounds.Rounds._ask, list[tuple[str, int]]()
+
+    def counted(self: Rounds, step: str, arguments: Any, extra: float = 0.0) -> list[Any]:
+        asked.append((step, len(arguments)))
+        return real(self, step, arguments, extra)
+
+    monkeypatch.setattr(Rounds, "_ask", counted)
+    monkeypatch.setattr(doctor_rounds, "TRIED", {})  # a process with torch for each node is for machines of their own
+    few, many = 3, 24
+    for nodes in (few, many):
+        (tmp_path / str(nodes)).mkdir()
+        rounds(tmp_path / str(nodes), [f"127.0.0.{i + 1}" for i in range(nodes)])
+    half = len(asked) // 2
+    assert [step for step, _ in asked[:half]] == [step for step, _ in asked[half:]]
+    assert {n for _, n in asked[:half]} == {few}
+    assert {n for _, n in asked[half:]} == {many}
 
 
 def test_two_nodes_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from raydist import fabric, placement
 from raydist.config import Backend, Fabric, Job, Restart, Scale
 from raydist.fabric import Meet, Var
 from raydist.node.probe import Facts
+from raydist.node.wire import HERE
 from raydist.placement import Node, Plan
 
 MEET = Meet(address="10.0.0.1", port=41234)
@@ -186,6 +187,36 @@ def test_what_the_person_types_wins_over_all() -> None:
     for own, why in zip(values, reasons, strict=True):
         assert (own["NCCL_SOCKET_IFNAME"], own["MASTER_PORT"], own["FLAGS"]) == ("=eth7", "1", "-v")
         assert why["NCCL_SOCKET_IFNAME"] == "env.NCCL_SOCKET_IFNAME"
+
+
+def log_of(asked: Job, here: Facts, nodes: int = 1, gpu: float = 8) -> dict[str, tuple[str, str]]:
+    """NCCL's own log in rank 0's variables, with the reasons."""
+    where = plan(*(node(i + 1, gpu=gpu) for i in range(nodes)), per_node=1)
+    every = fabric.variables(asked, where, [here, *(facts(i + 1) for i in range(1, nodes))], MEET)
+    return {var.name: (var.value, var.reason) for var in every[0] if var.name.startswith("NCCL_DEBUG")}
+
+
+def test_nccls_log_is_asked_for_where_somebody_reads_it_and_never_lands_in_the_ranks_own() -> None:
+    nccl = job(backend=Backend("nccl"))
+    several = log_of(nccl, facts(1), nodes=2)
+    assert {name: value for name, (value, _) in several.items()} == {
+        "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV",
+        "NCCL_DEBUG_FILE": f"{HERE}/rank-0.nccl"}  # fmt: skip
+    assert "for the summary" in several["NCCL_DEBUG"][1]
+    assert log_of(nccl, facts(1)) == {}
+    strict = log_of(replace(nccl, fabric=Fabric(strict=True)), facts(1))
+    assert (strict["NCCL_DEBUG"][0], strict["NCCL_DEBUG"][1]) == ("INFO", "fabric.strict looks into it")
+    assert log_of(nccl, facts(1, environment={"NCCL_DEBUG": "WARN"}), nodes=2) == {}
+
+
+def test_debug_has_a_file_of_its_own_on_any_job_and_the_sites_stands() -> None:
+    aloud = job(fabric=Fabric(debug=True))
+    told = log_of(aloud, facts(1), gpu=0)
+    assert told["NCCL_DEBUG"] == ("INFO", "fabric.debug: what shows the network that NCCL chose")
+    assert "NET" in told["NCCL_DEBUG_SUBSYS"][0].split(",")
+    assert told["NCCL_DEBUG_FILE"] == (f"{HERE}/rank-0.nccl", "logs/rank-N.nccl, apart from the rank's own output")
+    site = log_of(aloud, facts(1, environment={"NCCL_DEBUG_FILE": "/var/log/nccl.%p"}), gpu=0)
+    assert (site["NCCL_DEBUG"][0], site["NCCL_DEBUG_FILE"][0]) == ("INFO", "/var/log/nccl.%p")
 
 
 def test_values_are_text_whatever_yaml_made_of_them() -> None:

@@ -68,7 +68,7 @@ def test_one_node_has_no_mismatch(tmp_path: Path) -> None:
 
 
 def test_without_pci_the_class_with_the_most_bandwidth_wins(tmp_path: Path) -> None:
-    """A VM: all flat. Four 100G storage ports are as many as one at 400, and still the faster one carries."""
+    """A VM: all flat. Two storage ports at 100 Gbit/s are more cards than one at 400, and still that one carries."""
     slow = [Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i}.0", (Link(machines.EDR),)) for i in range(2)]
     fast = Card("mlx5_9", "pci0000:00/0000:00:09.0", (Link(machines.NDR),))
     value, why = told(facts(tmp_path, Box((*slow, fast))))["NCCL_IB_HCA"]
@@ -106,17 +106,79 @@ def test_the_hcas_asked_for_exactly(tmp_path: Path) -> None:
         told(facts(tmp_path / "p", machines.plain_box()), hca=["mlx5_0"])
 
 
-def test_a_vendors_network_is_left_alone_even_when_strict(tmp_path: Path) -> None:
-    assert values(facts(tmp_path, machines.efa_box()), strict=True) == {}
-
-
-def test_strict_and_debug(tmp_path: Path) -> None:
-    here = facts(tmp_path, machines.roce_box())
-    assert values(here, strict=True)["NCCL_NET"] == "IB"
-    assert values(here, debug=True)["NCCL_DEBUG"] == "INFO"
-    assert "NET" in values(here, debug=True)["NCCL_DEBUG_SUBSYS"].split(",")
+def test_strict_forces_rdma_and_contradicts_ethernet(tmp_path: Path) -> None:
+    assert values(facts(tmp_path, machines.roce_box()), strict=True)["NCCL_NET"] == "IB"
     with pytest.raises(ConfigError, match=r"fabric.strict.*fabric.kind=ethernet"):
         check(Job(fabric=Fabric(kind="ethernet", strict=True)))
+
+
+PORT_DOWN = Box((Card("mlx5_0", "pci0000:00/0000:00:02.0"),
+                 Card("mlx5_1", "pci0000:00/0000:00:03.0", (Link(machines.HDR, state="1: DOWN"),))))  # fmt: skip
+OWNS = "it owns 10.0.0.5, the node's address in Ray; "
+SOCKETS = {
+    "GLOO_SOCKET_IFNAME": ("eth0", OWNS + "unset, gloo goes where the host name points"),
+    "NCCL_SOCKET_IFNAME": ("=eth0", OWNS + "the = keeps NCCL from others that begin like it"),
+}
+EQUAL = {"NCCL_IGNORE_NET_MISMATCH": ("0", "nodes with unequal HCAs are an error; by default they may hang")}
+STRICT = "fabric.strict: RDMA or an error, never silently TCP"
+
+
+def beside_gpus(name: str) -> dict[str, tuple[str, str]]:
+    """Eight HCAs taken, and four left out."""
+    left = "; ".join(f"{name.format(i)} shares no PCIe switch with a GPU" for i in range(8, 12))
+    return {"NCCL_IB_HCA": ("=" + ",".join(name.format(i) for i in range(8)), f"fabric.kind=auto: {left}")}
+
+
+MACHINES: dict[str, tuple[Box, dict[str, tuple[str, str]], str]] = {
+    # the machine -> all its variables with their reasons, and NCCL_NET where fabric.strict is asked
+    "DGX with storage HCAs": (machines.dgx(), EQUAL | beside_gpus("mlx5_{}"), "IB"),
+    "HDR, renamed": (machines.dgx(machines.HDR, "ibp{}s0"), EQUAL | beside_gpus("ibp{}s0"), "IB"),
+    "container without device nodes": (replace(machines.dgx(), nodes=False), EQUAL | beside_gpus("mlx5_{}"), "IB"),
+    "RoCE with two GID tables": (machines.roce_box(), EQUAL, "IB"),
+    "EFA": (machines.efa_box(), {}, "AWS Libfabric"),
+    "VM": (machines.vm_box(), EQUAL, "IB"),
+    "port down": (PORT_DOWN, EQUAL, "IB"),
+    "Ethernet only": (machines.plain_box(), {}, "IB"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_machine_gets_just_these_variables_for_these_reasons(name: str, tmp_path: Path) -> None:
+    box, more, network = MACHINES[name]
+    here = facts(tmp_path, box)
+    assert told(here) == SOCKETS | more
+    assert told(here, strict=True) == SOCKETS | more | {"NCCL_NET": (network, STRICT)}
+
+
+def test_an_old_nccl_is_told_the_index_of_the_routable_gid(tmp_path: Path) -> None:
+    here = facts(tmp_path, machines.roce_box())
+    value, why = told(replace(here, versions={"nccl": "2.18.1"}))["NCCL_IB_GID_INDEX"]
+    assert (value, why[:36]) == ("3", "NCCL 2.18.1 takes GID 0 unless it is")
+    assert "NCCL_IB_GID_INDEX" not in told(replace(here, versions={"nccl": "2.21.5"}))
+
+
+LIBFABRIC = "\x7fELF\x02 Libfabric\0 AWS Libfabric\0 OFI\0"
+PLUGINS = {
+    # the file's words -> what NCCL_NET is when fabric.strict asks for RDMA
+    "aws-ofi-nccl without EFA, on Slingshot": (LIBFABRIC, "AWS Libfabric"),
+    "HPC-X, called otherwise before and after it is initialised": ("NCCL RDMA Plugin v11\0IBext_v11\0", None),
+    "one that nobody knows": ("", None),
+}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_strict_names_a_vendors_network_so_that_it_cannot_fall_to_sockets(plugin: str, tmp_path: Path) -> None:
+    text, network = PLUGINS[plugin]
+    here = facts(tmp_path, Box(files={"opt/aws-ofi-nccl/lib/libnccl-net.so": text}))
+    assert values(here, strict=True).get("NCCL_NET") == network
+    assert values(here) == {}
+
+
+@pytest.mark.parametrize("plug_in_installed", [True, False])
+def test_strict_on_efa_is_never_tcp_even_where_the_plug_in_is_missing(plug_in_installed: bool, tmp_path: Path) -> None:
+    here = facts(tmp_path, machines.efa_box())
+    here = here if plug_in_installed else replace(here, machine=replace(here.machine, plugins=(), networks=()))
+    assert values(here, strict=True) == {"NCCL_NET": "AWS Libfabric"}
 
 
 def test_what_the_site_has_set_stays_and_is_said(tmp_path: Path) -> None:
@@ -131,3 +193,57 @@ def test_what_the_site_has_set_stays_and_is_said(tmp_path: Path) -> None:
     assert found["NCCL_SOCKET_IFNAME"].value == "=ib0"
     assert "set on node-1 already" in found["NCCL_SOCKET_IFNAME"].reason
     assert (found["NCCL_IB_HCA"].value, found["NCCL_IB_HCA"].reason[:21]) == ("=mlx5_2", "set in /etc/nccl.conf")
+
+
+OPEN_MPI = {"kind": "openmpi", "version": "5.0.11", "mpirun": "/usr/bin/mpirun", "rdma": ""}
+MPICH = {**OPEN_MPI, "kind": "mpich", "version": "5.0.2"}
+ALIKE = {
+    # who talks -> the backend, the MPI on the node, the variable that holds its interface, and how
+    "gloo": ("gloo", {}, "GLOO_SOCKET_IFNAME", "{}"),
+    "NCCL": ("nccl", {}, "NCCL_SOCKET_IFNAME", "={}"),
+    "Horovod": ("horovod", {}, "HOROVOD_GLOO_IFACE", "{}"),
+    "Open MPI": ("mpi", OPEN_MPI, "OMPI_MCA_btl_tcp_if_include", "{}"),
+    "MPICH over libfabric": ("mpi", MPICH, "FI_TCP_IFACE", "{}"),
+    "UCX": ("mpi", MPICH, "UCX_NET_DEVICES", "{}"),
+}
+
+
+def rank(here: Facts, backend: str, env: dict[str, str] | None = None, **asked: Any) -> dict[str, str]:
+    """All variables of the only rank there."""
+    have = {"CPU": 8.0, **({"GPU": 8.0} if backend == "nccl" else {})}
+    node = Node("id", "10.0.0.5", "node-1", have, have)
+    job = Job(backend=Backend(backend), scale=Scale(per_node=1), fabric=Fabric(**asked), env=env or {})
+    plan = placement.seat(placement.ask(job, [node]), [node])
+    (own,) = fabric.variables(job, plan, [here], Meet("10.0.0.5", 1))
+    return {var.name: var.value for var in own}
+
+
+@pytest.mark.parametrize("who", ALIKE)
+def test_the_interface_is_everybodys_alike(who: str, tmp_path: Path) -> None:
+    backend, mpi, name, how = ALIKE[who]
+    here = facts(tmp_path, machines.plain_box(), mpi=mpi)
+    assert rank(here, backend)[name] == how.format("eth0")
+    assert rank(replace(here, interface="ib0"), backend, interface="ib0")[name] == how.format("ib0")
+    assert name not in rank(here, backend, kind="site")
+    own = replace(here, environment={name: "bond0"})
+    assert rank(own, backend)[name] == "bond0"
+    assert rank(own, backend, env={name: "ens3"})[name] == "ens3"
+
+
+@pytest.mark.parametrize("mpi", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
+def test_the_hcas_are_everybodys_alike(mpi: dict[str, str], tmp_path: Path) -> None:
+    here = facts(tmp_path, machines.dgx(), mpi={**mpi, "rdma": ",".join(f"mlx5_{i}" for i in range(12))})
+    chosen = [f"mlx5_{i}" for i in range(8)]
+    assert rank(here, "nccl")["NCCL_IB_HCA"] == "=" + ",".join(chosen)
+    assert rank(here, "mpi")["UCX_NET_DEVICES"] == ",".join(f"{name}:1" for name in chosen)
+    assert rank(here, "mpi", hca=["mlx5_2"])["UCX_NET_DEVICES"] == "mlx5_2:1"
+    tcp, strict, usual = rank(here, "mpi", kind="ethernet"), rank(here, "mpi", strict=True), rank(here, "mpi")
+    assert (rank(here, "nccl", kind="ethernet")["NCCL_IB_DISABLE"], tcp["UCX_NET_DEVICES"]) == ("1", "eth0")
+    assert (rank(here, "nccl", strict=True)["NCCL_NET"], strict["UCX_TLS"]) == ("IB", "^tcp")
+    name, sockets, rdma = {
+        "openmpi": ("OMPI_MCA_pml", "ob1", "ucx"), "mpich": ("FI_PROVIDER", "tcp", "^tcp,sockets")
+    }[mpi["kind"]]  # fmt: skip
+    assert (tcp[name], strict[name]) == (sockets, rdma)
+    assert not {name, "UCX_TLS", "OMPI_MCA_btl"} & set(usual)
+    alone = facts(tmp_path / "one", Box((Card("mlx5_0", "pci0000:00/0000:00:02.0"),)), mpi={**mpi, "rdma": "mlx5_0"})
+    assert "UCX_NET_DEVICES" not in rank(alone, "mpi")  # nothing to choose: it finds its only one

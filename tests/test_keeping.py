@@ -43,7 +43,7 @@ def test_the_newest_state_that_will_do(told: list[list[Offer]], chosen: tuple[in
 
 
 def state(step: int, rank: int) -> dict[str, Any]:
-    return {"own": {"rank": torch.tensor([rank])}, "model": torch.arange(1001) * step, "name": "x"}
+    return {"own": {"rank": torch.tensor([rank]), "world_size": 2}, "model": torch.arange(1001) * step, "name": "x"}
 
 
 def find(holders: dict[int, tuple[int, ...]], nodes: int) -> Any:

@@ -101,6 +101,18 @@ def test_without_the_secret_there_is_no_answer() -> None:
         assert with_listener(lambda peer, said=wrong: call(peer, said, PATIENCE)).kind == "broken"  # type: ignore[misc]
 
 
+def test_short_words_that_are_not_the_secret_get_no_answer_either() -> None:
+    """As short as it, or shorter, so that it is the words that are refused, and not their length."""
+
+    async def say(peer: Peer, said: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection(*peer)
+        writer.write(peers.LENGTH.pack(len(said)) + said)
+        return await asyncio.wait_for(reader.read(peers.CLOCK.size), PATIENCE)
+
+    for wrong in (b"x" * len(SECRET), SECRET[:-1], SECRET[:-1] + b"x", b""):
+        assert with_listener(lambda peer, said=wrong: say(peer, said)) == b""  # type: ignore[misc]
+
+
 def test_what_comes_in_pieces_or_is_too_long_does_no_harm() -> None:
     async def piecemeal(peer: Peer) -> tuple[bytes, bytes]:
         reader, writer = await asyncio.open_connection(*peer)

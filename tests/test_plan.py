@@ -96,6 +96,13 @@ def test_more_nodes_than_there_are_is_an_assumption(capsys: pytest.CaptureFixtur
     assert "=<interface of node-3>" in text
 
 
+def test_spares_are_nodes_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "scale=2x1", "scale.spares=1")
+    assert "assuming 3 nodes like this one" in text
+    assert "2 ranks on 2 nodes, 1 spare (node-3)" in text
+    assert "STRICT_SPREAD: 3 bundles" in text
+
+
 def test_a_remote_nodes_interface_is_not_known_before_it_is_asked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

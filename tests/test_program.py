@@ -177,16 +177,16 @@ def test_any_command_runs_with_a_ranks_variables_and_its_code_is_told() -> None:
 
 
 def test_a_program_that_a_host_lacks(tmp_path: Path) -> None:
-    from raydist import group
+    from raydist import script
     from raydist.config import Job
 
     job = compose.compose([f"script={SCRIPTS / 'env_ddp.py'}", "scale=1x2", *INLINE], claim=True)
-    assert group.seen_from(os.getcwd(), job.script) == job.script
+    assert script.seen_from(os.getcwd(), job.script) == job.script
     assert isinstance(job, Job)
     gone = tmp_path / "gone.py"
     gone.write_text("print('never')")
     job = compose.compose([f"script={gone}", "scale=1x2", *INLINE], claim=True)
-    assert group.seen_from(os.getcwd(), job.script) == "gone.py"
+    assert script.seen_from(os.getcwd(), job.script) == "gone.py"
     gone.unlink()
     with pytest.raises(RunFailed, match=r"Missing: there is no .*gone\.py on .*working_dir=\."):
         run_job(job)

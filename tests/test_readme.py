@@ -18,17 +18,19 @@ PLACES = {
     "conf": "the groups of words, as files: conf/scale/local.yaml is scale=local",
     "jobs": "jobs to run, and to copy",
     "bench": "the figures, side by side with Ray Train, torchrun and horovodrun",
-    "docs": "jobs, programs, networks, faults, Horovod, MPI",
+    "deploy": "clusters: Kubernetes, Docker, Slurm, machines of one's own",
+    "docs": "jobs, programs, networks, faults, storage, Horovod, MPI, clusters",
     "tests": "real Ray, real ranks, real hosts in namespaces (tests/rig)",
 }
 
 
 # The way of a job through the files; what all need comes last.
 FLOW = """
-    train words run cluster lifetime gcs ledger inventory placement shortage shipping preload home group script node
-    fabric fabric_network fabric_horovod fabric_mpi fabric_findings findings transport traffic parcel target backends
-    context loop apart snapshot sharded checkpoint direct attempts mpi vigil notice sentry pace stuck straggler restart
-    result blame failures remedy goodput watch standalone inline tools config check events errors signals
+    train words run cluster lifetime gcs autoscaler ledger inventory placement shortage shipping preload home places
+    reserve group sight script node fabric fabric_network fabric_horovod fabric_mpi fabric_findings fabric_site
+    fabric_across findings transport traffic parcel target backends context loop apart snapshot sharded checkpoint
+    writing direct storage attempts mpi vigil lookout notice sentry pace stuck straggler restart result records blame
+    failures remedy goodput watch standalone inline tools config check events errors signals
 """
 
 

@@ -43,6 +43,7 @@ def test_what_went_well_or_was_stopped_is_not_done_again() -> None:
 def test_a_first_failure_is_forgiven_and_the_restart_knows_what_it_mends(end: End) -> None:
     verdict = decide(RULE, history((end, 10)))
     assert isinstance(verdict, Again)
+    assert verdict.cause is not None
     assert (verdict.number, verdict.reached, verdict.cause.rank) == (1, 10, 1)
     told = verdict.as_event(RULE)
     assert (told["number"], told["most"], told["rank"], told["step"]) == (1, 3, 1, 10)

@@ -141,7 +141,7 @@ def test_a_loop_of_ones_own_does_not_wait_for_the_disk(on_ray: Path) -> None:
         def nobody(*_: object) -> None:
             raise AssertionError("this is not for the rank to do")
 
-        checkpoint.write, written, weight = nobody, [], torch.zeros(1000)  # type: ignore[assignment]
+        checkpoint.keep, written, weight = nobody, [], torch.zeros(1000)  # type: ignore[assignment]
         for step in range(1, 4):
             weight += step
             checkpoint.save(step, {"weight": weight, "names": ["a", ("b", 3)]}, {"loss": step})

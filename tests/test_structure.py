@@ -18,11 +18,11 @@ PACKAGE = ROOT / "raydist"
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
     errors script node.wire findings node.facts node.sysfs
-    config events check transport traffic node.counters
-    inventory shortage placement node.nics node.hca node.machine node.probe blame pace stuck straggler
+    config storage direct writing events check transport traffic node.counters
+    inventory shortage placement sight node.nics node.hca node.machine node.probe blame pace stuck straggler
     failures remedy goodput
-    fabric_horovod fabric_mpi fabric_network fabric fabric_findings result restart
-    context parcel signals shipping snapshot apart direct
+    fabric_horovod fabric_mpi fabric_network fabric fabric_site fabric_across fabric_findings result restart
+    context parcel signals shipping snapshot apart
     loop.random_state backends checkpoint sharded
     backends.ddp backends.horovod
     loop.data loop.optim loop.models loop.evaluation loop.step loop.keeping loop.fit loop
@@ -31,9 +31,10 @@ LAYERS = """
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel node.program
     node.entry node.oom node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
-    node.peers node.checkup node.seat
+    node.peers node.checkup node.sight node.nccl_log node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
-    group inline notice sentry vigil mpi attempts ledger lifetime gcs cluster home
+    places reserve group records inline notice sentry lookout vigil mpi attempts ledger lifetime gcs autoscaler
+    cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.page watch.pages watch.console watch
     run
     train tools tools.launch tools.plan tools.horovod_build tools.horovod

@@ -126,7 +126,7 @@ def test_what_is_needless_is_noted_and_let_be() -> None:
     said = torchrun.translate(typed, {})
     assert [note.split()[0] for note in said.notes] == ["--rdzv-backend", "--rdzv-endpoint", "--master-port"]
     assert not any("29500" in word for word in said.words)
-    assert "none joins or leaves later" in torchrun.translate(["--nnodes", "2:4", "train.py"], {}).notes[0]
+    assert "started again when a node comes" in torchrun.translate(["--nnodes", "2:4", "train.py"], {}).notes[0]
 
 
 def test_the_tool_says_what_is_wrong_and_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:

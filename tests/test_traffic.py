@@ -59,6 +59,22 @@ def test_a_log_that_the_counters_deny_is_told() -> None:
     assert "on n1" in second
 
 
+def test_nodes_that_nccl_takes_for_one_are_told() -> None:
+    logs = [Log("Socket", counted=(2, 1))] * 2
+    (odd,) = tell("nccl", nodes(2, eth0=GB), [0, 1], logs)["odd"]
+    assert odd.startswith("NCCL counts 1 node where there are 2: another host name")
+    for fine in ([Log("Socket", counted=(2, 2))] * 2, [Log("Socket", counted=(1, 1)), Log("Socket", counted=(2, 2))]):
+        assert tell("nccl", nodes(2, eth0=GB), [0, 1], fine)["odd"] == []
+
+
+def test_a_port_that_counts_errors_meanwhile_is_told_and_one_with_old_ones_is_not() -> None:
+    before = {"eth0": port(0), "mlx5_0:1": {**port(0, hca=True), "errors": {"symbol_error": 5, "rx_drops": 2}}}
+    after = {"eth0": port(0), "mlx5_0:1": {**port(GB, hca=True), "errors": {"symbol_error": 12, "rx_drops": 2}}}
+    worn, sound = Node("n0", "eth0", before, after), Node("n1", "eth0", before, before)
+    (odd,) = tell("nccl", [worn, sound], [0, 1], nccl("IB"))["odd"]
+    assert odd.startswith("mlx5_0:1 on n0 counted errors meanwhile (7 symbol_error): a cable")
+
+
 def test_bytes_on_a_card_that_was_not_chosen_are_told() -> None:
     assert tell("gloo", nodes(1, eth0=10, eth1=GB), [0], [Log()])["odd"] == [
         "eth0 was chosen on n0 and sent 10 B, but eth1 sent 1 GB"

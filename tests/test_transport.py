@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from raydist.transport import Channel, Log, between, is_rdma, parse
@@ -63,11 +65,18 @@ def test_why_not_infiniband_is_read(text: str, why: str) -> None:
         "\x00\xff nonsense",
         f"{P}Channel 00/0 : 1[0] -> 8[0] [send] via NE",
         f"{P}Channel 00/0 : 1[0] -> 8[0] [se{P}Channel 01/0 : ",
-        f"{P}comm 0x1 rank 0 nRanks 16 nNodes 2 localRanks 8 localRank 0 MNNVL 0",
+        f"{P}comm 0x1 rank 0 nRanks 16 nNo",
     ],
 )
 def test_what_is_cut_off_or_mixed_up_is_left_out(text: str) -> None:
     assert parse(text) == Log()
+
+
+def test_how_many_nodes_nccl_counts_is_that_of_the_largest_group() -> None:
+    told = "comm 0x{} rank 0 nRanks {} nNodes {} localRanks 8 localRank 0 MNNVL 0\n"
+    log = parse(P + told.format(1, 8, 1) + P + told.format(2, 16, 2) + P + told.format(3, 2, 2))
+    assert log.counted == (16, 2)
+    assert Log.from_dict(asdict(log)) == log
 
 
 def test_a_channel_is_told_once_and_only_those_between_nodes_count() -> None:

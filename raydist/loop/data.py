@@ -7,6 +7,9 @@ The order is a function of the seed and of the position in samples, never of the
     accumulation        cuts these into `accumulate` equal micro-batches
     rank                cuts each micro-batch into `world_size` equal portions and takes its own
 
+Where the number of ranks may change while the global batch stays, the cuts are as equal as they can be, and each
+portion counts by its size.
+
 The end of an epoch that does not fill a global batch is dropped, as in most training loops: another order follows, and
 other samples are left out then.
 """
@@ -56,8 +59,25 @@ class Order:
 
     @property
     def portion(self) -> int:
-        """Samples of one forward pass on one rank."""
-        return self.global_batch // (self.accumulate * self.world_size)
+        """Samples of one forward pass on one rank; the most of them where they differ by one."""
+        return math.ceil(self.global_batch / (self.accumulate * self.world_size))
+
+    @property
+    def even(self) -> bool:
+        """Whether all portions have the same size."""
+        return self.global_batch % (self.accumulate * self.world_size) == 0
+
+    @property
+    def shares(self) -> list[float]:
+        """What each micro-batch of this rank counts in the average over all ranks."""
+        return [(last - first) * self.world_size / self.global_batch for first, last in self.cuts()]
+
+    def cuts(self) -> Iterator[tuple[int, int]]:
+        """From where to where in the global batch each portion of this rank lies."""
+        parts = self.accumulate * self.world_size
+        for micro in range(self.accumulate):
+            part = micro * self.world_size + self.rank
+            yield self.global_batch * part // parts, self.global_batch * (part + 1) // parts
 
     @property
     def steps_per_epoch(self) -> int:
@@ -76,11 +96,10 @@ class Order:
         return torch.randperm(self.size, generator=generator)
 
     def __iter__(self) -> Iterator[Portion]:
-        order, portion = self.permutation(), self.portion
+        order, cuts = self.permutation(), list(self.cuts())
         for begin in range(self.position, self.size - self.global_batch + 1, self.global_batch):
-            for micro in range(self.accumulate):
-                first = begin + (micro * self.world_size + self.rank) * portion
-                yield Portion(order[first : first + portion], (self.seed, self.epoch, first))
+            for first, last in cuts:
+                yield Portion(order[begin + first : begin + last], (self.seed, self.epoch, begin + first))
 
     def __len__(self) -> int:
         return self.steps_left * self.accumulate
@@ -170,12 +189,12 @@ def on_disk(make: Callable[[], T], root: Path, files: str) -> T:
         ) from error
 
 
-def global_batch(settings: Data, accumulate: int, world_size: int) -> int:
-    """Samples of one optimizer step over all ranks."""
+def global_batch(settings: Data, accumulate: int, world_size: int, even: bool = True) -> int:
+    """Samples of one optimizer step over all ranks. `even`: the same for each of them."""
     each = accumulate * world_size
     if settings.global_batch is None:
         return settings.batch_size * each
-    if settings.global_batch % each:
+    if settings.global_batch % each if even else settings.global_batch < each:
         near = max(1, round(settings.global_batch / each)) * each
         raise ConfigError(
             f"data.global_batch={settings.global_batch} can't be split evenly over {world_size} ranks"
@@ -185,10 +204,17 @@ def global_batch(settings: Data, accumulate: int, world_size: int) -> int:
 
 
 def order(
-    samples: Sequence[Any] | Dataset[Any], settings: Data, *, accumulate: int, rank: int, world_size: int, seed: int
+    samples: Sequence[Any] | Dataset[Any],
+    settings: Data,
+    *,
+    accumulate: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+    even: bool = True,
 ) -> Order:
     """The order of the training samples; ConfigError if they do not fill one step."""
-    size, batch = size_of(samples, "train"), global_batch(settings, accumulate, world_size)
+    size, batch = size_of(samples, "train"), global_batch(settings, accumulate, world_size, even)
     if size < batch:
         fits = size // (accumulate * world_size)
         word = (

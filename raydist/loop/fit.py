@@ -43,7 +43,7 @@ def fit(
         raise RaydistError("raydist.fit was called outside a run: end the file with raydist.main(job) and run the file")
     order = data.order(
         train, config.data, accumulate=config.train.accumulate, rank=context.rank().rank,
-        world_size=context.rank().world_size, seed=config.seed,
+        world_size=context.rank().world_size, seed=config.seed, even=config.scale.max_nodes is None,
     )  # fmt: skip
     training = Training(config, order, {"test_loss": loss, **(metrics or {})} if test is not None else {})
     training.batches = data.loader(train, order, config.data, collate)
@@ -86,7 +86,8 @@ class Training:
         self.epochs = epochs if self.job.train.steps is None else math.ceil(self.steps / per_epoch)
         self.resumed = self.step
         rate = optim.learning_rate(self.job.optim, self.order.global_batch)
-        self.stepper = Stepper(self.job, model, loss, self.comm, self.device, rate, self.steps)
+        shares = [] if self.order.even else self.order.shares
+        self.stepper = Stepper(self.job, model, loss, self.comm, self.device, rate, self.steps, shares)
         # From here on the ranks draw different numbers: equal dropout on all would be a smaller batch in disguise.
         random_state.seed_everything(self._seed(), self.job.deterministic)
         if found is not None:
@@ -186,6 +187,17 @@ class Training:
             samples=self.samples, lr=rate,
         )  # fmt: skip
         self.keeper.step(self.step, self._own, self._state)
+        if self.step < self.steps and context.here().leave.due(self.step):
+            self._leave()
+
+    def _leave(self) -> None:
+        """The ranks are about to be others: keep the state of this step, and wait for the end."""
+        self.told.rest()
+        kept = self.keeper.hold(self.step, self._own, self._state)
+        if not all(int(each.item()) for each in self.comm.gather(torch.tensor([int(kept)]))):
+            self._save()
+            self.keeper.rest()
+        context.here().leave.gone(self.step)
 
     def _state(self) -> dict[str, Any]:
         """What a training goes on from, and is the same on all ranks."""
@@ -197,7 +209,10 @@ class Training:
     def _own(self) -> dict[str, Any]:
         """What differs from rank to rank."""
         buffers = dict(self.stepper.model.named_buffers())  # running means: some backends leave each rank its own
-        return {"random": random_state.capture(self.device), "loss": self.loss, "buffers": buffers}
+        return {
+            "random": random_state.capture(self.device), "loss": self.loss, "buffers": buffers,
+            "world_size": self.order.world_size,
+        }  # fmt: skip
 
     def _evaluate(self) -> None:
         """Metrics of the model as it is now, if there are tests, and if that is not known already."""

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from raydist import context
+from raydist import checkpoint, context
 from raydist.backends import Comm
 from raydist.config import Job, as_saved
 from raydist.node.wire import ABOUT, BESIDE
 from raydist.snapshot import Memory, NoRoom, unpack
+from raydist.storage import Place
 
 State = dict[str, Any]
 
@@ -37,7 +38,7 @@ class Kept:
     state: State
     own: State | None
     """This rank's own part; None on all ranks if one has lost its own."""
-    path: Path = Path("a snapshot in memory")
+    path: Place = Path("a snapshot in memory")
 
     @property
     def mine(self) -> State:
@@ -82,6 +83,7 @@ class Keeper:
         about = {
             "world_size": self._me.world_size, "run_dir": str(self._me.run_dir), "config": as_saved(self._job),
             "keep": self._job.checkpoint.keep, "best": self._job.checkpoint.best,
+            "checkpoints": str(checkpoint.home().absolute()),
         }  # fmt: skip
         if self._memory is not None and self._me.local_rank == 0:
             self._memory.fill(ABOUT, 0, about)
@@ -120,6 +122,17 @@ class Keeper:
                 self._memory = None
                 context.tell("warning", text=f"no more snapshots: {why}; a restart goes back to a checkpoint")
             return None
+
+    def hold(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> bool:
+        """Have the state of this step in memory, whoever's turn it is; whether it is there."""
+        if self._memory is None:
+            return False
+        self._memory.settle()
+        if step not in self._memory.steps:
+            self._keep(step, own, state)
+        if self._memory is not None:
+            self._memory.settle()
+        return self._memory is not None
 
     def to_disk(
         self, step: int, own: Callable[[], State], state: Callable[[], State], beside: State, metrics: dict[str, float]
@@ -163,6 +176,8 @@ class Keeper:
         own = None
         if all(step in (offer.step for offer in each) for each in offers) and self._memory is not None:
             own = self._memory.read(self._memory.steps[step])["own"]
+        if own is not None and own["world_size"] != self._me.world_size:
+            own = None  # the ranks are other ones now
         return Kept(step, self._whole(step, source, nodes, offers), own)
 
     def _whole(self, step: int, source: int, nodes: Sequence[int], offers: Sequence[Sequence[Offer]]) -> State:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from raydist.backends import Comm
 from raydist.config import Job
 from raydist.errors import ConfigError
 from raydist.loop import optim
+from raydist.storage import Place
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """(output, target) -> the mean over the batch, a tensor without dimensions."""
@@ -24,8 +24,18 @@ class Stepper:
     """A model with what trains it: optimizer, schedule, precision."""
 
     def __init__(
-        self, job: Job, model: torch.nn.Module, loss: Loss, comm: Comm, device: torch.device, rate: float, steps: int
+        self,
+        job: Job,
+        model: torch.nn.Module,
+        loss: Loss,
+        comm: Comm,
+        device: torch.device,
+        rate: float,
+        steps: int,
+        shares: Sequence[float] = (),
     ) -> None:
+        """`shares`: what each micro-batch counts, where they are not all of one size on all ranks."""
+        self.shares = shares
         self.settings, self.device, self.loss, self.comm = job.train, device, loss, comm
         self.format = torch.channels_last if job.train.channels_last else torch.preserve_format
         self.model = model.to(device).to(memory_format=self.format)
@@ -70,21 +80,23 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _gradients(self, batches: Iterator[Any]) -> torch.Tensor:
-        if self.settings.accumulate == 1:
-            return self._backward(next_batch(batches))
+        shares = self.shares or [1 / self.settings.accumulate] * self.settings.accumulate
+        full = sum(self.shares) or 1.0
+        if len(shares) == 1:
+            return self._backward(next_batch(batches), shares[0]) / full
         with self.comm.accumulating(self.wrapped):
-            total = self._backward(next_batch(batches))
-            for _ in range(self.settings.accumulate - 2):
-                total += self._backward(next_batch(batches))
-        return total + self._backward(next_batch(batches))
+            total = self._backward(next_batch(batches), shares[0])
+            for share in shares[1:-1]:
+                total += self._backward(next_batch(batches), share)
+        return (total + self._backward(next_batch(batches), shares[-1])) / full
 
-    def _backward(self, batch: Any) -> torch.Tensor:
+    def _backward(self, batch: Any, share: float) -> torch.Tensor:
         *inputs, target = self.placed(batch)
         context.phase("forward")
         with self.cast:
             loss = self.loss(self.wrapped(*inputs), target)
-            if self.settings.accumulate > 1:
-                loss = loss / self.settings.accumulate
+            if share != 1:
+                loss = loss * share
         context.phase("backward")
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -109,7 +121,7 @@ class Stepper:
             "scaler": self.scaler.state_dict(),
         }
 
-    def load(self, state: dict[str, Any], path: Path) -> None:
+    def load(self, state: dict[str, Any], path: Place) -> None:
         """Put a state back. Words win over it: another learning rate or weight decay counts from here on."""
         words = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in self.optimizer.param_groups]
         rates = self.schedule.base_lrs

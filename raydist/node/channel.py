@@ -15,7 +15,7 @@ from collections import deque
 from raydist import context
 from raydist.events import Event, event
 from raydist.node import insight
-from raydist.node.wire import ASK, BEAT, BEAT_PAGE, LEAVE, OWN
+from raydist.node.wire import ASK, BEAT, BEAT_PAGE, GOING, OWN
 
 FLUSH_S = 0.1
 """Seconds a report may wait in the rank before it travels."""
@@ -65,16 +65,25 @@ class Channel:
         self._waiting = deque(maxlen=0)
 
     def _serve(self) -> None:
-        """Send what waits, often, and hear the seat: it asks what this rank last did, or says that its node goes."""
-        asked = [self._sock]
+        """Send what waits, often, and hear what the seat says, a line for each word."""
+        asked, heard = [self._sock], b""
         while self._open:
             if select.select(asked, [], [], FLUSH_S)[0]:
-                words = self._sock.recv(16)
-                if LEAVE in words:
-                    context.here().going = True
-                if ASK in words:
-                    self.emit(event("collectives", entries=insight.collectives()))
-                if not words:
+                said = self._sock.recv(64)
+                *words, heard = (heard + said).split(b"\n")
+                for word in words:
+                    self._hear(word)
+                if not said:
                     asked = []  # the seat is gone
             if self._waiting:
                 self.flush()
+
+    def _hear(self, word: bytes) -> None:
+        """It asks what this rank last did, or says that its node goes, or when to leave for others to come."""
+        here = context.here()
+        if word == ASK:
+            self.emit(event("collectives", entries=insight.collectives()))
+        elif word == GOING:
+            here.going = True
+        else:
+            here.leave.hear(word.decode())

@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec \((\d+)X")
+ERRORS = {
+    "counters": ("symbol_error", "link_downed", "port_rcv_errors", "link_error_recovery"),
+    "hw_counters": ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rx_drops"),
+}
+"""Counters of an HCA's port that stand still on a sound network: Linux, Documentation/ABI/stable/
+sysfs-class-infiniband, and NVIDIA's "Understanding mlx5 counters"."""
 Counters = dict[str, dict[str, Any]]
-"""By port (`eth0`, or `mlx5_0:1` of an HCA): hca?, sent and received in bytes, rate in GB/s (0: not known), active?."""
+"""By port (`eth0`, or `mlx5_0:1` of an HCA): hca?, sent and received in bytes, rate in GB/s (0: not known), active?;
+of an HCA also the errors that it has counted."""
 
 
 def read(root: Path = Path("/")) -> Counters:
@@ -48,6 +55,12 @@ def hca(path: Path) -> dict[str, Any]:
         "received": received,
         "rate": float(rate[1]) / 8 if rate else 0.0,
         "active": word(path / "state").startswith("4"),
+        "errors": {
+            name: found
+            for folder, names in ERRORS.items()
+            for name in names
+            if (found := number(path / folder / name)) is not None
+        },
     }
 
 

@@ -143,6 +143,8 @@ class Limits:
     """CAP_IPC_LOCK: memlock does not count."""
     shm: int | None = None
     """Bytes of /dev/shm."""
+    stack: int | None = None
+    """Bytes."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,8 @@ class Machine:
     """Addresses of file servers that are mounted here."""
     plugins: tuple[str, ...] = ()
     """Files of NCCL network plug-ins."""
+    networks: tuple[str, ...] = ()
+    """Those of their networks that NCCL_NET can name."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ class Facts:
     """CPUs that this process may use."""
     python: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of raydist, and of torch, ray and nccl where installed."""
+    """Of raydist, and of torch, ray, nccl and cuda (its runtime) where installed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What is set already of the variables that matter."""
     nccl_conf: Mapping[str, tuple[str, str]] = field(default_factory=dict)

@@ -15,6 +15,12 @@ CAP_IPC_LOCK = 14
 PLUGINS = ("opt/amazon/ofi-nccl/lib", "opt/aws-ofi-nccl/lib", "usr/local/nvidia/lib64", "var/lib/tcpx/lib64",
            "opt/hpcx/nccl_rdma_sharp_plugin/lib")  # fmt: skip
 """Where vendors' images keep their NCCL plug-ins."""
+NETWORKS = ("AWS Libfabric",)
+"""Names by which NCCL_NET forces a plug-in, to be found in its file. Every version of aws-ofi-nccl obeys this one (its
+nvidia_plugin_name_fixup). HPC-X's has none: it is called otherwise before it is initialised (NCCL RDMA Plugin v11) than
+after (IBext_v11), and NCCL compares before each communicator."""
+LARGEST = 64 << 20
+"""Bytes of a plug-in that are searched; they have one to twenty million."""
 
 
 def limits(root: Path = Path("/")) -> Limits:
@@ -26,6 +32,7 @@ def limits(root: Path = Path("/")) -> Limits:
         nofile=_limit(told, "Max open files"),
         ipc_lock=powers is not None and bool(int(powers[1], 16) >> CAP_IPC_LOCK & 1),
         shm=_size(root / "dev/shm"),
+        stack=_limit(told, "Max stack size"),
     )
 
 
@@ -45,6 +52,7 @@ def _size(folder: Path) -> int | None:
 def machine(hostname: str, environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
     """What the machine is beside its devices; nothing here asks the network."""
     driver = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", sysfs.text(root / "proc/driver/nvidia/version"))
+    found = tuple(dict.fromkeys(plugins(environ, root)))
     return Machine(
         boot_id=sysfs.text(root / "proc/sys/kernel/random/boot_id"),
         kernel=sysfs.text(root / "proc/sys/kernel/osrelease"),
@@ -54,7 +62,8 @@ def machine(hostname: str, environ: Mapping[str, str], root: Path = Path("/")) -
         iommu=bool(sysfs.names(root / "sys/class/iommu")),
         own_name=tuple(own_name(sysfs.text(root / "etc/hosts"), hostname)),
         storage=tuple(dict.fromkeys(storage(sysfs.text(root / "proc/mounts")))),
-        plugins=tuple(dict.fromkeys(plugins(environ, root))),
+        plugins=found,
+        networks=tuple(dict.fromkeys(name for own in found for name in networks(root / own.lstrip("/")))),
     )
 
 
@@ -80,3 +89,13 @@ def plugins(environ: Mapping[str, str], root: Path) -> Iterator[str]:
     """NCCL's network plug-ins where the loader, or a vendor's image, would find them."""
     for folder in (*library_folders(environ, root), *(root / one for one in PLUGINS)):
         yield from sorted(f"/{path.relative_to(root)}" for path in folder.glob("libnccl-net*.so*"))
+
+
+def networks(plugin: Path) -> Iterator[str]:
+    """The networks in a plug-in's file that NCCL_NET can name."""
+    try:
+        with plugin.open("rb") as file:
+            found = file.read(LARGEST)
+    except OSError:
+        return
+    yield from (name for name in NETWORKS if name.encode() in found)

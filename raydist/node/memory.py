@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from raydist import checkpoint
 from raydist.config import Checkpoint
 from raydist.node.wire import ABOUT, ASKED, BESIDE, LOCK, PAGE, blank_page, whole_slots
+from raydist.storage import Place, place
 
 BESIDE_THEM = 5
 """By so much less important is the process that writes a checkpoint than the ranks that train meanwhile: with as many
@@ -28,7 +29,7 @@ class Memories:
 
     run: Path
     """The run's folder on this node."""
-    checkpoints: Path
+    checkpoints: Place
     descriptors: dict[int, int] = field(default_factory=dict)
     seats: set[socket.socket] = field(default_factory=set)
     first: bool = False
@@ -39,7 +40,10 @@ class Memories:
         """The memories of the run that a rank belongs to."""
         run = Path(spec["value"]).parent
         there = next((each for each in known if each.run == run), None)
-        return there or cls(run, Path(spec["env"].get("RAYDIST_RUN_DIR", run)) / "checkpoints")
+        if there is not None:
+            return there
+        named = spec["env"].get("RAYDIST_CHECKPOINTS")
+        return cls(run, place(named) if named else Path(spec["env"].get("RAYDIST_RUN_DIR", run)) / "checkpoints")
 
     def of_rank(self, seat: socket.socket, env: Mapping[str, str]) -> tuple[int, int]:
         """Descriptors of the memories of a rank and of the first rank here; -1 where the kernel has no such thing."""
@@ -66,11 +70,14 @@ class Memories:
         return self.newer()
 
     def newer(self) -> bool:
-        """Whether the newest state of the first rank here is newer than all on the disk."""
+        """Whether the newest state of the first rank here is newer than all on the disk.
+
+        Of a URL only the writer, in a process of its own, may know: a connection would be a thread in this one.
+        """
         if 0 not in self.descriptors:
             return False
         newest = max(whole_slots(os.pread(self.descriptors[0], PAGE, 0)), default=-1)
-        return newest > checkpoint.newest_step(self.checkpoints)
+        return newest > (checkpoint.newest_step(self.checkpoints) if isinstance(self.checkpoints, Path) else -1)
 
     def release(self, seat: socket.socket) -> None:
         """A seat has gone; with the last one go the memories."""
@@ -92,23 +99,26 @@ def write_checkpoint(descriptors: Mapping[int, int], slot: int | None, word: int
     try:
         happened = to_disk(descriptors, slot)
     except Exception as error:
-        happened = {"kind": "warning", "text": f"a checkpoint could not be written: {type(error).__name__}: {error}"}
+        happened = [{"kind": "warning", "text": f"a checkpoint could not be written: {type(error).__name__}: {error}"}]
+    text = b"".join(json.dumps({"t": time.time(), **each}).encode() + b"\n" for each in happened)
     if told is not None:
         with contextlib.suppress(OSError):
-            told.sendall(json.dumps({"t": time.time(), **happened}).encode() + b"\n")
+            told.sendall(text)
     os._exit(0)
 
 
-def to_disk(descriptors: Mapping[int, int], slot: int | None) -> dict[str, Any]:
-    """The event that tells of the checkpoint."""
+def to_disk(descriptors: Mapping[int, int], slot: int | None) -> list[dict[str, Any]]:
+    """Make the checkpoint; the events that tell of it, none if it is there already."""
     from raydist.snapshot import Memory
 
     began, memory = time.perf_counter(), Memory(descriptors[0])
     if slot == ASKED:
         return asked(memory, began)
     about = memory.read(ABOUT)
-    folder = Path(about["run_dir"]) / "checkpoints"
+    folder = place(about["checkpoints"])
     step = max(memory.steps) if slot is None else next(step for step, at in memory.steps.items() if at == slot)
+    if slot is None and step <= checkpoint.newest_step(folder):
+        return []
     state = memory.read(memory.steps[step], clone=False)
     own = state.pop("own")
     if slot is None:
@@ -117,18 +127,24 @@ def to_disk(descriptors: Mapping[int, int], slot: int | None) -> dict[str, Any]:
     else:
         beside = memory.read(BESIDE)
     facts = {"world_size": about["world_size"], "metrics": beside["metrics"]}
-    path = checkpoint.write(folder, step, {**state, **beside["state"], "config": about["config"]}, facts)
-    checkpoint.prune(folder, Checkpoint(keep=about["keep"], best=about["best"]))
-    return {"kind": "saved", "rank": 0, "step": step, "path": str(path), "s": time.perf_counter() - began}
+    return kept(about, step, {**state, **beside["state"], "config": about["config"]}, facts, began)
 
 
-def asked(memory: Any, began: float) -> dict[str, Any]:
+def asked(memory: Any, began: float) -> list[dict[str, Any]]:
     """A checkpoint that a job asked for itself."""
     (step,), about = memory.asked, memory.read(ASKED, clone=False)
-    folder = Path(about["run_dir"]) / "checkpoints"
-    path = checkpoint.write(folder, step, about["state"], about["facts"])
-    checkpoint.prune(folder, Checkpoint(keep=about["keep"], best=about["best"]))
-    return {"kind": "saved", "rank": 0, "step": step, "path": str(path), "s": time.perf_counter() - began}
+    return kept(about, step, about["state"], about["facts"], began)
+
+
+def kept(
+    about: Mapping[str, Any], step: int, state: Mapping[str, Any], facts: dict[str, Any], began: float
+) -> list[dict[str, Any]]:
+    """Write a state where the run's checkpoints are; the events that tell of it."""
+    folder, aside = place(about["checkpoints"]), Path(about["run_dir"]) / "checkpoints"
+    settings = Checkpoint(keep=about["keep"], best=about["best"])
+    path, trouble = checkpoint.keep(folder, aside, step, state, facts, settings)
+    saved = {"kind": "saved", "rank": 0, "step": step, "path": str(path), "s": time.perf_counter() - began}
+    return [*([{"kind": "warning", "text": trouble}] if trouble else []), saved]
 
 
 def drawn(descriptors: Mapping[int, int], step: int, world_size: int) -> Any:

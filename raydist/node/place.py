@@ -23,11 +23,11 @@ class Place:
         self._backend = backend
         self._seats: dict[int, Seat] = {}
 
-    async def ask(self, rank: int, method: str, *args: Any) -> Any:
+    async def ask(self, local_rank: int, method: str, *args: Any) -> Any:
         """A call to the seat of a rank of this node."""
-        if rank not in self._seats:
-            self._seats[rank] = make_seat(self._backend)
-        return await getattr(self._seats[rank], method)(*args)
+        if local_rank not in self._seats:
+            self._seats[local_rank] = make_seat(self._backend)
+        return await getattr(self._seats[local_rank], method)(*args)
 
     async def gpus(self) -> tuple[str, ...]:
         """The GPUs that Ray gave to this actor. Ray's mask on the actor is of no matter: it never touches CUDA."""

@@ -5,6 +5,7 @@ Every reader takes the root folder that it reads under, so that a fixture can st
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import pwd
@@ -23,7 +24,11 @@ from raydist.node.facts import Facts as Facts
 SITE = re.compile(r"(NCCL|GLOO|UCX|FI|OMPI|HOROVOD|TORCH|MALLOC)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
 """Environment variables that decide how ranks talk and where they compute; a site may have its reasons for them."""
 DISTRIBUTIONS = ("torch", "ray")
-NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+WHEELS = {
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11"),
+}
+"""The wheels that bring NCCL and CUDA's runtime for torch; only one of each is there."""
 
 
 def look(ip: str, interface: str | None = None, gpus: Sequence[str] | None = None, root: Path = Path("/")) -> Facts:
@@ -114,12 +119,10 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    for name in NCCL_WHEELS:
-        try:
-            found["nccl"] = metadata.version(name)
-            break
-        except metadata.PackageNotFoundError:
-            continue
+    for name, wheels in WHEELS.items():
+        for wheel in wheels:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found.setdefault(name, metadata.version(wheel))
     return found
 
 

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist import transport
-from raydist.node import counters, oom
+from raydist.node import counters, nccl_log, oom
 from raydist.node.fork_client import ForkClient
+from raydist.node.nccl_log import NcclLog
 from raydist.node.processes import catches, recorded, state_of
 from raydist.node.server import ForkServer, folder, heritage
-from raydist.node.wire import ASK, BEAT_PAGE, HERE, LEAVE, STACKS_SIGNAL, read_beat, read_own
+from raydist.node.wire import ASK, BEAT_PAGE, GOING, HERE, STACKS_SIGNAL, read_beat, read_own
 
 if TYPE_CHECKING:
     from raydist.events import Event
@@ -45,6 +46,7 @@ class Seat:
         self.rank = -1
         self.pid = 0
         self._store_pid = 0
+        self._nccl: NcclLog | None = None
         self._own: ForkServer | None = None
         self._client: ForkClient | None = None
         self._news = asyncio.Event()
@@ -60,6 +62,7 @@ class Seat:
         self._collectives: list[dict[str, Any]] = []
         self._saving: asyncio.Task[None] | None = None
         self._checkup: Checkup | None = None
+        self._leaving = asyncio.Event()
         self._kills: oom.Count | None = None
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -70,7 +73,7 @@ class Seat:
         `ask`: what group.Gang.open sends. The lead of a node answers with its facts.
         """
         self.rank, self._lead = ask["rank"], ask["lead"]
-        name, home = f"raydist-{os.getuid()}-{ask['run']}-{ask['node'][:8]}", ask["home"]
+        name, home = f"raydist-{os.getuid()}-{ask['run']}-{ask['node'][-8:]}", ask["home"]
         at_home = home is not None and home["heritage"] == heritage()
         self._at = Path(home["folder"]) if at_home else folder(name)
         self.folder = self._at / name if at_home else self._at
@@ -90,8 +93,13 @@ class Seat:
             "warm": warm,
             "store": opened,
             "ports": counters.read() if ask["lead"] else None,
-            "sees": ask["shared"] is None or os.path.exists(ask["shared"]),
         }
+
+    async def blind(self, files: dict[str, str], env: dict[str, str]) -> dict[str, str]:
+        """Which of these files this node can't see, and why."""
+        from raydist.node import sight
+
+        return await sight.blind(files, env)
 
     async def open_store(self, kind: str, address: str) -> tuple[int, str]:
         """A fresh store for an attempt, on the node of this seat; its port, and the secret that opens it."""
@@ -106,12 +114,13 @@ class Seat:
 
     async def start(self, spec: dict[str, Any], call: bytes | None) -> int:
         """Round 2: fork the rank with its variables; its pid."""
+        self.rank = spec["rank"]  # a seat may get another rank when the size changes
         base = self.folder / f"rank-{self.rank}"
         if call is not None:
             Path(f"{base}.call").write_bytes(call)
         spec = {**spec, "call": call and f"{base}.call", "value": f"{base}.value"}
         here = {name: value.replace(HERE, str(self.folder)) for name, value in spec["env"].items()}
-        spec["env"] = {**os.environ, **self._adds, **here}
+        spec["env"] = {**os.environ, "RAYDIST_SCRATCH": str(self.folder), **self._adds, **here}
         if spec.get("script"):
             self._error = Path(f"{base}.error.json")
             self._error.unlink(missing_ok=True)
@@ -119,6 +128,8 @@ class Seat:
         spec["cwd"] = spec["cwd"] if os.path.isdir(spec["cwd"]) else os.getcwd()
         spec["sys_path"] = [*spec["sys_path"], *(path for path in sys.path if path not in spec["sys_path"])]
         await self._forget(str(base))
+        fabric = spec["job"]["fabric"]
+        self._nccl = NcclLog(Path(f"{base}.nccl"), aloud=fabric["debug"], strict=fabric["strict"])
         self._log = open(f"{base}.log", "w+b", buffering=0)  # noqa: SIM115 - read until the rank is gone
         beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         os.ftruncate(beat, BEAT_PAGE)
@@ -141,6 +152,7 @@ class Seat:
         if self._drained is not None:
             self._drained.cancel()
         self._events, self._end = [], None
+        self._leaving.clear()
         for kind in ("value", "value.error"):
             Path(f"{base}.{kind}").unlink(missing_ok=True)
 
@@ -158,12 +170,15 @@ class Seat:
             await asyncio.wait(told, timeout=0.5)  # a stray process may still hold the other end
         log = self._log.read(LOG_CHUNK)
         events, self._events = self._events, []
-        more = len(log) == LOG_CHUNK
+        said = self._nccl.news() if self._nccl else b""
+        more = len(log) == LOG_CHUNK or len(said) == nccl_log.CHUNK
         if more:
             self._news.set()
         step, phase, at = read_beat(self._beat)
         quiet = time.time() - at if at else 0.0
-        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet}
+        if self._nccl and gone is None and (why := self._nccl.refusal()):
+            events.append(self._refuse(why))
+        answer: dict[str, Any] = {"events": events, "log": log, "beat": (step, phase, at), "quiet": quiet, "nccl": said}
         answer["own"] = read_own(self._beat)
         if gone is not None and not more:
             answer["end"] = {**gone, "step": step, "phase": phase, "error": recorded(self._error)}
@@ -184,17 +199,23 @@ class Seat:
         if catches(self.pid, STACKS_SIGNAL):  # another program than Python would die of it
             self._server.tell(op="kill", pid=self.pid, signal=STACKS_SIGNAL)
         if self._writer is not None:
-            self._writer.write(ASK)
+            self._writer.write(ASK + b"\n")
         await asyncio.sleep(LOOK_S)
         state, after = state_of(self.pid)
         found = stacks.read_text(errors="replace") if stacks.exists() else ""
         busy = (after - before) / LOOK_S
         return {"pid": self.pid, "state": state, "busy": busy, "stack": found, "collectives": self._collectives}
 
+    async def leave(self, word: str) -> None:
+        """Say to the rank when to leave, as in context.Leave; returns once it knows the step, if one is named."""
+        if self._writer is not None:
+            self._writer.write(f"{word}\n".encode())
+            if word.startswith("leave:"):
+                await self._leaving.wait()
+
     async def prepare(self) -> None:
         """Tell the rank that it is about to leave this node."""
-        if self._writer is not None:
-            self._writer.write(LEAVE)
+        await self.leave(GOING.decode())
 
     async def value(self) -> dict[str, bytes]:
         """What the job returned or raised, pickled; it travels by Ray's own authenticated channel."""
@@ -242,8 +263,7 @@ class Seat:
 
     async def network(self) -> dict[str, Any]:
         """What the ports of this node have carried (from its lead), and what NCCL said of the rank's channels."""
-        log = self.folder / f"rank-{self.rank}.nccl"
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        text = nccl_log.read(self.folder / f"rank-{self.rank}.nccl", self.folder / f"rank-{self.rank}.log")
         return {"ports": counters.read() if self._lead else None, "nccl": asdict(transport.parse(text))}
 
     async def check(self, step: str, *args: Any) -> Any:
@@ -272,6 +292,14 @@ class Seat:
         assert self._client is not None, "open() comes first"
         return self._client
 
+    def _refuse(self, why: str) -> Event:
+        """End the rank for a reason of ours, as if it had raised it."""
+        self._server.tell(op="kill", pid=self.pid, signal=signal.SIGKILL)
+        return {
+            "t": time.time(), "kind": "raised", "rank": self.rank, "type": "LaunchError", "message": why,
+            "traceback": "", "step": read_beat(self._beat)[0],
+        }  # fmt: skip
+
     async def _see_end(self, pid: int) -> None:
         end = await self._server.end_of(pid)
         if self._kills is not None and not self._stopping and (end["code"] or end["signal"]):
@@ -291,13 +319,15 @@ class Seat:
                 kind = happened["kind"]
                 if kind == "save":
                     self._save(happened["slot"])
+                elif kind == "leaving":
+                    self._leaving.set()
                 elif kind == "collectives":
                     self._collectives = happened["entries"]
                 elif kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
                     self._events[-1] = happened
                 else:
                     self._events.append(happened)
-                if kind in ("raised", "joined"):
+                if kind in ("raised", "joined", "held", "left"):
                     self._news.set()
         writer.close()
 
@@ -315,8 +345,6 @@ class Seat:
 
 def look(ip: str, interface: str | None) -> dict[str, Any]:
     """The facts of this machine, as JSON-able data."""
-    from dataclasses import asdict
-
     from raydist.node import probe
 
     return asdict(probe.look(ip=ip, interface=interface, gpus=None))

@@ -27,7 +27,7 @@ next asks for: up to 1900 page faults a step instead of 65, a tenth of the speed
 PHASES = ("start", "data", "forward", "backward", "collective", "evaluate", "save", "end")
 """What a rank can be doing, as its heartbeat tells it: the index of one of these words."""
 
-ASK, LEAVE = b"?", b"!"
+ASK, GOING = b"?", b"!"
 """What a seat says to its rank: tell your last collectives; your node is about to be taken away."""
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 5

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raydist import backends, cluster, group, inline, placement, preload
+from raydist import backends, cluster, inline, placement, preload
 from raydist.attempts import settled
 from raydist.config import Job
 from raydist.errors import ConfigError, RaydistError, Stopped, suggest
@@ -88,7 +88,7 @@ def examine(job: Job, timeout: float) -> Report:
     backends.check_there(job.backend.name)
     report = Report()
     with trial_folder(job, report) as folder, Events(folder / "events.jsonl", (tell_wait,)) as events:
-        trial = replace(job, dir=str(folder))
+        trial = replace(job, dir=str(folder), storage="")
         try:
             with placed(trial, events) as gang:
                 gang.open(trial, preload.modules(job.job.target, gang.plan.ask.backend))
@@ -107,7 +107,7 @@ def placed(job: Job, events: Events) -> Iterator[Gang]:
     if job.group == "inline":
         here = inline.this_machine(job)
         ask = placement.ask(job, [here])
-        with group.in_thread(placement.seat(ask, [here] * len(ask.bundles)), events) as gang:
+        with inline.in_thread(placement.seat(ask, [here] * len(ask.bundles)), events) as gang:
             yield gang
         return
     with cluster.connect(job, events):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from raydist import inline, train
+from raydist import storage, train
 from raydist.errors import ConfigError
 from raydist.words import torchrun
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(asked.code or 0)
     for note in said.notes:
         print(f"note: {note}", file=sys.stderr)
-    with inline.environment({"RAYDIST_RUNS": said.runs} if said.runs else {}):
+    with storage.environment({"RAYDIST_RUNS": said.runs} if said.runs else {}):
         return train.main(said.words)
 
 

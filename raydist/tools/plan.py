@@ -14,7 +14,7 @@ from raydist import cluster, fabric, inline, placement, restart
 from raydist.config import SECRET, Job
 from raydist.errors import ConfigError, RaydistError, suggest
 from raydist.fabric import Meet, Var
-from raydist.inventory import amounts, count, select, slots, still_to_come
+from raydist.inventory import UNLIMITED, amounts, count, select, slots, still_to_come
 from raydist.node import probe
 from raydist.node.facts import Facts
 from raydist.placement import Ask, Node, NodeType, Plan, Seat
@@ -81,11 +81,14 @@ def look_around(job: Job) -> Picture:
     if address := cluster.running():
         with reading(job):
             found = cluster.nodes()
-            return Picture(found, cluster.node_types(), f"the Ray cluster at {address} ({count(len(found), 'node')})")
+            types = cluster.node_types()
+            if types is None:
+                types = [NodeType(f"like-{node.host}", node.total, UNLIMITED, node.labels) for node in found[-1:]]
+            return Picture(found, types, f"the Ray cluster at {address} ({count(len(found), 'node')})")
     node = cluster.this_machine(job)
-    if (job.scale.nodes or 1) == 1:
+    if (n := (job.scale.nodes or 1) + job.scale.spares) == 1:
         return Picture([node], [], "this machine; no Ray is running, the run would start its own")
-    others = [like(node, f"node-{i}") for i in range(2, (job.scale.nodes or 1) + 1)]
+    others = [like(node, f"node-{i}") for i in range(2, n + 1)]
     return Picture([node, *others], [], f"no Ray is running: assuming {len(others) + 1} nodes like this one")
 
 

@@ -101,6 +101,9 @@ class Console(AbstractContextManager["Console"]):
         self._broken = happened
 
     def _on_restarted(self, happened: Event) -> None:
+        if happened.get("resized"):
+            self._screen.say(f"resize: {wording.back(happened)}", "green")
+            return
         what = f" {self._broken['text']};" if self._broken else ""
         self._broken = None
         self._screen.say(f"restart {happened['number']}:{what} {wording.back(happened)}{self._page()}", "yellow")
@@ -113,6 +116,15 @@ class Console(AbstractContextManager["Console"]):
 
     def _page(self) -> str:
         return f" ({self._failures.found[-1].page})" if self._failures.found else ""
+
+    def _on_resize(self, happened: Event) -> None:
+        self._break()
+        self._screen.say(wording.resize(happened), "yellow")
+        self._screen.table(wording.seats(happened))
+
+    def _on_takeover(self, happened: Event) -> None:
+        self._break()
+        self._screen.say(f"{happened['host']} ({happened['ip']}) takes over the ranks of {happened['of']}", "yellow")
 
     def _on_stop(self, happened: Event) -> None:
         if happened["reason"] != "a rank failed":  # which one, and how, comes next

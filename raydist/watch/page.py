@@ -96,6 +96,9 @@ def done(failure: Failure) -> list[str]:
         lines.append(
             f"another node for rank{'s' if len(failure.moved) > 1 else ''} {', '.join(map(str, failure.moved))}"
         )
+    if failure.resized:
+        before, after = failure.resized
+        lines.append(f"{'fewer' if after < before else 'more'} nodes: {after}, there were {before}")
     if failure.resumed is not None:
         lines.append(f"went on from step {failure.resumed}")
     if failure.status in ("failed", "stopped"):

@@ -44,7 +44,16 @@ def cluster(facts: Mapping[str, Any]) -> str:
 def plan(facts: Mapping[str, Any]) -> str:
     """How many ranks, on how many nodes, over which backend."""
     hosts = {seat.get("node", seat.get("ip")) for seat in facts["seats"]}
-    return f"plan  {count(facts['world_size'], 'rank')} on {count(len(hosts), 'node')}, backend {facts.get('backend')}"
+    spares = [node["host"] for node in facts.get("spares", ())]
+    beside = f", {count(len(spares), 'spare')} ({', '.join(spares)})" if spares else ""
+    ranks = f"{count(facts['world_size'], 'rank')} on {count(len(hosts), 'node')}"
+    return f"plan  {ranks}{beside}, backend {facts.get('backend')}"
+
+
+def resize(facts: Mapping[str, Any]) -> str:
+    """How many nodes and ranks there are now."""
+    ranks = count(facts["world_size"], "rank")
+    return f"resize: goes on with {ranks} on {count(facts['nodes'], 'node')}, there were {facts['before']}"
 
 
 def seats(facts: Mapping[str, Any]) -> list[list[str]]:

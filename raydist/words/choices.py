@@ -16,7 +16,7 @@ from raydist.config import Job
 from raydist.errors import ConfigError
 from raydist.words import lookup
 
-SIZE = re.compile(r"(\d+)x(\d+)")
+SIZE = re.compile(r"(\d+)(?:\.\.(\d+))?x(\d+)|(\d+)\.\.(\d+)")
 MODEL = re.compile(r"^@register_model\(.*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 
 
@@ -97,12 +97,14 @@ def _make(group: str, name: str) -> Container:
 
 
 def size(word: str) -> dict[str, int]:
-    """`2x8`: 2 nodes with 8 ranks each."""
+    """`2x8`: 2 nodes with 8 ranks each. `2..8x4`: 2 to 8 nodes with 4 each; `2..8` leaves open how many."""
     match = SIZE.fullmatch(word)
     assert match is not None, word
-    nodes, per_node = int(match[1]), int(match[2])
-    if nodes < 1 or per_node < 1:
-        raise ConfigError(
-            f"scale={word}: {nodes} nodes with {per_node} ranks each is nothing; say scale={nodes or 1}x{per_node or 1}"
-        )
-    return {"nodes": nodes, "per_node": per_node}
+    found = {"nodes": match[1] or match[4], "max_nodes": match[2] or match[5], "per_node": match[3]}
+    made = {name: int(number) for name, number in found.items() if number}
+    nodes, most, per_node = made["nodes"], made.get("max_nodes", 1), made.get("per_node", 1)
+    if min(nodes, most, per_node) < 1:
+        span = f"{nodes or 1}..{max(nodes, most, 1)}" if "max_nodes" in made else str(nodes or 1)
+        each = f"x{per_node or 1}" if "per_node" in made else ""
+        raise ConfigError(f"scale={word}: {nodes} nodes with {per_node} ranks each is nothing; say scale={span}{each}")
+    return made

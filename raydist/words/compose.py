@@ -24,10 +24,10 @@ from hydra.core.utils import get_valid_filename, setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from raydist import fabric_horovod, shipping
+from raydist import fabric_horovod, shipping, storage
 from raydist.check import check
 from raydist.config import SECRET, Job, as_saved
-from raydist.errors import ConfigError, nearest
+from raydist.errors import ConfigError, RaydistError, nearest
 from raydist.words import env_file, lookup, script
 from raydist.words.choices import Choices, schema
 from raydist.words.refusals import in_plain_words
@@ -233,6 +233,7 @@ class Loader(ConfigLoaderImpl):
         if checked:
             job = to_job(config)
             check_resume(job)
+            storage.check("storage", job.storage)
             shipping.check(job)
             if config.script and self.fixed:
                 raise ConfigError(f"script={config.script}: the job is {self.fixed} already; leave the word out")
@@ -277,7 +278,14 @@ def check_resume(job: Job) -> None:
     if job.resume not in ("none", "auto"):
         from raydist import checkpoint
 
-        checkpoint.find(job.resume, Path())
+        storage.check("resume", job.resume)
+        with storage.environment(job.env):
+            try:
+                checkpoint.find(job.resume, Path())
+            except RaydistError:
+                raise
+            except Exception as error:
+                raise ConfigError(f"resume={job.resume}: that can't be read ({storage.reason(error)})") from error
 
 
 def typed(config: DictConfig) -> list[str]:

@@ -35,7 +35,7 @@ raydist runs a training program on every GPU of a Ray cluster.
 ALSO = {
     "job": "path/to/file.py, path/to/file.py:function, package.module:function, any file in ./jobs",
     "model": "any of torchvision's {models} image models, as model=resnet18",
-    "scale": "NODESxRANKS, as scale=2x8",
+    "scale": "NODESxRANKS, as scale=2x8; LEAST..MOST nodes, as scale=2..8x8",
 }
 """What a group takes besides the files in conf/."""
 

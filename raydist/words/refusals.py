@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, ValidationError
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from raydist.errors import ConfigError, nearest, suggest
 from raydist.words.translate import PARTS, SETTINGS, nearest_key, unknown
@@ -90,7 +90,9 @@ def offer(group: str, choice: str, options: Sequence[str]) -> str:
     if group == "scale":
         digits = re.findall(r"\d+", choice)
         meant = nearest(choice, options) or (f"{digits[0]}x{digits[1]}" if len(digits) > 1 else _one_node(digits))
-        return f"did you mean scale={meant}? (known: {', '.join(options)}, and NODESxRANKS as in scale=2x8)"
+        return (
+            f"did you mean scale={meant}? (known: {', '.join(options)}, and NODESxRANKS, as scale=2x8 or scale=2..8x8)"
+        )
     if len(options) <= FEW:
         return suggest(choice, options, prefix=f"{group}=")
     close = nearest(choice, options)

@@ -134,7 +134,7 @@ def translate(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> S
         )
     notes = [f"--{name} is not needed: {why}" for name, why in NEEDLESS.items() if typed[key(name)] is not None]
     if any(word.startswith("scale.max_nodes=") for word in nodes(typed["nnodes"])):
-        notes.append(f"--nnodes {typed['nnodes']}: as many as have room when it starts; none joins or leaves later")
+        notes.append(f"--nnodes {typed['nnodes']}: the script is started again when a node comes, as torchrun does it")
     made = [
         "backend=script",
         *nodes(typed["nnodes"]),

@@ -71,10 +71,19 @@ def translate(
 
     `groups`: the config groups that there are. ConfigError for a word that means nothing.
     """
-    typed = [Word.of(text) for text in words]
+    typed = [Word.of(text) for text in spread(words)]
     _refuse_twice([word for word in typed if word.key in groups])
     secrets: dict[str, str] = {}
     return [_translate(word, groups, multirun, secrets) for word in typed], secrets
+
+
+def spread(words: Sequence[str]) -> Iterator[str]:
+    """`scale.nodes=2..8` as the two settings that it says."""
+    for text in words:
+        if span := re.fullmatch(r"(?:\+\+)?scale\.nodes=(\d+)\.\.(\d+)", text):
+            yield from (f"scale.nodes={span[1]}", f"scale.max_nodes={span[2]}")
+        else:
+            yield text
 
 
 def _translate(word: Word, groups: Collection[str], multirun: bool, secrets: dict[str, str]) -> str:

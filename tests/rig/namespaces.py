@@ -72,7 +72,7 @@ class CommandFailed(subprocess.CalledProcessError):
     """A command on a host ended with another status than 0; what it said last is in the message."""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}\n{self.stdout[-2000:]}{self.stderr[-4000:]}"
+        return f"{super().__str__()}\n{(self.stdout or '')[-2000:]}{(self.stderr or '')[-4000:]}"
 
 
 def finish(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.rig.host import Host, furnish
-from tests.rig.namespaces import CAPTURED, NET, Space, finish
+from tests.rig.namespaces import CAPTURED, NET, CommandFailed, Space, finish
 
 # Values for ray_up(env=...): a silent host is declared dead after 5 s instead of 62. Ray's default threshold
 # of 5 stays, since two busy cores can well miss one or two checks.
@@ -59,15 +59,23 @@ class Rig:
         seen = f"--dashboard-host={head.address()}"  # by this machine too, with the token
         first = [f"--port={_RAY_PORT}", f"--include-dashboard={str(dashboard).lower()}", seen, "--disable-usage-stats"]
         finish(_ray_start(head, cpus, ["--head", *first], env))
-        for starting in [_ray_start(host, cpus, [f"--address={self.ray_address}"], env) for host in others]:
-            finish(starting)
+        for host, starting in [(host, self._ray_join(host, cpus, env)) for host in others]:
+            try:
+                finish(starting)
+            except CommandFailed:
+                # Ray gives a new node 30 s to be known at the head, and a machine that is busy with more may need them.
+                finish(host.popen([*_RAY, "stop"], **CAPTURED))
+                finish(self._ray_join(host, cpus, env))
         for host in self.hosts:
             host.environment["RAY_ADDRESS"] = self.ray_address
         return self.ray_address
 
     def ray_join(self, host: Host, cpus: int = 2, env: Mapping[str, str] | None = None) -> None:
         """Start Ray on one more host, or again on one that was killed and booted."""
-        finish(_ray_start(host, cpus, [f"--address={self.ray_address}"], env))
+        finish(self._ray_join(host, cpus, env))
+
+    def _ray_join(self, host: Host, cpus: int, env: Mapping[str, str] | None) -> subprocess.Popen[str]:
+        return _ray_start(host, cpus, [f"--address={self.ray_address}"], env)
 
     def ray_down(self) -> None:
         for stopping in [host.popen([*_RAY, "stop", "--force"], **CAPTURED) for host in self.hosts if host.space.alive]:

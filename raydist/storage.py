@@ -1,0 +1,256 @@
+"""Where checkpoints lie: a folder, or a URL of an object store, in pathlib's words. (either side)
+
+    s3://bucket/runs, gs://bucket/runs, abfs://container@account…/runs, or whatever else fsspec has a driver for
+
+torch brings fsspec itself; the driver of a store is a package of its own. Credentials come from where the store's own
+tools look for them (the environment, a file in the home, the machine's role), never from a URL, which is printed and
+saved.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from raydist.config import Job
+from raydist.errors import ConfigError, RaydistError
+
+DRIVERS = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
+}  # fmt: skip
+"""The package that reads and writes the URLs of a store."""
+CLAIM = "settings.json"
+"""The settings of the run, secrets left out: written first, so it also tells whether a node sees the storage."""
+BLOCK = 1 << 22
+
+
+class Remote:
+    """A folder or a file of an object store. There are no folders in truth: only names with slashes in them."""
+
+    def __init__(self, url: str, store: Any = None) -> None:
+        """`store`: the fsspec file system, where there is one already."""
+        self.url = url.rstrip("/")
+        self._store = store
+
+    @property
+    def store(self) -> Any:
+        """The connection, made when it is first needed; it never outlives a fork, and answers are never of before."""
+        if self._store is None:
+            import fsspec
+
+            self._store = fsspec.filesystem(scheme(self.url), skip_instance_cache=True, use_listings_cache=False)
+        return self._store
+
+    def __truediv__(self, name: str) -> Remote:
+        return Remote(f"{self.url}/{name}", self._store)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"Remote({self.url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Remote:
+        return Remote(self.url.rpartition("/")[0], self._store)
+
+    def absolute(self) -> Remote:
+        return self
+
+    def iterdir(self) -> Iterator[Remote]:
+        """What lies right below; nothing where there is nothing."""
+        with suppress(FileNotFoundError):
+            for path in self.store.ls(self.url, detail=False):
+                yield self / path.rstrip("/").rpartition("/")[2]
+
+    def glob(self, pattern: str) -> Iterator[Remote]:
+        """What lies right below, by its name."""
+        return (path for path in self.iterdir() if fnmatch.fnmatch(path.name, pattern))
+
+    def sizes(self) -> dict[str, int]:
+        """All files below, in one listing: their paths from here, and their bytes."""
+        found = self.store.find(self.url, detail=True)
+        root = self.store._strip_protocol(self.url).rstrip("/") + "/"
+        return {path.removeprefix(root): int(facts["size"]) for path, facts in found.items()}
+
+    def exists(self) -> bool:
+        return bool(self.store.exists(self.url))
+
+    def is_dir(self) -> bool:
+        return next(self.iterdir(), None) is not None
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return bytes(self.store.cat_file(self.url)).decode(encoding)
+
+    def write_text(self, text: str) -> None:
+        self.store.pipe_file(self.url, text.encode())
+
+    def put(self, file: Path) -> None:
+        """A copy of a file of this machine."""
+        self.store.put_file(str(file), self.url)
+
+    def drop(self) -> None:
+        """Remove the file, or all files below; nothing is wrong if it is not there."""
+        with suppress(FileNotFoundError):
+            self.store.rm(self.url, recursive=True)
+
+    @contextmanager
+    def writing(self) -> Iterator[Any]:
+        """A file to write to. It is there after the block; an exception in the block leaves none behind."""
+        file = self.store.open(self.url, "wb")
+        try:
+            yield file
+            file.close()
+        except BaseException:
+            with suppress(Exception):
+                file.discard()
+            file.closed = True  # else its end would put there what it has
+            raise
+
+    def fetch(self, to: Path, checksum: str) -> Path:
+        """A copy here, made by the first process that asks; RaydistError if it is not what was saved."""
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{to}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not to.exists():
+                coming = Path(f"{to}.coming")
+                self.store.get_file(self.url, str(coming))
+                if hashed(coming) != checksum:
+                    coming.unlink()
+                    raise RaydistError(f"{self.url} has another checksum than when it was written")
+                coming.rename(to)
+        return to
+
+
+Place = Path | Remote
+
+
+class Hashing:
+    """A file that is written to, and knows what went through: how many bytes, and their SHA-256."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._hash, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, block: bytes) -> int:
+        self._hash.update(block)
+        self.bytes += len(block)
+        self._file.write(bytes(block))
+        return len(block)
+
+    def flush(self) -> None:
+        """What is written is sent when the file is closed."""
+
+    @property
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+
+def hashed(path: Path) -> str:
+    """The SHA-256 of a file."""
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            total.update(block)
+    return total.hexdigest()
+
+
+def scheme(text: str) -> str:
+    """`s3` of s3://bucket; empty for a path."""
+    return text.partition("://")[0] if "://" in text else ""
+
+
+def place(text: str) -> Place:
+    """A path or a URL, as what it is."""
+    kind = scheme(text)
+    return Remote(text) if kind not in ("", "file") else Path(text.removeprefix("file://")).expanduser().absolute()
+
+
+def run_folder(job: Job) -> Place:
+    """Where checkpoints and records of a run go: the run folder, or that of its name below `storage=`."""
+    here = Path(job.dir)
+    return place(job.storage) / (job.name or here.parent.name) / here.name if job.storage else here
+
+
+def check(word: str, text: str) -> None:
+    """Refuse a URL that can't be right, or must not be written down. `word`: what was typed it for."""
+    kind = scheme(text)
+    if kind in ("", "file"):
+        return
+    parts = urlsplit(text)
+    if parts.password or parts.query:
+        raise ConfigError(
+            f"{word}={kind}://…: a URL with a password or a signature in it would be saved and printed; say {word}="
+            f"{kind}://{parts.hostname or 'bucket'}{parts.path}, and the credentials in the environment or env_file="
+        )
+    if not parts.netloc:
+        raise ConfigError(f"{word}={text}: there is no bucket in it; say {word}={kind}://BUCKET/FOLDER")
+    import fsspec
+
+    if "::" in text or kind == "memory" or kind not in {*DRIVERS, *fsspec.available_protocols()}:
+        raise ConfigError(
+            f"{word}={text}: no store of runs begins with {kind}://; say s3://, gs:// or abfs://, or a path"
+        )
+    try:
+        fsspec.get_filesystem_class(kind)
+    except ImportError as error:
+        package = DRIVERS.get(kind)
+        mend = f"pip install {package}, here and on every node" if package else str(error)
+        raise ConfigError(f"{word}={text}: no driver for {kind}:// is installed; {mend}") from error
+
+
+def reason(error: BaseException) -> str:
+    """Why a store could not be used, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """These variables inside, what was before outside."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name not in before]:
+            del os.environ[name]
+        os.environ.update(before)  # at no moment is anything missing that another thread may look for
+
+
+def why_blind(text: str) -> str:
+    """Why this process can't see a file, by path or URL; empty: it can."""
+    try:
+        check("storage", text)
+        return "" if place(text).exists() else f"there is no {text}"
+    except ConfigError as error:
+        return error.message
+    except Exception as error:
+        return reason(error)
+
+
+def main() -> None:
+    """`python -m raydist.storage FILE`: print why this machine can't see it, or nothing."""
+    import sys
+
+    print(why_blind(sys.argv[1]), end="")
+
+
+if __name__ == "__main__":
+    main()

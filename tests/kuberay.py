@@ -1,0 +1,107 @@
+"""KubeRay's resources, as far as deploy/ uses them: which fields there are, and of which kind.
+
+Written from KubeRay's API reference (v1.6), not a copy of its CRDs: a field that is not listed here is refused, so a
+misspelt one is found. Pods themselves are held against Kubernetes' own schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
+from jsonschema import Draft202012Validator
+
+KUBERNETES = "1.31"
+TEXT, FLAG, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+POD = {"type": "object", "required": ["spec"]}
+PARAMS = {"type": "object", "additionalProperties": TEXT}
+
+
+def record(required: str, **fields: Any) -> dict[str, Any]:
+    """An object with these fields and no others."""
+    return {"type": "object", "properties": fields, "required": required.split(), "additionalProperties": False}
+
+
+GROUP = {"rayStartParams": PARAMS, "template": POD}
+CLUSTER = record(
+    "headGroupSpec",
+    rayVersion=TEXT,
+    authOptions=record("mode", mode={"enum": ["disabled", "token"]}, secretName=TEXT),
+    enableInTreeAutoscaling=FLAG,
+    autoscalerOptions=record(
+        "", idleTimeoutSeconds=COUNT, upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]}
+    ),
+    headGroupSpec=record("template", serviceType=TEXT, **GROUP),
+    workerGroupSpecs={
+        "type": "array",
+        "items": record(
+            "groupName template minReplicas maxReplicas",
+            groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, numOfHosts=COUNT, **GROUP,
+        ),
+    },
+)  # fmt: skip
+JOB = record(
+    "",
+    entrypoint=TEXT, runtimeEnvYAML=TEXT, rayClusterSpec=CLUSTER, shutdownAfterJobFinishes=FLAG,
+    ttlSecondsAfterFinished=COUNT, activeDeadlineSeconds=COUNT, backoffLimit=COUNT, suspend=FLAG,
+    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
+)  # fmt: skip
+KINDS = {"RayCluster": CLUSTER, "RayJob": JOB}
+
+
+def check(resource: dict[str, Any]) -> None:
+    """Raise if KubeRay or Kubernetes would refuse it."""
+    if resource["kind"] not in KINDS:
+        kubernetes_validate.validate(resource, KUBERNETES, strict=True)
+        return
+    assert resource["apiVersion"] == "ray.io/v1"
+    Draft202012Validator(KINDS[resource["kind"]]).validate(resource["spec"])
+    for group in groups(resource):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": group["template"]["spec"]}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def groups(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    """The head's group and those of the workers."""
+    spec = resource["spec"].get("rayClusterSpec", resource["spec"])
+    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+
+
+def build(folder: Path) -> list[dict[str, Any]]:
+    """What `kubectl kustomize` makes of a folder, as far as ours use it: resources, components, patches by kind."""
+    told = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert set(told) <= {"apiVersion", "kind", "resources", "components", "patches", "images"}, told
+    made = [found for name in told.get("resources", ()) for found in _load((folder / name).resolve())]
+    for each in (told, *(_part((folder / name).resolve()) for name in told.get("components", ()))):
+        for patch in each.get("patches", ()):
+            for resource in made:
+                if resource["kind"] == patch["target"]["kind"]:
+                    for step in yaml.safe_load(patch["patch"]):
+                        apply(resource, **step)
+    return made
+
+
+def _part(folder: Path) -> dict[str, Any]:
+    told: dict[str, Any] = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert told["kind"] == "Component", folder
+    return told
+
+
+def _load(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_dir():
+        yield from build(path)
+    else:
+        yield from yaml.safe_load_all(path.read_text())
+
+
+def apply(document: Any, op: str, path: str, value: Any = None) -> None:
+    """One step of a JSON patch (RFC 6902)."""
+    *way, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/")[1:])
+    for part in way:
+        document = document[int(part) if isinstance(document, list) else part]
+    assert op in ("add", "replace"), op
+    assert op == "add" or last in document, f"{path} is not there"
+    document[last] = value

@@ -1,0 +1,88 @@
+"""Hosts of a rig as bare as bought ones: ssh, a login shell, Python, and no way to the internet. (driver)"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rig.host import Host
+
+requires_ssh = pytest.mark.skipif(
+    not all(map(shutil.which, ("ssh", "ssh-keygen", "rsync"))) or not Path("/usr/sbin/sshd").exists(),
+    reason="ray up logs in to hosts: apt-get install openssh-server rsync",
+)
+
+# A /tmp of its own: Ray keeps ssh's connections and the cluster's state there, under names that all hosts share. The
+# host's disk lies below the old one.
+_OWN_TMP = """
+mkdir -p /run/disk /run/sshd
+mount --bind {disk} /run/disk
+mount -t tmpfs tmpfs /tmp
+mkdir -p {disk}
+mount --bind /run/disk {disk}
+"""
+
+_SSHD = """
+ListenAddress {address}
+HostKey {disk}/host_key
+AuthorizedKeysFile {disk}/home/.ssh/authorized_keys
+PidFile none
+UsePAM no
+PasswordAuthentication no
+StrictModes no
+"""
+
+# No internet: all that raydist needs is there. `false` is how pip is told not to fetch what builds a package.
+_PIP = """
+[global]
+no-index = true
+[install]
+no-build-isolation = false
+no-deps = true
+"""
+
+
+def key_pair(folder: Path, name: str) -> tuple[Path, str]:
+    """A private key, and the public one as a line of authorized_keys."""
+    folder.mkdir(exist_ok=True)
+    key = folder / name
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "rig", "-f", str(key)], check=True)
+    return key, key.with_suffix(".pub").read_text()
+
+
+def settle(host: Host, *profile: str) -> None:
+    """Give a host a /tmp of its own, and root a home and a shell there. `profile`: lines for login shells."""
+    host.run(["sh", "-ec", _OWN_TMP.format(disk=host.folder)])
+    home = host.folder / "home"
+    passwd = host.root / "etc/passwd"
+    others = [line for line in passwd.read_text().splitlines() if not line.startswith("root:")]
+    passwd.write_text("\n".join([f"root:x:0:0:root:{home}:/bin/bash", *others, ""]))
+    write(home / ".profile", "\n".join([f'PATH="{sys.base_prefix}/bin:$PATH"', *profile, ""]))
+    write(home / ".bashrc", "")
+
+
+def open_door(host: Host, allowed: str) -> None:
+    """Let who has the key log in as root."""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.folder / "host_key")], check=True)
+    write(host.folder / "home/.ssh/authorized_keys", allowed)
+    write(host.folder / "sshd_config", _SSHD.format(address=host.address(), disk=host.folder))
+    host.popen(["/usr/sbin/sshd", "-D", "-e", "-f", str(host.folder / "sshd_config")], stderr=subprocess.DEVNULL)
+
+
+def bring_packages(host: Host) -> None:
+    """Give the machine's own Python the packages of the tests' environment, as an image with torch would."""
+    ask = "import json, site; print(json.dumps(site.getsitepackages()[0]))"
+    own = json.loads(host.run([f"{sys.base_prefix}/bin/python3", "-c", ask]).stdout)
+    there = next(path for path in sys.path if path.endswith("site-packages"))
+    host.run(["mount", "--bind", "-o", "ro", there, own])
+    write(host.folder / "home/.config/pip/pip.conf", _PIP)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

@@ -1,0 +1,54 @@
+"""An S3 on this machine: moto's server, with a bucket and credentials of the tests' own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+
+from raydist.storage import Remote, environment
+
+SECRET = "this-must-not-be-written-anywhere"
+
+
+class Store:
+    """A server with one bucket. `env`: what a process needs to reach it."""
+
+    def __init__(self) -> None:
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        host, port = self._server.get_host_and_port()
+        self.env = {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1",
+        }  # fmt: skip
+        with environment(self.env):
+            made = Remote("s3://bucket")
+            if not made.exists():  # moto's servers in one process have one memory
+                made.store.mkdir("bucket")
+
+    def files(self, below: str = "") -> dict[str, bytes]:
+        """All that is in the bucket, by its path there."""
+        with environment(self.env):
+            bucket = Remote("s3://bucket")
+            return {
+                path: bytes(bucket.store.cat_file(f"s3://bucket/{path}"))
+                for path in bucket.sizes()
+                if path.startswith(below)
+            }
+
+    def stop(self) -> None:
+        """From here on nobody answers."""
+        self._server.stop()
+
+
+@contextmanager
+def store() -> Iterator[Store]:
+    made = Store()
+    try:
+        yield made
+    finally:
+        made.stop()

@@ -1,0 +1,105 @@
+"""Ray's own autoscaler brings nodes for a job and takes them away: its fake provider, on a host of the rig."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.events import Event, read
+from tests.rig import Host, hosts, requires_root
+from tests.test_elastic_run import JOB, WORDS
+from tests.test_rig import wait_until
+
+pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
+ROOT = Path(__file__).parent.parent
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+PLUS = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2}
+HEAD = {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0}
+CLUSTER = {
+    "cluster_name": "fake",
+    "max_workers": 2,
+    "provider": {
+        "type": "fake_multinode", "use_node_id_as_ip": True, "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+    },
+    "available_node_types": {"plus": PLUS, "ray.head.default": HEAD},
+    "head_node_type": "ray.head.default",
+    "upscaling_speed": 1.0,
+    "idle_timeout_minutes": 0.05,
+    **{name: {} for name in ("auth", "docker", "file_mounts")},
+    **{name: [] for name in (
+        "initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands",
+        "head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files", "rsync_exclude", "rsync_filter",
+    )},
+    "file_mounts_sync_continuously": False,
+}  # fmt: skip
+"""What ray.cluster_utils.AutoscalingCluster makes of an example that Ray's wheel lacks."""
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    """A head of one CPU, whose autoscaler may add two nodes of two CPUs."""
+    with hosts(1) as rig:
+        (made,) = rig.hosts
+        config = Path(made.environment["HOME"]) / "cluster.json"
+        config.write_text(json.dumps(CLUSTER))
+        words = [f"--autoscaling-config={config}", f"--node-ip-address={made.address()}", "--port=6379", "--num-cpus=1"]
+        words += [f"--object-store-memory={2**28}", f"--temp-dir={made.environment['RAY_TMPDIR']}/ray"]
+        env = {"PYTHONPATH": str(ROOT), "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        made.run([*RAY, "start", "--head", "--disable-usage-stats", "--include-dashboard=false", *words], env=env)
+        made.environment["RAY_ADDRESS"] = f"{made.address()}:6379"
+        yield made
+
+
+def start(host: Host, folder: Path, *words: str) -> subprocess.Popen[str]:
+    folder.mkdir()
+    (folder / "slow.py").write_text(JOB)
+    command = ["python", "-m", "raydist.train", f"hydra.run.dir={folder}/run", "watch.progress=none", *WORDS, *words]
+    log = (folder / "screen.txt").open("w")
+    return host.popen(command, env={"PYTHONPATH": str(ROOT)}, cwd=folder, stdout=log, stderr=log)
+
+
+def events(folder: Path, *kinds: str) -> list[Event]:
+    path = folder / "run" / "events.jsonl"
+    return [happened for happened in read(path) if happened["kind"] in kinds] if path.exists() else []
+
+
+def alive(host: Host) -> int:
+    """The nodes that there are."""
+    code = "import ray; ray.init(logging_level='ERROR'); print(sum(node['Alive'] for node in ray.nodes()))"
+    return int(host.run(["python", "-c", code]).stdout)
+
+
+def ended(run: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
+    (folder / "go").touch()
+    assert run.wait(150) == 0, (folder / "screen.txt").read_text()
+    made: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    return made
+
+
+def test_what_no_kind_of_node_can_hold_is_refused_at_once(host: Host, tmp_path: Path) -> None:
+    run = start(host, tmp_path / "run", "scale=1x3")
+    assert run.wait(60) == 2
+    said = (tmp_path / "run" / "screen.txt").read_text()
+    assert "can never hold" in said
+    assert "up to 2 more of the autoscaler's type plus with 2 CPU" in said
+    assert "say scale=3x1" in said
+    assert alive(host) == 1
+
+
+def test_a_job_waits_for_nodes_grows_with_them_and_they_go(host: Host, tmp_path: Path) -> None:
+    run = start(host, tmp_path / "run", "scale=1..2x2")
+    wait_until(lambda: bool(events(tmp_path / "run", "plan")), "plan", 100)
+    wait, *_ = events(tmp_path / "run", "wait")
+    assert wait["text"].startswith("waiting for 1 more node with 2 CPU: 0 of 1 there")
+    wait_until(lambda: bool(events(tmp_path / "run", "restarted")), "growth", 100)
+    sizes = [event["world_size"] for event in events(tmp_path / "run", "plan", "resize")]
+    assert sizes == [2, 4]
+    assert ended(run, tmp_path / "run")["world_size"] == 4
+    wait_until(lambda: alive(host) == 1, "end of the nodes", 100)
