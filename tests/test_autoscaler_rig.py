@@ -31,7 +31,7 @@ CLUSTER = {
     "available_node_types": {"plus": PLUS, "ray.head.default": HEAD},
     "head_node_type": "ray.head.default",
     "upscaling_speed": 1.0,
-    "idle_timeout_minutes": 0.05,
+    "idle_timeout_minutes": 0.4,
     **{name: {} for name in ("auth", "docker", "file_mounts")},
     **{name: [] for name in (
         "initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands",
@@ -98,7 +98,7 @@ def test_a_job_waits_for_nodes_grows_with_them_and_they_go(host: Host, tmp_path:
     wait_until(lambda: bool(events(tmp_path / "run", "plan")), "plan", 100)
     wait, *_ = events(tmp_path / "run", "wait")
     assert wait["text"].startswith("waiting for 1 more node with 2 CPU: 0 of 1 there")
-    wait_until(lambda: bool(events(tmp_path / "run", "restarted")), "growth", 100)
+    wait_until(lambda: bool(events(tmp_path / "run", "restarted")), "growth", 150)
     sizes = [event["world_size"] for event in events(tmp_path / "run", "plan", "resize")]
     assert sizes == [2, 4]
     assert ended(run, tmp_path / "run")["world_size"] == 4
