@@ -70,10 +70,18 @@ def events(folder: Path, *kinds: str) -> list[Event]:
     return [happened for happened in read(path) if happened["kind"] in kinds] if path.exists() else []
 
 
-def alive(host: Host) -> int:
-    """The nodes that there are."""
-    code = "import ray; ray.init(logging_level='ERROR'); print(sum(node['Alive'] for node in ray.nodes()))"
-    return int(host.run(["python", "-c", code]).stdout)
+def alive(host: Host, patience: int = 0) -> int:
+    """The nodes that there are; waits so many seconds for there to be only one."""
+    code = """
+import ray, sys, time
+ray.init(logging_level="ERROR")
+until = time.monotonic() + float(sys.argv[1])
+while (count := sum(node["Alive"] for node in ray.nodes())) > 1 and time.monotonic() < until:
+    time.sleep(1)
+print(count)
+"""
+    told = host.run(["python", "-c", code, str(patience)]).stdout
+    return int(told.split()[-1])  # the autoscaler has its say before
 
 
 def ended(run: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
@@ -102,4 +110,4 @@ def test_a_job_waits_for_nodes_grows_with_them_and_they_go(host: Host, tmp_path:
     sizes = [event["world_size"] for event in events(tmp_path / "run", "plan", "resize")]
     assert sizes == [2, 4]
     assert ended(run, tmp_path / "run")["world_size"] == 4
-    wait_until(lambda: alive(host) == 1, "end of the nodes", 100)
+    assert alive(host, patience=150) == 1
