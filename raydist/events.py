@@ -43,6 +43,8 @@ from raydist.errors import Stopped
 
 Event = dict[str, Any]
 Reader = Callable[[Event], None]
+OWED_MOST = 1 << 24
+"""Bytes of events that are kept while the disk is full; later ones are told, and written nowhere."""
 
 
 def event(kind: str, **facts: Any) -> Event:
@@ -59,14 +61,32 @@ class Events(AbstractContextManager["Events"]):
     def __init__(self, path: Path, readers: tuple[Reader, ...] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._owed = bytearray()
+        self._full = False
         self._readers = list(readers)
 
     def add(self, happened: Event) -> None:
-        """Append one event. The line is in the kernel when this returns, so it outlives a killed driver."""
-        self._file.write(json.dumps(happened, default=str) + "\n")
-        self._file.flush()
+        """Append one event. The line is in the kernel when this returns, so it outlives a killed driver.
+
+        A full disk does not end the run: the lines are kept here until there is room, `OWED_MOST` of them.
+        """
+        if len(self._owed) < OWED_MOST:
+            self._owed += json.dumps(happened, default=str).encode() + b"\n"
+        try:
+            while self._owed:
+                del self._owed[: self._file.write(self._owed) or 0]
+        except OSError as error:
+            if not self._full:
+                self._full = True
+                self.say(
+                    "warning", text=f"{self.path.parent} takes no more ({error.strerror}): the run goes on without"
+                )
         self._tell(happened)
+
+    def all(self) -> Iterator[Event]:
+        """Every event so far."""
+        return read(self.path, bytes(self._owed))
 
     def show(self, rank: int, output: bytes) -> None:
         """What a rank has printed: for the readers only. It is in the rank's own log already."""
@@ -91,9 +111,14 @@ class Events(AbstractContextManager["Events"]):
         self._file.close()
 
 
-def read(path: Path) -> Iterator[Event]:
-    """The events of a file. A last line that was cut off by a crash is left out."""
-    with path.open(encoding="utf-8") as lines:
+def read(path: Path, owed: bytes = b"") -> Iterator[Event]:
+    """The events of a file, and of what is still to be written to it. A last line that a crash cut off is left out."""
+    with path.open("rb") as lines:
         for line in lines:
-            if line.endswith("\n"):
+            if line.endswith(b"\n"):
                 yield json.loads(line)
+            else:
+                owed = line + owed
+    for line in owed.splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            yield json.loads(line)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from raydist.blame import End, cause, compact, failure_text, first_cause, is_victim, where
 from raydist.errors import RaydistError, RunFailed, Stopped
-from raydist.events import Event, read
+from raydist.events import Event
 from raydist.goodput import Spent, apart
 from raydist.storage import Place, Remote, scheme
 
@@ -126,11 +126,13 @@ class Result(Generic[T]):
         return {name: _plain(value) for name, value in facts.items()}
 
     def save(self) -> None:
-        """Write result.json into the run folder."""
+        """Write result.json into the run folder; on a full disk there is none rather than half of one."""
         self.dir.mkdir(parents=True, exist_ok=True)
-        (self.dir / "result.json").write_text(
-            json.dumps(self.to_json(), indent=2, default=str) + "\n", encoding="utf-8"
-        )
+        path = self.dir / "result.json"
+        try:
+            path.write_text(json.dumps(self.to_json(), indent=2, default=str) + "\n", encoding="utf-8")
+        except OSError:
+            path.unlink(missing_ok=True)
 
     def or_raise(self) -> Result[T]:
         """This very Result; RunFailed if the run failed."""
@@ -139,12 +141,12 @@ class Result(Generic[T]):
         return self
 
 
-def conclude(folder: Path, tried: Attempt, stream: Path, now: float | None = None) -> Result[Any]:
-    """The Result of a run: what its ranks did, and what its events (the file `stream`) add up to.
+def conclude(folder: Path, tried: Attempt, stream: Iterable[Event], now: float | None = None) -> Result[Any]:
+    """The Result of a run: what its ranks did, and what its events (`stream`) add up to.
 
     `now`: seconds since the epoch, the end of the run.
     """
-    figures = fold(read(stream), time.time() if now is None else now)
+    figures = fold(stream, time.time() if now is None else now)
     failed = [end for end in tried.ends if end.failed]
     texts = {end.rank: RaydistError(f"{where(end)} {cause(end)}") for end in failed}
     return Result(

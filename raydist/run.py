@@ -51,7 +51,7 @@ def run_job(job: Job, call: Call | None = None) -> Result[Any]:
                 tried = attempt(job, call, events)
         except RaydistError as error:
             tried = Attempt(error=error)
-        outcome: Result[Any] = result.conclude(folder, tried, events.path)
+        outcome: Result[Any] = result.conclude(folder, tried, events.all())
         outcome.save()
         events.say("result", **outcome.to_json())
         records.gather(job, events)

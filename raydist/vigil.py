@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -132,10 +132,11 @@ class Vigil:
                 replace(self._lost(rank, cause(error), why(error)), preempted=getattr(error, "preempted", False))
             )
             return
-        self._files[rank].write(news["log"])
-        if news["nccl"]:
-            with (self._logs / f"rank-{rank}.nccl").open("ab") as file:
-                file.write(news["nccl"])
+        with suppress(OSError):  # a full disk, of which the events tell
+            self._files[rank].write(news["log"])
+            if news["nccl"]:
+                with (self._logs / f"rank-{rank}.nccl").open("ab") as file:
+                    file.write(news["nccl"])
         self._events.show(rank, news["log"])
         for happened in news["events"]:
             self._note(rank, happened)

@@ -8,10 +8,11 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
-from raydist import storage
+from raydist.direct import DirectFile
 from raydist.storage import Hashing, Place, Remote
 
 STATE, META = "state.pt", "meta.json"
@@ -44,11 +45,17 @@ def _write(path: Path, state: Mapping[str, Any], facts: dict[str, Any]) -> None:
     beside = folder / f".{path.name}-{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    torch.save(dict(state), beside / STATE)
-    file = {"bytes": (beside / STATE).stat().st_size, "sha256": storage.hashed(beside / STATE)}
-    (beside / META).write_text(json.dumps({**facts, "files": {STATE: file}}, indent=1), encoding="utf-8")
-    for synced in (beside / STATE, beside / META, beside):
-        _sync(synced)
+    try:
+        with closing(DirectFile(beside / STATE)) as file:
+            torch.save(dict(state), cast("Any", file))
+            file.end()
+        told = {"bytes": file.bytes, "sha256": file.sha256}
+        (beside / META).write_text(json.dumps({**facts, "files": {STATE: told}}, indent=1), encoding="utf-8")
+        for synced in (beside / META, beside):
+            _sync(synced)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
+        raise
     if path.exists():
         path.rename(folder / f".replaced-{path.name}-{os.getpid()}")
     beside.rename(path)

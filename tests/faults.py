@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raydist
-from raydist import context
+from raydist import checkpoint, context
 
 VARIABLE = "RAYDIST_TEST_FAULTS"
 
@@ -25,7 +27,8 @@ class Fault:
     """One thing that goes wrong, once `step` steps are done."""
 
     act: str
-    """kill, stop (SIGSTOP), raise, exit, abort, skip (the next step's collectives)."""
+    """kill, stop (SIGSTOP), raise, exit, abort, skip (the next step's collectives), fill (the disk of the run folder),
+    damage (the newest checkpoint, and kill)."""
     rank: int
     step: int
     attempts: tuple[int, ...] = (0,)
@@ -37,6 +40,8 @@ class Fault:
 
     def strike(self) -> None:
         """Do it, to this very process."""
+        if self.act in ("fill", "damage"):
+            checkpoint.settle()
         match self.act:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -50,6 +55,21 @@ class Fault:
                 os.abort()
             case "skip":
                 time.sleep(1000)
+            case "fill":
+                fill(raydist.rank().run_dir / "ballast")
+            case "damage":
+                newest = max((raydist.rank().run_dir / "checkpoints").glob("step-*"))
+                (newest / "state.pt").write_bytes(b"cut off")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill(path: Path) -> None:
+    """Take all the room that the disk of this file has left."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
 
 
 def kill(rank: int, step: int, *attempts: int) -> Fault:

@@ -31,7 +31,7 @@ CLUSTER = {
     "available_node_types": {"plus": PLUS, "ray.head.default": HEAD},
     "head_node_type": "ray.head.default",
     "upscaling_speed": 1.0,
-    "idle_timeout_minutes": 0.05,
+    "idle_timeout_minutes": 0.4,
     **{name: {} for name in ("auth", "docker", "file_mounts")},
     **{name: [] for name in (
         "initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands",
@@ -70,10 +70,18 @@ def events(folder: Path, *kinds: str) -> list[Event]:
     return [happened for happened in read(path) if happened["kind"] in kinds] if path.exists() else []
 
 
-def alive(host: Host) -> int:
-    """The nodes that there are."""
-    code = "import ray; ray.init(logging_level='ERROR'); print(sum(node['Alive'] for node in ray.nodes()))"
-    return int(host.run(["python", "-c", code]).stdout)
+def alive(host: Host, patience: int = 0) -> int:
+    """The nodes that there are; waits so many seconds for there to be only one."""
+    code = """
+import ray, sys, time
+ray.init(logging_level="ERROR")
+until = time.monotonic() + float(sys.argv[1])
+while (count := sum(node["Alive"] for node in ray.nodes())) > 1 and time.monotonic() < until:
+    time.sleep(1)
+print(count)
+"""
+    told = host.run(["python", "-c", code, str(patience)]).stdout
+    return int(told.split()[-1])  # the autoscaler has its say before
 
 
 def ended(run: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
@@ -98,8 +106,8 @@ def test_a_job_waits_for_nodes_grows_with_them_and_they_go(host: Host, tmp_path:
     wait_until(lambda: bool(events(tmp_path / "run", "plan")), "plan", 100)
     wait, *_ = events(tmp_path / "run", "wait")
     assert wait["text"].startswith("waiting for 1 more node with 2 CPU: 0 of 1 there")
-    wait_until(lambda: bool(events(tmp_path / "run", "restarted")), "growth", 100)
+    wait_until(lambda: bool(events(tmp_path / "run", "restarted")), "growth", 150)
     sizes = [event["world_size"] for event in events(tmp_path / "run", "plan", "resize")]
     assert sizes == [2, 4]
     assert ended(run, tmp_path / "run")["world_size"] == 4
-    wait_until(lambda: alive(host) == 1, "end of the nodes", 100)
+    assert alive(host, patience=150) == 1

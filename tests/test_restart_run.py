@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,43 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) 
     assert any("step-00000020 is passed over" in text for text in done.warnings)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(on_ray: Path, backend: str) -> None:
+    words = (f"backend={backend}", "snapshot.every=0", "checkpoint.every=16")
+    done = train(*words, struck=(Fault("damage", 0, 40),))
+    assert (done.values, losses(done)) == unbroken(backend)
+    (back,) = events(done, "restarted")
+    assert (back["step"], back["repeated"]) == (17, 24)
+    assert any("step-00000032 is passed over" in text for text in done.warnings)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own with little room."""
+    made = tmp_path / "disk"
+    made.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(made)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("root mounts a small disk, where it may")
+    yield made
+    subprocess.run(["umount", "--lazy", str(made)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_full_disk_does_not_stop_the_training(on_ray: Path, small_disk: Path, backend: str) -> None:
+    words = (f"backend={backend}", "checkpoint.every=16", f"hydra.run.dir={small_disk}/run")
+    done = train(*words, struck=(Fault("fill", 0, 20),))
+    assert done.status == "finished"
+    assert done.values == unbroken(backend)[0]
+    for word in ("takes no more (No space left on device)", "a checkpoint could not be written: OSError"):
+        assert any(word in text for text in done.warnings), done.warnings
+    found = checkpoint.newest(done.dir / "checkpoints")
+    assert found is not None
+    assert (found.step, found.path) == (16, done.checkpoint)
+    assert not list((done.dir / "checkpoints").glob(".*"))
+
+
 def test_restart_none_ends_with_the_first_failure_and_its_state_is_on_the_disk(on_ray: Path) -> None:
     with pytest.raises(RunFailed, match="killed by SIGKILL") as caught:
         train("restart=none", struck=(kill(1, 21),))
@@ -232,11 +271,13 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_path")
-def test_ctrl_c_leaves_the_last_state_on_the_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_last_state_on_the_disk(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C; SIGTERM, as `ray job stop` and batch systems send it."""
     started = program(tmp_path, "checkpoint.every=100000")
     started.until_step(20)
-    started.signal(signal.SIGINT)
-    assert started.wait() == 128 + signal.SIGINT, started.screen
+    started.signal(number)
+    assert started.wait() == 128 + number, started.screen
     found = checkpoint.newest(started.run_dir / "checkpoints")
     assert found is not None
     assert found.step >= 20

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydist.errors import LaunchError, RaydistError, RunFailed, Stopped
-from raydist.events import Event, Events
+from raydist.events import Event, Events, read
 from raydist.result import Attempt, End, Result, conclude, fold
 
 T0 = 1_000_000.0
@@ -159,12 +159,12 @@ def test_a_rank_whose_clock_runs_ahead_makes_no_goodput_above_one() -> None:
 def test_a_warning_is_kept_once_with_its_ranks_or_its_number(tmp_path: Path) -> None:
     warnings = [at(1, "warning", text="slow disk", rank=rank) for rank in (2, 0, 1)]
     events = [*warnings, at(2, "warning", text="old"), at(3, "warning", text="old"), at(4, "warning", text="once")]
-    result = conclude(tmp_path, Attempt(ends=ends("finished")), write(tmp_path / "e", events))
+    result = conclude(tmp_path, Attempt(ends=ends("finished")), read(write(tmp_path / "e", events)))
     assert result.warnings == ("slow disk (ranks 0-2)", "old (2 times)", "once")
 
 
 def test_a_finished_run(tmp_path: Path, stream: Path) -> None:
-    result = conclude(tmp_path, Attempt(ends=ends("finished", "finished"), values=(1, 2)), stream, now=T0 + 20)
+    result = conclude(tmp_path, Attempt(ends=ends("finished", "finished"), values=(1, 2)), read(stream), now=T0 + 20)
     assert result.status == "finished"
     assert result.values == (1, 2)
     assert result.world_size == 2
@@ -179,7 +179,7 @@ def test_a_failed_run_has_the_exception_of_each_rank_that_failed(tmp_path: Path,
     real = ValueError("loss is nan")
     killed = End(1, "host-1", "killed", T0 + 1, signal=9)
     tried = Attempt(ends=[*ends("raised"), killed, End(2, "host-2", "stopped", T0)], exceptions={0: real})
-    result = conclude(tmp_path, tried, stream)
+    result = conclude(tmp_path, tried, read(stream))
     assert result.status == "failed"
     assert result.exceptions[0] is real
     assert isinstance(result.exceptions[1], RaydistError)
@@ -191,14 +191,14 @@ def test_a_failed_run_has_the_exception_of_each_rank_that_failed(tmp_path: Path,
 
 
 def test_a_launch_that_failed_says_why(tmp_path: Path, stream: Path) -> None:
-    result = conclude(tmp_path, Attempt(error=LaunchError("no Ray at 10.0.0.1")), stream)
+    result = conclude(tmp_path, Attempt(error=LaunchError("no Ray at 10.0.0.1")), read(stream))
     assert (result.status, result.failure) == ("failed", "no Ray at 10.0.0.1")
     assert result.world_size == 2  # as planned
     assert result.to_json()["error"] == "LaunchError"
 
 
 def test_a_stopped_run_is_no_failure(tmp_path: Path, stream: Path) -> None:
-    result = conclude(tmp_path, Attempt(ends=ends("stopped", "raised"), error=Stopped(15)), stream)
+    result = conclude(tmp_path, Attempt(ends=ends("stopped", "raised"), error=Stopped(15)), read(stream))
     assert (result.status, result.signal, result.failure) == ("stopped", 15, "")
 
 
@@ -206,7 +206,7 @@ def test_result_json_is_strict_json_and_says_it_all(tmp_path: Path) -> None:
     events = [*a_run(), report(12, step=11, loss=math.nan, worst=math.inf, nested=[math.nan], path=Path("x"))]
     tried = Attempt(ends=ends("finished", "raised"), values=(object(), None))
     folder = tmp_path / "new"
-    conclude(folder, tried, write(tmp_path / "events.jsonl", events), now=T0 + 20).save()
+    conclude(folder, tried, read(write(tmp_path / "events.jsonl", events)), now=T0 + 20).save()
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -227,14 +227,14 @@ def test_result_json_is_strict_json_and_says_it_all(tmp_path: Path) -> None:
 
 
 def test_the_json_can_be_the_last_event(tmp_path: Path, stream: Path) -> None:
-    result = conclude(tmp_path, Attempt(ends=ends("finished")), stream)
+    result = conclude(tmp_path, Attempt(ends=ends("finished")), read(stream))
     with Events(stream) as events:
         events.say("result", **result.to_json())
     assert json.loads(stream.read_text().splitlines()[-1])["kind"] == "result"
 
 
 def test_a_failed_result_travels(tmp_path: Path, stream: Path) -> None:
-    result: Result[int] = conclude(tmp_path, Attempt(ends=ends("raised"), error=None), stream)
+    result: Result[int] = conclude(tmp_path, Attempt(ends=ends("raised"), error=None), read(stream))
     error = RunFailed(result.failure, result=result, exceptions=dict(result.exceptions))
     back = pickle.loads(pickle.dumps(error))
     assert back.result.failure == result.failure

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "raydist"
 # From the ground up: a file may import only from lines above its own.
 LAYERS = """
     errors script node.wire findings node.facts node.sysfs
-    config storage writing events check transport traffic node.counters
+    config storage direct writing events check transport traffic node.counters
     inventory shortage placement sight node.nics node.hca node.machine node.probe blame pace stuck straggler
     failures remedy goodput
     fabric_horovod fabric_mpi fabric_network fabric fabric_site fabric_across fabric_findings result restart

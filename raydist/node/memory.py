@@ -19,7 +19,8 @@ from raydist.storage import Place, place
 
 BESIDE_THEM = 5
 """By so much less important is the process that writes a checkpoint than the ranks that train meanwhile: with as many
-ranks as cores it takes a quarter of a core from one of them, not half of it."""
+ranks as cores it takes a quarter of a core from one of them, not half of it. Where Linux weighs sessions against each
+other (sched_autogroup_enabled, and no cgroup of CPUs) it changes nothing: the writer is a session of its own."""
 
 
 @dataclass(eq=False)
