@@ -85,7 +85,7 @@ def test_the_first_commands_are_sound(cloud: str) -> None:
     living = TEXTS[cloud].replace("  # - mountpoint", "  - mountpoint")
     commands = yaml.safe_load(living)["initialization_commands"]
     assert len(commands) == 2
-    check = [Path(sys.executable).parent / "shellcheck", "--shell=bash", "-"]
+    check = [str(Path(sys.executable).parent / "shellcheck"), "--shell=bash", "-"]
     done = subprocess.run(check, input="\n".join(commands), capture_output=True, text=True, check=False)
     assert done.stdout + done.stderr == ""
 
@@ -114,7 +114,8 @@ def with_ids(ec2: Any) -> dict[str, Any]:
     for before, after in (("subnet-0", subnet), ("sg-0", group), ("ami-0", image)):
         text, count = re.subn(rf"\b{before}0+", after, text)
         assert count == 1, before
-    return prepare_config(yaml.safe_load(text))
+    made: dict[str, Any] = prepare_config(yaml.safe_load(text))
+    return made
 
 
 def test_ray_makes_machines_on_efa_of_it(ec2: Any) -> None:
