@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from raydist.events import Event, read
+from tests.horovod_ranks import requires_horovod
 from tests.rig import QUICK_DEATH, Host, Rig, hosts, requires_root
 from tests.test_restart_run import WORDS
 from tests.test_rig import wait_until
@@ -89,10 +90,13 @@ def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_pa
     rig.ray_join(victim, cpus=2, env=ENV)
 
 
-def test_a_host_that_is_cut_off_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("horovod", marks=requires_horovod)])
+def test_a_host_that_is_cut_off_is_replaced_by_another_and_no_step_is_lost(
+    rig: Rig, tmp_path: Path, backend: str
+) -> None:
     """The cable is pulled: nobody hears from it, and it runs on, alone."""
     struck = tmp_path / "cut"
-    run = start(rig, struck, "scale=2x1", "train.epochs=6")
+    run = start(rig, struck, "scale=2x1", "train.epochs=6", f"backend={backend}")
     wait_until(lambda: reached(struck, 20), "step 20", 90)
     victim = host_of(rig, struck, 1)
     rig.cut(victim)
@@ -103,3 +107,7 @@ def test_a_host_that_is_cut_off_is_replaced_by_another_and_no_step_is_lost(rig: 
     assert (end["rank"], end["how"]) == (1, "lost")
     page = (struck / "run" / "blame-1.txt").read_text()
     assert "another node for rank 1" in page
+    rig.restore(victim)
+    victim.kill()
+    victim.boot()
+    rig.ray_join(victim, cpus=2, env=ENV)
