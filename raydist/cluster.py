@@ -20,13 +20,11 @@ from raydist.events import Events
 from raydist.gcs import answers
 from raydist.group import Gang
 from raydist.placement import Ask, Node, NodeType, Plan
-from raydist.places import Places
+from raydist.places import AGAIN_S, Places, Waiting
 from raydist.reserve import Reserve
 from raydist.result import End
 from raydist.straggler import Slow
 
-RENEW_S = 0.1
-"""Seconds between two looks at whether lost ranks have a place again."""
 WAIT_S = 1
 """Seconds between two looks at what is still awaited; whole ones, because Ray cuts off the rest."""
 
@@ -205,14 +203,9 @@ def note(job: Job, address: str, places: Places, cause: End | None, slow: Sequen
 
 def wait_for(held: Any, ask: Ask, patience: float, events: Events) -> None:
     """Wait until every bundle has its place, saying what for."""
-    began, told = time.monotonic(), ""
+    waiting = Waiting(patience, events)
     while not held.wait(WAIT_S):
-        text = placement.missing(ask, nodes())
-        if time.monotonic() - began > patience:
-            raise LaunchError(f"gave up after {patience:g} s (scale.wait_s): {text}")
-        if text != told:
-            events.say("wait", text=text)
-        told = text
+        waiting.still(placement.missing(ask, nodes()))
 
 
 def renewed(places: Places, held: Any, job: Job, events: Events, lost: Sequence[int]) -> Plan:
@@ -220,15 +213,10 @@ def renewed(places: Places, held: Any, job: Job, events: Events, lost: Sequence[
 
     Ray finds another place for the bundles of a node that it has given up, and keeps all others where they are.
     """
-    began, told = time.monotonic(), ""
+    waiting = Waiting(job.scale.wait_s, events)
     while not all_placed(held):
-        text = placement.missing(places.plan.ask, nodes())
-        if time.monotonic() - began > job.scale.wait_s:
-            raise LaunchError(f"gave up after {job.scale.wait_s:g} s (scale.wait_s): {text}")
-        if text != told:
-            events.say("wait", text=text)
-        told = text
-        time.sleep(RENEW_S)
+        waiting.still(placement.missing(places.plan.ask, nodes()))
+        time.sleep(AGAIN_S)
     places.replace(lost, placement.reseat(places.plan, bundle_nodes(held)))
     return places.plan
 

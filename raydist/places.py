@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from raydist.errors import LaunchError
+from raydist.events import Events
 from raydist.node.place import Place
 from raydist.placement import Plan
 
 Key = tuple[int, int]
 """An actor's place: its bundle, and its rank among those of its node. It stays when ranks are counted anew."""
+AGAIN_S = 0.1
+"""Seconds between two looks at whether lost ranks have a place again."""
+
+
+class Waiting:
+    """A wait for places: says once what for, and gives up with a LaunchError after `patience` seconds."""
+
+    def __init__(self, patience: float, events: Events) -> None:
+        self._patience, self._events = patience, events
+        self._began, self._told = time.monotonic(), ""
+
+    def still(self, text: str) -> None:
+        """It is not over. `text`: what is waited for, in words."""
+        if time.monotonic() - self._began > self._patience:
+            raise LaunchError(f"gave up after {self._patience:g} s (scale.wait_s): {text}")
+        if text != self._told:
+            self._events.say("wait", text=text)
+        self._told = text
 
 
 class Places:

@@ -11,14 +11,11 @@ from typing import Any, NamedTuple
 
 from raydist import placement
 from raydist.config import Scale
-from raydist.errors import LaunchError
 from raydist.events import Events
 from raydist.inventory import count
 from raydist.placement import Ask, Node, Plan
-from raydist.places import Places
+from raydist.places import AGAIN_S, Places, Waiting
 
-AGAIN_S = 0.1
-"""Seconds between two looks at whether lost ranks have a place again."""
 PENDING = 8
 """Most nodes that are asked for at once beside those that are there: each is a placement group of its own."""
 
@@ -98,18 +95,13 @@ class Reserve:
 
         It must be known which of them are alive: the first actor of each answers.
         """
-        began, told = time.monotonic(), ""
+        waiting = Waiting(self._wait_s, self._events)
         for seat in (self._places.plan.seats[rank] for rank in lost):
             self._lost.add((seat.bundle, seat.node.id))
             for key in self._places.keys_of(seat.bundle):
                 self._places.drop(key)
         while (plan := self._next()) is None:
-            text = self._missing()
-            if time.monotonic() - began > self._wait_s:
-                raise LaunchError(f"gave up after {self._wait_s:g} s (scale.wait_s): {text}")
-            if text != told:
-                self._events.say("wait", text=text)
-            told = text
+            waiting.still(self._missing())
             time.sleep(AGAIN_S)
         before = self._places.plan.nodes
         self._places.settle(plan)
