@@ -35,12 +35,12 @@ def reports_per_second(count: int = 200_000) -> float:
     import raydist
     from raydist import context
     from raydist.node.channel import Channel
-    from raydist.node.wire import BEAT
+    from raydist.node.wire import BEAT_PAGE
 
     ours, its = socket.socketpair()
     threading.Thread(target=lambda: [None for _ in iter(lambda: ours.recv(1 << 20), b"")], daemon=True).start()
     with tempfile.TemporaryFile() as page:
-        os.ftruncate(page.fileno(), BEAT.size)
+        os.ftruncate(page.fileno(), BEAT_PAGE)
         channel = Channel(its, page.fileno())
         context.enter(context.Context(context.Rank(), emit=channel.emit, beat=channel.beat))
         began = time.perf_counter()

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from raydist.config import Job, as_dict
-from raydist.node.wire import BEAT, PACKET, read_beat
+from raydist.node.wire import BEAT_PAGE, PACKET, read_beat
 from tests.leftovers import alive
 
 
@@ -72,8 +72,8 @@ class Line:
         base = self.folder / f"rank-{rank}"
         (self.folder / f"rank-{rank}.call").write_bytes(cloudpickle.dumps((function, (), {})))
         beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT)
-        os.ftruncate(beat, BEAT.size)
-        self.beat = mmap.mmap(beat, BEAT.size)
+        os.ftruncate(beat, BEAT_PAGE)
+        self.beat = mmap.mmap(beat, BEAT_PAGE)
         log = os.open(f"{base}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         self.events, its = socket.socketpair()
         job = as_dict(Job())
