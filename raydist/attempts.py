@@ -86,7 +86,8 @@ def cut_short(past: Sequence[Attempt], error: RaydistError) -> Attempt:
 
 def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:
     """Each rank's environment, with the checkpoint to go on from: in a restart this run's own, if it has one by now."""
-    resume = records.resume(job, gang.meet.attempt, lambda text: events.say("warning", text=text))
+    ranks = gang.plan.world_size
+    resume = records.resume(job, gang.meet.attempt, ranks, lambda text: events.say("warning", text=text))
     for found in resume:
         if found.value and not gang.meet.attempt:
             gang.check_sight(f"resume={found.value}", f"{found.value}/meta.json", "each rank reads it")

@@ -2,7 +2,7 @@
 
     RUN_DIR/checkpoints/step-00000120/state.pt     torch.save of the state
                                       meta.json    step, world size, metrics, size and checksum of each file
-
+                                      part-00003.pt    of each rank, in the place of state.pt: node/parts.py
 A checkpoint is complete when its meta.json can be read and all it names is there, in that size and with that checksum.
 With `storage=` the same lies below a folder or a URL: there meta.json comes last and goes first, and the checksum is
 looked at when a node fetches the state. Only rank 0 writes; nothing here is a collective, and nothing here but `save`
@@ -26,20 +26,15 @@ from typing import Any
 
 from raydist import context, storage
 from raydist.config import Checkpoint
-from raydist.errors import ConfigError
+from raydist.errors import ConfigError, RaydistError
 from raydist.storage import Place, Remote, place
 from raydist.writing import META, STATE, unloadable, write
 
 PAUSES_S = (1.0,)
 """Seconds between tries to write to a store that can't be reached. Its own driver tries again within each."""
 QUIET_S = 60.0
-"""Seconds after a failure in which a store is not tried again: a try may take half a minute, and the next checkpoint
-would wait for it."""
+"""Seconds after a failure in which a store is not tried again: the next checkpoint would wait half a minute for it."""
 Warn = Callable[[str], None]
-
-
-def _silent(text: str) -> None:
-    """Tells nobody."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +49,26 @@ class Saved:
         return int(self.meta["step"])
 
     @property
+    def parts(self) -> int:
+        """How many there are of a sharded state; 0 for a whole one."""
+        return int(self.meta.get("parts", 0))
+
+    def unlike(self, ranks: int) -> str:
+        """Why so many ranks can't go on from it; empty if they can."""
+        odd = self.parts not in (0, ranks)
+        return f"it holds the parts of a sharded state of {self.parts} ranks, and this run has {ranks}" if odd else ""
+
+    @property
     def metrics(self) -> dict[str, float]:
         return dict(self.meta["metrics"])
 
     @cached_property
     def state(self) -> dict[str, Any]:
         """What was saved, on the CPU; read when it is first asked for."""
+        if self.parts:
+            raise RaydistError(
+                f"{self.path} holds the parts of a sharded state: load it by raydist.sharded.load(state)"
+            )
         return load(self.path)
 
     def random(self, rank: int, world_size: int) -> Any:
@@ -113,13 +122,8 @@ def handed_over(step: int, state: Mapping[str, Any], facts: Mapping[str, Any], k
 
     if why := next(unloadable(state, "state"), None):
         raise TypeError(why)
-    run = {
-        "run_dir": str(here.rank.run_dir),
-        "checkpoints": str(home().absolute()),
-        "keep": kept.keep,
-        "best": kept.best,
-    }
-    return snapshot.hand_over(step, dict(state), {"facts": facts, **run})
+    where = {"run_dir": str(here.rank.run_dir), "checkpoints": str(home().absolute())}
+    return snapshot.hand_over(step, dict(state), {"facts": facts, **where, "keep": kept.keep, "best": kept.best})
 
 
 def settle() -> None:
@@ -131,27 +135,27 @@ def settle() -> None:
         Memory(here.memory[1]).rest()
 
 
-def load(path: Place) -> dict[str, Any]:
+def load(path: Place, name: str = STATE) -> dict[str, Any]:
     """The state of a checkpoint, on the CPU. Tensors and plain data only: a pickle that would run code is refused."""
     import torch
 
-    with _on_this_machine(path) as file:
+    with _on_this_machine(path, name) as file:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
 
 
 @contextmanager
-def _on_this_machine(path: Place) -> Iterator[Path]:
+def _on_this_machine(path: Place, name: str) -> Iterator[Path]:
     """The file of the state; of a URL a copy, one for all ranks of a node where they have a folder in common."""
     if isinstance(path, Path):
-        yield path / STATE
+        yield path / name
         return
-    checksum = _meta(path)["files"][STATE]["sha256"]
+    checksum = _meta(path)["files"][name]["sha256"]
     if shared := os.environ.get("RAYDIST_SCRATCH"):
-        yield (path / STATE).fetch(Path(shared) / f"{checksum}.pt", checksum)
+        yield (path / name).fetch(Path(shared) / f"{checksum}.pt", checksum)
         return
     with tempfile.TemporaryDirectory(prefix="raydist-") as own:
-        yield (path / STATE).fetch(Path(own) / STATE, checksum)
+        yield (path / name).fetch(Path(own) / name, checksum)
 
 
 def latest() -> Saved | None:
@@ -159,7 +163,12 @@ def latest() -> Saved | None:
     named = os.environ.get("RAYDIST_RESUME")
     if named is None:
         return newest(home(), lambda text: context.tell("warning", text=text))
-    return Saved(place(named), _meta(place(named))) if named else None
+    return saved_at(place(named)) if named else None
+
+
+def saved_at(path: Place) -> Saved:
+    """The checkpoint that is there, taken for complete."""
+    return Saved(path, _meta(path))
 
 
 def resumed_step() -> int:
@@ -173,17 +182,20 @@ def newest_step(folder: Place) -> int:
     return max((int(path.name[5:]) for path in _paths(folder)), default=-1)
 
 
-def newest(folder: Place, warn: Warn = _silent) -> Saved | None:
-    """The newest complete checkpoint in a folder; says which ones it had to pass over, and why."""
+def newest(folder: Place, warn: Warn = lambda text: None, ranks: int = 0) -> Saved | None:
+    """The newest complete checkpoint in a folder (that so many `ranks` can go on from); tells what it passed over."""
     for path in reversed(_paths(folder)):
         try:
-            return examine(path)
+            found = examine(path)
+            if ranks and (why_not := found.unlike(ranks)):
+                raise Flaw(why_not)
+            return found
         except Flaw as why:
             warn(f"checkpoint {path} is passed over: {why}")
     return None
 
 
-def find(resume: str, run_dir: Place, warn: Warn = _silent) -> Place | None:
+def find(resume: str, run_dir: Place, warn: Warn = lambda text: None) -> Place | None:
     """The checkpoint that `resume=` means for a run in `run_dir`; None: start afresh.
 
     auto: the newest complete one of this run folder, else of the newest run folder beside it that has one.

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raydist import errors, fabric_findings, preload, script, shipping, sight, traffic
+from raydist import errors, fabric_findings, preload, rescue, script, shipping, sight, traffic
 from raydist.config import Job, as_dict
 from raydist.errors import ConfigError, LaunchError
 from raydist.events import Events
@@ -32,8 +33,6 @@ OPEN_S = 300.0
 """Longest wait for a node to import torch: a cold network file system takes minutes."""
 ANSWER_S = 60.0
 """Longest wait for an answer that takes no time."""
-FLUSH_S = 600.0
-"""Longest wait for the last snapshot to get to the disk; a second signal ends it sooner."""
 NETWORK_S = 2.0
 """Longest wait for what the networks carried: a run that is over does not wait for a line of its summary."""
 CLOSE_S = 2.0
@@ -128,7 +127,7 @@ class Gang(AbstractContextManager["Gang"]):
                 if self._renew is None or time.monotonic() > until:
                     raise
         with contextlib.suppress(Exception):  # an older one will do
-            self.call(0, "rest").result(FLUSH_S)
+            self.call(0, "rest").result(rescue.FLUSH_S)
         file = self._meeting_file(job, attempt)
         port, secret = None, ""
         if file is None:
@@ -155,14 +154,9 @@ class Gang(AbstractContextManager["Gang"]):
         return [{} if not each.done() or each.exception() is not None else each.result() for each in calls]
 
     def flush(self) -> None:
-        """Have the last snapshot written to the disk, by a node that has it."""
-        for seat in self.plan.seats:
-            if seat.local_rank == 0:
-                answer = self.call(seat.rank, "flush")
-                with contextlib.suppress(Exception):  # that node is gone: another one has the same
-                    for happened in answer.result(FLUSH_S):
-                        self._events.add(happened)
-                    return
+        """Have the last snapshot written to the disk."""
+        nodes = [rescue.Node(seat.node.host, partial(self.call, seat.rank, "flush")) for seat in self._leads]
+        rescue.flush(nodes, self._job.checkpoint, self._events.add)
 
     def _replace(self, lost: Sequence[int]) -> None:
         """Seats in the place of these."""

@@ -52,7 +52,7 @@ def run_here(job: Job, plan: Plan, call: Call | None, events: Events) -> Attempt
     end = End(rank=0, host=plan.seats[0].node.host, how="finished", at=time.time())
     events.say("plan", **plan.as_event())
     fabric_findings.check(job, plan, (facts,), lambda text: events.say("warning", text=text))
-    going_on = records.resume(job, 0, lambda text: events.say("warning", text=text))
+    going_on = records.resume(job, 0, plan.world_size, lambda text: events.say("warning", text=text))
     own = {var.name: var.value.replace(HERE, str(logs)) for var in (*variables, *going_on)}
     with environment(own), standing_as_rank(events):
         try:

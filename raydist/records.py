@@ -39,16 +39,22 @@ def claim(job: Job) -> None:
         ) from error
 
 
-def resume(job: Job, restarts: int, warn: Warn) -> list[Var]:
+def resume(job: Job, restarts: int, ranks: int, warn: Warn) -> list[Var]:
     """RAYDIST_RESUME: the checkpoint to go on from; in a restart this run's own, if it has one by now.
 
+    A sharded state of another number of ranks is refused, and in a restart, where there may be fewer, passed over.
     A store that can't be asked in a restart ends nothing: without the variable a rank that has no snapshot looks there.
     """
     folder = run_folder(job)
     try:
         with environment(job.env):
-            own = checkpoint.newest(folder / "checkpoints", warn) if restarts else None
+            own = checkpoint.newest(folder / "checkpoints", warn, ranks) if restarts else None
             found = own.path.absolute() if own else checkpoint.find(job.resume, folder, warn)
+            if found and (why := checkpoint.saved_at(found).unlike(ranks)):
+                if not restarts:
+                    raise ConfigError(f"resume={found}: {why}; say a scale= of that many ranks, or resume=none")
+                warn(f"checkpoint {found} is passed over: {why}")
+                found = None
     except RaydistError:
         raise
     except Exception as error:

@@ -7,7 +7,8 @@
 
 All ranks call both, with the same keys. A rank that dies takes nothing away, nor does one node: its parts lie on the
 next. The copies go from rank to rank over gloo, like gradients on a CPU: nothing new listens, nothing is unpickled.
-A kept state serves the same number of ranks only; for another number, and for the disk, there is torch's
+When the run can't go on, the newest state of which every part is left becomes a checkpoint, which `load` finds when
+`resume=` names it. A kept state serves the same number of ranks only; for another number there is torch's
 `distributed.checkpoint`. Under torchrun, where nobody would come after the process, nothing is kept.
 """
 
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raydist import context
+from raydist import checkpoint, context
 from raydist.errors import RaydistError
 from raydist.snapshot import Memory, NoRoom, rebuilt
+from raydist.writing import part_name
 
 OFFERS = 2
 """So many of its newest states does a memory offer: there are two slots of each kind."""
@@ -38,11 +40,24 @@ def keep(step: int, state: Mapping[str, Any]) -> None:
 def load(state: dict[str, Any]) -> int:
     """Put the newest state that all ranks have into this one, in place; its step, 0 if there is none.
 
-    RaydistError if what was kept does not fit: another model, or a state without what the optimizer will have.
+    It is in memory, or in the checkpoint that the run goes on from. RaydistError if what was kept does not fit: another
+    model, or a state without what the optimizer will have.
     """
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or (ring := _ring()) is None:
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    step = ring.load(state) if again and (ring := _ring()) is not None else 0
+    return step or _from_disk(state)
+
+
+def _from_disk(state: dict[str, Any]) -> int:
+    """As above, from the parts that a run left on the disk when it could not go on."""
+    me, found = context.rank(), checkpoint.latest()
+    if found is None or not found.parts:
         return 0
-    return ring.load(state)
+    if why := found.unlike(me.world_size):
+        raise RaydistError(f"{found.path}: {why}")
+    put_into(state, checkpoint.load(found.path, part_name(me.rank)), "state")
+    context.stand_at(found.step)
+    return found.step
 
 
 def _ring() -> Ring | None:
@@ -137,6 +152,7 @@ class Ring:
         rows = self._gather(*own, *guests)
         step = common([row[:OFFERS] for row in rows], [row[OFFERS:] for row in rows], self._holders)
         if step < 0:
+            self._memory.forget_after(0)
             return 0
         for rank, row in enumerate(rows):
             if step not in row[:OFFERS] and self._holders is not None:

@@ -16,7 +16,14 @@ from raydist.direct import DirectFile
 from raydist.storage import Hashing, Place, Remote
 
 STATE, META = "state.pt", "meta.json"
+PART = "part-"
+"""What the files of a checkpoint begin with that has one for each rank, instead of one state."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def part_name(rank: int) -> str:
+    """The file with a rank's part of a sharded state."""
+    return f"{PART}{rank:05d}.pt"
 
 
 def write(folder: Place, step: int, state: Mapping[str, Any], facts: dict[str, Any]) -> Place:
@@ -50,16 +57,23 @@ def _write(path: Path, state: Mapping[str, Any], facts: dict[str, Any]) -> None:
             torch.save(dict(state), cast("Any", file))
             file.end()
         told = {"bytes": file.bytes, "sha256": file.sha256}
-        (beside / META).write_text(json.dumps({**facts, "files": {STATE: told}}, indent=1), encoding="utf-8")
-        for synced in (beside / META, beside):
-            _sync(synced)
+        complete(beside, path, {**facts, "files": {STATE: told}})
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
         raise
-    if path.exists():
-        path.rename(folder / f".replaced-{path.name}-{os.getpid()}")
-    beside.rename(path)
-    _sync(folder)
+
+
+def complete(beside: Place, path: Place, facts: Mapping[str, Any]) -> Place:
+    """Make a checkpoint of the files that lie `beside` it (at a URL: in it), now that they are all there."""
+    (beside / META).write_text(json.dumps(facts, indent=1))
+    if isinstance(beside, Path) and isinstance(path, Path):
+        for synced in (beside / META, beside):
+            _sync(synced)
+        if path.exists():
+            path.rename(path.parent / f".replaced-{path.name}-{os.getpid()}")
+        beside.rename(path)
+        _sync(path.parent)
+    return path
 
 
 def _upload(path: Remote, state: Mapping[str, Any], facts: dict[str, Any]) -> None:
@@ -71,7 +85,7 @@ def _upload(path: Remote, state: Mapping[str, Any], facts: dict[str, Any]) -> No
         through = Hashing(file)
         torch.save(dict(state), cast("Any", through))
     told = {"bytes": through.bytes, "sha256": through.sha256}
-    (path / META).write_text(json.dumps({**facts, "files": {STATE: told}}, indent=1))
+    complete(path, path, {**facts, "files": {STATE: told}})
 
 
 def unloadable(value: Any, where: str) -> Iterator[str]:

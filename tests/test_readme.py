@@ -29,8 +29,8 @@ FLOW = """
     train words run cluster lifetime gcs autoscaler ledger inventory placement shortage shipping preload home places
     reserve group sight script node fabric fabric_network fabric_horovod fabric_mpi fabric_findings fabric_site
     fabric_across findings transport traffic parcel target backends context loop apart snapshot sharded checkpoint
-    writing direct storage attempts mpi vigil lookout notice sentry pace stuck straggler restart result records blame
-    failures remedy goodput watch standalone inline tools config check events errors signals
+    writing direct storage attempts rescue mpi vigil lookout notice sentry pace stuck straggler restart result records
+    blame failures remedy goodput watch standalone inline tools config check events errors signals
 """
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,22 @@ import pytest
 import torch
 from torch import nn
 
-from raydist import context, report, sharded
-from raydist.config import Backend, Job
-from raydist.errors import RaydistError
+import raydist
+from raydist import checkpoint, context, report, rescue, sharded
+from raydist.config import Backend, Checkpoint, Job
+from raydist.errors import RaydistError, RunFailed
 from raydist.events import read
+from raydist.node import parts
 from raydist.node.wire import blank_page, whole_slots
+from raydist.rescue import Held
 from raydist.snapshot import Memory
+from raydist.storage import Place, place
+from raydist.writing import part_name
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 from tests.rig import QUICK_DEATH
 
+PARTS = [f"part-{rank:05d}.pt" for rank in range(4)]
 GLOO = Job(backend=Backend("gloo"))
 
 
@@ -143,8 +151,11 @@ def test_a_lost_part_comes_back_from_the_next_node(tmp_path: Path, lost: tuple[i
         assert all(4 in each.value[2] for each in told)
 
 
-def until_the_end(steps: int = 30, strike: int = 0) -> tuple[int, list[float]]:
-    """The step that it went on from, and the last weights. After step `strike` Ray loses the node of the last rank."""
+def until_the_end(steps: int = 30, strike: int = 0, wrong: int = 0) -> tuple[int, list[float]]:
+    """The step that it went on from, and the last weights.
+
+    After step `strike` Ray loses the node of the last rank; after step `wrong` the job raises on rank 0.
+    """
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
     model, optimizer = training()
@@ -157,6 +168,8 @@ def until_the_end(steps: int = 30, strike: int = 0) -> tuple[int, list[float]]:
         sharded.keep(step, everything(model, optimizer))
         report(step=step, steps=steps)
         me = context.rank()
+        if step == wrong and me.rank == 0:
+            raise ValueError("wrong")
         if step == strike and not begin and me.rank == me.world_size - 1:
             os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
             signal.pause()
@@ -168,6 +181,7 @@ import json, sys
 import ray
 from ray.cluster_utils import Cluster
 import raydist
+from raydist.errors import RaydistError
 from tests.test_sharded import until_the_end
 
 made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -176,19 +190,30 @@ for _ in range(3):
 ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
 words = ["scale=2x2", "backend=gloo", "watch.progress=none", "hydra.run.dir=run"]
 done = raydist.run(until_the_end, *words, strike=20)
-print(json.dumps(done.values))
+told = {"struck": done.values}
+words = ["scale=2x2", "backend=gloo", "watch.progress=none"]
+try:
+    raydist.run(until_the_end, *words, "hydra.run.dir=stuck", "scale.wait_s=2", strike=20)
+except RaydistError as error:
+    told["stuck"] = error.message
+made.add_node(num_cpus=2)
+told["resumed"] = raydist.run(until_the_end, *words, "hydra.run.dir=resumed", "resume=stuck").values
+print(json.dumps(told))
 ray.shutdown()
 made.shutdown()
 """
 
 
 @pytest.mark.ray
-def test_the_loss_of_a_node_does_not_lose_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_a_node_does_not_lose_its_part_in_the_run_nor_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (QUICK_DEATH | {"PYTHONPATH": str(ROOT), "RAYDIST_LEDGER": str(tmp_path / "nodes")}).items():
         monkeypatch.setenv(name, value)
-    ended = subprocess.run([sys.executable, "-c", NODES], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    ended = subprocess.run([sys.executable, "-c", NODES], cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    values = json.loads(ended.stdout.splitlines()[-1])
+    told = json.loads(ended.stdout.splitlines()[-1])
+    values = told["struck"]
     unbroken = run_ranks(4, GLOO, lambda job: until_the_end(), tmp_path)
     assert [each.error for each in unbroken] == [""] * 4
     # what was kept last when the node went: its own step, or the one after which it had told the others
@@ -199,6 +224,108 @@ def test_the_loss_of_a_node_does_not_lose_its_part(tmp_path: Path, monkeypatch: 
     assert restart["how"] == "lost"
     (back,) = [happened for happened in read(tmp_path / "run" / "events.jsonl") if happened["kind"] == "restarted"]
     assert back["repeated"] <= 1
+
+    # no node for the lost one: what the others have, its copies among it, is a checkpoint
+    assert "gave up after 2 s (scale.wait_s)" in told["stuck"]
+    left = json.loads((tmp_path / "stuck" / "result.json").read_text())
+    (begin,) = {begin for begin, _ in told["resumed"]}
+    assert begin in (19, 20)
+    assert Path(left["checkpoint"]).name == f"step-{begin:08d}"
+    assert sorted(path.name for path in Path(left["checkpoint"]).iterdir()) == ["meta.json", *PARTS]
+    assert [weights for _, weights in told["resumed"]] == [each.value[1] for each in unbroken]
+
+
+def test_the_last_step_of_a_run_that_failed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("group=inline", "backend=gloo", "watch.progress=none", "restart=none")
+    with pytest.raises(RunFailed, match="ValueError: wrong") as failed:
+        raydist.run(until_the_end, *words, "scale=1x2", "hydra.run.dir=failed", steps=8, wrong=5)
+    saved = checkpoint.newest(tmp_path / "failed" / "checkpoints")
+    assert saved is not None
+    assert (saved.parts, saved.path) == (2, failed.value.result.checkpoint)
+    assert saved.step in (4, 5)
+    with pytest.raises(RaydistError, match=r"load it by raydist\.sharded\.load"):
+        _ = saved.state
+    with pytest.raises(RaydistError, match="of 2 ranks, and this run has 1; say a scale="):
+        raydist.run(until_the_end, *words, "scale=1x1", "hydra.run.dir=refused", f"resume={saved.path}")
+    done = raydist.run(until_the_end, *words, "scale=1x2", "hydra.run.dir=resumed", "resume=failed", steps=8)
+    unbroken = run_ranks(2, GLOO, lambda job: until_the_end(8), tmp_path)
+    assert done.values == tuple((saved.step, each.value[1]) for each in unbroken)
+    damaged = Path(str(saved.path)) / "part-00001.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert checkpoint.newest(tmp_path / "failed" / "checkpoints") is None
+
+
+def a_node(rank: int, folder: Place, steps: dict[int, float]) -> rescue.Node:
+    """One with this rank of two, and what it kept."""
+    mine = memory()
+    for step, value in steps.items():
+        own = {"part": {"x": torch.full((3,), value), "n": 7}, "of": [rank, 2]}
+        Memory(mine).write(step, {"own": own})
+
+    def flush(ask: dict[str, Any] | None) -> Future[list[Any]]:
+        answer: Future[list[Any]] = Future()
+        answer.set_result([] if ask is None else [parts.act({0: mine}, folder, ask)])
+        return answer
+
+    return rescue.Node(f"host-{rank}", flush)
+
+
+@pytest.mark.parametrize("where", ["shared", "url", "apart"])
+def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(tmp_path: Path, where: str) -> None:
+    folders: dict[str, list[Place]] = {
+        "shared": [tmp_path / "runs"] * 2,
+        "url": [place(f"memory://bucket/{tmp_path.name}")] * 2,
+        "apart": [tmp_path / "0", tmp_path / "1"],
+    }
+    (first, second), told = folders[where], list[Any]()
+    nodes = [a_node(0, first, {4: 0.4, 5: 0.5}), a_node(1, second, {3: 1.3, 4: 1.4})]
+    rescue.flush(nodes, Checkpoint(keep=1), told.append)
+    if where == "apart":
+        (warning,) = told
+        assert f"step 4 is not on the disk: host-0 does not see what host-1 wrote to {first}; say" in warning["text"]
+        assert [*first.glob("*"), *second.glob("*"), *first.glob(".*"), *second.glob(".*")] == []
+        return
+    (saved,) = told
+    found = checkpoint.newest(first)
+    assert found is not None
+    assert (saved["kind"], saved["path"], found.step, found.parts) == ("saved", str(found.path), 4, 2)
+    loaded = [checkpoint.load(found.path, part_name(rank)) for rank in (0, 1)]
+    assert [(round(float(part["x"].sum()), 3), part["n"]) for part in loaded] == [(1.2, 7), (4.2, 7)]
+    rescue.flush(nodes, Checkpoint(keep=1), told.append)
+    assert told == [saved]  # it is there already
+
+
+def held(own: str, copies: str = "", disk: int = -1, world: int = 3) -> Held:
+    """Of words like `0@20`: a rank's part of a step."""
+    mine, others = (
+        frozenset(((int(rank), world), int(step)) for rank, _, step in (word.partition("@") for word in words.split()))
+        for words in (own, copies)
+    )
+    return Held(mine, others, disk)
+
+
+@pytest.mark.parametrize(
+    ("held", "step", "of"),
+    [
+        ({0: held("0@5 0@4"), 1: held("1@5 1@4"), 2: held("2@5 2@4")}, 5, {0: [0], 1: [1], 2: [2]}),
+        ({0: held("0@5 0@4"), 1: held("1@4 1@3"), 2: held("2@5 2@4")}, 4, {0: [0], 1: [1], 2: [2]}),
+        ({0: held("0@5 0@4", "2@5"), 1: held("1@5 1@4", "0@5")}, 5, {0: [0, 2], 1: [1]}),  # node 2 is gone
+        ({0: held("0@5 1@5", "2@5"), 1: held("2@4")}, 5, {0: [0, 1, 2]}),
+        ({0: held("0@5 0@4", "2@5")}, None, "of no step are all parts in the memories that are left"),
+        ({0: held("0@5 1@5 2@5", disk=5)}, None, "^$"),  # the disk has it
+        ({0: held("0@5 1@5 2@5", disk=4)}, 5, {0: [0, 1, 2]}),
+        ({0: held("0@2 1@2", world=2), 1: held("2@1")}, 2, {0: [0, 1]}),
+        ({0: held("")}, None, "^$"),
+    ],
+)
+def test_who_writes_which_parts(held: dict[int, Held], step: int | None, of: Any) -> None:
+    chosen = rescue.choose(held)
+    if isinstance(chosen, str):
+        assert step is None
+        assert re.search(of, chosen)
+    else:
+        assert (chosen.step, {node: [rank for rank, _ in parts] for node, parts in chosen.of.items()}) == (step, of)
 
 
 def fewer(job: Job) -> Any:

@@ -175,14 +175,14 @@ def test_a_state_is_not_lost_when_nobody_answers(
 def test_a_restart_goes_on_without_the_store(events: list[Event], tmp_path: Path) -> None:
     put(3)
     job, told = Job(name="digits", dir=str(tmp_path / "now"), storage="s3://bucket/runs", resume="auto"), list[str]()
-    assert [var.value for var in records.resume(job, 1, told.append)] == [f"{RUN}/checkpoints/step-00000003"]
+    assert [var.value for var in records.resume(job, 1, 1, told.append)] == [f"{RUN}/checkpoints/step-00000003"]
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         job = replace(job, env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{nobody.getsockname()[1]}"})
-        assert records.resume(job, 1, told.append) == []
+        assert records.resume(job, 1, 1, told.append) == []
         assert "s3://bucket/runs/digits/now can't be asked for its checkpoints" in told[-1]
         with pytest.raises(ConfigError, match="resume=auto: s3://bucket/runs/digits/now can't be asked"):
-            records.resume(job, 0, told.append)
+            records.resume(job, 0, 1, told.append)
 
 
 @pytest.mark.parametrize(

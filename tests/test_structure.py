@@ -30,10 +30,10 @@ LAYERS = """
     words.torchrun words
     target standalone preload
     node.rendezvous node.rendezvous_http node.insight node.channel node.program
-    node.entry node.oom node.processes node.memory node.forkserver node.server node.fork_client node.dryrun
+    node.entry node.oom node.processes node.parts node.memory node.forkserver node.server node.fork_client node.dryrun
     node.peers node.checkup node.sight node.nccl_log node.seat
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
-    places reserve group records inline notice sentry lookout vigil mpi attempts ledger lifetime gcs autoscaler
+    places reserve rescue group records inline notice sentry lookout vigil mpi attempts ledger lifetime gcs autoscaler
     cluster home
     watch.progress watch.wording watch.output watch.terminal watch.lines watch.page watch.pages watch.console watch
     run

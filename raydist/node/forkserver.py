@@ -9,6 +9,7 @@ never touches CUDA. Seats speak to it over a Unix socket, one JSON message per p
     {"op": "exec", "spec": {…}}  + log descriptor        -> the same, of another program: spec's argv, env and cwd
     {"op": "store", "store": "tcp", "address": ip}       -> {"store": port, "secret": "…", "pid": pid}; or horovod
     {"op": "save", "slot": n}    + a descriptor for its word     n of the first rank's snapshots becomes a checkpoint
+    {"op": "save", "slot": null, "parts": {…}}                   what to do with the parts of a sharded state
     {"op": "kill", "pid": pid, "signal": n}      n to the rank; SIGKILL goes to its whole process group
 
 It greets a seat with {"warm": {…}} once all is imported. When a seat hangs up, its ranks end, their last state goes to
@@ -112,8 +113,8 @@ class Server:
             pid, opened = self.fork_store(message["store"], message["address"])
             self.owner[pid] = seat
             say(seat, **opened, pid=pid)
-        elif message["op"] == "save" and (message["slot"] is not None or self.memories[seat].newer()):
-            self.fork_writer(seat, message["slot"], *fds)
+        elif message["op"] == "save" and self.memories[seat].wants_writer(message["slot"], message.get("parts")):
+            self.fork_writer(seat, message["slot"], message.get("parts"), *fds)
         elif message["op"] == "kill" and message["pid"] in self.owner:
             kill(message["pid"], message["signal"])
         for fd in fds:
@@ -166,13 +167,16 @@ class Server:
         with os.fdopen(ours) as answer:
             return pid, json.loads(answer.read())
 
-    def fork_writer(self, seat: socket.socket, slot: int | None, word: int) -> None:
-        """A process that makes a checkpoint of a slot (None: of the newest), and sends an event of it to `word`."""
+    def fork_writer(self, seat: socket.socket, slot: int | None, parts: dict[str, Any] | None, word: int = -1) -> None:
+        """A process that makes a checkpoint of a slot (None: of the newest), and sends an event of it to `word`.
+
+        `parts`: what it does with those of a sharded state instead.
+        """
         pid = os.fork()
         if pid == 0:
             self.forget()
             os.setsid()
-            write_checkpoint(self.memories[seat].descriptors, slot, word)
+            write_checkpoint(self.memories[seat], slot, parts, word)
         self.owner[pid], self.writers[pid] = seat, self.memories[seat]
 
     def forget(self) -> None:
@@ -200,7 +204,7 @@ class Server:
         for seat in self.leaving - set(self.owner.values()):
             held = self.memories.get(seat)
             if held is not None and held.owed():
-                self.fork_writer(seat, None, -1)
+                self.fork_writer(seat, None, None)
                 continue
             if held is not None:
                 held.release(seat)

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 from raydist import checkpoint
 from raydist.config import Checkpoint
-from raydist.node.wire import ABOUT, ASKED, BESIDE, LOCK, PAGE, blank_page, whole_slots
+from raydist.node import parts
+from raydist.node.wire import ABOUT, ASKED, BESIDE, GUESTS, LOCK, PAGE, blank_page, complete_slots, whole_slots
 from raydist.storage import Place, place
 
 BESIDE_THEM = 5
@@ -79,6 +80,18 @@ class Memories:
         newest = max(whole_slots(os.pread(self.descriptors[0], PAGE, 0)), default=-1)
         return newest > (checkpoint.newest_step(self.checkpoints) if isinstance(self.checkpoints, Path) else -1)
 
+    def wants_writer(self, slot: int | None, ask: Mapping[str, Any] | None) -> bool:
+        """Whether there is something for a process to do, that would `write_checkpoint`."""
+        if slot is None and ask is None:
+            return self.newer()
+        return ask is None or ask["do"] != "look" or self.in_parts()
+
+    def in_parts(self) -> bool:
+        """Whether what is kept here are not whole states."""
+        pages = {local: os.pread(descriptor, PAGE, 0) for local, descriptor in self.descriptors.items()}
+        kept = any(complete_slots(page) or complete_slots(page, GUESTS) for page in pages.values())
+        return kept and not whole_slots(pages[0])
+
     def release(self, seat: socket.socket) -> None:
         """A seat has gone; with the last one go the memories."""
         self.seats.discard(seat)
@@ -88,19 +101,21 @@ class Memories:
             self.descriptors.clear()
 
 
-def write_checkpoint(descriptors: Mapping[int, int], slot: int | None, word: int) -> NoReturn:
+def write_checkpoint(memories: Memories, slot: int | None, ask: Mapping[str, Any] | None, word: int) -> NoReturn:
     """In a child of the fork server: make a checkpoint of a slot of the first rank's memory (None: of the newest).
 
-    The event that tells of it goes to the socket `word`, unless that is -1.
+    `ask`: what to do with the parts of a sharded state instead (node/parts.py). The event that tells of it goes to the
+    socket `word`, unless that is -1.
     """
+    descriptors = memories.descriptors
     told = socket.socket(fileno=word) if word >= 0 else None
     if slot is not None:
         os.nice(BESIDE_THEM)
     try:
-        happened = to_disk(descriptors, slot)
+        told_of = [parts.act(descriptors, memories.checkpoints, ask)] if ask else to_disk(descriptors, slot)
     except Exception as error:
-        happened = [{"kind": "warning", "text": f"a checkpoint could not be written: {type(error).__name__}: {error}"}]
-    text = b"".join(json.dumps({"t": time.time(), **each}).encode() + b"\n" for each in happened)
+        told_of = [{"kind": "warning", "text": f"a checkpoint could not be written: {type(error).__name__}: {error}"}]
+    text = b"".join(json.dumps({"t": time.time(), **each}).encode() + b"\n" for each in told_of)
     if told is not None:
         with contextlib.suppress(OSError):
             told.sendall(text)

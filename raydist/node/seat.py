@@ -233,18 +233,18 @@ class Seat:
         if self._saving is not None:
             await asyncio.wait({self._saving})
 
-    async def flush(self) -> list[Event]:
-        """Have the newest snapshot of this node written to the disk, if it is not there yet; what there is to tell."""
+    async def flush(self, parts: dict[str, Any] | None = None) -> list[Event]:
+        """Have this node's newest snapshot written to the disk (`parts`: as node.parts.act); what there is to tell."""
         await self.rest()
         if self.pid:
-            await asyncio.wait({self._save(None)})
+            await asyncio.wait({self._save(None, parts)})
         events, self._events = self._events, []
         return events
 
-    def _save(self, slot: int | None) -> asyncio.Task[None]:
+    def _save(self, slot: int | None, parts: dict[str, Any] | None = None) -> asyncio.Task[None]:
         """Have a snapshot written to the disk. Its writer tells its own events."""
         ours, its = socket.socketpair()
-        self._server.tell([its.fileno()], op="save", slot=slot)
+        self._server.tell([its.fileno()], op="save", slot=slot, parts=parts)
         its.close()
         self._saving = self._spawn(self._drain(ours, of_rank=False))
         return self._saving
