@@ -40,7 +40,7 @@ def capture(device: torch.device) -> torch.Tensor:
     _, words, spare = random.getstate()
     python = PYTHON.pack(*words, spare is not None, spare or 0.0)
     _, keys, position, has_spare, cached = np.random.get_state(legacy=True)
-    numpy = keys.tobytes() + NUMPY.pack(position, bool(has_spare), cached)
+    numpy = np.asarray(keys, np.uint32).tobytes() + NUMPY.pack(position, bool(has_spare), cached)
     parts = [torch.frombuffer(bytearray(python + numpy), dtype=torch.uint8), torch.get_rng_state()]
     if device.type == "cuda":
         parts.append(torch.cuda.get_rng_state(device))
