@@ -56,11 +56,15 @@ def _write(path: Path, state: Mapping[str, Any], facts: dict[str, Any]) -> None:
         with closing(DirectFile(beside / STATE)) as file:
             torch.save(dict(state), cast("Any", file))
             file.end()
-        told = {"bytes": file.bytes, "sha256": file.sha256}
-        complete(beside, path, {**facts, "files": {STATE: told}})
+        complete(beside, path, {**facts, "files": {STATE: told(file)}})
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
         raise
+
+
+def told(file: DirectFile | Hashing) -> dict[str, Any]:
+    """What meta.json says of a file that was written."""
+    return {"bytes": file.bytes, "xxh3_128": file.checksum}
 
 
 def complete(beside: Place, path: Place, facts: Mapping[str, Any]) -> Place:
@@ -84,8 +88,7 @@ def _upload(path: Remote, state: Mapping[str, Any], facts: dict[str, Any]) -> No
     with (path / STATE).writing() as file:
         through = Hashing(file)
         torch.save(dict(state), cast("Any", through))
-    told = {"bytes": through.bytes, "sha256": through.sha256}
-    complete(path, path, {**facts, "files": {STATE: told}})
+    complete(path, path, {**facts, "files": {STATE: told(through)}})
 
 
 def unloadable(value: Any, where: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from raydist import checkpoint
 from raydist.config import Checkpoint
 from raydist.direct import DirectFile
 from raydist.storage import Hashing, Place
-from raydist.writing import META, complete, part_name
+from raydist.writing import META, complete, part_name, told
 
 if TYPE_CHECKING:
     from raydist.snapshot import Memory
@@ -42,7 +42,7 @@ def act(descriptors: Descriptors, folder: Place, ask: Mapping[str, Any]) -> Answ
         drop(beside)
         return {"kind": "dropped"}
     files, there = ask["files"], seen(beside)
-    if missing := [name for name, told in files.items() if there.get(name) != told["bytes"]]:
+    if missing := [name for name, facts in files.items() if there.get(name) != facts["bytes"]]:
         return {"kind": "unseen", "files": missing, "folder": str(folder)}
     path = complete(beside, folder / f"step-{step:08d}", described(step, files))
     checkpoint.prune(folder, Checkpoint(keep=ask["keep"], best=ask["best"]))
@@ -84,8 +84,7 @@ def write(descriptors: Descriptors, beside: Place, step: int, ranks: list[list[i
     if not isinstance(beside, Path):
         (beside / META).drop()  # what was there of this step is none any more
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        told = pool.map(lambda name: one_file(beside, name, wanted[name]), wanted)
-        return dict(zip(wanted, told, strict=True))
+        return dict(zip(wanted, pool.map(lambda name: one_file(beside, name, wanted[name]), wanted), strict=True))
 
 
 def one_file(beside: Place, name: str, part: Any) -> dict[str, Any]:
@@ -96,12 +95,12 @@ def one_file(beside: Place, name: str, part: Any) -> dict[str, Any]:
         with (beside / name).writing() as to:
             through = Hashing(to)
             torch.save(part, cast("Any", through))
-        return {"bytes": through.bytes, "sha256": through.sha256}
+        return told(through)
     beside.mkdir(parents=True, exist_ok=True)
     with closing(DirectFile(beside / name)) as file:
         torch.save(part, cast("Any", file))
         file.end()
-    return {"bytes": file.bytes, "sha256": file.sha256}
+    return told(file)
 
 
 def described(step: int, files: Mapping[str, Any]) -> dict[str, Any]:
