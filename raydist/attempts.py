@@ -42,6 +42,8 @@ def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Agai
         events.say("regroup", number=after.number, text=before.resize)
     else:
         events.say("restart", **after.as_event(job.restart))
+    if after.elsewhere:  # those that stay have all of it in memory; the disk is for the case that they go too
+        gang.flush()
     try:
         moved = gang.again(job, after.number, resize=after.cause is None)
         events.say("placed", number=after.number, moved=moved)
@@ -63,7 +65,10 @@ def sized(job: Job, first: int, ranks: int) -> Job:
 
 
 def leave(job: Job, gang: Gang, events: Events, after: Again) -> None:
-    """Save, and leave nodes that are about to be taken away. The whole gang goes: Ray moves no part of a group."""
+    """Save, and leave nodes that are about to be taken away, where those that stay are too few to go on.
+
+    The whole gang goes: Ray moves no part of a group.
+    """
     events.say("restart", **after.as_event(job.restart))
     gang.flush()
 

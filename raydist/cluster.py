@@ -174,7 +174,8 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         events.say("phase", name="place", s=time.time() - began)
         places = Places(plan, held, shipping.runtime_env(job))
         gpus = places.gpus if ask.rank_resources.get("GPU") else None
-        reserve = Reserve(places, job.scale, events, nodes, hold) if check.size_word(job.scale) else None
+        may_change = check.size_word(job.scale)
+        reserve = Reserve(places, job.scale, events, lambda: notice.remaining(nodes()), hold) if may_change else None
         renew = reserve.regroup if reserve else partial(renewed, places, held, job, events)
         with Gang(plan, places.call, events, gpus, places.take, renew, notice.draining, reserve) as gang:
             gang.report_to = partial(note, job, address, places)

@@ -119,7 +119,7 @@ class Gang(AbstractContextManager["Gang"]):
         if resize:
             self._replace([])
         until, moved = time.monotonic() + job.scale.wait_s, set[int]()
-        while lost := self.lost():
+        while lost := sorted({*self.lost(), *self.going()}):
             moved.update(lost)
             try:
                 self._replace(lost)
@@ -146,6 +146,12 @@ class Gang(AbstractContextManager["Gang"]):
             for rank, answer in enumerate(calls)
             if not answer.done() or answer.exception() is not None or not answer.result()
         ]
+
+    def going(self) -> list[int]:
+        """The ranks whose nodes are about to be taken away, where those that stay are enough to go on."""
+        away = self.draining() if self.reserve is not None else {}
+        ranks = [seat.rank for seat in self.plan.seats if seat.node.id in away]
+        return ranks if ranks and self.reserve is not None and self.reserve.enough() else []
 
     def values(self) -> list[dict[str, bytes]]:
         """What each rank returned or raised, pickled; of seats that are gone nothing."""

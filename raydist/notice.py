@@ -73,10 +73,15 @@ def draining() -> dict[str, float]:
         return {}
 
 
+def remaining(nodes: Sequence[Node]) -> list[Node]:
+    """Those that are not about to be taken away."""
+    going = draining()
+    return [node for node in nodes if node.id not in going]
+
+
 def staying(job: Job, nodes: Sequence[Node]) -> list[Node]:
     """The nodes that a job may count on: all, or, where it takes all that are there, those that stay."""
-    going = draining() if job.scale.nodes is None or job.scale.max_nodes else {}
-    return [node for node in nodes if node.id not in going]
+    return remaining(nodes) if job.scale.nodes is None or job.scale.max_nodes else list(nodes)
 
 
 def notice(seats: Sequence[Seat], draining: Mapping[str, float], now: float) -> Notice | None:

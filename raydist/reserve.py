@@ -41,7 +41,10 @@ class Reserve:
         nodes: Callable[[], list[Node]],
         hold: Callable[[Ask, int, Sequence[str]], Any],
     ) -> None:
-        """`nodes`: those of the cluster that are alive. `hold`: makes a placement group, of so many bundles."""
+        """`nodes`: those of the cluster that are alive, and not about to be taken away.
+
+        `hold`: makes a placement group, of so many bundles.
+        """
         size = len(places.plan.nodes)
         self.elastic = scale.max_nodes is not None
         self._least, self._most = (scale.nodes or 1, scale.max_nodes) if scale.max_nodes else (size, size)
@@ -89,6 +92,10 @@ class Reserve:
         if not self.elastic or not ready or len(ready) < len(self._warm) or now >= self._most:
             return ""
         return f"{count(min(self._most, now + len(ready)), 'node')} now, {now} before"
+
+    def enough(self) -> bool:
+        """Whether the nodes that stay are as many as the job needs, those among them that get ready."""
+        return len({node.id for node in self._standing().values()}) >= self._least
 
     def regroup(self, lost: Sequence[int]) -> Plan:
         """Who sits where after these ranks have lost their seats, or because there are more nodes; waits for enough.
@@ -148,7 +155,7 @@ class Reserve:
         return {bundle for bundle, id_ in own if bundle in there and there[bundle].id == id_}
 
     def _standing(self) -> dict[int, Node]:
-        """The node of each bundle that has one, and that is alive."""
+        """The node of each bundle that has one, and that is there to stay."""
         from ray.util.placement_group import placement_group_table
 
         alive = {node.id: node for node in self._nodes()}

@@ -103,7 +103,7 @@ def carry_out(job: Job, call: Call | None, gang: Gang, events: Events, past: lis
     gang.open(job, preload.of(job), home.warm(job), len(past))
     past.append(attempts.moved(job, call, gang, events, past) if past else attempts.attempt(job, call, gang, events))
     while isinstance(verdict := restart.decide(job.restart, past), Again):
-        if verdict.elsewhere:
+        if verdict.elsewhere and not gang.going():
             attempts.leave(job, gang, events, verdict)
             return None
         past.append(attempts.another(job, call, gang, events, verdict, past[-1]))

@@ -14,6 +14,7 @@ from raydist import checkpoint
 from tests.horovod_ranks import requires_horovod
 from tests.leftovers import folders_of, gone
 from tests.programs import Program
+from tests.test_notice import drain
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parent.parent
@@ -194,6 +195,54 @@ def test_a_spare_takes_over_and_its_server_was_warm(site: Site, tmp_path: Path, 
     assert (taken["instead"], taken["node"]) == (lost.node_id, spare["node"])
     assert same(ended(run), whole)
     assert (sizes(run), len(run.result()["restarts"])) == ([2], 1)
+
+
+def drained(run: Program, site: Site, node: Any) -> None:
+    """Return once Ray has drained that node, and the run goes on without it."""
+    drain(site.cluster.address, node.node_id)
+    run.until(lambda: len(run.events("restarted")) == 1, "step after the drain")
+    (told,), (back,), (failure,) = run.events("notice"), run.events("restarted"), run.events("failure")
+    assert told["hosts"]
+    assert (failure["cause"]["how"], failure["cause"]["preempted"]) == ("drained", True)
+    assert back["repeated"] <= 1  # the one in flight
+    # on the disk before anybody left, and never placed anew
+    happened = [each["kind"] for each in run.events("saved", "placed", "plan")]
+    assert happened == ["plan", "saved", "placed"]
+    assert run.events("saved")[0]["step"] == failure["reached"] - back["repeated"]
+
+
+def test_a_spare_takes_the_place_of_a_drained_node(site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
+    others = [site.add() for _ in range(2)]
+    run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1", "restart.max=1")
+    run.until_step(3)
+    (plan,) = run.events("plan")
+    left = next(node for node in others if node.node_id in [seat["node"] for seat in plan["seats"]])
+    drained(run, site, left)
+    (taken,) = run.events("takeover")
+    assert (taken["instead"], taken["node"]) == (left.node_id, plan["spares"][0]["node"])
+    assert same(ended(run), whole)
+    assert sizes(run) == [2]
+    assert [(end["how"], end["preempted"]) for end in run.result()["restarts"]] == [("drained", True)]
+
+
+def test_a_drained_node_leaves_a_run_that_goes_on_with_fewer_and_scales(site: Site, tmp_path: Path) -> None:
+    second = site.add()
+    words = ("data.resize=scale", "data.batch_size=16", "optim.scaling=linear", "optim.scaling_batch=32")
+    run = site.start(tmp_path / "run", "scale=1..2x1", *words, "data.global_batch=null", "train.steps=60")
+    run.until_step(3)
+    drained(run, site, second)
+    ended(run)
+    assert sizes(run) == [2, 1]
+    assert [(end["how"], end["preempted"]) for end in run.result()["restarts"]] == [("drained", True)]
+    # 16 samples of each rank, and a rate that goes with them: 0.005 is for 32
+    changed = run.events("failure")[0]["reached"] - run.events("restarted")[0]["repeated"]
+    reports = {
+        each["step"]: each["values"] for each in run.events("report") if each["rank"] == 0 and "lr" in each["values"]
+    }
+    for step, values in reports.items():
+        assert values["samples"] == 32 * min(step, changed) + 16 * max(0, step - changed)
+        assert values["lr"] == pytest.approx(0.005 if step <= changed else 0.0025)
+    assert max(reports) == 60
 
 
 def test_a_script_goes_on_from_its_own_checkpoint_at_another_size(site: Site, tmp_path: Path) -> None:
