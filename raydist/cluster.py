@@ -147,6 +147,11 @@ def nodes() -> list[Node]:
     return placement.nodes_from_ray(ray.nodes(), ray._private.state.available_resources_per_node())
 
 
+def remaining_nodes() -> list[Node]:
+    """Those that are not about to be taken away."""
+    return notice.remaining(nodes())
+
+
 def node_types() -> list[NodeType] | None:
     """The kinds of node that the autoscaler could bring; none without an autoscaler, None if nobody can tell."""
     import ray
@@ -175,7 +180,8 @@ def placed(job: Job, ask: Ask, events: Events) -> Iterator[Gang]:
         places = Places(plan, held, shipping.runtime_env(job))
         gpus = places.gpus if ask.rank_resources.get("GPU") else None
         may_change = check.size_word(job.scale)
-        reserve = Reserve(places, job.scale, events, lambda: notice.remaining(nodes()), hold) if may_change else None
+        against = partial(ledger.against, job, address)
+        reserve = Reserve(places, job.scale, events, remaining_nodes, hold, against) if may_change else None
         renew = reserve.regroup if reserve else partial(renewed, places, held, job, events)
         with Gang(plan, places.call, events, gpus, places.take, renew, notice.draining, reserve) as gang:
             gang.report_to = partial(note, job, address, places)

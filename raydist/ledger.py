@@ -156,6 +156,12 @@ def text(node: Node, own: Sequence[Offence], avoided: bool) -> str:
     return f"{node.host} ({node.ip}) may be used, there is no room without it: {said}"
 
 
+def against(job: Job, cluster: str, node: Node, avoided: bool) -> str:
+    """What counts against a node that a running job could grow onto, in words; empty if nothing does."""
+    bad = repeated(read(file()), cluster, [node], time.time()) if job.scale.avoid else {}
+    return text(node, bad[node.id], avoided) if bad else ""
+
+
 @contextlib.contextmanager
 def steered(job: Job, ask: Ask, nodes: Sequence[Node], cluster: str, events: Events) -> Iterator[bool]:
     """Inside, Ray finds no room on nodes with a bad record, where there is room without them; whether that is so.

@@ -84,7 +84,11 @@ class Places:
         return self.ask(self._lead[rank], self.plan.seats[rank].local_rank, method, *args)
 
     def ask(self, key: Key, local_rank: int, method: str, *args: Any) -> Future[Any]:
-        """A call to a seat of the actor of this place."""
+        """A call to a seat of the actor of this place; it fails if that is gone, and no other has come."""
+        if key not in self._actors:
+            lost: Future[Any] = Future()
+            lost.set_exception(LaunchError("its node is gone"))
+            return lost
         return self._actors[key].ask.remote(local_rank, method, *args).future()  # type: ignore[no-any-return]
 
     def gpus(self) -> list[tuple[str, ...]]:

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 from raydist import placement
 from raydist.config import Scale
 from raydist.events import Events
-from raydist.inventory import count
+from raydist.inventory import count, matches, slots
 from raydist.placement import Ask, Node, Plan
 from raydist.places import AGAIN_S, Places, Waiting
 
 PENDING = 8
 """Most nodes that are asked for at once beside those that are there: each is a placement group of its own."""
+
+CHOOSY_S = 30.0
+"""Seconds after which a node that is avoided is taken, if none of the others came."""
 
 
 class Warm(NamedTuple):
@@ -40,21 +43,28 @@ class Reserve:
         events: Events,
         nodes: Callable[[], list[Node]],
         hold: Callable[[Ask, int, Sequence[str]], Any],
+        against: Callable[[Node, bool], str] = lambda node, avoided: "",
     ) -> None:
         """`nodes`: those of the cluster that are alive, and not about to be taken away.
 
-        `hold`: makes a placement group, of so many bundles.
+        `hold`: makes a placement group, of so many bundles. `against`: what counts against a node, in words for one
+        that is avoided, or is used all the same; empty if nothing does.
         """
         size = len(places.plan.nodes)
         self.elastic = scale.max_nodes is not None
         self._least, self._most = (scale.nodes or 1, scale.max_nodes) if scale.max_nodes else (size, size)
         self._places, self._events, self._wait_s = places, events, scale.wait_s
-        self._nodes, self._hold = nodes, hold
+        self._nodes, self._hold, self._against = nodes, hold, against
         self._warm: dict[int, Warm] = {}
         self._ask: dict[str, Any] = {}
         self._first = places.groups[0][0]
         self._lost: set[tuple[int, str]] = set()
         """Bundles, each with the node where its actor is gone."""
+        self._choosy: dict[int, float] = {}
+        """Bundles asked for beside the nodes that are to be avoided, and when."""
+        self._any_will_do = False
+        """Such a bundle has found no place in time."""
+        self._said: set[tuple[str, bool]] = set()
 
     def equip(self, ask: Mapping[str, Any]) -> None:
         """What every seat is opened with."""
@@ -73,17 +83,55 @@ class Reserve:
             gone = bundle not in there or there[bundle].id != warm.node.id
             if gone or (warm.opened.done() and warm.opened.exception() is not None):
                 self._forget(bundle)
+        self._settle_for_any(there)
         taken = {node.id for bundle, node in there.items() if bundle in used or bundle in self._warm}
         for bundle, node in there.items():
             if bundle in used or bundle in self._warm:
                 continue
-            if node.id not in taken:
+            self._choosy.pop(bundle, None)
+            if node.id not in taken and not self._avoid(node, len(used & there.keys()), there):
                 self._get_ready(bundle, node)
                 taken.add(node.id)
             elif self._places.groups[bundle][0] is not self._first:  # a second place on a node is none
                 remove_placement_group(self._places.groups.pop(bundle)[0])
         self._ask_for_more(there)
         return there
+
+    def _avoid(self, node: Node, used: int, there: Mapping[int, Node]) -> bool:
+        """Whether a node is left out for what it did to other runs: where there is room without it, as at the start.
+
+        Then one is asked for beside it. `used`: so many have ranks.
+        """
+        have = used + len(self._warm) + len(self._choosy)
+        if not self.elastic or have < self._least or not self._against(node, True):
+            return False
+        others = self._free_beside(there) if have < self._most and not self._any_will_do else []
+        if others:
+            elsewhere = sorted({each.id for each in self._nodes()} - set(others))
+            bundle = max(self._places.groups) + 1
+            self._places.groups[bundle] = self._hold(self._places.plan.ask, 1, elsewhere), 0
+            self._choosy[bundle] = time.monotonic()
+        avoided = have >= self._most or bool(others)
+        if (node.id, avoided) not in self._said:
+            self._said.add((node.id, avoided))
+            self._events.say("avoid", node=node.id, avoided=avoided, text=self._against(node, avoided))
+        return avoided
+
+    def _settle_for_any(self, there: Mapping[int, Node]) -> None:
+        """Give up on bundles beside the nodes that are to be avoided, if they have waited for too long."""
+        from ray.util.placement_group import remove_placement_group
+
+        for bundle, at in list(self._choosy.items()):
+            if bundle not in there and time.monotonic() - at > CHOOSY_S:
+                self._any_will_do = True
+                del self._choosy[bundle]
+                remove_placement_group(self._places.groups.pop(bundle)[0])
+
+    def _free_beside(self, there: Mapping[int, Node]) -> list[str]:
+        """The nodes with room for one more bundle against which nothing counts."""
+        ask, held = self._places.plan.ask, {node.id for node in there.values()}
+        fit = [node for node in self._nodes() if node.id not in held and matches(node.labels, ask.selector)]
+        return [node.id for node in fit if slots(node.free, ask.bundles[0]) and not self._against(node, True)]
 
     def grown(self) -> str:
         """In words, if there are now more nodes, all of them ready; empty if not. Looks first."""

@@ -58,6 +58,17 @@ while not go:
 QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 500}
 
 
+KNOWN = """
+import os, sys, time
+from raydist import ledger, train
+
+# all nodes here have one address: what sets them apart is which of them the ledger means
+noted = [ledger.Offence("", "", "", "lost", run, time.time()) for run in "ab"]
+ledger.repeated = lambda all, cluster, nodes, now: {each.id: noted for each in nodes if each.id == os.environ["BAD"]}
+sys.exit(train.main())
+"""
+
+
 class Site:
     """Nodes of one CPU each, the first of them the driver's; and the runs on them."""
 
@@ -66,20 +77,23 @@ class Site:
         self.added: list[Any] = []
         self.runs: list[Program] = []
 
-    def add(self) -> Any:
-        self.added.append(self.cluster.add_node(num_cpus=1))
+    def add(self, cpus: int = 1) -> Any:
+        self.added.append(self.cluster.add_node(num_cpus=cpus))
         return self.added[-1]
 
     def remove(self, node: Any) -> None:
         self.added.remove(node)
         self.cluster.remove_node(node)
 
-    def start(self, folder: Path, *words: str) -> Program:
+    def start(self, folder: Path, *words: str, module: str = "raydist.train") -> Program:
         folder.mkdir()
         (folder / "own.py").write_text(SCRIPT)
         (folder / "slow.py").write_text(JOB)
+        (folder / "known.py").write_text(KNOWN)
         job = () if any(word.startswith("script=") for word in words) else WORDS
-        self.runs.append(Program(folder, "watch.progress=none", *job, *words, address=self.cluster.address))
+        self.runs.append(
+            Program(folder, "watch.progress=none", *job, *words, address=self.cluster.address, module=module)
+        )
         return self.runs[-1]
 
     def servers_of(self, node: str) -> list[str]:
@@ -168,6 +182,21 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(
     assert len(steps) - len(set(steps)) <= lost["repeated"]
 
 
+def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_disk(site: Site, tmp_path: Path) -> None:
+    second = site.add()
+    run = site.start(tmp_path / "run", "scale=2..3x1", "scale.wait_s=2", "snapshot.every=1")
+    run.until_step(3)
+    site.remove(second)
+    assert run.wait() == 1
+    (failure,), result = run.events("failure"), run.result()
+    saved = checkpoint.newest(run.run_dir / "checkpoints")
+    assert saved is not None
+    assert 0 <= failure["reached"] - saved.step <= 1  # the one in flight
+    assert result["error"] == "LaunchError"
+    assert "gave up after 2 s (scale.wait_s): waiting for 1 more node with 1 CPU" in result["failure"]
+    assert gone(str(run.tmp)) == []
+
+
 @requires_horovod
 def test_horovod_goes_on_with_more_ranks(site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
     run = site.start(tmp_path / "run", "backend=horovod", "scale=1..2x2", "scale.cpus=0.5", "data.global_batch=30")
@@ -195,6 +224,21 @@ def test_a_spare_takes_over_and_its_server_was_warm(site: Site, tmp_path: Path, 
     assert (taken["instead"], taken["node"]) == (lost.node_id, spare["node"])
     assert same(ended(run), whole)
     assert (sizes(run), len(run.result()["restarts"])) == ([2], 1)
+
+
+def test_a_run_grows_beside_a_node_that_the_ledger_avoids(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, third, bad = site.add(), site.add(), site.add(cpus=4)  # Ray takes the one with the most room first
+    monkeypatch.setenv("BAD", bad.node_id)
+    run = site.start(tmp_path / "run", "scale=1..2x1", module="known")
+    run.until_step(3)
+    used = [seat["node"] for seat in run.events("plan")[0]["seats"]]
+    site.remove(next(node for node in (second, third) if node.node_id in used))
+    resized(run, 2, 1, 2)
+    ended(run)
+    assert bad.node_id not in [seat["node"] for event in run.events("plan", "resize") for seat in event["seats"]]
+    assert {(event["node"], event["avoided"]) for event in run.events("avoid")} == {(bad.node_id, True)}
 
 
 def drained(run: Program, site: Site, node: Any) -> None:
