@@ -120,7 +120,7 @@ def main(rounds: int = 5) -> list[str]:
 
     import raydist
 
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     same = ("backend=gloo", "watch.progress=none", "checkpoint.keep=1")
     with tempfile.TemporaryDirectory() as folder:
         print("keeping: snapshots", flush=True)
