@@ -44,7 +44,8 @@ def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Agai
         events.say("restart", **after.as_event(job.restart))
     try:
         moved = gang.again(job, after.number, resize=after.cause is None)
-        events.say("placed", number=after.number, moved=moved)
+        seats = {"seats": gang.plan.as_event()["seats"]} if moved else {}
+        events.say("placed", number=after.number, moved=moved, **seats)
         return attempt(job, call, gang, events, after)
     except RaydistError as error:
         return replace(before, error=error)

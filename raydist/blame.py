@@ -172,7 +172,8 @@ def told(first: End, ends: Sequence[End]) -> dict[str, Any]:
 def where(end: End) -> str:
     """The rank, its host, and how far it was."""
     doing = f", in {end.phase}" if end.phase and end.phase != "end" else ""
-    return f"rank {end.rank} on {end.host}, step {end.step}{doing}:"
+    step = "last heard of at step" if end.how == "lost" else "step"
+    return f"rank {end.rank} on {end.host}, {step} {end.step}{doing}:"
 
 
 def cause(end: End) -> str:
@@ -217,6 +218,12 @@ def compact(ranks: Iterable[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
 
 
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0-3, 7`."""
+    told = compact(ranks)
+    return f"rank{'' if told.isdigit() else 's'} {told}"
+
+
 def _suspects(first: End, ends: Sequence[End]) -> list[str]:
     """If the first cause is only a victim: who was not there when it waited."""
     if not is_victim(first):
@@ -243,7 +250,7 @@ def _kind(end: End) -> tuple[str, int, int, str, str]:
 
 
 def _name_ranks(ends: Sequence[End]) -> str:
-    return f"rank{'s' if len(ends) > 1 else ''} {compact(end.rank for end in ends)}"
+    return name_ranks(end.rank for end in ends)
 
 
 def _signal_name(number: int) -> str:

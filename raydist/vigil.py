@@ -14,6 +14,7 @@ from raydist import blame, notice, result, signals, straggler
 from raydist.config import Job
 from raydist.errors import Stopped, cause, why
 from raydist.events import Event, Events
+from raydist.goodput import Arrival
 from raydist.group import Gang
 from raydist.lookout import Grown, Lookout
 from raydist.notice import Notice
@@ -69,7 +70,7 @@ class Vigil:
         self._deadline: float | None = None
         self._stop_at: float | None = None
         self._began = time.time()
-        self._joined: set[int] = set()
+        self._arrival = Arrival(gang.plan.world_size, self._began)
         self._stepped = False
 
     def keep(self) -> list[End]:
@@ -158,24 +159,21 @@ class Vigil:
             self._raised[rank] = happened
             # Its process may hang in its own clean-up: the verdict doesn't wait for it.
             self._expect(VICTIM_S)
-        elif happened["kind"] == "joined":
-            self._joined.add(rank)
-            if len(self._joined) == self._gang.plan.world_size:
-                if self._after is None:
-                    self._events.say("phase", name="rendezvous", s=happened["t"] - self._began)
-                self._gang.settle()
-                self._began = happened["t"]
         elif happened["kind"] == "begin" and rank == 0:
             self._resumed = happened.get("resumed")
-        elif happened["kind"] == "report" and not self._stepped and "step" in happened:
-            self._first_step(rank, happened)
+        elif happened["kind"] == "report" and rank == 0 and "step" in happened and self._after and not self._stepped:
+            self._first_step(self._after, happened)
+        over = self._arrival.add(happened)
+        for name, s in over.items() if self._after is None else ():
+            self._events.say("phase", name=name, s=s)
+        if "rendezvous" in over:
+            self._gang.settle()
+            self._began = self._arrival.met or self._began
 
-    def _first_step(self, rank: int, report: Event) -> None:
-        after, step = self._after, report["step"]
-        if after is None:
-            self._stepped = True
-            self._events.say("phase", name="first step", s=report["t"] - self._began)
-        elif rank == 0 and step > (self._resumed or 0):  # before, it may be an evaluation
+    def _first_step(self, after: Again, report: Event) -> None:
+        """Tell what a restart has cost, now that rank 0 has done a step."""
+        step = report["step"]
+        if step > (self._resumed or 0):  # before, it may be an evaluation
             self._stepped = True
             repeated = after.reached - (step - 1 if self._resumed is None else self._resumed)
             took = report["t"] - after.since
