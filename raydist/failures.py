@@ -183,7 +183,8 @@ class Failures:
             return failure
         step, failure.checkpoint = self.saved
         failure.repeated = max(0, failure.reached - step)
-        failure.parts["save"] = max(0.0, result["t"] - failure.t)
+        waited = failure.restart and "place" not in self.marks
+        failure.parts["place" if waited else "save"] = max(0.0, result["t"] - failure.t)
         return failure
 
 

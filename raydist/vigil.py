@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -37,8 +38,18 @@ CALLS_PER_S = 400.0
 """Answers that the driver takes per second from all seats together; with more ranks each speaks less often."""
 
 
+TAIL = 1 << 16
+"""Bytes of the end of a log in which an abort is looked up."""
+
 News = tuple[int, "Future[Any]"] | Stopped | Verdict | Notice | Grown
 """What the vigil hears: an answer of a rank's seat, or a word from outside."""
+
+
+def tail(log: Path) -> str:
+    """The end of a log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        return file.read().decode(errors="replace")
 
 
 class Vigil:
@@ -203,6 +214,8 @@ class Vigil:
             return replace(made, how="stopped")
         if "by" in end:
             return replace(made, how="ended")
+        if made.signal == signal.SIGABRT:
+            made = replace(made, message=made.message or blame.last_words(tail(self._log(rank))))
         return replace(made, how="killed" if end["signal"] else "exited" if end["code"] else "finished")
 
     def _lost(self, rank: int, message: str, why: str = "") -> End:

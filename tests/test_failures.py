@@ -137,6 +137,14 @@ def test_the_page_tells_who_moved_and_who_only_got_a_new_actor() -> None:
     assert "place: host node-9, address 10.0.0.9" in page(second, "runs/x")
 
 
+def test_a_restart_for_which_there_was_no_place_is_told_as_that() -> None:
+    """And the time went with the wait for one."""
+    end = at(40.4, "result", status="failed", failure="gave up after 30 s", why_last="")
+    (found,) = fold([*BROKEN, RESTART[0], end])
+    assert found.parts == pytest.approx({"detect": 0.25, "kill": 0.15, "place": 30.0})
+    assert "restart 1, up to 3 are forgiven, but there was no place for all ranks: gave up" in page(found, "runs/x")
+
+
 def test_nothing_in_a_page_moves_the_cursor() -> None:
     assert "\x1b" not in told(*LAUNCH, failure(replace(ECHO, message="\x1b[2Jgone")))
 
@@ -156,7 +164,7 @@ OOM = replace(KILLED, why="out of memory: the kernel's out-of-memory killer chos
          [], "the only rank", "RAY_memory_usage_threshold"),
         (HUNG, [], "what each rank was found doing", "kill -STOP"),
         (replace(HUNG, message="ranks wait"), [], "what each rank was found doing", "compare the stacks"),
-        (ECHO, [], "the only rank", "look at the logs"),
+        (ECHO, [], "no rank is known that began it", "look at the logs"),
         (ECHO, [replace(ECHO, rank=1)], "no rank is known that began it", "look at the logs"),
         (KILLED, [replace(KILLED, rank=3, at=KILLED.at + 0.5)], "the first of 2 that may be at fault, 0.500 s",
          "ask who ends"),

@@ -91,6 +91,8 @@ def done(failure: Failure) -> list[str]:
         return []
     free = restart.get("free")
     number = f"restart {restart['number']}" + ("" if free else f", up to {restart['most']} are forgiven")
+    if "place" in failure.parts and failure.status in ("failed", "stopped"):
+        return [f"{number}, but there was no place for all ranks: {failure.why_last or failure.status}"]
     lines = [f"{number}: all ranks forked again" + (", in another place" if failure.moved else " where they were")]
     for what, ranks in (("another node", failure.moved), ("a new actor", failure.renewed)):
         hosts = sorted(set(ranks.values()) - {""})
