@@ -86,7 +86,8 @@ DISAGREE = re.compile(
 """What gloo (in an abort) and Horovod (as an error, on all ranks) say when ranks are not at the same collective."""
 
 LAST_WORDS = re.compile(
-    r"^ *what\(\): +(.+)|^(F\d{4} .+)|^((?:double free|(?:free|malloc|realloc|munmap_chunk)\(\)|corrupted ).*)", re.MULTILINE
+    r"^ *what\(\): +(.+)|^(F\d{4} .+)|^((?:double free|(?:free|malloc|realloc|munmap_chunk)\(\)|corrupted ).*)",
+    re.MULTILINE,
 )
 """What C++, glog's checks and glibc write before they abort."""
 
@@ -177,7 +178,7 @@ def reason(ends: Sequence[End]) -> str:
     if first.how == "drained":
         return "the cluster said so; nothing has failed"
     if disagree(first):
-        return "its collective met another one on another rank; which of the two is the wrong one, only the job can tell"
+        return "its collective met a different one on another rank; only the job can tell which of the two is wrong"
     if is_victim(first):
         return "no rank is known that began it: all that failed say what the end of another rank causes"
     if not others:

@@ -70,7 +70,8 @@ class Failure:
             "cause": dict(self.cause), "seat": dict(self.seat), "reason": self.reason, "text": self.text,
             "others": [dict(one) for one in self.others], "reached": self.reached, "resumed": self.resumed,
             "repeated": self.repeated, "s": self.s, "parts": {name: round(s, 4) for name, s in self.parts.items()},
-            "moved": list(self.moved), "renewed": list(self.renewed), "checkpoint": self.checkpoint, "why_last": self.why_last,
+            "moved": list(self.moved), "renewed": list(self.renewed), "checkpoint": self.checkpoint,
+            "why_last": self.why_last,
         }  # fmt: skip
 
 
@@ -121,8 +122,8 @@ class Failures:
             case "placed":
                 self.marks["place"] = t
                 self._seat(happened)
-                for rank in happened.get("moved", ()) if now else ():
-                    self._moved(now, rank)
+                if now:
+                    self._moved(now, happened.get("moved", ()))
             case "began" | "joined":
                 self.marks["fork" if happened["kind"] == "began" else "rendezvous"] = t
             case "begin" if happened.get("rank") == 0:
@@ -140,11 +141,12 @@ class Failures:
         if "seats" in happened:
             self.seats = {seat["rank"]: seat for seat in happened["seats"]}
 
-    def _moved(self, failure: Failure, rank: int) -> None:
-        """A rank got another seat: on another node, or where it was."""
-        new, old = self.seats.get(rank, {}), self.before_it.get(rank, {})
-        stayed = "node" in new and new["node"] == old.get("node")
-        (failure.renewed if stayed else failure.moved)[rank] = new.get("host", "")
+    def _moved(self, failure: Failure, ranks: Iterable[int]) -> None:
+        """These ranks got another seat: on another node, or where they were."""
+        for rank in ranks:
+            new, old = self.seats.get(rank, {}), self.before_it.get(rank, {})
+            stayed = "node" in new and new["node"] == old.get("node")
+            (failure.renewed if stayed else failure.moved)[rank] = new.get("host", "")
 
     def _begin(self, happened: Event) -> Failure:
         cause, t = happened["cause"], happened["t"]

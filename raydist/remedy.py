@@ -54,8 +54,8 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     ),
     (
         disagree,
-        "compare what the ranks do at that step: all have to call the same collectives, in one order, with tensors of the "
-        "same shape; branches on the rank, and batches that are smaller on one rank, are the usual reasons",
+        "compare what the ranks do at that step: all have to call the same collectives, in one order, with tensors of "
+        "the same shape; branches on the rank, and a smaller last batch on one of them, are the usual reasons",
     ),
     (
         is_victim,

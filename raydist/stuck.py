@@ -16,7 +16,7 @@ DISTRIBUTED = re.compile(r"/torch/distributed/|/horovod/")
 LOADER = re.compile(r"/torch/utils/data/dataloader\.py")
 WAITS = re.compile(r'/horovod/torch/mpi_ops\.py", line \d+ in synchronize$')
 """Where the main thread waits for others for sure, however busy it is: Horovod asks a thousand times a second."""
-LEAVES = re.compile(r'/raydist/backends/__init__\.py", line \d+ in join$\n.*contextlib\.py", line \d+ in __exit__$', re.M)
+LEAVES = re.compile(r'/raydist/backends/__init__\.py", line \d+ in join\n.*/contextlib\.py", line \d+ in __exit__')
 """The frames of a rank whose job has returned, and that waits to leave together with the others."""
 LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|<frozen|<string>")
 LAUNCH = re.compile(r"^<frozen runpy>|/runpy\.py|/raydist/(node/\w+|target)\.py")

@@ -120,8 +120,8 @@ def test_of_victims_alone_the_earliest_is_told() -> None:
 
 GLOO_ABORT = """
 terminate called after throwing an instance of 'gloo::EnforceNotMet'
-  what():  [enforce fail at /gloo/transport/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 8 vs 4. Received data size \
-doesn't match expected size. Is there a distributed collective mismatch in your code?
+  what():  [enforce fail at /gloo/transport/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 8 vs 4. Received \
+data size doesn't match expected size. Is there a distributed collective mismatch in your code?
 Fatal Python error: Aborted
 
 Thread 0x00007f6fbc2ff6c0 (most recent call first):
@@ -156,7 +156,7 @@ def test_ranks_at_different_collectives_are_told_as_that(first: End) -> None:
     """Not as the end of a peer, which is what an abort and Horovod's error may be otherwise."""
     ends = [first, raised(1, "RuntimeError", RESET, at=1.0)]
     assert first_cause(ends) is first
-    assert "which of the two is the wrong one" in reason(ends)
+    assert "only the job can tell which of the two is wrong" in reason(ends)
     assert "call the same collectives" in remedy(first)
 
 

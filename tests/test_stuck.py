@@ -126,7 +126,7 @@ def test_horovod_has_no_recorder_but_a_stack() -> None:
 
 
 def test_horovods_waiting_is_known_by_its_stack_and_so_is_a_job_that_has_returned() -> None:
-    """As busy as Horovod's two threads are on a machine with much to do: they ask whether it is time every millisecond."""
+    """As busy as Horovod's two threads are that ask every millisecond, on a machine with much to do."""
     horovod = (("/env/lib/python3.11/site-packages/horovod/torch/mpi_ops.py", 1285, "synchronize"),)
     leaving = (
         ("/home/me/raydist/backends/horovod.py", 152, "join"),
