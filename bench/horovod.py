@@ -114,7 +114,7 @@ def main(rounds: int = 3, ranks: Sequence[int] = (2, 4, 8)) -> list[str]:
     """The rows of both tables."""
     import ray
 
-    ray.init(num_cpus=max(ranks) + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=max(ranks) + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     starts = {RAYDIST: by_raydist, HOROVODRUN: by_horovodrun, EXECUTOR: by_executor}
     head = f"| {heads(starts, RAYDIST)} |"
     lines = [f"| launch, ranks {head}", "|---|---|---|---|---|---|"]

@@ -75,7 +75,7 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
     """The table's rows."""
     import ray
 
-    ray.init(num_cpus=max(ranks) + 1, include_dashboard=True, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=max(ranks) + 1, include_dashboard=True, logging_level="ERROR", log_to_driver=False)
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for the programs of turn_first
     again = {"raydist": turn_raydist, "Ray Train": turn_ray_train, "torchrun": turn_torchrun}
     first = {name: partial(turn_first, name) for name in CALLS} | {"torchrun": turn_torchrun}

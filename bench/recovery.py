@@ -136,7 +136,7 @@ def main(rounds: int = 3) -> list[str]:
     """The table's rows."""
     import ray
 
-    ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     print("recovery", flush=True)
     turns = {"raydist": turn_raydist, "torchrun": turn_torchrun, "Ray Train": turn_ray_train}
     lines = [f"| {heads(turns, 'raydist')} |", "|---" * 5 + "|", f"| {row(alternate(turns, rounds), 'raydist', 's')} |"]

@@ -87,7 +87,7 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
     """The tables' rows."""
     import ray
 
-    ray.init(num_cpus=max(ranks) + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=max(ranks) + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     python = sys.executable
     torchrun = {"torchrun": f"{python} -m torch.distributed.run --standalone --nproc-per-node={{ranks}}"}

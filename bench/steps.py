@@ -71,7 +71,7 @@ def main(rounds: int = 5) -> list[str]:
     """The table's rows."""
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     print("steps", flush=True)
     figures = alternate({"raydist": turn_raydist, "torchrun": turn_torchrun}, rounds)
     ray.shutdown()

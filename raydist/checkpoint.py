@@ -146,7 +146,7 @@ def _on_this_machine(path: Place) -> Iterator[Path]:
     if isinstance(path, Path):
         yield path / STATE
         return
-    checksum = _meta(path)["files"][STATE]["sha256"]
+    checksum = _meta(path)["files"][STATE]["xxh3_128"]
     if shared := os.environ.get("RAYDIST_SCRATCH"):
         yield (path / STATE).fetch(Path(shared) / f"{checksum}.pt", checksum)
         return
@@ -227,7 +227,7 @@ def examine(path: Place) -> Saved:
     """A checkpoint, after reading all of it (of a URL only what it has); Flaw if it is not complete."""
     try:
         meta = _meta(path)
-        expected = [(name, int(facts["bytes"]), facts["sha256"]) for name, facts in meta["files"].items()]
+        expected = [(name, int(facts["bytes"]), facts["xxh3_128"]) for name, facts in meta["files"].items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Flaw(f"{META} can't be read ({type(error).__name__}: {error})") from error
     there = path.sizes() if isinstance(path, Remote) else {p.name: p.stat().st_size for p in path.iterdir()}

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import fcntl
 import fnmatch
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from xxhash import xxh3_128
 
 from raydist.config import Job
 from raydist.errors import ConfigError, RaydistError
@@ -143,10 +144,10 @@ Place = Path | Remote
 
 
 class Hashing:
-    """A file that is written to, and knows what went through: how many bytes, and their SHA-256."""
+    """A file that is written to, and knows what went through: how many bytes, and their XXH3-128."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self._hash, self.bytes = file, hashlib.sha256(), 0
+        self._file, self._hash, self.bytes = file, xxh3_128(), 0
 
     def write(self, block: bytes) -> int:
         self._hash.update(block)
@@ -158,13 +159,13 @@ class Hashing:
         """What is written is sent when the file is closed."""
 
     @property
-    def sha256(self) -> str:
+    def checksum(self) -> str:
         return self._hash.hexdigest()
 
 
 def hashed(path: Path) -> str:
-    """The SHA-256 of a file."""
-    total = hashlib.sha256()
+    """The XXH3-128 of a file."""
+    total = xxh3_128()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             total.update(block)

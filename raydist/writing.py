@@ -49,7 +49,7 @@ def _write(path: Path, state: Mapping[str, Any], facts: dict[str, Any]) -> None:
         with closing(DirectFile(beside / STATE)) as file:
             torch.save(dict(state), cast("Any", file))
             file.end()
-        told = {"bytes": file.bytes, "sha256": file.sha256}
+        told = {"bytes": file.bytes, "xxh3_128": file.checksum}
         (beside / META).write_text(json.dumps({**facts, "files": {STATE: told}}, indent=1), encoding="utf-8")
         for synced in (beside / META, beside):
             _sync(synced)
@@ -70,7 +70,7 @@ def _upload(path: Remote, state: Mapping[str, Any], facts: dict[str, Any]) -> No
     with (path / STATE).writing() as file:
         through = Hashing(file)
         torch.save(dict(state), cast("Any", through))
-    told = {"bytes": through.bytes, "sha256": through.sha256}
+    told = {"bytes": through.bytes, "xxh3_128": through.checksum}
     (path / META).write_text(json.dumps({**facts, "files": {STATE: told}}, indent=1))
 
 

@@ -1,7 +1,8 @@
-"""KubeRay's resources, as far as deploy/ uses them: which fields there are, and of which kind.
+"""KubeRay's resources: which fields their specs have, and of which kind.
 
-Written from KubeRay's API reference (v1.6), not a copy of its CRDs: a field that is not listed here is refused, so a
-misspelt one is found. Pods themselves are held against Kubernetes' own schema.
+Not a copy of KubeRay's CRDs, but the same facts: they are generated from the types in ray-operator/apis/ray/v1, and
+every field of the types that deploy/ uses is named here, as of KubeRay 1.6. What is not named is refused, so a misspelt
+field is found; `{}` is a field that deploy/ has no use for. Pods are held against Kubernetes' own schema.
 """
 
 from __future__ import annotations
@@ -25,29 +26,38 @@ def record(required: str, **fields: Any) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": required.split(), "additionalProperties": False}
 
 
-GROUP = {"rayStartParams": PARAMS, "template": POD}
+GROUP = {"rayStartParams": PARAMS, "template": POD, "labels": PARAMS, "resources": PARAMS}
 CLUSTER = record(
     "headGroupSpec",
     rayVersion=TEXT,
-    authOptions=record("mode", mode={"enum": ["disabled", "token"]}, secretName=TEXT),
+    authOptions=record("", mode={"enum": ["disabled", "token"]}, secretName=TEXT, enableK8sTokenAuth=FLAG),
     enableInTreeAutoscaling=FLAG,
     autoscalerOptions=record(
-        "", idleTimeoutSeconds=COUNT, upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]}
+        "",
+        idleTimeoutSeconds=COUNT, upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
+        version={"enum": ["v1", "v2"]}, image=TEXT, imagePullPolicy=TEXT, resources={}, securityContext={}, env={},
+        envFrom={}, volumeMounts={}, command={}, args={},
     ),
-    headGroupSpec=record("template", serviceType=TEXT, **GROUP),
+    headGroupSpec=record("template", serviceType=TEXT, headService={}, enableIngress=FLAG, ingressOptions={}, **GROUP),
     workerGroupSpecs={
         "type": "array",
         "items": record(
             "groupName template minReplicas maxReplicas",
-            groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, numOfHosts=COUNT, **GROUP,
+            groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, numOfHosts=COUNT,
+            idleTimeoutSeconds=COUNT, priority=COUNT, suspend=FLAG, scaleStrategy={}, **GROUP,
         ),
     },
+    suspend=FLAG, managedBy=TEXT, headServiceAnnotations=PARAMS, upgradeStrategy={}, gcsFaultToleranceOptions={},
+    historyServerOptions={}, networkPolicy={}, tlsOptions={},
 )  # fmt: skip
 JOB = record(
     "",
     entrypoint=TEXT, runtimeEnvYAML=TEXT, rayClusterSpec=CLUSTER, shutdownAfterJobFinishes=FLAG,
     ttlSecondsAfterFinished=COUNT, activeDeadlineSeconds=COUNT, backoffLimit=COUNT, suspend=FLAG,
     submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
+    jobId=TEXT, metadata=PARAMS, managedBy=TEXT, clusterSelector=PARAMS, entrypointResources=TEXT,
+    entrypointNumCpus={"type": "number"}, entrypointNumGpus={"type": "number"}, submitterPodTemplate={},
+    submitterConfig=record("", backoffLimit=COUNT), deletionStrategy={},
 )  # fmt: skip
 KINDS = {"RayCluster": CLUSTER, "RayJob": JOB}
 

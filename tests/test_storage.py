@@ -133,7 +133,7 @@ def test_nothing_is_unpickled(events: list[Event], tmp_path: Path) -> None:
     torch.save({"weights": Evil()}, evil)
     path = put(1)
     (path / "state.pt").put(evil)
-    told = {"bytes": evil.stat().st_size, "sha256": storage.hashed(evil)}
+    told = {"bytes": evil.stat().st_size, "xxh3_128": storage.hashed(evil)}
     (path / "meta.json").write_text(json.dumps({"step": 1, "metrics": {}, "files": {"state.pt": told}}))
     found = checkpoint.latest()
     assert found is not None

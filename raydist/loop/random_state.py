@@ -14,7 +14,7 @@ import torch
 WORDS = 624
 """Words of a Mersenne twister's state; Python's and numpy's have the same (Matsumoto and Nishimura 1998)."""
 PYTHON = struct.Struct(f"={WORDS + 1}I?d")
-NUMPY = struct.Struct(f"={WORDS}II?d")
+NUMPY = struct.Struct("=I?d")
 
 
 def derive(*numbers: int) -> int:
@@ -40,7 +40,7 @@ def capture(device: torch.device) -> torch.Tensor:
     _, words, spare = random.getstate()
     python = PYTHON.pack(*words, spare is not None, spare or 0.0)
     _, keys, position, has_spare, cached = np.random.get_state(legacy=True)
-    numpy = NUMPY.pack(*(int(key) for key in keys), position, bool(has_spare), cached)
+    numpy = np.asarray(keys, np.uint32).tobytes() + NUMPY.pack(position, bool(has_spare), cached)
     parts = [torch.frombuffer(bytearray(python + numpy), dtype=torch.uint8), torch.get_rng_state()]
     if device.type == "cuda":
         parts.append(torch.cuda.get_rng_state(device))
@@ -53,9 +53,11 @@ def restore(state: torch.Tensor, device: torch.device) -> None:
     raw = state.numpy().tobytes()
     *words, has_spare, spare = PYTHON.unpack_from(raw)
     random.setstate((3, tuple(words), spare if has_spare else None))
-    *keys, position, has_spare, spare = NUMPY.unpack_from(raw, PYTHON.size)
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, int(has_spare), spare))
-    begin = PYTHON.size + NUMPY.size
+    keys = np.frombuffer(raw, np.uint32, WORDS, PYTHON.size)
+    begin = PYTHON.size + keys.nbytes
+    position, has_spare, spare = NUMPY.unpack_from(raw, begin)
+    np.random.set_state(("MT19937", keys, position, int(has_spare), spare))
+    begin += NUMPY.size
     torch.set_rng_state(state[begin : begin + on_cpu].clone())
     gpu = state[begin + on_cpu :]
     if device.type == "cuda" and gpu.numel():
