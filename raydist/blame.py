@@ -180,7 +180,9 @@ def reason(ends: Sequence[End]) -> str:
     if disagree(first):
         return "its collective met a different one on another rank; only the job can tell which of the two is wrong"
     if is_victim(first):
-        return "no rank is known that began it: all that failed say what the end of another rank causes"
+        done = _finished_before(first, ends)
+        known = f"{_name_ranks(done)} had finished before" if done else "no rank is known that began it"
+        return f"{known}: all that failed say what the end of another rank causes"
     if not others:
         return "the only rank that failed; the others were ended because of it"
     if len(victims) == len(others):
@@ -260,11 +262,16 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'' if told.isdigit() else 's'} {told}"
 
 
+def _finished_before(first: End, ends: Iterable[End]) -> list[End]:
+    """The ranks that were through when this one failed; of their end the others may hear before their node sees it."""
+    return [end for end in ends if end.how == "finished" and end.at <= first.at + ECHO_S]
+
+
 def _suspects(first: End, ends: Sequence[End]) -> list[str]:
     """If the first cause is only a victim: who was not there when it waited."""
     if not is_victim(first):
         return []
-    done = [end for end in ends if end.how == "finished" and end.at <= first.at + ECHO_S]
+    done = _finished_before(first, ends)
     behind = [end for end in ends if end.how == "stopped" and end.step <= first.step]
     lines = [f"  {_name_ranks(done)} had finished before: did the job return early there?"] if done else []
     for end in behind[:3]:
