@@ -78,6 +78,8 @@ class Vigil:
         self._until: dict[int, int] = {}
         """The step that each rank is to do yet, before it leaves."""
         self._raised: dict[int, Event] = {}
+        self._heard: dict[int, float] = {}
+        """When the seat of each rank last answered, in seconds since the epoch."""
         self._deadline: float | None = None
         self._stop_at: float | None = None
         self._began = time.time()
@@ -144,6 +146,7 @@ class Vigil:
                 replace(self._lost(rank, cause(error), why(error)), preempted=getattr(error, "preempted", False))
             )
             return
+        self._heard[rank] = time.time()
         with suppress(OSError):  # a full disk, of which the events tell
             self._files[rank].write(news["log"])
             if news["nccl"]:
@@ -221,8 +224,18 @@ class Vigil:
     def _lost(self, rank: int, message: str, why: str = "") -> End:
         """The end of a rank of which only its last heartbeat is left."""
         step, phase, _ = self._sentry.beat(rank)
-        at = time.time()
-        return End(rank, self._host(rank), "lost", at, step, phase, message=message, why=why, log=str(self._log(rank)))
+        host, log = self._host(rank), str(self._log(rank))
+        return End(rank, host, "lost", self._lost_at(rank), step, phase, message=message, why=why, log=log)
+
+    def _lost_at(self, rank: int) -> float:
+        """When a rank was lost: a node that is cut off says nothing for seconds, before Ray gives it up."""
+        for end in self.ends.values():
+            if end.how == "lost" and end.host == self._host(rank):
+                return end.at
+        now, often = time.time(), max(TELL_S[1], self._gang.plan.world_size / CALLS_PER_S)
+        heard = self._heard.get(rank, now)
+        # where something has failed before, a word that is late must not make this the first
+        return heard if self._deadline is None and now - heard > 2 * often else now
 
     def _ended(self, end: End) -> None:
         if end.rank in self.ends:
