@@ -110,7 +110,6 @@ def test_ranks_that_disagree_on_a_shape_are_told_as_that(on_ray: Path, backend: 
     with pytest.raises(RunFailed) as caught:
         raydist.run(job, "scale=1x2", "group=inline", "watch.progress=none", "restart=none", f"backend={backend}")
     page = (caught.value.result.dir / "blame-1.txt").read_text()
-    assert f"rank 0 on {caught.value.result.cause.host}, step 0" in page
     for each in (words, "only the job can tell which of the two is wrong", "all have to call the same collectives"):
         assert each in page
     assert backend == "horovod" or "Received data size doesn't match expected size" in page
