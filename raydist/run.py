@@ -107,4 +107,4 @@ def carry_out(job: Job, call: Call | None, gang: Gang, events: Events, past: lis
             attempts.leave(job, gang, events, verdict)
             return None
         past.append(attempts.another(job, call, gang, events, verdict, past[-1]))
-    return attempts.conclude(past, verdict, gang)
+    return attempts.conclude(job, past, verdict, gang, events)
