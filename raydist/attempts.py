@@ -46,7 +46,8 @@ def another(job: Job, call: Call | None, gang: Gang, events: Events, after: Agai
         gang.flush()
     try:
         moved = gang.again(job, after.number, resize=after.cause is None)
-        events.say("placed", number=after.number, moved=moved)
+        seats = {"seats": gang.plan.as_event()["seats"]} if moved else {}
+        events.say("placed", number=after.number, moved=moved, **seats)
         return attempt(job, call, gang, events, after)
     except RaydistError as error:
         return replace(before, error=error)
@@ -99,11 +100,13 @@ def variables(job: Job, gang: Gang, events: Events) -> list[list[Var]]:
     return [[*each, *resume] for each in fabric.variables(job, gang.plan, gang.facts, gang.meet)]
 
 
-def conclude(past: Sequence[Attempt], verdict: Stop, gang: Gang) -> Attempt:
+def conclude(job: Job, past: Sequence[Attempt], verdict: Stop, gang: Gang, events: Events) -> Attempt:
     """All attempts as one: what the last came to. If it failed, its last state is on the disk when this returns."""
     last = past[-1]
     gang.say_network()
     if last.error is not None or last.cause is not None:
         gang.flush()
+    if any(end.how == "lost" for end in last.ends):
+        records.tell_saved(job, events)
     values, exceptions = unpack_all(gang.values())
     return replace(last, values=values, exceptions=exceptions, earlier=tuple(past[:-1]), why_last=verdict.reason)

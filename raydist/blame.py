@@ -50,6 +50,8 @@ class End:
         return self.why.startswith("out of memory")
 
 
+SAID = 500
+"""Characters of what native code said that are kept."""
 ECHO_S = 0.5
 """Seconds within which an exit with a code may be the echo of a rank that was killed."""
 TRACEBACK_LINES = 15
@@ -76,6 +78,18 @@ NETWORK_WORDS = re.compile(
     r"|The client socket has (timed out|failed)|wait timeout after \d+ ?ms",
 )
 """What gloo and the store (torch 2.15, seen by ending one of three ranks), NCCL and Horovod say when a peer is gone."""
+
+DISAGREE = re.compile(
+    r"data size doesn't match expected size|op\.preamble\.length"
+    r"|Mismatched (?:[A-Z]+ tensor|data types|operations|reduction operation|prescale)"
+)
+"""What gloo (in an abort) and Horovod (as an error, on all ranks) say when ranks are not at the same collective."""
+
+LAST_WORDS = re.compile(
+    r"^ *what\(\): +(.+)|^(F\d{4} .+)|^((?:double free|(?:free|malloc|realloc|munmap_chunk)\(\)|corrupted ).*)",
+    re.MULTILINE,
+)
+"""What C++, glog's checks and glibc write before they abort."""
 
 MEANINGS = {
     signal.SIGKILL: "the kernel's out-of-memory killer (see dmesg there), or somebody's kill -9",
@@ -108,11 +122,29 @@ def first_cause(ends: Iterable[End]) -> End | None:
         # MPI's ranks, and programs that catch the error, exit with a code a moment before the death behind it is seen.
         killed = (end for end in failed if end.how == "killed" and not _guilt(end) and end.at - first.at < ECHO_S)
         return next(killed, first)
-    return first
+    return min(_together(first, failed), key=lambda end: end.rank) if first is not None else None
+
+
+def last_words(log: str) -> str:
+    """Why native code aborted, from the end of its log; empty where it did not say."""
+    found = list(LAST_WORDS.finditer(log))
+    return next(filter(None, found[-1].groups())).strip()[:SAID] if found else ""
+
+
+def disagree(end: End) -> bool:
+    """Ranks were not at the same collective: the one that noticed need not be the one that is wrong."""
+    return end.how in ("raised", "killed") and DISAGREE.search(end.message) is not None
+
+
+def _together(first: End, ends: Iterable[End]) -> list[End]:
+    """The ends that are one event with this one: the ranks of a node are lost at once, and heard of one by one."""
+    return [end for end in ends if end is first or (end.how == first.how == "lost" and end.host == first.host)]
 
 
 def _guilt(end: End) -> int:
     """0: nobody else does this to a rank. 1: an abort, its own check or a watchdog's. 2: a network error."""
+    if disagree(end):
+        return 0
     if end.how == "raised" and (end.type in NETWORK_TYPES or NETWORK_WORDS.search(end.message)):
         return 2
     return 2 if end.how == "ended" else int(end.how == "killed" and end.signal == signal.SIGABRT)
@@ -145,12 +177,18 @@ def reason(ends: Sequence[End]) -> str:
         return "what each rank was found doing when they were silent: " + first.message.partition("\n")[0]
     if first.how == "drained":
         return "the cluster said so; nothing has failed"
+    if disagree(first):
+        return "its collective met a different one on another rank; only the job can tell which of the two is wrong"
+    if is_victim(first):
+        done = _finished_before(first, ends)
+        known = f"{_name_ranks(done)} had finished before" if done else "no rank is known that began it"
+        return f"{known}: all that failed say what the end of another rank causes"
     if not others:
         return "the only rank that failed; the others were ended because of it"
-    if is_victim(first):
-        return "no rank is known that began it: all that failed say what the end of another rank causes"
     if len(victims) == len(others):
         return f"{_name_ranks(victims)} failed as ranks do whose peer is gone; nobody does this one to a rank"
+    if len(lost := _together(first, ends)) + len(victims) == len(others) + 1:
+        return f"{_name_ranks(lost)} were lost at once, with the node or the actor that held them on {first.host}"
     rival = min((end for end in others if end not in victims), key=lambda end: (end.at, end.rank))
     if rival.at < first.at:
         return f"rank {rival.rank} was seen to exit first, as programs do whose peer was killed"
@@ -172,7 +210,8 @@ def told(first: End, ends: Sequence[End]) -> dict[str, Any]:
 def where(end: End) -> str:
     """The rank, its host, and how far it was."""
     doing = f", in {end.phase}" if end.phase and end.phase != "end" else ""
-    return f"rank {end.rank} on {end.host}, step {end.step}{doing}:"
+    step = "last heard of at step" if end.how == "lost" else "step"
+    return f"rank {end.rank} on {end.host}, {step} {end.step}{doing}:"
 
 
 def cause(end: End) -> str:
@@ -217,11 +256,22 @@ def compact(ranks: Iterable[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
 
 
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0-3, 7`."""
+    told = compact(ranks)
+    return f"rank{'' if told.isdigit() else 's'} {told}"
+
+
+def _finished_before(first: End, ends: Iterable[End]) -> list[End]:
+    """The ranks that were through when this one failed; of their end the others may hear before their node sees it."""
+    return [end for end in ends if end.how == "finished" and end.at <= first.at + ECHO_S]
+
+
 def _suspects(first: End, ends: Sequence[End]) -> list[str]:
     """If the first cause is only a victim: who was not there when it waited."""
     if not is_victim(first):
         return []
-    done = [end for end in ends if end.how == "finished" and end.at <= first.at]
+    done = _finished_before(first, ends)
     behind = [end for end in ends if end.how == "stopped" and end.step <= first.step]
     lines = [f"  {_name_ranks(done)} had finished before: did the job return early there?"] if done else []
     for end in behind[:3]:
@@ -243,7 +293,7 @@ def _kind(end: End) -> tuple[str, int, int, str, str]:
 
 
 def _name_ranks(ends: Sequence[End]) -> str:
-    return f"rank{'s' if len(ends) > 1 else ''} {compact(end.rank for end in ends)}"
+    return name_ranks(end.rank for end in ends)
 
 
 def _signal_name(number: int) -> str:

@@ -25,7 +25,7 @@ Every event has `t` (seconds since the epoch, at its origin) and `kind`; the res
     stop       reason                            the others are being ended
     failure    cause, text, reason, reached, others, ended, attempt     all ranks have ended, because of this one's end
     restart    number, most, rank, host, how, step, text    another attempt begins, because of this failure
-    placed     number, moved                     every rank has a place for it; `moved`: the ranks that got another one
+    placed     number, moved, [seats]            every rank has a place for it; `moved`: the ranks that got another one
     restarted  number, step, s, repeated         its first step is done, `s` after the failure; so many were done before
     result     status, …                         the last line of the file
 """

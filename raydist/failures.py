@@ -45,8 +45,10 @@ class Failure:
     """The event `restart`, if there was another attempt."""
     resized: tuple[int, int] | None = None
     """The nodes before and after, where there were more or fewer."""
-    moved: tuple[int, ...] = ()
-    """The ranks that got another node."""
+    moved: dict[int, str] = field(default_factory=dict)
+    """The ranks that got another node, each with its host."""
+    renewed: dict[int, str] = field(default_factory=dict)
+    """The ranks that lost their actor, and got a new one on the same host."""
     resumed: int | None = None
     """The step that the next attempt went on from."""
     checkpoint: str = ""
@@ -68,7 +70,8 @@ class Failure:
             "cause": dict(self.cause), "seat": dict(self.seat), "reason": self.reason, "text": self.text,
             "others": [dict(one) for one in self.others], "reached": self.reached, "resumed": self.resumed,
             "repeated": self.repeated, "s": self.s, "parts": {name: round(s, 4) for name, s in self.parts.items()},
-            "moved": list(self.moved), "checkpoint": self.checkpoint, "why_last": self.why_last,
+            "moved": list(self.moved), "renewed": list(self.renewed), "checkpoint": self.checkpoint,
+            "why_last": self.why_last,
         }  # fmt: skip
 
 
@@ -80,6 +83,8 @@ class Failures:
     before: int = 0
     """Pages in this folder, of runs before."""
     seats: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    before_it: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """The seats at the last failure."""
     silent: float = 0.0
     """When ranks fell silent that were then found to hang."""
     stopped: float = 0.0
@@ -103,7 +108,7 @@ class Failures:
             case "plan" | "resize" | "takeover":
                 if now and "before" in happened:
                     now.resized = (happened["before"], happened["nodes"])
-                self.seats = {seat["rank"]: seat for seat in happened["seats"]}
+                self._seat(happened)
             case "stop":
                 self.stopped = t
             case "failure":
@@ -116,8 +121,9 @@ class Failures:
                 now.restart, self.marks = happened, {}
             case "placed":
                 self.marks["place"] = t
+                self._seat(happened)
                 if now:
-                    now.moved = tuple(happened.get("moved", ()))
+                    self._moved(now, happened.get("moved", ()))
             case "began" | "joined":
                 self.marks["fork" if happened["kind"] == "began" else "rendezvous"] = t
             case "begin" if happened.get("rank") == 0:
@@ -130,12 +136,24 @@ class Failures:
                 return self._over(self.found[-1], happened)
         return None
 
+    def _seat(self, happened: Event) -> None:
+        """Who sits where from here on, where it tells."""
+        if "seats" in happened:
+            self.seats = {seat["rank"]: seat for seat in happened["seats"]}
+
+    def _moved(self, failure: Failure, ranks: Iterable[int]) -> None:
+        """These ranks got another seat: on another node, or where they were."""
+        for rank in ranks:
+            new, old = self.seats.get(rank, {}), self.before_it.get(rank, {})
+            stayed = "node" in new and new["node"] == old.get("node")
+            (failure.renewed if stayed else failure.moved)[rank] = new.get("host", "")
+
     def _begin(self, happened: Event) -> Failure:
         cause, t = happened["cause"], happened["t"]
         if (before := self.open) is not None:
             before.status = "restarted"  # and broke again before it had done a step
         detected = max(cause["at"], min(self.stopped or t, t))
-        self.stopped = 0.0
+        self.stopped, self.before_it = 0.0, self.seats
         number = len(self.found) + 1
         made = Failure(
             number=number, page=f"blame-{self.before + number}.txt", t=t, cause=cause, text=happened["text"],
@@ -167,7 +185,8 @@ class Failures:
             return failure
         step, failure.checkpoint = self.saved
         failure.repeated = max(0, failure.reached - step)
-        failure.parts["save"] = max(0.0, result["t"] - failure.t)
+        waited = failure.restart and "place" not in self.marks
+        failure.parts["place" if waited else "save"] = max(0.0, result["t"] - failure.t)
         return failure
 
 

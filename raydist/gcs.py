@@ -11,12 +11,11 @@ ANSWER_S = 10.0
 def answers(address: str) -> bool:
     """Whether a Ray answers at host:port. A LaunchError where it has another token: ray.init would try for ever."""
     import grpc
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
     from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    use_token()
     channel = init_grpc_channel(address)
     try:
         NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=ANSWER_S)
@@ -30,3 +29,10 @@ def answers(address: str) -> bool:
     finally:
         channel.close()
     return True
+
+
+def use_token() -> None:
+    """Show a cluster the token of this person from now on, if there is one: what Ray's own commands do first."""
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)

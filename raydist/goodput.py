@@ -111,6 +111,35 @@ class Spent:
         return total
 
 
+@dataclass
+class Arrival:
+    """How a launch ends: all ranks meet, then one of them does a step."""
+
+    world_size: int
+    began: float
+    """Seconds since the epoch when the ranks were told to start."""
+    met: float | None = None
+    """When the last of them had joined, once all have."""
+    joined: dict[int, float] = field(default_factory=dict)
+    """When each rank did."""
+    stepped: float | None = None
+    """When the first report of a step was made; a loop that waits for nobody makes it before the others are there."""
+
+    def add(self, happened: Event) -> dict[str, float]:
+        """Take in one event; the seconds of each part of the launch that is over with it."""
+        before = self.met, self.stepped
+        if happened["kind"] == "joined":
+            self.joined[happened["rank"]] = happened["t"]
+        elif happened["kind"] == "report" and "step" in happened and self.stepped is None:
+            self.stepped = happened["t"]
+        if self.met is None and len(self.joined) == self.world_size:
+            self.met = max(self.began, *self.joined.values())
+        if self.met is None or (self.met, self.stepped) == before:
+            return {}
+        over = {} if before[0] else {"rendezvous": self.met - self.began}
+        return over if self.stepped is None else {**over, "first step": max(0.0, self.stepped - self.met)}
+
+
 def apart(pair: Sequence[Event]) -> float:
     """Seconds between the first and the last of these."""
     return max(0.0, pair[-1]["t"] - pair[0]["t"]) if pair else 0.0

@@ -82,5 +82,6 @@ class Pace:
         return any(late)
 
     def looked(self, now: float) -> None:
-        """Somebody has looked, and all may be well: the next time after twice the silence."""
-        self.again = 2 * self.silence(now)
+        """Somebody has looked, and all may be well: the next time after twice the silence, and once at the limit."""
+        silence, limit = self.silence(now), self.settings.limit_s
+        self.again = min(2 * silence, limit) if silence < limit else 2 * silence

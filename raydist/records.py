@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,15 @@ def resume(job: Job, restarts: int, ranks: int, warn: Warn) -> list[Var]:
         warn(text)
         return []
     return [Var("RAYDIST_RESUME", str(found or ""), "the newest of this run" if own else f"resume={job.resume}")]
+
+
+def tell_saved(job: Job, events: Events) -> None:
+    """Tell of this run's newest checkpoint, if nobody has: a node that hears no more from the run saves by itself."""
+    folder = run_folder(job) / "checkpoints"
+    told = max((happened["step"] for happened in events.all() if happened["kind"] == "saved"), default=-1)
+    with contextlib.suppress(Exception), environment(job.env):  # a store that can't be asked: what was told is true
+        if checkpoint.newest_step(folder) > told and (found := checkpoint.newest(folder)) and found.step > told:
+            events.say("saved", rank=0, step=found.step, path=str(found.path), s=0.0)
 
 
 def gather(job: Job, events: Events) -> None:

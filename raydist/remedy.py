@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Callable
 
-from raydist.blame import End, is_victim
+from raydist.blame import End, disagree, is_victim
 
 RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     (
@@ -51,6 +51,11 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     (
         lambda end: end.type in ("ConfigError", "LaunchError"),
         "mend what the message says: another attempt would meet it again",
+    ),
+    (
+        disagree,
+        "compare what the ranks do at that step: all have to call the same collectives, in one order, with tensors of "
+        "the same shape; branches on the rank, and a smaller last batch on one of them, are the usual reasons",
     ),
     (
         is_victim,

@@ -12,11 +12,11 @@ from raydist.errors import RaydistError
 from raydist.events import Events
 from raydist.group import Gang
 from raydist.parcel import Call
-from raydist.restart import Again
 from raydist.result import Attempt, Result
 from raydist.signals import stoppable
-from raydist.watch import pages
 from raydist.watch.console import Console
+from raydist.watch.metadata import Metadata
+from raydist.watch.pages import Pages, there
 from raydist.words import compose
 
 T = TypeVar("T")
@@ -44,8 +44,8 @@ def run(job: Job | str | Callable[..., T], *words: str, args: Sequence[Any] = ()
 def run_job(job: Job, call: Call | None = None) -> Result[Any]:
     """THE FLOW: an attempt, what it came to, and one page about it."""
     folder = Path(job.dir)
-    with Console(job.watch) as console, Events(folder / "events.jsonl", (pages.Pages(folder), console)) as events:
-        events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=pages.there(folder))
+    with Console(job.watch) as console, Events(folder / "events.jsonl", (Pages(folder), console, Metadata())) as events:
+        events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=there(folder))
         try:
             with stoppable():
                 tried = attempt(job, call, events)
@@ -102,9 +102,9 @@ def carry_out(job: Job, call: Call | None, gang: Gang, events: Events, past: lis
     job = attempts.settled(job, gang.plan)
     gang.open(job, preload.of(job), home.warm(job), len(past))
     past.append(attempts.moved(job, call, gang, events, past) if past else attempts.attempt(job, call, gang, events))
-    while isinstance(verdict := restart.decide(job.restart, past), Again):
+    while isinstance(verdict := restart.decide(job.restart, past), restart.Again):
         if verdict.elsewhere and not gang.going():
             attempts.leave(job, gang, events, verdict)
             return None
         past.append(attempts.another(job, call, gang, events, verdict, past[-1]))
-    return attempts.conclude(past, verdict, gang)
+    return attempts.conclude(job, past, verdict, gang, events)

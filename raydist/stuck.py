@@ -14,6 +14,10 @@ IDLE = 0.2
 """CPUs below which a process counts as waiting: gloo's and Horovod's threads wake up often while they wait."""
 DISTRIBUTED = re.compile(r"/torch/distributed/|/horovod/")
 LOADER = re.compile(r"/torch/utils/data/dataloader\.py")
+WAITS = re.compile(r'/horovod/torch/mpi_ops\.py", line \d+ in synchronize$')
+"""Where the main thread waits for others for sure, however busy it is: Horovod asks a thousand times a second."""
+LEAVES = re.compile(r'/raydist/backends/__init__\.py", line \d+ in join\n.*/contextlib\.py", line \d+ in __exit__')
+"""The frames of a rank whose job has returned, and that waits to leave together with the others."""
 LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|<frozen|<string>")
 LAUNCH = re.compile(r"^<frozen runpy>|/runpy\.py|/raydist/(node/\w+|target)\.py")
 """Files of the frames that lead to the job's own."""
@@ -58,6 +62,17 @@ class Look:
         """Whether it waits for other ranks."""
         innermost = self.frames[:4]
         return self.waits_in is not None or any(DISTRIBUTED.search(frame["file"]) for frame in innermost)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for something, rather than computes."""
+        innermost = next((frame.group() for frame in self.frames), "")
+        return self.busy < IDLE or WAITS.search(innermost) is not None
+
+    @property
+    def left(self) -> bool:
+        """Whether its job has returned."""
+        return LEAVES.search("\n".join(frame.group() for frame in self.frames)) is not None
 
     @property
     def place(self) -> str:
@@ -112,7 +127,7 @@ def _stopped(looks: Sequence[Look]) -> Verdict | None:
 
 def _different(looks: Sequence[Look]) -> Verdict | None:
     """All wait, and not in the same collective: nobody will ever come to the others."""
-    if len(looks) < 2 or any(look.waits_in is None or look.busy >= IDLE for look in looks):
+    if len(looks) < 2 or any(look.waits_in is None or not look.idle for look in looks):
         return None
     kinds: dict[str, list[Look]] = {}
     for look in looks:
@@ -129,7 +144,7 @@ def _different(looks: Sequence[Look]) -> Verdict | None:
 
 def _absent(looks: Sequence[Look]) -> Verdict | None:
     """Some wait for others that are somewhere else."""
-    waiting = [look for look in looks if look.waiting and look.busy < IDLE]
+    waiting = [look for look in looks if look.waiting and look.idle and not look.left]
     absent = [look for look in looks if look not in waiting]
     if not waiting or not absent:
         return None
@@ -141,7 +156,7 @@ def _absent(looks: Sequence[Look]) -> Verdict | None:
 
 def _all_wait(looks: Sequence[Look]) -> Verdict | None:
     """All in the same collective, or all somewhere and idle."""
-    if any(look.busy >= IDLE for look in looks):
+    if not all(look.idle for look in looks):
         return None
     if all(look.waits_in is not None for look in looks) and len(looks) > 1:
         what = call(looks[0].waits_in or {})
@@ -156,9 +171,11 @@ def doing(look: Look) -> str:
         return f"waits for a disk or a device{line}"
     if any(LOADER.search(frame["file"]) for frame in look.frames):
         return f"waits for its data loader{line}"
+    if look.left:
+        return "has returned from the job, and waits for the others to leave"
     if not look.stack:
         return "does not answer: something holds it outside of Python"
-    return f"{'computes' if look.busy >= IDLE else 'waits'}{line}" + (f" ({look.phase})" if look.phase else "")
+    return f"{'waits' if look.idle else 'computes'}{line}" + (f" ({look.phase})" if look.phase else "")
 
 
 def call(entry: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -14,6 +15,7 @@ from raydist import blame, notice, result, signals, straggler
 from raydist.config import Job
 from raydist.errors import Stopped, cause, why
 from raydist.events import Event, Events
+from raydist.goodput import Arrival
 from raydist.group import Gang
 from raydist.lookout import Grown, Lookout
 from raydist.notice import Notice
@@ -36,8 +38,18 @@ CALLS_PER_S = 400.0
 """Answers that the driver takes per second from all seats together; with more ranks each speaks less often."""
 
 
+TAIL = 1 << 16
+"""Bytes of the end of a log in which an abort is looked up."""
+
 News = tuple[int, "Future[Any]"] | Stopped | Verdict | Notice | Grown
 """What the vigil hears: an answer of a rank's seat, or a word from outside."""
+
+
+def tail(log: Path) -> str:
+    """The end of a log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        return file.read().decode(errors="replace")
 
 
 class Vigil:
@@ -66,10 +78,12 @@ class Vigil:
         self._until: dict[int, int] = {}
         """The step that each rank is to do yet, before it leaves."""
         self._raised: dict[int, Event] = {}
+        self._heard: dict[int, float] = {}
+        """When the seat of each rank last answered, in seconds since the epoch."""
         self._deadline: float | None = None
         self._stop_at: float | None = None
         self._began = time.time()
-        self._joined: set[int] = set()
+        self._arrival = Arrival(gang.plan.world_size, self._began)
         self._stepped = False
 
     def keep(self) -> list[End]:
@@ -132,6 +146,7 @@ class Vigil:
                 replace(self._lost(rank, cause(error), why(error)), preempted=getattr(error, "preempted", False))
             )
             return
+        self._heard[rank] = time.time()
         with suppress(OSError):  # a full disk, of which the events tell
             self._files[rank].write(news["log"])
             if news["nccl"]:
@@ -158,24 +173,21 @@ class Vigil:
             self._raised[rank] = happened
             # Its process may hang in its own clean-up: the verdict doesn't wait for it.
             self._expect(VICTIM_S)
-        elif happened["kind"] == "joined":
-            self._joined.add(rank)
-            if len(self._joined) == self._gang.plan.world_size:
-                if self._after is None:
-                    self._events.say("phase", name="rendezvous", s=happened["t"] - self._began)
-                self._gang.settle()
-                self._began = happened["t"]
         elif happened["kind"] == "begin" and rank == 0:
             self._resumed = happened.get("resumed")
-        elif happened["kind"] == "report" and not self._stepped and "step" in happened:
-            self._first_step(rank, happened)
+        elif happened["kind"] == "report" and rank == 0 and "step" in happened and self._after and not self._stepped:
+            self._first_step(self._after, happened)
+        over = self._arrival.add(happened)
+        for name, s in over.items() if self._after is None else ():
+            self._events.say("phase", name=name, s=s)
+        if "rendezvous" in over:
+            self._gang.settle()
+            self._began = self._arrival.met or self._began
 
-    def _first_step(self, rank: int, report: Event) -> None:
-        after, step = self._after, report["step"]
-        if after is None:
-            self._stepped = True
-            self._events.say("phase", name="first step", s=report["t"] - self._began)
-        elif rank == 0 and step > (self._resumed or 0):  # before, it may be an evaluation
+    def _first_step(self, after: Again, report: Event) -> None:
+        """Tell what a restart has cost, now that rank 0 has done a step."""
+        step = report["step"]
+        if step > (self._resumed or 0):  # before, it may be an evaluation
             self._stepped = True
             repeated = after.reached - (step - 1 if self._resumed is None else self._resumed)
             took = report["t"] - after.since
@@ -205,13 +217,25 @@ class Vigil:
             return replace(made, how="stopped")
         if "by" in end:
             return replace(made, how="ended")
+        if made.signal == signal.SIGABRT:
+            made = replace(made, message=made.message or blame.last_words(tail(self._log(rank))))
         return replace(made, how="killed" if end["signal"] else "exited" if end["code"] else "finished")
 
     def _lost(self, rank: int, message: str, why: str = "") -> End:
         """The end of a rank of which only its last heartbeat is left."""
         step, phase, _ = self._sentry.beat(rank)
-        at = time.time()
-        return End(rank, self._host(rank), "lost", at, step, phase, message=message, why=why, log=str(self._log(rank)))
+        host, log = self._host(rank), str(self._log(rank))
+        return End(rank, host, "lost", self._lost_at(rank), step, phase, message=message, why=why, log=log)
+
+    def _lost_at(self, rank: int) -> float:
+        """When a rank was lost: a node that is cut off says nothing for seconds, before Ray gives it up."""
+        for end in self.ends.values():
+            if end.how == "lost" and end.host == self._host(rank):
+                return end.at
+        now, often = time.time(), max(TELL_S[1], self._gang.plan.world_size / CALLS_PER_S)
+        heard = self._heard.get(rank, now)
+        # where something has failed before, a word that is late must not make this the first
+        return heard if self._deadline is None and now - heard > 2 * often else now
 
     def _ended(self, end: End) -> None:
         if end.rank in self.ends:

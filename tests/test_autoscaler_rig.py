@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 from raydist.events import Event, read
 from tests.rig import Host, hosts, requires_root
@@ -21,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 PLUS = {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2}
 HEAD = {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0}
-CLUSTER = {
+CLUSTER: dict[str, Any] = {
     "cluster_name": "fake",
     "max_workers": 2,
     "provider": {
@@ -42,18 +45,36 @@ CLUSTER = {
 """What ray.cluster_utils.AutoscalingCluster makes of an example that Ray's wheel lacks."""
 
 
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
+NEWER = {
+    **CLUSTER["provider"], "type": "external", "launch_multiple": True, "head_node_id": FAKE_HEAD_NODE_ID,
+    "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+}  # fmt: skip
+"""The same provider for Ray's second autoscaler, by another name: under its own it asks for that missing example."""
+NEWER_ENV = {
+    "RAY_enable_autoscaler_v2": "1",
+    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+}
+
+
+@contextmanager
+def head(config: dict[str, Any], more: dict[str, str]) -> Iterator[Host]:
     """A head of one CPU, whose autoscaler may add two nodes of two CPUs."""
     with hosts(1) as rig:
         (made,) = rig.hosts
-        config = Path(made.environment["HOME"]) / "cluster.json"
-        config.write_text(json.dumps(CLUSTER))
-        words = [f"--autoscaling-config={config}", f"--node-ip-address={made.address()}", "--port=6379", "--num-cpus=1"]
+        file = Path(made.environment["HOME"]) / "cluster.json"
+        file.write_text(json.dumps(config))
+        words = [f"--autoscaling-config={file}", f"--node-ip-address={made.address()}", "--port=6379", "--num-cpus=1"]
         words += [f"--object-store-memory={2**28}", f"--temp-dir={made.environment['RAY_TMPDIR']}/ray"]
-        env = {"PYTHONPATH": str(ROOT), "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        env = {"PYTHONPATH": str(ROOT), "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", **more}
         made.run([*RAY, "start", "--head", "--disable-usage-stats", "--include-dashboard=false", *words], env=env)
         made.environment["RAY_ADDRESS"] = f"{made.address()}:6379"
+        yield made
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    with head(CLUSTER, {}) as made:
         yield made
 
 
@@ -78,10 +99,11 @@ ray.init(logging_level="ERROR")
 until = time.monotonic() + float(sys.argv[1])
 while (count := sum(node["Alive"] for node in ray.nodes())) > 1 and time.monotonic() < until:
     time.sleep(1)
-print(count)
+print(f"alive: {count};")
 """
     told = host.run(["python", "-c", code, str(patience)]).stdout
-    return int(told.split()[-1])  # the autoscaler has its say before
+    (count,) = re.findall(r"alive: (\d+);", told)  # the autoscaler has its say before and after
+    return int(count)
 
 
 def ended(run: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
@@ -91,14 +113,32 @@ def ended(run: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
     return made
 
 
-def test_what_no_kind_of_node_can_hold_is_refused_at_once(host: Host, tmp_path: Path) -> None:
-    run = start(host, tmp_path / "run", "scale=1x3")
-    assert run.wait(60) == 2
-    said = (tmp_path / "run" / "screen.txt").read_text()
+def refused(host: Host, folder: Path) -> None:
+    """A job that no kind of node can hold is, at once."""
+    run = start(host, folder, "scale=1x3")
+    assert run.wait(100) == 2
+    said = (folder / "screen.txt").read_text()
     assert "can never hold" in said
     assert "up to 2 more of the autoscaler's type plus with 2 CPU" in said
     assert "say scale=3x1" in said
+
+
+def test_what_no_kind_of_node_can_hold_is_refused_at_once(host: Host, tmp_path: Path) -> None:
+    refused(host, tmp_path / "run")
     assert alive(host) == 1
+
+
+def test_rays_second_autoscaler_is_understood_too(tmp_path: Path) -> None:
+    with head({**CLUSTER, "provider": NEWER}, NEWER_ENV) as newer:
+        assert any("autoscaler/v2/monitor.py" in line for line in newer.processes().values())
+        # On Kubernetes it is in a container of its own: that there is one is then all that can be known.
+        code = "import ray, raydist.autoscaler as it; ray.init(logging_level='ERROR'); print('works:', it.works())"
+        assert "works: True" in newer.run(["python", "-c", code], env={"PYTHONPATH": str(ROOT)}).stdout
+        refused(newer, tmp_path / "never")
+        run = start(newer, tmp_path / "run", "scale=1x2")
+        assert ended(run, tmp_path / "run")["world_size"] == 2
+        (wait, *_) = events(tmp_path / "run", "wait")
+        assert wait["text"].startswith("waiting for 1 more node with 2 CPU: 0 of 1 there")
 
 
 def test_a_job_waits_for_nodes_grows_with_them_and_they_go(host: Host, tmp_path: Path) -> None:

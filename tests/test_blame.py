@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydist import blame
-from raydist.blame import End, compact, failure_text, first_cause, is_victim
+from raydist.blame import End, compact, failure_text, first_cause, is_victim, last_words, reason
+from raydist.remedy import remedy
 
 TAIL = "Check the logs of the remote worker before reporting an error. GLHF! \U0001f3d6\ufe0f"
 PAIR = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc"
@@ -115,6 +116,64 @@ def test_an_abort_may_be_a_watchdogs_so_a_sure_culprit_goes_before_it() -> None:
 def test_of_victims_alone_the_earliest_is_told() -> None:
     first, second = raised(1, "RuntimeError", RESET, at=1.0), raised(0, "RuntimeError", CLOSED, at=2.0)
     assert first_cause([second, first]) is first
+
+
+GLOO_ABORT = """
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at /gloo/transport/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 8 vs 4. Received \
+data size doesn't match expected size. Is there a distributed collective mismatch in your code?
+Fatal Python error: Aborted
+
+Thread 0x00007f6fbc2ff6c0 (most recent call first):
+"""
+SHAPES = "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [3], but another rank sent [5]."
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (GLOO_ABORT, "[enforce fail at /gloo/transport/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 8 vs 4."),
+        ("a line\ndouble free or corruption (out)\n", "double free or corruption (out)"),
+        ("F1121 10:00:00.0 12 file.cpp:3] Check failed: a == b\nmore", "F1121 10:00:00.0 12 file.cpp:3] Check failed"),
+        ("step 3\nstep 4\n", ""),
+        ("  what(): one\n  what():  the last\n" + "x" * 70_000, "the last"),
+    ],
+)
+def test_why_native_code_gave_up_is_read_from_the_log(log: str, words: str) -> None:
+    assert last_words(log).startswith(words)
+    assert bool(last_words(log)) == bool(words)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        End(0, "a", "killed", 2.0, signal=signal.SIGABRT, message=last_words(GLOO_ABORT)),
+        End(0, "a", "raised", 2.0, type="HorovodInternalError", message=SHAPES),
+    ],
+    ids=["gloo", "horovod"],
+)
+def test_ranks_at_different_collectives_are_told_as_that(first: End) -> None:
+    """Not as the end of a peer, which is what an abort and Horovod's error may be otherwise."""
+    ends = [first, raised(1, "RuntimeError", RESET, at=1.0)]
+    assert first_cause(ends) is first
+    assert "only the job can tell which of the two is wrong" in reason(ends)
+    assert "call the same collectives" in remedy(first)
+
+
+def test_a_rank_that_had_finished_is_named_where_another_waited_for_it() -> None:
+    """Its process is seen to end a moment after the others hear of it."""
+    waited = raised(0, "RuntimeError", RESET, at=1.0)
+    ends = [waited, End(1, "b", "finished", 1.1, step=60)]
+    assert "rank 1 had finished before: did the job return early there?" in failure_text(ends)
+    assert reason(ends) == "rank 1 had finished before: all that failed say what the end of another rank causes"
+    assert reason([waited, End(1, "b", "stopped", 1.1)]).startswith("no rank is known that began it: ")
+
+
+def test_ranks_of_one_node_are_lost_at_once_whoever_is_heard_of_first() -> None:
+    ends = [End(rank, f"host-{rank // 2}", "lost", 2.0 - rank / 1000) for rank in range(2)]
+    ends += [raised(2, "RuntimeError", RESET), End(3, "host-1", "stopped", 3.0)]
+    assert first_cause(ends) is ends[0]
+    assert reason(ends) == "ranks 0-1 were lost at once, with the node or the actor that held them on host-0"
 
 
 def test_nobody_is_blamed_where_nobody_failed() -> None:

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-from raydist import checkpoint, context
-from raydist.config import Checkpoint
+from raydist import checkpoint, context, records, writing
+from raydist.config import Checkpoint, Job
 from raydist.errors import ConfigError
-from raydist.events import Event
+from raydist.events import Event, Events
 
 
 @pytest.fixture
@@ -336,3 +336,18 @@ def test_a_saver_killed_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None
         assert torch.equal(found.state["weights"], torch.full((200_000,), float(found.step)))
         assert found.step >= last
         last = found.step
+
+
+def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path) -> None:
+    """The server of a node that hears no more from the run leaves one; one that was told of is told once."""
+    job = Job(dir=str(tmp_path))
+    with Events(tmp_path / "events.jsonl") as stream:
+        records.tell_saved(job, stream)
+        assert list(stream.all()) == []
+        for step in (8, 16):
+            writing.write(tmp_path / "checkpoints", step, {"a": torch.ones(1)}, {"world_size": 1, "metrics": {}})
+        stream.say("saved", rank=0, step=8, path="…", s=0.1)
+        for _ in range(2):
+            records.tell_saved(job, stream)
+        assert [event["step"] for event in stream.all()] == [8, 16]
+        assert [*stream.all()][-1]["path"] == str(tmp_path / "checkpoints" / "step-00000016")

@@ -97,10 +97,12 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
     tunnel = start(own, dashboard.removesuffix(" &"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     reached = "until (exec 3<>/dev/tcp/127.0.0.1/8265) 2>/dev/null; do sleep 0.2; done"
     screen = typed(own, reached, export, submit)
+    patience(own, export)
     tunnel.kill()
     assert re.search(r"^  network +gloo over eth0 on 3 nodes", screen, re.MULTILINE), screen
     assert "succeeded" in screen
 
+    assert (nodes[0].folder / "home/saved").exists()
     (told,) = (nodes[0].folder / "home/raydist/runs").glob("*/*/result.json")
     assert json.loads(told.read_text())["world_size"] == sum(1 for _ in told.parent.glob("logs/rank-*.log"))
     for node in nodes:  # who has no key of the cluster's gets nothing, and others of the machine can't read it
@@ -112,6 +114,23 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
 
     typed(own, down)
     wait_until(lambda: [of_ray(node) for node in nodes] == [[], [], []], "three hosts without Ray", 100)
+
+
+LATE = """
+import pathlib, signal, time
+signal.signal(signal.SIGTERM, lambda *_: [time.sleep(6), pathlib.Path.home().joinpath("saved").touch(), exit()])
+print("begun", flush=True)
+while True: time.sleep(1)
+"""
+
+
+def patience(own: Host, export: str) -> None:
+    """`ray job stop` gives a job longer than Ray's own three seconds to save."""
+    (own.folder / "home/late").mkdir()
+    (own.folder / "home/late/late.py").write_text(LATE)
+    sent = "ray job submit --submission-id late --no-wait --working-dir ~/late -- python late.py"
+    typed(own, export, sent, "until ray job logs late | grep -q ^begun; do sleep 0.5; done", "ray job stop late")
+    assert "was stopped" in typed(own, export, "ray job status late")
 
 
 def environment_of(host: Host, program: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from raydist import blame
 from raydist.blame import End
 from raydist.events import Event, Events
 from raydist.failures import Failure, fold
-from raydist.goodput import Spent
+from raydist.goodput import Arrival, Spent
 from raydist.remedy import RULES, remedy
 from raydist.watch import pages
 from raydist.watch.page import page
@@ -116,6 +116,35 @@ def test_the_page_of_a_restart() -> None:
         assert words in text
 
 
+def test_the_page_tells_who_moved_and_who_only_got_a_new_actor() -> None:
+    """And the next page has the place where the rank is then."""
+    seats = [{**seat, "node": str(seat["rank"])} for seat in SEATS]
+    later = [{**seats[0]}, {**seats[1], "host": "node-9", "ip": "10.0.0.9", "node": "9"}, {**seats[2]}]
+    launch = [at(0, "run", name="x", dir="runs/x"), at(0.1, "plan", backend="gloo", world_size=3, seats=seats)]
+    lost = failure(replace(KILLED, how="lost", signal=0, why=OOM.why), ECHO)
+    again = [event | {"moved": [1, 2], "seats": later} if event["kind"] == "placed" else event for event in RESTART]
+    first, second = fold([*launch, lost, *again, failure()])
+    text = page(first, "runs/x")
+    for words in (
+        "rank 1 on node-7, last heard of at step 20, in forward: lost: out of memory",
+        "place: host node-7, address 10.0.0.1",
+        "all ranks forked again, in another place",
+        "another node for rank 1: node-9",
+        "a new actor for rank 2: node-8",
+    ):
+        assert words in text
+    assert (first.moved, first.renewed) == ({1: "node-9"}, {2: "node-8"})
+    assert "place: host node-9, address 10.0.0.9" in page(second, "runs/x")
+
+
+def test_a_restart_for_which_there_was_no_place_is_told_as_that() -> None:
+    """And the time went with the wait for one."""
+    end = at(40.4, "result", status="failed", failure="gave up after 30 s", why_last="")
+    (found,) = fold([*BROKEN, RESTART[0], end])
+    assert found.parts == pytest.approx({"detect": 0.25, "kill": 0.15, "place": 30.0})
+    assert "restart 1, up to 3 are forgiven, but there was no place for all ranks: gave up" in page(found, "runs/x")
+
+
 def test_nothing_in_a_page_moves_the_cursor() -> None:
     assert "\x1b" not in told(*LAUNCH, failure(replace(ECHO, message="\x1b[2Jgone")))
 
@@ -135,7 +164,7 @@ OOM = replace(KILLED, why="out of memory: the kernel's out-of-memory killer chos
          [], "the only rank", "RAY_memory_usage_threshold"),
         (HUNG, [], "what each rank was found doing", "kill -STOP"),
         (replace(HUNG, message="ranks wait"), [], "what each rank was found doing", "compare the stacks"),
-        (ECHO, [], "the only rank", "look at the logs"),
+        (ECHO, [], "no rank is known that began it", "look at the logs"),
         (ECHO, [replace(ECHO, rank=1)], "no rank is known that began it", "look at the logs"),
         (KILLED, [replace(KILLED, rank=3, at=KILLED.at + 0.5)], "the first of 2 that may be at fault, 0.500 s",
          "ask who ends"),
@@ -213,3 +242,22 @@ def test_failures_know_what_became_of_them_only_when_it_is_known() -> None:
     assert isinstance(found, Failure)
     assert (found.s, found.repeated, found.status) == (None, None, "running")
     assert "what was done" not in page(found, "runs/x")
+
+
+def test_a_launch_ends_with_a_step_and_no_part_of_it_is_negative() -> None:
+    """A loop that waits for nobody does its first step before the others are there; and clocks of hosts differ."""
+
+    def parts(*happened: Event) -> dict[str, float]:
+        launch, told = Arrival(2, T0), dict[str, float]()
+        for each in happened:
+            over = launch.add(each)
+            assert not told.keys() & over.keys()
+            told |= over
+        return told
+
+    one, other = (at(second, "joined", rank=rank, pid=1) for rank, second in ((0, 0.25), (1, 0.75)))
+    early, late = report(0.5, 1), report(1.0, 1)
+    assert parts(one, other, late, report(1.5, 2)) == {"rendezvous": 0.75, "first step": 0.25}
+    assert parts(other, one, late) == {"rendezvous": 0.75, "first step": 0.25}  # heard in another order
+    assert parts(one, early, other) == parts(one, other, early) == {"rendezvous": 0.75, "first step": 0.0}
+    assert parts(one, at(-0.5, "joined", rank=1, pid=1), at(0.3, "report", rank=0, values={})) == {"rendezvous": 0.25}

@@ -18,6 +18,7 @@ from raydist.events import Event, read
 from raydist.run import run_job
 from raydist.stuck import Look
 from raydist.words import compose
+from tests.horovod_ranks import requires_horovod
 from tests.leftovers import alive
 
 pytestmark = pytest.mark.ray
@@ -83,6 +84,35 @@ def test_what_can_not_get_better_ends_the_run_and_names_the_culprit(
     assert "in train" in (result.dir / "logs" / "rank-0.stacks").read_text()
     pids = [happened["pid"] for happened in read(result.dir / "events.jsonl") if happened["kind"] == "began"]
     assert not [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("gloo", "killed by SIGABRT (native code gave up"),
+        pytest.param("horovod", "HorovodInternalError: Mismatched ALLREDUCE tensor shapes", marks=requires_horovod),
+    ],
+)
+def test_ranks_that_disagree_on_a_shape_are_told_as_that(on_ray: Path, backend: str, words: str) -> None:
+    """gloo aborts the one that gets more than it has room for, and says so in its log; Horovod raises on all ranks."""
+
+    def job() -> None:
+        import torch
+
+        size = 5 if raydist.rank().rank == 1 else 3
+        if backend == "horovod":
+            import horovod.torch as hvd
+
+            hvd.allreduce(torch.ones(size), name="grads")
+        else:
+            torch.distributed.all_reduce(torch.ones(size))
+
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(job, "scale=1x2", "group=inline", "watch.progress=none", "restart=none", f"backend={backend}")
+    page = (caught.value.result.dir / "blame-1.txt").read_text()
+    for each in (words, "only the job can tell which of the two is wrong", "all have to call the same collectives"):
+        assert each in page
+    assert backend == "horovod" or "Received data size doesn't match expected size" in page
 
 
 def test_horovods_ranks_too(on_ray: Path) -> None:

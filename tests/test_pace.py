@@ -89,6 +89,16 @@ def test_after_a_look_in_vain_the_next_comes_after_twice_the_silence() -> None:
     assert pace.silent(25.0)
 
 
+def test_a_look_in_vain_puts_off_the_limit_no_more_than_once() -> None:
+    pace = steady(0.1, settings=Hang(limit_s=10))
+    pace.looked(6.0)  # twice that would be beyond the limit
+    assert not pace.silent(10.9)
+    assert pace.silent(11.1)
+    pace.looked(11.1)  # its ranks have no heartbeat, or it would be over: not at every moment from here on
+    assert not pace.silent(21.0)
+    assert pace.silent(21.3)
+
+
 def test_nobody_is_never_silent() -> None:
     assert not Pace(Hang()).silent(1e9)
 

@@ -24,9 +24,29 @@ PROGRAM = (
 )
 
 
+BACKENDS = ["gloo", pytest.param("horovod", marks=requires_horovod)]
+ROOM = 8 << 30
+"""Bytes that a host has, as its memory cgroup tells: Ray's memory monitor reads it there, as in a container."""
+
+
+def furnish(host: Host) -> None:
+    """A memory cgroup that a test may fill."""
+    host.run(["mount", "-t", "tmpfs", "tmpfs", "/sys/fs/cgroup"])
+    (host.root / "sys/fs/cgroup/memory.stat").write_text("inactive_file 0\nactive_file 0\n")
+    (host.root / "sys/fs/cgroup/memory.max").write_text(f"{ROOM}\n")
+    use(host, 0.1)
+
+
+def use(host: Host, share: float) -> None:
+    """So much of its memory is in use."""
+    (host.root / "sys/fs/cgroup/memory.current").write_text(f"{int(share * ROOM)}\n")
+
+
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def rig() -> Iterator[Rig]:
     with hosts(3) as made:
+        for host in made.hosts:
+            furnish(host)
         made.ray_up(cpus=2, env=ENV)
         yield made
 
@@ -60,17 +80,41 @@ def host_of(rig: Rig, folder: Path, rank: int) -> Host:
     return next(host for host in rig.hosts if host.name == name)
 
 
-def weights(folder: Path) -> Any:
-    from raydist import checkpoint
+def servers(rig: Rig) -> list[str]:
+    """The fork servers and ranks on the hosts."""
+    return [line for host in rig.hosts for line in host.processes().values() if "raydist.node.forkserver" in line]
 
-    return checkpoint.load(Path(result(folder)["checkpoint"]))["model"]
+
+def test_a_seat_that_rays_memory_monitor_ends_is_told_as_that(rig: Rig, tmp_path: Path) -> None:
+    """Ray ends it, because the memory of its host is all but full. The first test: no host was down before."""
+    struck = tmp_path / "struck"
+    run = start(rig, struck, "scale=2x1", "train.epochs=1000", "restart=none")
+    wait_until(lambda: reached(struck, 20), "step 20", 90)
+    victim = host_of(rig, struck, 1)
+    use(victim, 0.99)
+    try:
+        assert run.wait(100) == 1, (struck / "screen.txt").read_text()
+    finally:
+        use(victim, 0.1)
+    cause = result(struck)["cause"]
+    assert (cause["rank"], cause["how"], cause["host"]) == (1, "lost", victim.name)
+    saved = int(Path(result(struck)["checkpoint"]).name.removeprefix("step-"))
+    assert saved >= 20
+    page = (struck / "run" / "blame-1.txt").read_text()
+    for words in (
+        f"rank 1 on {victim.name}, last heard of at step",
+        "lost: out of memory: Ray's memory monitor ended its actor, because the node had no more (7.92GB used / 8.00GB",
+        "Ray's limit is RAY_memory_usage_threshold",
+        f"step {saved} is on the disk",
+    ):
+        assert words in page
+    wait_until(lambda: not servers(rig), "end of all ranks", 60)
 
 
-def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_path: Path) -> None:
-    words = ("scale=2x1", "train.epochs=6")
-    whole, struck = tmp_path / "whole", tmp_path / "struck"
-    assert start(rig, whole, *words).wait(120) == 0, (whole / "screen.txt").read_text()
-    run = start(rig, struck, *words)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_path: Path, backend: str) -> None:
+    struck = tmp_path / "struck"
+    run = start(rig, struck, "scale=2x1", "train.epochs=6", f"backend={backend}")
     wait_until(lambda: reached(struck, 20), "step 20", 90)
     # the head has the lowest address: if it has a rank, it is rank 0
     lost = 1
@@ -81,16 +125,19 @@ def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_pa
     assert back["repeated"] <= 1
     (end,) = result(struck)["restarts"]
     assert (end["rank"], end["how"]) == (lost, "lost")
-    assert result(struck)["metrics"]["test_loss"] > 0
-    (noted,) = json.loads((rig.hosts[0].folder / "home" / ".cache" / "raydist" / "nodes.json").read_text())
-    assert (noted["host"], noted["what"], noted["run"]) == (victim.name, "lost", str(struck / "run"))
     # the generators of the lost rank are lost with it, and are seeded anew: not to the last bit, but the same training
-    assert weights(struck).keys() == weights(whole).keys()
+    assert {event["step"] for event in events(struck, "report") if event["rank"] == 0} == set(range(1, 97))
+    assert result(struck)["metrics"]["test_loss"] > 0
+    ledger = json.loads((rig.hosts[0].folder / "home" / ".cache" / "raydist" / "nodes.json").read_text())
+    assert [(noted["host"], noted["what"], noted["run"]) for noted in ledger if noted["run"] == f"{struck}/run"] == [
+        (victim.name, "lost", f"{struck}/run")
+    ]
+    wait_until(lambda: not servers(rig), "end of all ranks", 60)
     victim.boot()
     rig.ray_join(victim, cpus=2, env=ENV)
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("horovod", marks=requires_horovod)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_host_that_is_cut_off_is_replaced_by_another_and_no_step_is_lost(
     rig: Rig, tmp_path: Path, backend: str
 ) -> None:
@@ -106,7 +153,9 @@ def test_a_host_that_is_cut_off_is_replaced_by_another_and_no_step_is_lost(
     (end,) = result(struck)["restarts"]
     assert (end["rank"], end["how"]) == (1, "lost")
     page = (struck / "run" / "blame-1.txt").read_text()
-    assert "another node for rank 1" in page
+    assert "another node for rank 1: host" in page
+    # Ray asks several times before it gives a node up: that is part of what the failure has cost
+    assert json.loads((struck / "run" / "blame-1.json").read_text())["parts"]["detect"] > 2
     rig.restore(victim)
     victim.kill()
     victim.boot()

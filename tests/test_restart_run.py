@@ -20,12 +20,13 @@ from raydist.events import Event, read
 from raydist.result import Result
 from tests import faults
 from tests.faults import Fault, kill
-from tests.leftovers import folders_of, gone, groups
+from tests.horovod_ranks import requires_horovod
+from tests.leftovers import alive, folders_of, gone, groups
 from tests.programs import Program
 
 pytestmark = pytest.mark.ray
 WORDS = ("watch.progress=none", "train.epochs=3", "data.batch_size=8", "optim=sgd", "snapshot.every=1", "seed=5")
-BACKENDS = ["gloo", "horovod"]
+BACKENDS = ["gloo", pytest.param("horovod", marks=requires_horovod)]
 
 
 def train(*words: str, struck: tuple[Fault, ...] = (), group: str = "inline") -> Result[Any]:
@@ -77,12 +78,16 @@ def test_a_run_that_is_struck_ends_as_if_it_had_not_been(on_ray: Path, backend: 
     (back,) = events(done, "restarted")
     assert (back["number"], back["step"], back["repeated"]) == (1, struck.step + 1, 0)
     assert not done.failure
+    assert len(events(done, "began")) == 4
+    assert not [event["pid"] for event in events(done, "began") if alive(event["pid"])]
 
 
-@pytest.mark.parametrize("group", ["inline", "ray"])
-def test_two_faults_and_a_snapshot_now_and_then(on_ray: Path, group: str) -> None:
-    done = train("snapshot.every=4", struck=(kill(1, 10), kill(0, 30, 1)), group=group)
-    assert (done.values, losses(done)) == unbroken("gloo")
+@pytest.mark.parametrize(
+    ("group", "backend"), [("inline", "gloo"), pytest.param("ray", "horovod", marks=requires_horovod)]
+)
+def test_two_faults_and_a_snapshot_now_and_then(on_ray: Path, group: str, backend: str) -> None:
+    done = train(f"backend={backend}", "snapshot.every=4", struck=(kill(1, 10), kill(0, 30, 1)), group=group)
+    assert (done.values, losses(done)) == unbroken(backend)
     assert [event["repeated"] for event in events(done, "restarted")] == [2, 2]
     assert [event["number"] for event in events(done, "restart")] == [1, 2]
     assert [end.rank for end in done.restarts] == [1, 0]
@@ -271,10 +276,13 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_path")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_the_last_state_on_the_disk(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "backend"),
+    [(signal.SIGTERM, "gloo"), pytest.param(signal.SIGINT, "horovod", marks=requires_horovod)],
+)
+def test_a_signal_leaves_the_last_state_on_the_disk(tmp_path: Path, number: signal.Signals, backend: str) -> None:
     """Ctrl-C; SIGTERM, as `ray job stop` and batch systems send it."""
-    started = program(tmp_path, "checkpoint.every=100000")
+    started = program(tmp_path, "checkpoint.every=100000", f"backend={backend}")
     started.until_step(20)
     started.signal(number)
     assert started.wait() == 128 + number, started.screen
@@ -306,14 +314,17 @@ def back(started: Program, count: int) -> bool:
 
 
 @pytest.mark.usefixtures("on_path")
-def test_a_storm_changes_nothing(tmp_path: Path, on_ray: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "epochs", "kills"), [("gloo", 25, 12), pytest.param("horovod", 9, 4, marks=requires_horovod)]
+)
+def test_a_storm_changes_nothing(tmp_path: Path, on_ray: Path, backend: str, epochs: int, kills: int) -> None:
     """A rank is killed every now and then, whichever it is and whatever it does."""
-    words = ("train.epochs=25", "checkpoint.every=30", "restart.max=1000")
+    words = (f"backend={backend}", f"train.epochs={epochs}", "checkpoint.every=30", "restart.max=1000")
     whole = train(*words)
     ended: Any = whole.values[0]
     (tmp_path / "storm").mkdir()
     started = program(tmp_path / "storm", *words)
-    for count in range(12):
+    for count in range(kills):
         started.until(partial(back, started, count), "restart")
         started.until_step(30 * (count + 1))
         ranks = [event["pid"] for event in started.events("began")][-2:]
@@ -324,7 +335,7 @@ def test_a_storm_changes_nothing(tmp_path: Path, on_ray: Path) -> None:
     saved = checkpoint.load(Path(started.result()["checkpoint"]))
     for name, value in saved["model"].items():
         assert value.tolist() == ended["weights"][name]
-    assert len(started.result()["restarts"]) == 12
+    assert len(started.result()["restarts"]) == kills
     assert gone(str(started.tmp)) == []
 
 

@@ -35,9 +35,10 @@ LAYERS = """
     node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
     places reserve rescue group records inline notice sentry lookout vigil mpi attempts ledger lifetime gcs autoscaler
     cluster home
-    watch.progress watch.wording watch.output watch.terminal watch.lines watch.page watch.pages watch.console watch
+    watch.progress watch.wording watch.output watch.terminal watch.lines watch.page watch.pages watch.metadata
+    watch.console watch
     run
-    train tools tools.launch tools.plan tools.horovod_build tools.horovod
+    train tools tools.launch tools.submit tools.plan tools.horovod_build tools.horovod
     tools.bandwidth_figures tools.bandwidth_plot tools.bandwidth_ranks tools.bandwidth
     tools.doctor_findings tools.doctor_report tools.doctor_rounds tools.doctor
 """

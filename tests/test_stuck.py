@@ -125,6 +125,27 @@ def test_horovod_has_no_recorder_but_a_stack() -> None:
     assert "ranks 0, 2 wait in a collective" in verdict.text
 
 
+def test_horovods_waiting_is_known_by_its_stack_and_so_is_a_job_that_has_returned() -> None:
+    """As busy as Horovod's two threads are that ask every millisecond, on a machine with much to do."""
+    horovod = (("/env/lib/python3.11/site-packages/horovod/torch/mpi_ops.py", 1285, "synchronize"),)
+    leaving = (
+        ("/home/me/raydist/backends/horovod.py", 152, "join"),
+        ("/usr/lib/python3.11/contextlib.py", 144, "__exit__"),
+        ("/home/me/raydist/backends/__init__.py", 86, "join"),
+        ("/usr/lib/python3.11/contextlib.py", 144, "__exit__"),
+        ("/home/me/raydist/node/entry.py", 113, "run_job"),
+    )
+    waiting = [Look(rank, "a", state="S", busy=0.4, stack=stack(*horovod, *JOB)) for rank in (0, 2)]
+    gone = Look(1, "b", state="S", busy=0.4, stack=stack(*horovod, *leaving))
+    verdict = judge([waiting[0], gone, waiting[1]])
+    assert (verdict.culprits, verdict.certain) == ((1,), False)
+    assert verdict.text == (
+        "ranks 0, 2 wait in a collective, but rank 1 on b has returned from the job, and waits for the others to leave"
+    )
+    joining = Look(1, "b", stack=stack(*(frame for frame in leaving if frame[2] != "__exit__")))
+    assert not joining.left
+
+
 def test_many_that_are_not_there_are_counted() -> None:
     assert "and 6 more" in judge([waits(0, entry(10)), *(elsewhere(rank) for rank in range(1, 11))]).text
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from raydist.blame import End
+from raydist.blame import End, name_ranks
 from raydist.failures import PARTS, Failure
 from raydist.remedy import remedy
 from raydist.watch.wording import clean, count
@@ -91,11 +91,12 @@ def done(failure: Failure) -> list[str]:
         return []
     free = restart.get("free")
     number = f"restart {restart['number']}" + ("" if free else f", up to {restart['most']} are forgiven")
+    if "place" in failure.parts and failure.status in ("failed", "stopped"):
+        return [f"{number}, but there was no place for all ranks: {failure.why_last or failure.status}"]
     lines = [f"{number}: all ranks forked again" + (", in another place" if failure.moved else " where they were")]
-    if failure.moved:
-        lines.append(
-            f"another node for rank{'s' if len(failure.moved) > 1 else ''} {', '.join(map(str, failure.moved))}"
-        )
+    for what, ranks in (("another node", failure.moved), ("a new actor", failure.renewed)):
+        hosts = sorted(set(ranks.values()) - {""})
+        lines += [f"{what} for {name_ranks(ranks)}" + (f": {', '.join(hosts)}" if hosts else "")] if ranks else []
     if failure.resized:
         before, after = failure.resized
         lines.append(f"{'fewer' if after < before else 'more'} nodes: {after}, there were {before}")
