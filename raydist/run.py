@@ -43,12 +43,11 @@ def run(job: Job | str | Callable[..., T], *words: str, args: Sequence[Any] = ()
 
 def run_job(job: Job, call: Call | None = None) -> Result[Any]:
     """THE FLOW: an attempt, what it came to, and one page about it."""
-    folder = Path(job.dir)
-    with Console(job.watch) as console, Events(folder / "events.jsonl", (Pages(folder), console, Metadata())) as events:
-        events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=there(folder))
+    folder, console = Path(job.dir), Console(job.watch)
+    with stoppable(), console, Events(folder / "events.jsonl", (Pages(folder), console, Metadata())) as events:
         try:
-            with stoppable():
-                tried = attempt(job, call, events)
+            events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=there(folder))
+            tried = attempt(job, call, events)
         except RaydistError as error:
             tried = Attempt(error=error)
         outcome: Result[Any] = result.conclude(folder, tried, events.all())
