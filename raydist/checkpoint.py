@@ -3,10 +3,10 @@
     RUN_DIR/checkpoints/step-00000120/state.pt     torch.save of the state
                                       meta.json    step, world size, metrics, size and checksum of each file
                                       part-00003.pt    of each rank, in the place of state.pt: node/parts.py
+
 A checkpoint is complete when its meta.json can be read and all it names is there, in that size and with that checksum.
 With `storage=` the same lies below a folder or a URL: there meta.json comes last and goes first, and the checksum is
-looked at when a node fetches the state. Only rank 0 writes; nothing here is a collective, and nothing here but `save`
-and `load` needs torch.
+looked at when a node fetches the state. Nothing here is a collective, and nothing but `save` and `load` needs torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raydist import context, storage
 from raydist.config import Checkpoint
 from raydist.errors import ConfigError, RaydistError
 from raydist.storage import Place, Remote, place
-from raydist.writing import META, STATE, unloadable, write
+from raydist.writing import META, STATE, sizes, unloadable, write
 
 PAUSES_S = (1.0,)
 """Seconds between tries to write to a store that can't be reached. Its own driver tries again within each."""
@@ -242,7 +242,7 @@ def examine(path: Place) -> Saved:
         expected = [(name, int(facts["bytes"]), facts["xxh3_128"]) for name, facts in meta["files"].items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Flaw(f"{META} can't be read ({type(error).__name__}: {error})") from error
-    there = path.sizes() if isinstance(path, Remote) else {p.name: p.stat().st_size for p in path.iterdir()}
+    there = sizes(path)
     for name, size, checksum in expected:
         if name not in there:
             raise Flaw(f"{name} is missing")

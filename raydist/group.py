@@ -149,9 +149,11 @@ class Gang(AbstractContextManager["Gang"]):
 
     def going(self) -> list[int]:
         """The ranks whose nodes are about to be taken away, where those that stay are enough to go on."""
-        away = self.draining() if self.reserve is not None else {}
+        if self.reserve is None:
+            return []
+        away = self.draining()
         ranks = [seat.rank for seat in self.plan.seats if seat.node.id in away]
-        return ranks if ranks and self.reserve is not None and self.reserve.enough() else []
+        return ranks if ranks and self.reserve.enough() else []
 
     def values(self) -> list[dict[str, bytes]]:
         """What each rank returned or raised, pickled; of seats that are gone nothing."""

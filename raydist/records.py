@@ -51,7 +51,7 @@ def resume(job: Job, restarts: int, ranks: int, warn: Warn) -> list[Var]:
         with environment(job.env):
             own = checkpoint.newest(folder / "checkpoints", warn, ranks) if restarts else None
             found = own.path.absolute() if own else checkpoint.find(job.resume, folder, warn)
-            if found and (why := checkpoint.saved_at(found).unlike(ranks)):
+            if found and not own and (why := checkpoint.saved_at(found).unlike(ranks)):
                 if not restarts:
                     raise ConfigError(f"resume={found}: {why}; say a scale= of that many ranks, or resume=none")
                 warn(f"checkpoint {found} is passed over: {why}")

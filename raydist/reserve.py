@@ -107,9 +107,7 @@ class Reserve:
             return False
         others = self._free_beside(there) if have < self._most and not self._any_will_do else []
         if others:
-            elsewhere = sorted({each.id for each in self._nodes()} - set(others))
-            bundle = max(self._places.groups) + 1
-            self._places.groups[bundle] = self._hold(self._places.plan.ask, 1, elsewhere), 0
+            bundle = self._ask_for_one(sorted({each.id for each in self._nodes()} - set(others)))
             self._choosy[bundle] = time.monotonic()
         avoided = have >= self._most or bool(others)
         if (node.id, avoided) not in self._said:
@@ -237,7 +235,14 @@ class Reserve:
             return
         elsewhere = sorted({node.id for node in there.values()})
         for _ in range(more):
-            groups[max(groups) + 1] = self._hold(self._places.plan.ask, 1, elsewhere), 0
+            self._ask_for_one(elsewhere)
+
+    def _ask_for_one(self, elsewhere: Sequence[str]) -> int:
+        """Ask Ray for a node that is none of these; the bundle that it will have."""
+        groups = self._places.groups
+        bundle = max(groups) + 1
+        groups[bundle] = self._hold(self._places.plan.ask, 1, elsewhere), 0
+        return bundle
 
     def _missing(self) -> str:
         """What is waited for, in words."""

@@ -82,8 +82,7 @@ class Vigil:
         """When the seat of each rank last answered, in seconds since the epoch."""
         self._deadline: float | None = None
         self._stop_at: float | None = None
-        self._began = time.time()
-        self._arrival = Arrival(gang.plan.world_size, self._began)
+        self._arrival = Arrival(gang.plan.world_size, time.time())
         self._stepped = False
 
     def keep(self) -> list[End]:
@@ -117,7 +116,7 @@ class Vigil:
 
     def _listen(self, rank: int) -> None:
         soon, seldom = TELL_S
-        patience = min(seldom, max(soon, (time.time() - self._began) / 20))
+        patience = min(seldom, max(soon, (time.time() - (self._arrival.met or self._arrival.began)) / 20))
         answer = self._gang.call(rank, "watch", max(patience, self._gang.plan.world_size / CALLS_PER_S))
         answer.add_done_callback(lambda done: self._inbox.put((rank, done)))
 
@@ -182,7 +181,6 @@ class Vigil:
             self._events.say("phase", name=name, s=s)
         if "rendezvous" in over:
             self._gang.settle()
-            self._began = self._arrival.met or self._began
 
     def _first_step(self, after: Again, report: Event) -> None:
         """Tell what a restart has cost, now that rank 0 has done a step."""

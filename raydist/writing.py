@@ -16,14 +16,12 @@ from raydist.direct import DirectFile
 from raydist.storage import Hashing, Place, Remote
 
 STATE, META = "state.pt", "meta.json"
-PART = "part-"
-"""What the files of a checkpoint begin with that has one for each rank, instead of one state."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def part_name(rank: int) -> str:
     """The file with a rank's part of a sharded state."""
-    return f"{PART}{rank:05d}.pt"
+    return f"part-{rank:05d}.pt"
 
 
 def write(folder: Place, step: int, state: Mapping[str, Any], facts: dict[str, Any]) -> Place:
@@ -31,12 +29,9 @@ def write(folder: Place, step: int, state: Mapping[str, Any], facts: dict[str, A
 
     `facts`: what meta.json says beside the step: world_size, metrics.
     """
-    import torch
-
     if why := next(unloadable(state, "state"), None):
         raise TypeError(why)
-    path = folder / f"step-{step:08d}"
-    facts = {"step": step, **facts, "time": time.time(), "torch": torch.__version__}
+    path, facts = folder / f"step-{step:08d}", described(step, facts)
     if isinstance(path, Remote):
         _upload(path, state, facts)
     else:
@@ -46,25 +41,54 @@ def write(folder: Place, step: int, state: Mapping[str, Any], facts: dict[str, A
 
 def _write(path: Path, state: Mapping[str, Any], facts: dict[str, Any]) -> None:
     """Write beside, sync, rename."""
-    import torch
-
     folder = path.parent
     beside = folder / f".{path.name}-{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
-        with closing(DirectFile(beside / STATE)) as file:
-            torch.save(dict(state), cast("Any", file))
-            file.end()
-        complete(beside, path, {**facts, "files": {STATE: told(file)}})
+        complete(beside, path, {**facts, "files": {STATE: write_file(beside / STATE, dict(state))}})
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
         raise
 
 
-def told(file: DirectFile | Hashing) -> dict[str, Any]:
-    """What meta.json says of a file that was written."""
+def _upload(path: Remote, state: Mapping[str, Any], facts: dict[str, Any]) -> None:
+    """meta.json goes first, and comes last."""
+    (path / META).drop()
+    complete(path, path, {**facts, "files": {STATE: write_file(path / STATE, dict(state))}})
+
+
+def described(step: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What meta.json says, but for the files."""
+    import torch
+
+    return {"step": step, **facts, "time": time.time(), "torch": torch.__version__}
+
+
+def write_file(path: Place, content: Any) -> dict[str, Any]:
+    """Write one file of a checkpoint, to a URL with no copy of it on this machine's disk; what meta.json says of it."""
+    import torch
+
+    if isinstance(path, Remote):
+        with path.writing() as file:
+            through = Hashing(file)
+            torch.save(content, cast("Any", through))
+        return _told(through)
+    with closing(DirectFile(path)) as direct:
+        torch.save(content, cast("Any", direct))
+        direct.end()
+    return _told(direct)
+
+
+def _told(file: DirectFile | Hashing) -> dict[str, Any]:
     return {"bytes": file.bytes, "xxh3_128": file.checksum}
+
+
+def sizes(folder: Place) -> dict[str, int]:
+    """The files in it, each with its bytes."""
+    if isinstance(folder, Remote):
+        return folder.sizes()
+    return {path.name: path.stat().st_size for path in folder.iterdir()} if folder.is_dir() else {}
 
 
 def complete(beside: Place, path: Place, facts: Mapping[str, Any]) -> Place:
@@ -78,17 +102,6 @@ def complete(beside: Place, path: Place, facts: Mapping[str, Any]) -> Place:
         beside.rename(path)
         _sync(path.parent)
     return path
-
-
-def _upload(path: Remote, state: Mapping[str, Any], facts: dict[str, Any]) -> None:
-    """The state as it is saved, with no copy of it on this machine's disk; meta.json last."""
-    import torch
-
-    (path / META).drop()
-    with (path / STATE).writing() as file:
-        through = Hashing(file)
-        torch.save(dict(state), cast("Any", through))
-    complete(path, path, {**facts, "files": {STATE: told(through)}})
 
 
 def unloadable(value: Any, where: str) -> Iterator[str]:

@@ -10,15 +10,13 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from raydist import checkpoint
 from raydist.config import Checkpoint
-from raydist.direct import DirectFile
-from raydist.storage import Hashing, Place
-from raydist.writing import META, complete, part_name, told
+from raydist.storage import Place
+from raydist.writing import META, complete, described, part_name, sizes, write_file
 
 if TYPE_CHECKING:
     from raydist.snapshot import Memory
@@ -41,10 +39,11 @@ def act(descriptors: Descriptors, folder: Place, ask: Mapping[str, Any]) -> Answ
     if ask["do"] == "drop":
         drop(beside)
         return {"kind": "dropped"}
-    files, there = ask["files"], seen(beside)
+    files, there = ask["files"], sizes(beside)
     if missing := [name for name, facts in files.items() if there.get(name) != facts["bytes"]]:
         return {"kind": "unseen", "files": missing, "folder": str(folder)}
-    path = complete(beside, folder / f"step-{step:08d}", described(step, files))
+    facts = described(step, {"world_size": len(files), "parts": len(files), "metrics": {}})
+    path = complete(beside, folder / f"step-{step:08d}", {**facts, "files": dict(files)})
     checkpoint.prune(folder, Checkpoint(keep=ask["keep"], best=ask["best"]))
     return {"kind": "saved", "rank": 0, "step": step, "path": str(path), "s": time.perf_counter() - began}
 
@@ -83,39 +82,10 @@ def write(descriptors: Descriptors, beside: Place, step: int, ranks: list[list[i
     wanted = {part_name(rank): here[rank, world] for rank, world in ranks}
     if not isinstance(beside, Path):
         (beside / META).drop()  # what was there of this step is none any more
+    else:
+        beside.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return dict(zip(wanted, pool.map(lambda name: one_file(beside, name, wanted[name]), wanted), strict=True))
-
-
-def one_file(beside: Place, name: str, part: Any) -> dict[str, Any]:
-    """Write a part; its bytes and its checksum."""
-    import torch
-
-    if not isinstance(beside, Path):
-        with (beside / name).writing() as to:
-            through = Hashing(to)
-            torch.save(part, cast("Any", through))
-        return told(through)
-    beside.mkdir(parents=True, exist_ok=True)
-    with closing(DirectFile(beside / name)) as file:
-        torch.save(part, cast("Any", file))
-        file.end()
-    return told(file)
-
-
-def described(step: int, files: Mapping[str, Any]) -> dict[str, Any]:
-    """What meta.json says."""
-    import torch
-
-    same = {"step": step, "world_size": len(files), "parts": len(files), "metrics": {}}
-    return {**same, "time": time.time(), "torch": torch.__version__, "files": dict(files)}
-
-
-def seen(beside: Place) -> dict[str, int]:
-    """The files that this node sees there, each with its bytes."""
-    if not isinstance(beside, Path):
-        return beside.sizes()
-    return {path.name: path.stat().st_size for path in beside.iterdir()} if beside.is_dir() else {}
+        return dict(zip(wanted, pool.map(lambda name: write_file(beside / name, wanted[name]), wanted), strict=True))
 
 
 def drop(beside: Place) -> None:
