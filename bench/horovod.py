@@ -46,7 +46,7 @@ def train() -> float:
     )
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
     images, labels = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
-    report: Callable[..., Any] = raydist.report if "raydist.node.entry" in sys.modules else lambda **_: None
+    report: Callable[..., Any] = raydist.report if "raydist.worker.main" in sys.modules else lambda **_: None
     began = 0.0
     for step in range(STEPS + WARM):
         if step == WARM:

@@ -33,9 +33,9 @@ def reports_per_second(count: int = 200_000) -> float:
     import threading
 
     import raydist
-    from raydist import context
-    from raydist.node.channel import Channel
-    from raydist.node.wire import BEAT_PAGE
+    from raydist.worker import context
+    from raydist.worker.channel import Channel
+    from raydist.worker.heartbeat import BEAT_PAGE
 
     ours, its = socket.socketpair()
     threading.Thread(target=lambda: [None for _ in iter(lambda: ours.recv(1 << 20), b"")], daemon=True).start()

@@ -25,14 +25,15 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
     from torch.utils.data import TensorDataset
 
     import raydist
-    from raydist import context
-    from raydist.config import Checkpoint, Data, Job, Train
-    from raydist.loop.keeping import Keeper, State
+    from raydist.settings.config import Checkpoint, Data, Job, Train
+    from raydist.state.snapshot_layout import State
+    from raydist.worker import context
+    from raydist.worker.loop.snapshotter import Snapshotter
 
-    here, real, seconds = context.here(), Keeper.step, [0.0] * (2 * blocks + 3)
+    here, real, seconds = context.here(), Snapshotter.step, [0.0] * (2 * blocks + 3)
     beat, began, spent = here.beat, time.perf_counter(), 0.0
 
-    def timed(self: Keeper, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:
+    def timed(self: Snapshotter, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:
         nonlocal began, spent
         if step // BLOCK % 2:
             called = time.perf_counter()
@@ -53,11 +54,11 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
     samples = TensorDataset(torch.randn(2048, 1, 28, 28), torch.randint(10, (2048,)))
     steps = len(seconds) * BLOCK
     job = Job(train=Train(steps=steps), data=Data(batch_size=32), checkpoint=Checkpoint(every=steps))
-    Keeper.step = timed  # type: ignore[method-assign]
+    Snapshotter.step = timed  # type: ignore[method-assign]
     try:
         raydist.fit(job, model=net, train=samples, loss=nn.functional.cross_entropy)
     finally:
-        Keeper.step, here.beat = real, beat  # type: ignore[method-assign]
+        Snapshotter.step, here.beat = real, beat  # type: ignore[method-assign]
     # before the third block memory is fetched for the first time
     return [(seconds[block], seconds[block - 1]) for block in range(3, 2 * blocks + 3, 2)], spent
 
@@ -68,7 +69,7 @@ def stalled(rounds: int) -> dict[str, list[tuple[float, float]]]:
     import torch
     from torch import nn
 
-    from raydist import checkpoint
+    from raydist.worker import checkpoint
 
     net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

@@ -43,7 +43,7 @@ def by_raydist(config: Any, folder: str) -> None:
     import torch
     from torch.utils.data import TensorDataset
 
-    from raydist import context
+    from raydist.worker import context
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if step := context.here().step:

@@ -17,7 +17,7 @@ from typing import Any
 
 import raydist
 from bench.recovery import network
-from raydist.events import read
+from raydist.shared.events import read_events
 
 STEPS, STRUCK, PAUSE_S = 120, 40, 0.05
 """Steps of a turn, the one before the fault, and seconds that each takes."""
@@ -35,7 +35,7 @@ def train(config: Any, folder: str, fault: str) -> None:
     import torch
     from torch.utils.data import TensorDataset
 
-    from raydist import context
+    from raydist.worker import context
 
     rank, attempt = raydist.rank().rank, os.environ["TORCHELASTIC_RESTART_COUNT"]
 
@@ -73,7 +73,7 @@ def turn_stop() -> tuple[float, float]:
         words = ("scale=1x2", "backend=gloo", "watch.progress=none", f"train.steps={STEPS}", "checkpoint.every=100000")
         done = raydist.run(train, *words, f"hydra.run.dir={folder}/run", folder=folder, fault="stop")
         struck = float((Path(folder) / "struck").read_text())
-        (told,) = [each for each in read(done.dir / "events.jsonl") if each["kind"] == "hang"]
+        (told,) = [each for each in read_events(done.dir / "events.jsonl") if each["kind"] == "hang"]
         return told["t"] - struck, went_on(Path(folder), struck)
 
 
@@ -89,12 +89,12 @@ def turn_cut(rig: Any) -> tuple[float, float]:
         while not any(step >= STRUCK for _, step, _ in steps(folder)):
             assert run.poll() is None, "the run ended before its host was cut off"
             time.sleep(0.01)
-        (plan,) = [each for each in read(folder / "run" / "events.jsonl") if each["kind"] == "plan"]
+        (plan,) = [each for each in read_events(folder / "run" / "events.jsonl") if each["kind"] == "plan"]
         victim = next(host for host in rig.hosts if host.name == plan["seats"][1]["host"])
         struck = time.time()
         rig.cut(victim)
         assert run.wait(120) == 0
-        lost = next(each for each in read(folder / "run" / "events.jsonl") if each["kind"] == "restart")
+        lost = next(each for each in read_events(folder / "run" / "events.jsonl") if each["kind"] == "restart")
         return lost["t"] - struck, went_on(folder, struck)
 
 

@@ -7,8 +7,8 @@ from torchvision import transforms as T
 from torchvision.datasets import CIFAR10
 
 import raydist
-from raydist.loop import data, models
-from raydist.loop.evaluation import accuracy
+from raydist.worker.loop import data, models
+from raydist.worker.loop.evaluation import accuracy
 
 FILES = "cifar-10-batches-py/{data_batch_1,…,data_batch_5,test_batch,batches.meta}"
 # Mean and deviation of each colour over the training set.
@@ -20,7 +20,7 @@ def job(config: raydist.Job) -> dict[str, float]:
     root = Path(config.data.root)
     return raydist.fit(
         config,
-        model=models.build(config.model, num_classes=10),
+        model=models.build_model(config.model, num_classes=10),
         train=data.on_disk(lambda: CIFAR10(root, train=True, transform=VARIED), root, FILES),
         test=data.on_disk(lambda: CIFAR10(root, train=False, transform=NORMAL), root, FILES),
         loss=F.cross_entropy,

@@ -7,8 +7,8 @@ from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 
 import raydist
-from raydist.loop import data, models
-from raydist.loop.evaluation import accuracy
+from raydist.worker.loop import data, models
+from raydist.worker.loop.evaluation import accuracy
 
 # Mean and deviation of each colour in ImageNet, which torchvision's weights expect too.
 NORMAL = T.Compose([T.ToTensor(), T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
@@ -22,7 +22,7 @@ def job(config: raydist.Job, size: int = 224) -> dict[str, float]:
     test = data.on_disk(lambda: ImageFolder(str(root / "val"), centred), root, "val/KIND/*.jpg")
     return raydist.fit(
         config,
-        model=models.build(config.model, num_classes=len(train.classes)),
+        model=models.build_model(config.model, num_classes=len(train.classes)),
         train=train,
         test=test,
         loss=F.cross_entropy,

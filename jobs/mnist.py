@@ -7,8 +7,8 @@ from torch.utils.data import TensorDataset
 from torchvision.datasets import MNIST
 
 import raydist
-from raydist.loop import data, models
-from raydist.loop.evaluation import accuracy
+from raydist.worker.loop import data, models
+from raydist.worker.loop.evaluation import accuracy
 
 FILES = "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
 
@@ -16,7 +16,7 @@ FILES = "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
 def job(config: raydist.Job) -> dict[str, float]:
     return raydist.fit(
         config,
-        model=models.build(config.model, num_classes=10),
+        model=models.build_model(config.model, num_classes=10),
         train=load(config, train=True),
         test=load(config, train=False),
         loss=F.cross_entropy,

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import raydist
 from raydist import checkpoint
-from raydist.loop import models
+from raydist.worker.loop import models
 
 
 def job(config: raydist.Job, hidden: int = 64) -> float:

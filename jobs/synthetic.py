@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import raydist
-from raydist.loop import models
+from raydist.worker.loop import models
 
 
 def job(
@@ -16,7 +16,7 @@ def job(
     labels = torch.randint(num_classes, (samples,), generator=made)
     return raydist.fit(
         config,
-        model=models.build(config.model, num_classes=num_classes),
+        model=models.build_model(config.model, num_classes=num_classes),
         train=TensorDataset(images, labels),
         loss=F.cross_entropy,
     )

@@ -10,43 +10,53 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from raydist import checkpoint as checkpoint
-    from raydist.config import Job as Job
-    from raydist.context import rank as rank
-    from raydist.context import report as report
-    from raydist.errors import ConfigError as ConfigError
-    from raydist.errors import RaydistError as RaydistError
-    from raydist.errors import RunFailed as RunFailed
-    from raydist.loop.fit import fit as fit
-    from raydist.result import Result as Result
-    from raydist.run import run as run
-    from raydist.standalone import main as main
+from raydist.shared.version import __version__ as __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from raydist.run import run as run
+    from raydist.settings.config import Job as Job
+    from raydist.shared.errors import ConfigError as ConfigError
+    from raydist.shared.errors import LaunchError as LaunchError
+    from raydist.shared.errors import RaydistError as RaydistError
+    from raydist.shared.errors import RunFailed as RunFailed
+    from raydist.shared.errors import Stopped as Stopped
+    from raydist.watch.result import Result as Result
+    from raydist.worker import checkpoint as checkpoint
+    from raydist.worker import sharded as sharded
+    from raydist.worker.context import rank as rank
+    from raydist.worker.context import report as report
+    from raydist.worker.loop import models as models
+    from raydist.worker.loop.fit import fit as fit
+    from raydist.worker.standalone import main as main
 
 _HOME = {
-    "ConfigError": "errors",
-    "Job": "config",
-    "RaydistError": "errors",
-    "Result": "result",
-    "RunFailed": "errors",
-    "checkpoint": "",
-    "fit": "loop.fit",
-    "main": "standalone",
-    "rank": "context",
-    "report": "context",
+    "ConfigError": "shared.errors",
+    "Job": "settings.config",
+    "LaunchError": "shared.errors",
+    "RaydistError": "shared.errors",
+    "Result": "watch.result",
+    "RunFailed": "shared.errors",
+    "Stopped": "shared.errors",
+    "checkpoint": "worker.checkpoint",
+    "fit": "worker.loop.fit",
+    "main": "worker.standalone",
+    "models": "worker.loop.models",
+    "rank": "worker.context",
+    "report": "worker.context",
     "run": "run",
+    "sharded": "worker.sharded",
 }
+"""Where each public name is defined."""
+_MODULES = frozenset({"checkpoint", "models", "sharded"})
+"""The public names that are modules."""
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'raydist' has no attribute {name!r} (it has: {', '.join(__all__)})")
-    home = _HOME[name]
-    found = import_module(f"raydist.{home or name}")
-    value = globals()[name] = getattr(found, name) if home else found
+    module = import_module(f"raydist.{_HOME[name]}")
+    value = globals()[name] = module if name in _MODULES else getattr(module, name)
     return value
 
 

@@ -1,4 +1,4 @@
-"""The flow: words -> Job -> cluster -> plan -> gang -> ranks -> Result. (driver)"""
+"""The flow: settings -> Job -> cluster -> plan -> worker group -> ranks -> Result. (driver)"""
 
 from __future__ import annotations
 
@@ -6,104 +6,113 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from raydist import attempts, backends, cluster, home, inline, notice, placement, preload, records, restart, result
-from raydist.config import Job
-from raydist.errors import RaydistError
-from raydist.events import Events
-from raydist.group import Gang
-from raydist.parcel import Call
-from raydist.result import Attempt, Result
-from raydist.signals import stoppable
+from raydist.cluster import connect, drain, placement
+from raydist.launch import inline, placement_group, preload, run_storage, warm_server
+from raydist.launch.payload import RemoteCall
+from raydist.launch.worker_group import WorkerGroup
+from raydist.recovery.attempts import Attempts, explained, settled
+from raydist.recovery.policy import Retry
+from raydist.settings import compose
+from raydist.settings.config import Job
+from raydist.shared.errors import RaydistError
+from raydist.shared.events import Events
+from raydist.shared.outcome import Attempt
+from raydist.shared.signals import stoppable
+from raydist.watch import result
 from raydist.watch.console import Console
-from raydist.watch.metadata import Metadata
-from raydist.watch.pages import Pages, there
-from raydist.words import compose
+from raydist.watch.job_metadata import JobMetadata
+from raydist.watch.page_files import Pages, last_page
+from raydist.watch.result import Result
+from raydist.worker import backends
 
 T = TypeVar("T")
 
 
 @overload
-def run(job: Callable[..., T], *words: str, args: Sequence[Any] = (), **kwargs: Any) -> Result[T]: ...
+def run(job: Callable[..., T], *overrides: str, args: Sequence[Any] = (), **kwargs: Any) -> Result[T]: ...
 @overload
-def run(job: Job | str, *words: str) -> Result[Any]: ...
-def run(job: Job | str | Callable[..., T], *words: str, args: Sequence[Any] = (), **kwargs: Any) -> Result[Any]:
-    """Run a job on every rank and give back its Result; RunFailed if a rank failed, ConfigError before anything starts.
+def run(job: str, *overrides: str) -> Result[Any]: ...
+def run(job: str | Callable[..., T], *overrides: str, args: Sequence[Any] = (), **kwargs: Any) -> Result[Any]:
+    """Run a job on every rank and return its Result. It blocks until the run is over.
 
-    `job`: a function, a word as after `job=`, or a whole Job. `words`: as typed after `python -m raydist.train`.
-    A function is called on each rank with `args` and `kwargs`, and with `config` if it has a parameter of that name.
+    - `job`: a function, or the text after `job=` on a command line.
+    - `overrides`: settings as typed after `python -m raydist.train`.
+    - `args`, `kwargs`: for a function. It is called on each rank with them, with `config=` if it has a parameter of
+      that name, and with `job.args`. They travel by cloudpickle, as does what it returns: `Result.values`, by rank.
+
+    ConfigError: a wrong setting, or an argument that cannot be pickled; nothing was started. LaunchError: the cluster,
+    a node or a rank could not be started. RunFailed: a rank failed and was not restarted. Stopped: SIGINT or SIGTERM.
 
         raydist.run(train, "scale=2x8", "backend=nccl", args=(0.1,)).values
     """
-    if isinstance(job, Job):
-        return run_job(job)
     if isinstance(job, str):
-        return run_job(compose.compose([f"job={job}", *words], claim=True))
-    return run_job(compose.compose(words, function=job, claim=True), Call.of(job, args, kwargs))
+        return run_job(compose.compose([f"job={job}", *overrides], claim=True))
+    return run_job(compose.compose(overrides, function=job, claim=True), RemoteCall.of(job, args, kwargs))
 
 
-def run_job(job: Job, call: Call | None = None) -> Result[Any]:
-    """THE FLOW: an attempt, what it came to, and one page about it."""
-    folder, console = Path(job.dir), Console(job.watch)
-    with stoppable(), console, Events(folder / "events.jsonl", (Pages(folder), console, Metadata())) as events:
+def run_job(job: Job, call: RemoteCall | None = None) -> Result[Any]:
+    """THE FLOW: run the job, make its Result, write and upload the records."""
+    folder, figures = Path(job.dir), result.Figures()
+    pages, console = Pages(folder, figures.failures), Console(job.watch, failures=figures.failures)
+    readers = (figures.add, pages, console, JobMetadata(job.watch))
+    with stoppable(), console, Events(folder / "events.jsonl", readers) as events:
         try:
-            events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=there(folder))
-            tried = attempt(job, call, events)
+            events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=last_page(folder))
+            attempt = attempt_job(job, call, events)
         except RaydistError as error:
-            tried = Attempt(error=error)
-        outcome: Result[Any] = result.conclude(folder, tried, events.all())
+            attempt = Attempt(error=error)
+        outcome: Result[Any] = result.make_result(folder, attempt, figures)
         outcome.save()
         events.say("result", **outcome.to_json())
-        records.gather(job, events)
-    if tried.error is not None:
-        raise tried.error
+        run_storage.upload_records(job, events)
+    if attempt.error is not None:
+        raise attempt.error
     return outcome.or_raise()
 
 
-def attempt(job: Job, call: Call | None, events: Events) -> Attempt:
-    """Place the job where it said, run it there, gather what came of it."""
-    backends.check_there(job.backend.name, job.script)
-    records.claim(job)
+def attempt_job(job: Job, call: RemoteCall | None, events: Events) -> Attempt:
+    """Connect, then one placement after the other until the run is over; nearly always one is enough."""
+    backends.check_installed(job.backend.name, job.script)
+    run_storage.reserve_run(job)
     if job.group == "inline":
         return attempt_inline(job, call, events)
-    home.warm(job)  # while Ray answers
-    with cluster.connect(job, events):
-        past: list[Attempt] = []
-        while (done := attempt_placed(job, call, events, past)) is None:
-            pass  # it has left nodes that are about to be taken away: another place for it
-        return done
+    warm_server.acquire(job)  # while Ray answers
+    with connect.connect(job, events):
+        attempts = Attempts(call, events)
+        while attempts.outcome is None:
+            attempt_placed(job, events, attempts)
+        return attempts.outcome
 
 
-def attempt_placed(job: Job, call: Call | None, events: Events, past: list[Attempt]) -> Attempt | None:
-    """One placement, for as long as the cluster leaves it there. `past`: the attempts before, in other places."""
+def attempt_placed(job: Job, events: Events, attempts: Attempts) -> None:
+    """Place the job, and attempt it there until the run is over or its nodes are about to be taken away."""
     try:
-        ask = placement.ask(job, notice.staying(job, cluster.nodes()), cluster.node_types())
-        with cluster.placed(job, ask, events) as gang:
-            return carry_out(job, call, gang, events, past)
+        ask = placement.resources_for(job, drain.usable_nodes(job, connect.alive_nodes()), connect.node_types())
+        with placement_group.placed_group(job, ask, events) as group:
+            carry_out(job, group, events, attempts)
     except RaydistError as error:
-        return attempts.cut_short(past, error)
+        attempts.cut_short(error)
 
 
-def attempt_inline(job: Job, call: Call | None, events: Events) -> Attempt:
+def attempt_inline(job: Job, call: RemoteCall | None, events: Events) -> Attempt:
     """Without Ray, on this machine."""
-    here = inline.this_machine(job)
-    plan = placement.seat(ask := placement.ask(job, [here]), [here] * len(ask.bundles))
+    node = inline.inline_node(job)
+    plan = placement.assign_ranks(ask := placement.resources_for(job, [node]), [node] * len(ask.bundles))
     if plan.world_size == 1 and not job.script:
-        return inline.run_here(attempts.settled(job, plan), plan, call, events)
-    with inline.in_thread(plan, events) as gang:
-        done = carry_out(job, call, gang, events, [])
-    assert done is not None, "this machine is never drained"
-    return done
+        return explained(inline.run_here(settled(job, plan), plan, call, events), events)
+    attempts = Attempts(call, events)
+    with inline.in_thread(plan, events) as group:
+        carry_out(job, group, events, attempts)
+    assert attempts.outcome is not None, "this machine is never drained"
+    return attempts.outcome
 
 
-def carry_out(job: Job, call: Call | None, gang: Gang, events: Events, past: list[Attempt]) -> Attempt | None:
-    """Two rounds, then listen; after a failure again, as long as the rule says so. None: again, but elsewhere."""
-    events.say("plan", **gang.plan.as_event())
-    job = attempts.settled(job, gang.plan)
-    gang.open(job, preload.of(job), home.warm(job), len(past))
-    past.append(attempts.moved(job, call, gang, events, past) if past else attempts.attempt(job, call, gang, events))
-    while isinstance(verdict := restart.decide(job.restart, past), restart.Again):
-        if verdict.elsewhere and not gang.going():
-            attempts.leave(job, gang, events, verdict)
-            return None
-        past.append(attempts.another(job, call, gang, events, verdict, past[-1]))
-    return attempts.conclude(job, past, verdict, gang, events)
+def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) -> None:
+    """Open the agents, then attempt after attempt, as long as each is followed by a retry in place."""
+    events.say("plan", **group.plan.as_event())
+    job = settled(job, group.plan)
+    group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
+    decision = attempts.make(job, group)
+    while isinstance(decision, Retry) and not decision.elsewhere:
+        decision = attempts.make(job, group)
+    attempts.leave(job, group)

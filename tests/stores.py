@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
-from raydist.storage import Remote, environment
+from raydist.state.object_store import Remote, environment
 
 SECRET = "this-must-not-be-written-anywhere"
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.leftovers import processes_of
 from tests.rig import QUICK_DEATH, CommandFailed, Host, Rig, hosts, requires_root
 
@@ -150,9 +151,10 @@ def carrier(host: Host, nic: str) -> bool:
     return (host.root / "sys/class/net" / nic / "carrier").read_text() == "1\n"
 
 
-def traces(folder: Path, nic: str) -> list[str]:
-    """What a rig has left on this machine. Its programs have the folder in their environment, as HOME and TMPDIR."""
-    return [str(path) for path in (folder, Path("/sys/class/net", nic)) if path.exists()] + processes_of(str(folder))
+def traces(folder: Path) -> list[str]:
+    """What a rig has left here: its folder and NIC have one name, and its programs have that in their environment."""
+    there = [str(path) for path in (folder, Path("/sys/class/net", folder.name)) if path.exists()]
+    return there + processes_of(str(folder))
 
 
 def running(pid: str) -> bool:
@@ -457,34 +459,34 @@ with hosts(2) as rig:
 
 def test_nothing_is_left_after_the_block_or_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), hosts(2) as rig:  # noqa: PT012
-        folder, nic = rig.hosts[0].folder.parent, rig.hosts[0].folder.parent.name.split("-")[1]
+        folder = rig.hosts[0].folder.parent
         rig.hosts[0].popen(["sh", "-c", "sleep 1000 & sleep 1000"])
         rig.hosts[1].kill()
         rig.hosts[1].boot()
         inside = rig.hosts[1].popen(["sleep", "1000"])
-        assert len(traces(folder, nic)) > 3  # the folder, the NIC and what sleeps
+        assert len(traces(folder)) > 3  # the folder, the NIC and what sleeps
         _ = 1 / 0
-    assert traces(folder, nic) == []
+    assert traces(folder) == []
     assert inside.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_owner_is_ended(signum: int) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout
         folder, _, *inits = owner.stdout.readline().split()
         owner.send_signal(signum)
         owner.communicate()
-    nic = Path(folder).name.split("-")[1]
+    nic = Path(folder).name
     wait_until(lambda: not Path("/sys/class/net", nic).exists(), f"{nic} is gone")
     wait_until(lambda: not any(map(running, inits)), "the hosts are gone")
     if signum == signal.SIGKILL:
         assert Path(folder).exists()  # nobody was left to remove it
         with hosts(1):
             pass
-    assert traces(Path(folder), nic) == []
+    assert traces(Path(folder)) == []
 
 
 def test_two_rigs_at_a_time_do_not_meet() -> None:
@@ -509,7 +511,7 @@ def test_a_host_that_cannot_be_set_up_says_why(rig: Rig) -> None:
 
 @pytest.mark.ray
 def test_the_command_gives_a_shell_on_the_first_of_the_hosts_and_a_way_into_each() -> None:
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     with subprocess.Popen([sys.executable, "-m", "tests.rig", "2"], **pipes) as shell:
         assert hear(shell).startswith("Ray at 10.")
         for name in ("host0", "host1"):
@@ -525,6 +527,6 @@ def test_the_command_gives_a_shell_on_the_first_of_the_hosts_and_a_way_into_each
 
 def test_without_root_the_reason_to_skip_is_given() -> None:
     script = "import os; os.geteuid = lambda: 1000; from tests.rig import requires_root as r; print(r.args, r.kwargs)"
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert said.stdout.startswith("(True,) ")
     assert "run as root" in said.stdout

@@ -1,4 +1,4 @@
-"""The listing is the flow: layers, sides, sizes and the cost of importing, held by a test."""
+"""The listing is the way of a job: packages in order, sides, sizes, names and the cost of importing, held by a test."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import re
 import statistics
 import subprocess
 import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,34 +20,8 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "raydist"
 
-# From the ground up: a file may import only from lines above its own.
-LAYERS = """
-    errors script node.wire findings node.facts node.sysfs
-    config storage direct writing events check transport traffic node.counters
-    inventory shortage placement sight node.nics node.hca node.machine node.probe blame pace stuck straggler
-    failures remedy goodput
-    fabric_horovod fabric_mpi fabric_network fabric fabric_site fabric_across fabric_findings result restart
-    context parcel signals shipping snapshot apart
-    loop.random_state backends checkpoint sharded
-    backends.ddp backends.horovod
-    loop.data loop.optim loop.models loop.evaluation loop.step loop.keeping loop.fit loop
-    words.translate words.lookup words.script words.env_file words.choices words.refusals words.compose words.manual
-    words.torchrun words
-    target standalone preload
-    node.rendezvous node.rendezvous_http node.insight node.channel node.program
-    node.entry node.oom node.processes node.parts node.memory node.forkserver node.server node.fork_client node.dryrun
-    node.peers node.checkup node.sight node.nccl_log node.seat
-    node.mpi_child node.mpi_install node.mpi_segments node.mpi_seat node.place node
-    places reserve rescue group records inline notice sentry lookout vigil mpi attempts ledger lifetime gcs autoscaler
-    cluster home
-    watch.progress watch.wording watch.output watch.terminal watch.lines watch.page watch.pages watch.metadata
-    watch.console watch
-    run
-    train tools tools.launch tools.submit tools.plan tools.horovod_build tools.horovod
-    tools.bandwidth_figures tools.bandwidth_plot tools.bandwidth_ranks tools.bandwidth
-    tools.doctor_findings tools.doctor_report tools.doctor_rounds tools.doctor
-"""
-FOLDERS = ("watch", "backends", "tools", "node", "loop", "words")
+PACKAGES = "shared state settings cluster network worker node launch recovery watch run train tools raydist"
+"""From the ground up: a package imports only from those to its left. The last is the package's own `__init__`."""
 SIDES = ("driver", "pure", "actor", "rank side", "either side")
 FORBIDDEN = {
     "driver": {"torch", "horovod", "torchvision"},
@@ -51,17 +30,29 @@ FORBIDDEN = {
     "rank side": {"ray"},
     "either side": {"ray", "torch", "omegaconf", "hydra"},
 }
+TWICE = {
+    "main": "of each command",
+    "parse_arguments": "of each command",
+    "join": "of each backend: it joins the other ranks, and leaves with them",
+    "load": "raydist.checkpoint.load gives a state, raydist.sharded.load fills one",
+}
+"""Public names that more than one file defines, and why."""
 
 
+@cache
 def modules() -> dict[str, Path]:
-    """Every module of the package by its name below `raydist.`; the package itself is left out."""
+    """Every module by its name below `raydist.`; the package's own `__init__` is `raydist`."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if name and parts[0] not in ("conf", "jobs"):
-            found[name] = path
+        if parts[0] not in ("conf", "jobs"):
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "raydist"] = path
     return found
+
+
+def package(name: str) -> str:
+    """The package of a module; of a file at the root the file itself."""
+    return name.partition(".")[0]
 
 
 def imported(path: Path) -> list[tuple[str, bool]]:
@@ -75,11 +66,32 @@ def imported(path: Path) -> list[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             found += [(alias.name, id(node) in inside) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-            if node.module in ("raydist", *(f"raydist.{folder}" for folder in FOLDERS)):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [(name, id(node) in inside) for name in names]
+            found += [(f"{node.module}.{alias.name}", id(node) in inside) for alias in node.names]
     return found
+
+
+def own(name: str) -> str | None:
+    """`raydist.a.b.c` as the module of ours that it is or that holds it; None for another library's."""
+    first, *parts = name.split(".")
+    if first != "raydist":
+        return None
+    while parts and ".".join(parts) not in modules():
+        parts.pop()
+    return ".".join(parts) or "raydist"
+
+
+def needs(name: str) -> set[str]:
+    """The modules of ours that a module imports, wherever in the file."""
+    return {found for target, _ in imported(modules()[name]) if (found := own(target))} - {name}
+
+
+def cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """The first cycle in a graph; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def side(path: Path) -> str:
@@ -89,31 +101,27 @@ def side(path: Path) -> str:
     return match.group(1).split(";")[0]
 
 
-def below(name: str) -> set[str]:
-    """The modules that `name` may import: those of the lines above its own, and of its own line to its left."""
-    seen: set[str] = set()
-    for line in LAYERS.strip().splitlines():
-        row = line.split()
-        if name in row:
-            return seen | set(row[: row.index(name)])
-        seen |= set(row)
-    raise AssertionError(f"{name} is in no layer: give it its line in LAYERS")
-
-
-def own(name: str, known: dict[str, Path]) -> str | None:
-    """`raydist.a.b` as the module of ours that it is, or that holds it."""
-    parts = name.split(".")[1:]
-    while parts and ".".join(parts) not in known:
-        parts.pop()
-    return ".".join(parts) or None
+def test_the_root_is_the_way_of_a_job() -> None:
+    entries = {path.name for path in PACKAGE.iterdir() if path.name not in ("conf", "jobs", "__pycache__", "py.typed")}
+    expected = {name if (PACKAGE / name).is_dir() else f"{name}.py" for name in PACKAGES.split()[:-1]}
+    assert entries == expected | {"__init__.py"}
+    assert len(entries) <= 14
 
 
 @pytest.mark.parametrize("name", modules())
-def test_imports_point_downwards_only(name: str) -> None:
-    known, allowed = modules(), below(name)
-    for target, _ in imported(known[name]):
-        if target.split(".")[0] == "raydist" and (found := own(target, known)) is not None:
-            assert found in allowed, f"raydist.{name} imports raydist.{found}, which is not below it"
+def test_imports_point_to_the_left_only(name: str) -> None:
+    order = PACKAGES.split()
+    for found in needs(name):
+        assert order.index(package(found)) <= order.index(package(name)), f"raydist.{name} imports raydist.{found}"
+
+
+def test_no_cycles() -> None:
+    files = {name: needs(name) for name in modules()}
+    assert cycle(files) == []
+    packages: dict[str, set[str]] = defaultdict(set)
+    for name, found in files.items():
+        packages[package(name)] |= {package(each) for each in found} - {package(name)}
+    assert cycle(packages) == []
 
 
 @pytest.mark.parametrize("name", modules())
@@ -132,8 +140,49 @@ def test_each_file_keeps_to_its_side(name: str) -> None:
 def is_typing_only(path: Path, target: str) -> bool:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            return any(target in ast.unparse(line) for line in node.body)
+            return any(
+                target in (f"{line.module}.{alias.name}" if isinstance(line, ast.ImportFrom) else alias.name)
+                for line in node.body
+                if isinstance(line, ast.Import | ast.ImportFrom)
+                for alias in line.names
+            )
     return False
+
+
+def listing(folder: Path) -> str:
+    """The files of a package, each with the first sentence of its docstring, as its own docstring lists them."""
+    lines = []
+    for path in sorted(folder.iterdir()):
+        file = path / "__init__.py" if path.is_dir() else path
+        if path.name not in ("__init__.py", "__pycache__") and file.exists():
+            first = (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0]
+            what = re.sub(r"[.]? [(][^()]*[)]$", "", first)
+            name = f"    {path.name + '/' * path.is_dir():<22}"
+            lines += textwrap.wrap(what, 120, initial_indent=name, subsequent_indent=" " * len(name))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", [name for name in PACKAGES.split()[:-1] if (PACKAGE / name).is_dir()])
+def test_each_package_lists_its_files(name: str) -> None:
+    text = modules()[name].read_text()
+    expected = listing(modules()[name].parent)
+    assert expected in text, f"put this into {modules()[name]} (python -m tests.test_structure does):\n{expected}"
+
+
+def public(path: Path) -> Iterator[str]:
+    """The public classes and functions of a file."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield node.name
+
+
+def test_a_name_is_one_thing() -> None:
+    defined: dict[str, list[str]] = defaultdict(list)
+    for name, path in modules().items():
+        for each in set(public(path)):
+            defined[each].append(name)
+    twice = {each: where for each, where in defined.items() if len(where) > 1}
+    assert set(twice) == set(TWICE), twice
 
 
 def functions() -> list[tuple[str, int]]:
@@ -153,21 +202,34 @@ def functions() -> list[tuple[str, int]]:
 
 def test_sizes() -> None:
     sizes = {path: len(path.read_text().splitlines()) for path in modules().values()}
-    assert max(sizes.values()) <= 350, max(sizes.items(), key=lambda item: item[1])
+    del sizes[PACKAGE / "worker" / "protocol.py"]  # a list of all messages, with hardly any code
+    assert max(sizes.values()) <= 450, max(sizes.items(), key=lambda item: item[1])
     longest = sorted(functions(), key=lambda item: item[1])
     counts = [count for _, count in longest]
     assert longest[-1][1] <= 60, longest[-1]
     assert statistics.median(counts) <= 7
     assert counts[int(len(counts) * 0.9)] <= 25
     screen = (PACKAGE / "run.py").read_text().splitlines()
-    assert len(screen) <= 110, "run.py is the flow: it fits one screen"
+    assert len(screen) <= 125, "run.py is the flow: it fits one screen"
+
+
+def test_few_dictionaries_have_values_of_any_type() -> None:
+    """Data with fixed keys is a dataclass, a NamedTuple or a TypedDict."""
+    assert sum(path.read_text().count("dict[str, Any]") for path in modules().values()) <= 40
+
+
+def test_names_of_variables_stand_in_one_file() -> None:
+    """Of raydist's own. mpi_child.py runs without this package; an `-m` of a shell has no names."""
+    apart = {"shared/env_names.py", "node/mpi_child.py", "node/mpi_agent.py", "network/mpi.py"}
+    files = [path for path in modules().values() if str(path.relative_to(PACKAGE)) not in apart]
+    assert [path for path in files if re.search(r"""["']RAYDIST_\w+["']""", path.read_text())] == []
 
 
 def test_the_public_face_is_small_and_complete() -> None:
     import raydist
 
     assert raydist.__all__ == sorted(raydist.__all__)
-    assert len(raydist.__all__) <= 12
+    assert len(raydist.__all__) <= 16
     for name in raydist.__all__:
         assert getattr(raydist, name) is not None
 
@@ -184,7 +246,7 @@ def after(statement: str) -> set[str]:
         ("import raydist", {"torch", "ray", "horovod", "omegaconf", "hydra", "numpy", "rich", "psutil"}),
         ("import raydist.run", {"torch", "ray", "numpy", "torchvision"}),
         ("import raydist.train", {"torch", "ray", "numpy"}),
-        ("import raydist.node.place", {"torch", "omegaconf", "hydra", "psutil", "rich"}),
+        ("import raydist.node.actor", {"torch", "omegaconf", "hydra", "psutil", "rich"}),
     ],
 )
 def test_importing_is_cheap(statement: str, unwanted: set[str]) -> None:
@@ -201,3 +263,10 @@ def test_a_public_name_that_is_not_there_says_which_are() -> None:
 
     with pytest.raises(AttributeError, match="rank, report, run"):
         raydist.runn  # noqa: B018
+
+
+if __name__ == "__main__":
+    for file in (PACKAGE / name / "__init__.py" for name in PACKAGES.split()[:-1]):
+        if file.exists():
+            head, _, _ = file.read_text().partition("\n\n    ")
+            file.write_text(f'{head}\n\n{listing(file.parent)}\n"""\n')

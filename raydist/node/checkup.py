@@ -1,4 +1,4 @@
-"""A node's part in a check-up: listen, call, try out, write; nothing of it stays. (actor)"""
+"""The doctor's check-up of one node: connections, libraries, /dev/shm; it leaves nothing behind. (actor)"""
 
 from __future__ import annotations
 
@@ -9,57 +9,76 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raydist.node import peers
-from raydist.node.peers import Listener, Peer, Trip
+from raydist.node.peers import Listener
+from raydist.worker.protocol import (
+    CallPeers,
+    CheckHost,
+    CheckupRequest,
+    HostCheck,
+    LibraryTrial,
+    ListenForPeers,
+    Peer,
+    ReachStore,
+    TryLibraries,
+)
 
-SHM_TRIAL = 1 << 20
-"""Bytes that are written to /dev/shm: a loader's batch."""
+SHM_BYTES = 1 << 20
+"""Bytes that are written to /dev/shm: a batch of a DataLoader."""
 
 
 class Checkup:
-    """The steps of one node; a driver takes each of them on all nodes at once."""
+    """The check-up of one node; the driver sends each request to all nodes at once."""
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
 
-    async def listen(self, address: str, secret: bytes) -> Peer:
-        """Answer the other nodes, on the training address only."""
-        self._listener = Listener(secret)
-        return await self._listener.open(address)
+    async def handle(self, request: CheckupRequest[Any]) -> Any:
+        """Answer a request of the doctor."""
+        match request:
+            case ListenForPeers():
+                return await self.listen(request)
+            case CallPeers():
+                return await peers.call_all(request.peers, request.own, request.secret, request.timeout)
+            case ReachStore():
+                return await self.reach(request)
+            case TryLibraries():
+                return await self.try_libraries(request)
+            case CheckHost():
+                addresses = await asyncio.to_thread(host_addresses)
+                return HostCheck(shm_error(), os.path.isdir(request.folder), addresses)
+        raise TypeError(f"a check-up can't answer {request}")
 
-    async def call(self, others: Sequence[Peer], own: int, secret: bytes, timeout: float) -> list[Trip]:
-        """Call all the others."""
-        return await peers.call_all(others, own, secret, timeout)
+    async def listen(self, request: ListenForPeers) -> Peer:
+        """Start to answer the other nodes, on the training address only."""
+        self._listener = Listener(request.secret)
+        return await self._listener.open(request.address)
 
-    async def reach(self, address: str, port: int, timeout: float) -> str:
-        """Connect to the store as the ranks will; empty, or why it can't be."""
+    async def reach(self, request: ReachStore) -> str:
+        """Connect to the store as the ranks will; the error, or an empty text."""
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), timeout)
+            connecting = asyncio.open_connection(request.address, request.port)
+            _, writer = await asyncio.wait_for(connecting, request.timeout)
         except (asyncio.TimeoutError, TimeoutError):
-            return f"no answer within {timeout:g} s"
+            return f"no answer within {request.timeout:g} s"
         except OSError as error:
-            return peers.words(error)
+            return peers.error_text(error)
         writer.close()
         return ""
 
-    async def try_out(self, names: Sequence[str], env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """What gloo and NCCL would do here with a rank's variables: dryrun's answer, from a process of its own."""
-        own = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", "raydist.node.dryrun", *names]
-        ended = await asyncio.to_thread(subprocess.run, command, env=own, capture_output=True, text=True)
-        if ended.returncode:
-            last = (ended.stderr.strip().splitlines() or [f"it ended with code {ended.returncode}"])[-1]
-            return {name: {"error": last} for name in names}
-        found: dict[str, dict[str, Any]] = json.loads(ended.stdout)
-        return found
-
-    async def look(self, folder: str) -> dict[str, Any]:
-        """Why /dev/shm can't be written, if so; whether the driver's folder is here; what the host's name leads to."""
-        return {"shm": shm_refuses(), "sees": os.path.isdir(folder), "name": await asyncio.to_thread(own_addresses)}
+    async def try_libraries(self, request: TryLibraries) -> dict[str, LibraryTrial]:
+        """Run node.dryrun with the variables of a rank; its result for each library."""
+        env = {**os.environ, **request.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", "raydist.node.dryrun", *request.names]
+        done = await asyncio.to_thread(subprocess.run, command, env=env, capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+            return {name: {"error": last} for name in request.names}
+        trials: dict[str, LibraryTrial] = json.loads(done.stdout)
+        return trials
 
     async def close(self) -> None:
         """Stop listening."""
@@ -68,20 +87,20 @@ class Checkup:
             self._listener = None
 
 
-def shm_refuses(place: Path = Path("/dev/shm")) -> str:
-    """Empty, or why nothing can be written there. A file's space is taken at once: later would be a SIGBUS."""
+def shm_error(folder: Path = Path("/dev/shm")) -> str:
+    """The error of writing to shared memory, or an empty text. The space is allocated: using a hole raises SIGBUS."""
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
-            os.posix_fallocate(file.fileno(), 0, SHM_TRIAL)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, SHM_BYTES)
     except OSError as error:
         return error.strerror or str(error)
     return ""
 
 
-def own_addresses() -> list[str]:
-    """What this host's own name resolves to: where gloo would listen if nobody told it the interface."""
+def host_addresses() -> list[str]:
+    """The addresses of this host's name: gloo listens on the first if GLOO_SOCKET_IFNAME is not set."""
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found))
+    return list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))

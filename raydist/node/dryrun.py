@@ -1,8 +1,8 @@
-"""Which address gloo and NCCL would really take, with a rank's own variables, before there is any rank. (rank side)
+"""The addresses that gloo and NCCL choose with a rank's variables, tried before any rank starts. (rank side)
 
     python -m raydist.node.dryrun gloo nccl    -> {"gloo": {"addresses": ["10.0.0.5"]}, "nccl": {"error": "..."}}
 
-Each runs in a process of its own: what a library reads from the environment it reads once.
+Each library runs in its own process, because a library reads the environment only once.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+from raydist.worker.protocol import LibraryTrial
 
 LIMIT_S = 120.0
-"""Longest time for one of them: torch on a cold network file system takes a minute."""
+"""Longest time for one library: importing torch from a cold network file system takes a minute."""
 BOOTSTRAP = re.compile(r"NCCL INFO Bootstrap ?: Using ([^:\s]+):(.+?)<\d+>")
-"""NCCL's word for the interface and address it meets others on; the blank went away in 2.24."""
-REFUSAL = re.compile(r"NCCL WARN (.+)")
+"""NCCL's line for its bootstrap interface and address; the blank before the colon is gone since 2.24."""
+WARNING = re.compile(r"NCCL WARN (.+)")
 ENFORCE = re.compile(r"^\w*Error: (\[enforce fail at [^\]]*\] )?")
-"""Where in gloo's source it says so is of no use to a person."""
+"""The position in gloo's source, which is cut off."""
 UNIQUE_ID_BYTES = 128
 
 
-def gloo() -> dict[str, Any]:
-    """Open gloo's device as a process group does, and see where it listens."""
+def gloo() -> LibraryTrial:
+    """Open gloo's device as a process group does, and read the address on which it listens."""
     from datetime import timedelta
 
     import psutil
     from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
     group = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=10))
-    listening = [own for own in psutil.Process().net_connections("tcp") if own.status == psutil.CONN_LISTEN]
-    found = sorted({own.laddr.ip for own in listening})
+    connections = psutil.Process().net_connections("tcp")
+    addresses = sorted({each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN})
     del group
-    return {"addresses": found}
+    return {"addresses": addresses}
 
 
-def nccl() -> dict[str, Any]:
-    """Let NCCL choose its interface: ncclGetUniqueId opens the socket that the others would call, GPU or not."""
-    path = nccl_library()
-    library = ctypes.CDLL(path)
-    made = (ctypes.c_char * UNIQUE_ID_BYTES)()
-    status = library.ncclGetUniqueId(ctypes.byref(made))
-    return {"status": status, "addresses": [address] if not status and (address := address_in(made.raw)) else []}
+def nccl() -> LibraryTrial:
+    """Let NCCL choose its interface: ncclGetUniqueId opens the bootstrap socket, with or without a GPU."""
+    unique_id = (ctypes.c_char * UNIQUE_ID_BYTES)()
+    status: int = ctypes.CDLL(nccl_library()).ncclGetUniqueId(ctypes.byref(unique_id))
+    address = None if status else address_in(unique_id.raw)
+    return {"status": status, "addresses": [address] if address else []}
 
 
 def nccl_library() -> str:
-    """The NCCL that torch loads: the wheel's own, else the system's."""
+    """The path of the NCCL that torch loads: that of NVIDIA's wheel, else the system's."""
     spec = importlib.util.find_spec("nvidia")
-    places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
-    return next((str(found) for place in places for found in place.glob("nccl/lib/libnccl.so.*")), "libnccl.so.2")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+    return next((str(path) for folder in folders for path in folder.glob("nccl/lib/libnccl.so.*")), "libnccl.so.2")
 
 
 def address_in(unique_id: bytes) -> str | None:
@@ -66,38 +66,39 @@ def address_in(unique_id: bytes) -> str | None:
     return socket.inet_ntop(socket.AF_INET6, unique_id[16:32]) if family == socket.AF_INET6 else None
 
 
-def try_out(name: str) -> dict[str, Any]:
-    """Run one of them in a process of its own; what it found, or the library's own word on why not."""
-    # apart from what is printed: the two would run into each other in the middle of a line
+def try_library(name: str) -> LibraryTrial:
+    """Run one library in its own process; the addresses that it chose, or its error."""
+    # NCCL's log goes to stderr: on stdout it would mix with the JSON in the middle of a line
     log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET", "NCCL_DEBUG_FILE": "/dev/stderr"}
     command = [sys.executable, "-m", "raydist.node.dryrun", "--in-here", name]
     try:
-        ended = subprocess.run(
+        done = subprocess.run(
             command, env={**os.environ, **log}, capture_output=True, text=True, errors="replace", timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {LIMIT_S:g} s"}
-    return read_output(ended.stdout, ended.stderr, ended.returncode)
+    return read_output(done.stdout, done.stderr, done.returncode)
 
 
-def read_output(out: str, log: str, code: int) -> dict[str, Any]:
-    """What a try found, by the JSON that it printed and by NCCL's log."""
-    found: dict[str, Any] = json.loads(out) if code == 0 else {}
-    if code or found.pop("status", 0):
-        refused = REFUSAL.findall(log)
-        last = (refused or log.strip().splitlines() or [f"it ended with code {code}"])[-1]
-        return {"error": ENFORCE.sub("", last).strip()}
-    if using := BOOTSTRAP.search(log):
-        found |= {"interface": using[1], "addresses": [using[2].strip("[]").partition("%")[0]]}
-    return found
+def read_output(out: str, log: str, code: int) -> LibraryTrial:
+    """The result of one library, from the JSON that it printed and NCCL's log."""
+    # only the last line: the gloo of torch 2.8 also prints that it is connected
+    trial: LibraryTrial = json.loads(out.splitlines()[-1]) if code == 0 else {}
+    if code or trial.pop("status", 0):
+        lines = WARNING.findall(log) or log.strip().splitlines() or [f"it ended with code {code}"]
+        return {"error": ENFORCE.sub("", lines[-1]).strip()}
+    if bootstrap := BOOTSTRAP.search(log):
+        trial["interface"] = bootstrap[1]
+        trial["addresses"] = [bootstrap[2].strip("[]").partition("%")[0]]
+    return trial
 
 
-def main(*words: str) -> None:
-    """Print what the named libraries would do, as one line of JSON."""
-    if words[:1] == ("--in-here",):
-        print(json.dumps({"gloo": gloo, "nccl": nccl}[words[1]]()), flush=True)
-        os._exit(0)  # gloo's threads and NCCL's have nothing to say at the end
-    print(json.dumps({name: try_out(name) for name in words}), flush=True)
+def main(*args: str) -> None:
+    """Print the result of each named library as one line of JSON."""
+    if args[:1] == ("--in-here",):
+        print(json.dumps({"gloo": gloo, "nccl": nccl}[args[1]]()), flush=True)
+        os._exit(0)  # the threads of gloo and NCCL need no tear-down
+    print(json.dumps({name: try_library(name) for name in args}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared memory that MPI's killed ranks left in /dev/shm, where it stays until the machine restarts. (actor)"""
+"""Removes shared memory that killed MPI ranks left in /dev/shm, which else stays until a reboot. (actor)"""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ NAMES = re.compile(r"mpich_shm_\w+|sm_segment\..+|vader_segment\..+|psm2_shm\..+
 """Files of MPICH, of Open MPI (5 and 4) and of Intel MPI."""
 
 
-def sweep(since: float, folder: Path = Path("/dev/shm"), proc: Path = Path("/proc")) -> None:
-    """Remove those that are ours, younger than `since`, and that no process maps any more."""
-    left = []
+def remove_leftovers(since: float, folder: Path = Path("/dev/shm"), proc: Path = Path("/proc")) -> None:
+    """Remove the segments of this user that are younger than `since` and that no process maps."""
+    segments = []
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
-            found = path.lstat()
-            if NAMES.fullmatch(path.name) and found.st_uid == os.getuid() and found.st_ctime >= since:
-                left.append(path)
-    mapped = in_use(folder, proc) if left else set()
-    for path in left:
+            status = path.lstat()
+            if NAMES.fullmatch(path.name) and status.st_uid == os.getuid() and status.st_ctime >= since:
+                segments.append(path)
+    mapped = mapped_files(folder, proc) if segments else set()
+    for path in segments:
         if path.name not in mapped:
             path.unlink(missing_ok=True)
 
 
-def in_use(folder: Path, proc: Path = Path("/proc")) -> set[str]:
-    """The files of `folder` that any process maps, as far as this user may see."""
+def mapped_files(folder: Path, proc: Path = Path("/proc")) -> set[str]:
+    """The files of `folder` that any process maps whose maps this user may read."""
     mapped: set[str] = set()
     pattern = re.compile(rf" {re.escape(str(folder))}/(\S+)$", re.MULTILINE)
     for maps in proc.glob("[0-9]*/maps"):

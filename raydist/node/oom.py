@@ -1,4 +1,4 @@
-"""Whether a process was ended for want of memory: the kernel's counters of such kills, and its own log. (actor)"""
+"""Whether the kernel's OOM killer ended a process: its counters before and after, and its log. (actor)"""
 
 from __future__ import annotations
 
@@ -9,125 +9,130 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from raydist.node.sysfs import text
+from raydist.shared.sysfs import read_text
 
 KILLED = re.compile(r"ut of memory: Killed process (\d+) .*?anon-rss:(\d+)kB(?:.*?shmem-rss:(\d+)kB)?")
-"""What the kernel logs (mm/oom_kill.c, `__oom_kill_process`), for a cgroup and for the whole machine alike."""
+"""The kernel's log line (mm/oom_kill.c, `__oom_kill_process`), for a cgroup and for the whole machine."""
 NO_LIMIT = 1 << 60
-"""cgroup v1 has a number near 2^63 where there is no limit."""
+"""Without a limit cgroup v1 has a number near 2^63."""
+
+NOT_KERNEL, ANOTHER = "SIGKILL was not sent by the kernel's OOM killer", "another process sent it"
 
 
 @dataclass(frozen=True)
 class Count:
-    """The kills for want of memory, as counted at one moment."""
+    """The counters of OOM kills at one moment."""
 
     group: Path | None
     """The folder of the process's memory cgroup."""
     kills: int | None
-    """In that group; None where nobody counts."""
+    """In that cgroup; None if unknown."""
     machine: int | None
     """On the whole machine."""
     at: float
     """Seconds since boot."""
 
 
-def count(pid: int | str, root: Path = Path("/")) -> Count:
-    """The kills so far, in the group of a process that lives."""
-    group = group_of(pid, root)
-    return Count(group, kills_in(group), number(text(root / "proc/vmstat"), "oom_kill"), time.monotonic())
+def read_count(pid: int | str, root: Path = Path("/")) -> Count:
+    """The counters now, for the cgroup of a living process."""
+    group = memory_cgroup(pid, root)
+    return Count(group, cgroup_kills(group), counter(read_text(root / "proc/vmstat"), "oom_kill"), time.monotonic())
 
 
-def verdict(pid: int, before: Count, root: Path = Path("/")) -> str:
-    """Why a process that was SIGKILLed since `before` got that signal; empty where nobody can tell.
-
-    A text that begins with "out of memory" says that the kernel did it.
-    """
-    said = logged(pid, before.at, root)
-    kills = kills_in(before.group)
-    here = None if kills is None or before.kills is None else kills - before.kills
-    if said is None and not here:
-        machine = number(text(root / "proc/vmstat"), "oom_kill")
+def oom_verdict(pid: int, before: Count, root: Path = Path("/")) -> tuple[str, bool]:
+    """Why a process got SIGKILL after `before` (empty: unknown), and whether the kernel's OOM killer sent it."""
+    held_bytes = logged_bytes(pid, before.at, root)
+    kills = new_kills(before)
+    if held_bytes is None and not kills:
+        machine = counter(read_text(root / "proc/vmstat"), "oom_kill")
         if machine is None or before.machine is None:
-            return "" if here is None else "somebody's kill -9; the out-of-memory killer ended nobody in its cgroup"
+            text = f"{NOT_KERNEL} (none of its cgroup's processes was ended): {ANOTHER}"
+            return "" if kills is None else text, False
         if machine == before.machine:
-            return "somebody's kill -9; the kernel's out-of-memory killer ended nobody meanwhile"
-        return "" if here is None else "somebody's kill -9; the out-of-memory killer struck, but not in its cgroup"
-    held = f", it held {size(said)}" if said else ""
-    limit = limit_of(before.group)
-    room = f"; its cgroup may have {size(limit)}" if limit and here else "; the machine had no more"
-    return f"out of memory: the kernel's out-of-memory killer chose it{held}{room}"
+            return f"{NOT_KERNEL} (its counter did not change): {ANOTHER}", False
+        text = f"{NOT_KERNEL} (it ended processes of other cgroups only): {ANOTHER}"
+        return "" if kills is None else text, False
+    held = f", it held {bytes_text(held_bytes)}" if held_bytes else ""
+    limit = memory_limit(before.group)
+    room = f"; its cgroup may have {bytes_text(limit)}" if limit and kills else "; the machine had no more"
+    return f"out of memory: the kernel's out-of-memory killer chose it{held}{room}", True
 
 
-def beside(before: Count) -> str:
-    """What may be behind a failure that was no SIGKILL: a process of the group that was killed since `before`."""
-    kills = kills_in(before.group)
-    killed = 0 if kills is None or before.kills is None else kills - before.kills
+def new_kills(before: Count) -> int | None:
+    """The OOM kills in the cgroup since `before`; None if unknown."""
+    kills = cgroup_kills(before.group)
+    return None if kills is None or before.kills is None else kills - before.kills
+
+
+def killed_beside(before: Count) -> str:
+    """A possible cause of a failure other than SIGKILL: OOM kills in the cgroup since `before`; empty if none."""
+    killed = new_kills(before) or 0
     return f"the kernel's out-of-memory killer ended {killed} of its cgroup's processes meanwhile" if killed > 0 else ""
 
 
-def group_of(pid: int | str, root: Path) -> Path | None:
-    """The memory cgroup of a process: of the old kind (v1) where that controller is mounted, else of the new one."""
+def memory_cgroup(pid: int | str, root: Path) -> Path | None:
+    """The memory cgroup of a process: of v1 if that controller is mounted, else of v2."""
     folder = root / "sys/fs/cgroup"
-    told = [line.split(":", 2) for line in text(root / f"proc/{pid}/cgroup").splitlines()]
-    for _, controllers, path in (each for each in told if len(each) == 3):
+    entries = [line.split(":", 2) for line in read_text(root / f"proc/{pid}/cgroup").splitlines()]
+    for _, controllers, path in (entry for entry in entries if len(entry) == 3):
         base = folder / "memory" if "memory" in controllers.split(",") else folder
-        if (base != folder or not controllers) and (found := nearest(base, path)) is not None:
-            return found
+        if (base != folder or not controllers) and (group := nearest_cgroup(base, path)) is not None:
+            return group
     return None
 
 
-def nearest(base: Path, path: str) -> Path | None:
-    """The folder of a group; in a container, whose path is told as the host sees it, that of the container."""
+def nearest_cgroup(base: Path, path: str) -> Path | None:
+    """The folder of a cgroup; in a container, where `path` is the host's, that of the container."""
     for folder in (base / path.lstrip("/"), base):
         if any((folder / name).exists() for name in ("memory.events", "memory.oom_control")):
             return folder
     return None
 
 
-def kills_in(group: Path | None) -> int | None:
-    """The kills that a group has counted."""
+def cgroup_kills(group: Path | None) -> int | None:
+    """The OOM kills that a cgroup has counted; None if unknown."""
     if group is None:
         return None
-    found = number(text(group / "memory.events"), "oom_kill")
-    return number(text(group / "memory.oom_control"), "oom_kill") if found is None else found
+    kills = counter(read_text(group / "memory.events"), "oom_kill")
+    return counter(read_text(group / "memory.oom_control"), "oom_kill") if kills is None else kills
 
 
-def limit_of(group: Path | None) -> int | None:
-    """The bytes that the processes of a group may have; None without a limit."""
-    told = "" if group is None else text(group / "memory.max") or text(group / "memory.limit_in_bytes")
-    return int(told) if told.isdigit() and int(told) < NO_LIMIT else None
+def memory_limit(group: Path | None) -> int | None:
+    """The memory limit of a cgroup in bytes; None without a limit."""
+    text = "" if group is None else read_text(group / "memory.max") or read_text(group / "memory.limit_in_bytes")
+    return int(text) if text.isdigit() and int(text) < NO_LIMIT else None
 
 
-def logged(pid: int, since: float, root: Path) -> int | None:
-    """The bytes that a process held when the kernel killed it, by the kernel's log; None if that has no word of it."""
-    found = None
+def logged_bytes(pid: int, since: float, root: Path) -> int | None:
+    """The bytes that a process held when the kernel killed it after `since`; None if the kernel's log has no line."""
+    held = None
     for line in kernel_log(root / "dev/kmsg"):
-        head, _, said = line.partition(";")
-        at = head.split(",")[2:3]
-        if (match := KILLED.search(said)) and int(match[1]) == pid and at and int(at[0]) / 1e6 >= since - 1:
-            found = (int(match[2]) + int(match[3] or 0)) * 1024
-    return found
+        prefix, _, text = line.partition(";")
+        at = prefix.split(",")[2:3]
+        if (match := KILLED.search(text)) and int(match[1]) == pid and at and int(at[0]) / 1e6 >= since - 1:
+            held = (int(match[2]) + int(match[3] or 0)) * 1024
+    return held
 
 
 def kernel_log(path: Path) -> list[str]:
-    """The records of the kernel's log; none where it may not be read."""
+    """The records of the kernel's log; none if this user may not read it."""
     records = []
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            while record := os.read(descriptor, 8192):  # one record a time, until there is none: BlockingIOError
+            while record := os.read(descriptor, 8192):  # one record each; BlockingIOError at the end
                 records += record.decode(errors="replace").splitlines()
         finally:
             os.close(descriptor)
     return records
 
 
-def number(told: str, name: str) -> int | None:
-    """The number after a name at the beginning of a line."""
-    found = re.search(rf"^{name} (\d+)$", told, re.MULTILINE)
-    return int(found[1]) if found else None
+def counter(text: str, name: str) -> int | None:
+    """The number in the line `name NUMBER` of a text; None if it has no such line."""
+    match = re.search(rf"^{name} (\d+)$", text, re.MULTILINE)
+    return int(match[1]) if match else None
 
 
-def size(number: int) -> str:
-    """Bytes for a person."""
+def bytes_text(number: int) -> str:
+    """Bytes in GiB or MiB."""
     return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"

@@ -1,4 +1,4 @@
-"""Processes: signalled, waited for, ended with all that they started; what one is doing, and what it left. (actor)"""
+"""Signals, awaits and ends processes with their children; reads their state and their recorded error. (actor)"""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import os
 import signal
 from pathlib import Path
 
+from raydist.worker.protocol import RecordedError
+
 
 def kill(pid: int, number: int) -> None:
-    """A signal to a child of ours; SIGKILL to its whole process group, and to it alone if it has none yet."""
+    """Send a signal to a child; SIGKILL to its process group, or to it alone if it has not made one yet."""
     with contextlib.suppress(ProcessLookupError):
         if number == signal.SIGKILL and os.getpgid(pid) == pid:
             os.killpg(pid, number)
@@ -19,7 +21,7 @@ def kill(pid: int, number: int) -> None:
 
 
 def wait_one() -> tuple[int, int] | None:
-    """(pid, status) of a child that has ended, None if there is none now."""
+    """(pid, wait status) of a child that has ended; None if there is none."""
     with contextlib.suppress(ChildProcessError):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -28,7 +30,7 @@ def wait_one() -> tuple[int, int] | None:
 
 
 def end_session(session: int) -> None:
-    """SIGKILL what a dead rank started and left: loader workers, subprocesses. They are our children by now."""
+    """SIGKILL the processes that a dead rank left, as DataLoader workers; this subreaper is now their parent."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(session, signal.SIGKILL)
     for pid in children_of(os.getpid()):
@@ -38,7 +40,7 @@ def end_session(session: int) -> None:
 
 
 def end_children() -> None:
-    """SIGKILL whatever is a child of ours, and what thereby becomes one."""
+    """SIGKILL all children, and the orphans that thereby become children of this subreaper."""
     while children := children_of(os.getpid()):
         for pid in children:
             kill(pid, signal.SIGKILL)
@@ -50,25 +52,25 @@ def children_of(pid: int) -> list[int]:
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as listed:
             return [int(child) for child in listed.read().split()]
-    except FileNotFoundError:  # not Linux, or a kernel without the file: groups and sessions are all we can end
+    except FileNotFoundError:  # not Linux, or a kernel without the file: only groups and sessions can be ended
         return []
 
 
-def recorded(file: Path | None) -> dict[str, str]:
-    """What torch.distributed.elastic's @record left of an error: type, message, traceback; nothing where it did not."""
+def recorded_error(file: Path | None) -> RecordedError | None:
+    """The error that torch.distributed.elastic's @record wrote to a file; None if it wrote none."""
     try:
-        found = json.loads(file.read_text(errors="replace"))["message"] if file else {}
+        record = json.loads(file.read_text(errors="replace"))["message"] if file else {}
     except (OSError, ValueError, KeyError):
-        return {}
-    if isinstance(found, str):  # what torchrun's own agent writes for a signal
-        return {"type": "", "message": found, "traceback": ""}
-    kind, _, message = str(found.get("message", "")).partition(": ")
-    frames = found.get("extraInfo", {}).get("py_callstack", "")
-    return {"type": kind, "message": message, "traceback": str(frames)} if found else {}
+        return None
+    if isinstance(record, str):  # torchrun's agent writes a text for a signal
+        return RecordedError("", record, "")
+    kind, _, message = str(record.get("message", "")).partition(": ")
+    frames = record.get("extraInfo", {}).get("py_callstack", "")
+    return RecordedError(kind, message, str(frames)) if record else None
 
 
-def state_of(pid: int) -> tuple[str, float]:
-    """The state of a process in Linux's letter, and the seconds of CPU that it has used; ("", 0.0) where unknown."""
+def process_state(pid: int) -> tuple[str, float]:
+    """The state letter of a process (proc(5)), and the CPU seconds that it has used; ("", 0.0) if unknown."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -79,8 +81,8 @@ def state_of(pid: int) -> tuple[str, float]:
 def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal."""
     try:
-        told = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-    mask = next((line.split()[1] for line in told.splitlines() if line.startswith("SigCgt:")), "0")
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(mask, 16) >> (number - 1) & 1)

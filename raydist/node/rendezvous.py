@@ -1,4 +1,4 @@
-"""Where ranks meet: the store, held open on the training address by a process that outlives rank 0. (actor)"""
+"""The rendezvous TCPStore, served on the training address by a process that outlives rank 0. (actor)"""
 
 from __future__ import annotations
 
@@ -6,33 +6,35 @@ import signal
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raydist.worker.protocol import StoreAddress
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
-def hold_store(address: str) -> tuple[Callable[[], None], dict[str, Any]]:
-    """A store that lives as long as the call of the first that this gives back; the second says where it is."""
+def hold_store(address: str) -> tuple[Callable[[], None], StoreAddress]:
+    """Open a store; a function that serves it until the process ends, and its address."""
     store, port = open_store(address)
 
     def hold() -> None:
         while store:
             signal.pause()
 
-    return hold, {"store": port, "secret": ""}
+    return hold, StoreAddress(port, "")
 
 
 def open_store(address: str) -> tuple[TCPStore, int]:
-    """A TCPStore on a port that the kernel chose, and that port.
+    """Open a TCPStore on a port that the kernel chooses; the store and its port.
 
-    TCPStore itself would listen on all interfaces; given a socket that is bound already, it listens only there. The
-    port is held from the start, never guessed and bound later, so no other job can take it in between.
+    TCPStore would listen on all interfaces; with a bound socket it listens only there. The port is bound from the
+    start, not chosen and bound later, so that no other job can take it in between.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # The backlog is for a thousand ranks that connect in the same moment.
+    # The backlog holds a thousand ranks that connect at the same time.
     listener = socket.create_server((address, 0), family=family, backlog=4096)
     port = listener.getsockname()[1]
     store = TCPStore(

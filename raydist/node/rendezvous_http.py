@@ -1,14 +1,15 @@
-"""Where Horovod's ranks meet: its key-value store over HTTP, on the training address alone, behind a secret. (actor)
+"""Horovod's rendezvous: its key-value store over HTTP, on the training address only, behind a secret. (actor)
 
 Horovod's C++ (gloo_context.cc, http_store.cc of 0.28.1) opens a connection for each request:
 
-    PUT /scope/key       a rank leaves its addresses
-    GET /scope/key       200 with the value, 404 if it is not there yet: asked again 10 ms later
-    DELETE /scope/rank   the rank has met all the others of the scope
+    PUT /scope/key       a rank stores its addresses
+    GET /scope/key       200 with the value, or 404 if it is missing: Horovod asks again 10 ms later
+    DELETE /scope/rank   the rank is connected to all others of the scope
 
-It knows no authentication, and Horovod's own server listens on all interfaces. But it puts together its URL as plain
-text, http://ADDR:PORT/scope/key, so an ADDR of `10.0.0.1:41234/SECRET` makes each request go to
-http://10.0.0.1:41234/SECRET:41234/scope/key: who doesn't know the secret can neither read an address nor put in one.
+It has no authentication, and Horovod's own server listens on all interfaces. But it builds its URL as plain text,
+http://ADDR:PORT/scope/key, so an ADDR of `10.0.0.1:41234/SECRET` makes each request go to
+http://10.0.0.1:41234/SECRET:41234/scope/key. A process without the secret can neither read nor store an
+address.
 """
 
 from __future__ import annotations
@@ -20,40 +21,39 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+
+from raydist.worker.protocol import StoreAddress
 
 HOLD_S = 1.0
-"""Longest wait of a GET for a key that is not there yet: saves the asking again, and the 10 ms before it."""
+"""Longest wait of a GET for a missing key: it saves further requests, and 10 ms before each."""
 READ_S = 10.0
-"""Longest wait for a request to arrive whole."""
-LARGEST = 1 << 24
-"""Bytes of a value; a rank's addresses are about 100 bytes for each of the others."""
+"""Longest wait for a whole request."""
+MAX_VALUE = 1 << 24
+"""Most bytes of a value; the addresses of a rank take about 100 bytes for each other rank."""
 REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found"}
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """A listening socket on a port that the kernel chose, and the door to it: `address:port/secret`."""
+    """A listening socket on a port that the kernel chose, and its address for Horovod: `address:port/secret`."""
     if ":" in address:
-        raise OSError(f"Horovod's rendezvous speaks IPv4 only: say fabric.interface=<one with IPv4>, not {address}")
+        raise OSError(f"{address}: Horovod's rendezvous uses IPv4 only; set fabric.interface=<one with IPv4>")
     listener = socket.create_server((address, 0), backlog=4096)
     return listener, f"{address}:{listener.getsockname()[1]}/{secrets.token_urlsafe(24)}"
 
 
-def open_store(address: str) -> tuple[Callable[[], None], dict[str, Any]]:
-    """The store, served as long as the call of the first that this gives back; the second says where it is."""
-    listener, door = listen(address)
-    return lambda: asyncio.run(serve(listener, door)), {
-        "store": listener.getsockname()[1],
-        "secret": door.partition("/")[2],
-    }
+def open_http_store(address: str) -> tuple[Callable[[], None], StoreAddress]:
+    """Open the store; a function that serves it until the process ends, and its address."""
+    listener, address_text = listen(address)
+    secret = address_text.partition("/")[2]
+    return lambda: asyncio.run(serve(listener, secret)), StoreAddress(listener.getsockname()[1], secret)
 
 
-async def serve(listener: socket.socket, door: str) -> None:
-    """Answer until cancelled."""
-    store = Store(door.partition("/")[2])
+async def serve(listener: socket.socket, secret: str) -> None:
+    """Answer requests until cancelled."""
+    store = Store(secret)
     server = await asyncio.start_server(store.answer, sock=listener, backlog=4096)
     try:
-        # Not serve_forever(): when it is cancelled, it waits for those who are still asking (Python 3.12).
+        # Not serve_forever(): when cancelled, it waits for open connections (Python 3.12).
         await asyncio.Event().wait()
     finally:
         server.close()
@@ -61,14 +61,14 @@ async def serve(listener: socket.socket, door: str) -> None:
 
 @contextlib.contextmanager
 def serving(address: str) -> Iterator[str]:
-    """The store in a thread of this process; its door."""
-    listener, door = listen(address)
+    """Serve the store in a thread of this process; its address, as of listen()."""
+    listener, address_text = listen(address)
     loop = asyncio.new_event_loop()
-    task = loop.create_task(serve(listener, door))
+    task = loop.create_task(serve(listener, address_text.partition("/")[2]))
     thread = threading.Thread(target=run_until_done, args=(loop, task), name="horovod-rendezvous", daemon=True)
     thread.start()
     try:
-        yield door
+        yield address_text
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
@@ -77,15 +77,15 @@ def serving(address: str) -> Iterator[str]:
 def run_until_done(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         loop.run_until_complete(task)
-    for held in asyncio.all_tasks(loop):
-        held.cancel()
-        loop.run_until_complete(asyncio.wait([held]))
-    loop.run_until_complete(asyncio.sleep(0))  # their sockets are closed in a turn of their own
+    for connection in asyncio.all_tasks(loop):
+        connection.cancel()
+        loop.run_until_complete(asyncio.wait([connection]))
+    loop.run_until_complete(asyncio.sleep(0))  # their sockets close in the next iteration
     loop.close()
 
 
 class Store:
-    """The values of all scopes, as long as somebody may ask for them."""
+    """The values of all scopes."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
@@ -93,7 +93,7 @@ class Store:
         self._awaited: dict[str, asyncio.Event] = {}
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, one request."""
+        """Answer the one request of a connection."""
         with contextlib.closing(writer):
             await self._answer(reader, writer)
 
@@ -109,8 +109,8 @@ class Store:
             await writer.drain()
 
     async def _respond(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        _, told, scope, key = path.split("/")  # anything else is a ValueError
-        if not hmac.compare_digest(told.partition(":")[0].encode(), self._secret.encode()):
+        _, secret, scope, key = path.split("/")  # ValueError for any other path
+        if not hmac.compare_digest(secret.partition(":")[0].encode(), self._secret.encode()):
             return 403, b""
         name = f"{scope}/{key}"
         if method == "GET":
@@ -120,8 +120,8 @@ class Store:
             if event := self._awaited.pop(name, None):
                 event.set()
         elif method == "DELETE":
-            # All of the scope have met before the first of them says so: nobody asks for this rank any more, and after
-            # a shutdown() and another init() nobody may find its old address.
+            # All ranks of the scope are connected before the first DELETE, so no rank needs this address any more. It
+            # must be gone for an init() that follows a shutdown().
             for old in (name, f"{scope}/rank_{key}"):
                 self._values.pop(old, None)
         else:
@@ -138,11 +138,11 @@ class Store:
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
-    """(method, path, body) of an HTTP request; ValueError if it is none."""
+    """(method, path, body) of an HTTP request. ValueError: it is none."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     method, path, _ = head[0].split(" ")
     fields = (line.partition(":") for line in head[1:])
     size = next((int(value) for name, _, value in fields if name.lower() == "content-length"), 0)
-    if not 0 <= size <= LARGEST:
+    if not 0 <= size <= MAX_VALUE:
         raise ValueError(f"a value of {size} bytes")
     return method, path, await reader.readexactly(size)

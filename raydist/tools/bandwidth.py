@@ -1,4 +1,4 @@
-"""`python -m raydist.tools.bandwidth`, with the words of train: how fast the job's own ranks talk. (driver)"""
+"""`python -m raydist.tools.bandwidth`: measures collectives on the ranks that a job would have. (driver)"""
 
 from __future__ import annotations
 
@@ -11,46 +11,36 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raydist.errors import ConfigError, RaydistError, suggest
-from raydist.events import read
-from raydist.result import Result
 from raydist.run import run
+from raydist.shared.errors import ConfigError
+from raydist.shared.events import read_events
 from raydist.tools import bandwidth_figures as figures
-from raydist.tools.bandwidth_figures import OPS, Pair, Row
+from raydist.tools.bandwidth_figures import OPS, Pair, RankMeasurement, Row
 from raydist.tools.bandwidth_plot import plot
-from raydist.train import Parser, tell
+from raydist.tools.command_line import ToolParser, number, run_tool
 from raydist.watch import wording
+from raydist.watch.result import Result
 
-USAGE = """\
-usage: python -m raydist.tools.bandwidth [flags] [words]
-
-Measures the collectives of torch.distributed (or Horovod's) on the ranks that a job with these words would have, checks
-every result, and says how fast they are. The words are those of python -m raydist.train: backend=nccl scale=2x8 ...
-
-  --ops A,B     only these of: {ops}
-  --min SIZE    the smallest message: 8, 4K, 1M, 1G (1K)
-  --max SIZE    the largest message (32M)
-  --factor X    each size so many times the one before (4)
-  --iters N     timed calls of each (10)
-  --warmup N    calls before them (2)
-  --pairs       also measure every node against every other, and name the slow ones
-  --json        print data instead of tables
+DESCRIPTION = """\
+Measures the collectives of torch.distributed (or Horovod's) on the ranks that a job with these overrides would have,
+and checks every result.
 """
-RANK_SIDE = "raydist.tools.bandwidth_ranks:measure"
-# Ranks that wait for a slow pair are not stuck.
+RANK_SIDE = "raydist.tools.bandwidth_ranks:measure_operations"
+# hang.end=false: ranks that wait for a slow pair do not hang.
 QUIET = ("hang.end=false", "watch.progress=none")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a measurement came to."""
+class Measurement:
+    """The results of all ranks."""
 
     backend: str
     ranks: int
     rows: Sequence[Row]
     matrix: dict[Pair, float]
-    """GB/s by the positions of two nodes in `names`; ranks, where there is one node only."""
+    """(index, index) in `names` -> GB/s."""
     names: Sequence[str]
+    """The nodes that were measured in pairs; the ranks if there is only one node."""
     network: dict[str, Any]
     """The run's `network` event."""
     dir: Path
@@ -61,97 +51,85 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. The exit code: 0; 1 where the run failed or a result was wrong; 2 for a wrong word."""
-    try:
-        typed = parse(sys.argv[1:] if argv is None else argv)
-        if typed.help:
-            print(USAGE.format(ops=", ".join(OPS)), end="")
-            return 0
+    """Measure and print. The exit code: 0; 1 if the run failed or a result was wrong; 2 for a wrong setting."""
+
+    def bandwidth() -> int:
+        typed = parse_arguments(sys.argv[1:] if argv is None else argv)
         with contextlib.redirect_stdout(sys.stderr if typed.json else sys.stdout):
-            measured = measure(typed)
-    except RaydistError as error:
-        return tell(error)
-    print(json.dumps(as_data(measured), indent=2) if typed.json else "\n".join(as_text(measured)))
-    return 1 if measured.wrong else 0
+            measured = run_measurement(typed)
+        print(json.dumps(measured_as_data(measured), indent=2) if typed.json else "\n".join(measured_as_text(measured)))
+        return 1 if measured.wrong else 0
+
+    return run_tool(bandwidth)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags, checked, and the words."""
-    made = Parser(prog="bandwidth", add_help=False, allow_abbrev=False)
-    for name, default in (("min", "1K"), ("max", "32M"), ("factor", "4"), ("iters", "10"), ("warmup", "2")):
-        made.add_argument(f"--{name}", default=default)
-    made.add_argument("--ops", default=",".join(OPS))
-    for name in ("pairs", "json", "help"):
-        made.add_argument(f"--{name}", *(["-h"] if name == "help" else []), action="store_true")
-    made.add_argument("words", nargs="*")
-    typed, unknown = made.parse_known_intermixed_args(list(argv))
-    if wrong := [word for word in unknown if word.startswith("-")]:
-        flags = [f"--{name}" for name in vars(typed) if name != "words"]
-        raise ConfigError(f"{wrong[0]}: there is no such flag; {suggest(wrong[0], flags)}")
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags, checked, and the overrides."""
+    parser = ToolParser("bandwidth", DESCRIPTION)
+    parser.add_argument("--ops", metavar="A,B", default=",".join(OPS), help=f"only these of: {', '.join(OPS)}")
+    parser.add_argument("--min", metavar="SIZE", default="1K", help="smallest message: 8, 4K, 1M, 1G (1K)")
+    parser.add_argument("--max", metavar="SIZE", default="32M", help="largest message (32M)")
+    parser.add_argument("--factor", metavar="X", default="4", help="ratio of one size to the next (4)")
+    parser.add_argument("--iters", metavar="N", default="10", help="timed calls for each size (10)")
+    parser.add_argument("--warmup", metavar="N", default="2", help="calls before the timed ones (2)")
+    parser.add_argument("--pairs", action="store_true", help="also measure each pair of nodes, and name the slow ones")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    typed = parser.parse(argv)
     typed.ops = typed.ops.split(",")
     for op in typed.ops:
         if op not in OPS:
-            raise ConfigError(f"--ops {op}: {suggest(op, OPS, '--ops ')}")
+            raise ConfigError.unknown("--ops", op, OPS)
     low, high = figures.in_bytes("--min", typed.min), figures.in_bytes("--max", typed.max)
     if low > high:
-        raise ConfigError(f"--min {typed.min} is more than --max {typed.max}: say --max {typed.min}")
-    typed.sizes = figures.sizes(low, high, _number("--factor", typed.factor, 1.1))
-    typed.iters = int(_number("--iters", typed.iters, 1))
-    typed.warmup = int(_number("--warmup", typed.warmup, 0))
-    if typed.pairs and any(word.startswith("backend=horovod") for word in typed.words):
-        raise ConfigError("--pairs: Horovod has no point to point; say backend=gloo, or backend=nccl on GPUs")
+        raise ConfigError.of("--min", typed.min, f"more than --max {typed.max}", f"--max {typed.min}")
+    typed.sizes = figures.message_sizes(low, high, number("--factor", typed.factor, 1.1))
+    typed.iters = int(number("--iters", typed.iters, 1, whole=True))
+    typed.warmup = int(number("--warmup", typed.warmup, 0, whole=True))
+    if typed.pairs and any(override.startswith("backend=horovod") for override in typed.overrides):
+        cause = "Horovod has no point-to-point operation"
+        raise ConfigError.of("--pairs", None, cause, "backend=gloo", "backend=nccl")
     return typed
 
 
-def _number(flag: str, text: str, low: float) -> float:
-    try:
-        value = float(text) if flag == "--factor" else int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value < 1e9:
-        raise ConfigError(f"{flag} {text}: must be a number from {low:g}; say {flag} {max(2, int(low))}")
-    return value
-
-
-def measure(typed: argparse.Namespace) -> Measured:
-    """Run it on the ranks that the words ask for."""
-    settings = {"ops": typed.ops, "sizes": typed.sizes, "iters": typed.iters, "warmup": typed.warmup}
-    words = [f"+job.args.{name}={json.dumps(value, separators=(',', ':'))}".replace('"', "")
-             for name, value in {**settings, "pairs": typed.pairs}.items()]  # fmt: skip
-    done = run(RANK_SIDE, "name=bandwidth", *QUIET, *words, *typed.words)
-    measured = gather(done)
-    (done.dir / "bandwidth.json").write_text(json.dumps(as_data(measured), indent=2) + "\n", encoding="utf-8")
+def run_measurement(typed: argparse.Namespace) -> Measurement:
+    """Run the measurement on the ranks that the overrides request, and write its files."""
+    arguments = {"ops": typed.ops, "sizes": typed.sizes, "iters": typed.iters, "warmup": typed.warmup}
+    overrides = [f"+job.args.{name}={json.dumps(value, separators=(',', ':'))}".replace('"', "")
+                 for name, value in {**arguments, "pairs": typed.pairs}.items()]  # fmt: skip
+    done = run(RANK_SIDE, "name=bandwidth", *QUIET, *overrides, *typed.overrides)
+    measured = gather_rows(done)
+    (done.dir / "bandwidth.json").write_text(json.dumps(measured_as_data(measured), indent=2) + "\n", encoding="utf-8")
     (done.dir / "bandwidth.svg").write_text(plot(measured.rows), encoding="utf-8")
     return measured
 
 
-def gather(done: Result[Any]) -> Measured:
-    """What all ranks found as one: the time of the slowest rank, the wrong numbers of all."""
-    told = [value for value in done.values if value]
+def gather_rows(done: Result[RankMeasurement]) -> Measurement:
+    """Merge the results of all ranks: the time of the slowest rank, the sum of wrong elements."""
+    measured = [value for value in done.values if value]
     rows = []
-    for every in zip(*(value["rows"] for value in told), strict=True):
-        first, times = every[0], [one["seconds"] for one in every]
-        slowest = None if None in times else max(times)
-        wrong = sum(one["wrong"] for one in every)
-        rows.append(figures.row(first["op"], first["size"], slowest, wrong, len(told)))
-    events = {happened["kind"]: happened for happened in read(done.dir / "events.jsonl")}
-    seats = {seat["rank"]: seat for seat in events["plan"]["seats"]}
-    found = {(a, b): speed for value in told for a, b, speed in value["pairs"]}
-    who = sorted({rank for pair in found for rank in pair})
-    several = len({seats[rank]["host"] for rank in who}) == len(who)
-    return Measured(
+    for row in zip(*(value["rows"] for value in measured), strict=True):
+        times = [of_rank["seconds"] for of_rank in row]
+        slowest = None if None in times else max(s for s in times if s is not None)
+        wrong = sum(of_rank["wrong"] for of_rank in row)
+        rows.append(figures.row(row[0]["op"], row[0]["size"], slowest, wrong, len(measured)))
+    events = {event["kind"]: event for event in read_events(done.dir / "events.jsonl")}
+    slots = {slot["rank"]: slot for slot in events["plan"]["seats"]}
+    speeds = {(a, b): speed for value in measured for a, b, speed in value["pairs"]}
+    ranks = sorted({rank for pair in speeds for rank in pair})
+    several_nodes = len({slots[rank]["host"] for rank in ranks}) == len(ranks)
+    return Measurement(
         backend=events["plan"]["backend"],
-        ranks=len(told),
+        ranks=len(measured),
         rows=rows,
-        matrix={(who.index(a), who.index(b)): speed for (a, b), speed in found.items()},
-        names=[seats[rank]["host"] if several else f"rank {rank}" for rank in who],
+        matrix={(ranks.index(a), ranks.index(b)): speed for (a, b), speed in speeds.items()},
+        names=[slots[rank]["host"] if several_nodes else f"rank {rank}" for rank in ranks],
         network=events.get("network", {}),
         dir=done.dir,
     )
 
 
-def as_data(measured: Measured) -> dict[str, Any]:
-    """The measurement as JSON-able data."""
+def measured_as_data(measured: Measurement) -> dict[str, Any]:
+    """The measurement for --json and bandwidth.json."""
     nodes, pairs = figures.slow(measured.matrix) if measured.matrix else ([], [])
     names = measured.names
     return {
@@ -162,36 +140,36 @@ def as_data(measured: Measured) -> dict[str, Any]:
         "slow_nodes": [names[node] for node in nodes],
         "slow_pairs": [[names[a], names[b]] for a, b in pairs],
         "network": measured.network.get("text", ""),
-        "ports": possible(measured),
+        "ports": port_rate(measured),
         "dir": str(measured.dir),
     }
 
 
-def as_text(measured: Measured) -> Iterator[str]:
-    """The measurement for a person."""
+def measured_as_text(measured: Measurement) -> Iterator[str]:
+    """The measurement as lines."""
     yield from wording.table(figures.as_table(measured.rows, measured.backend))
     if measured.matrix:
-        yield "\neach pair, both ways at a time"
+        yield "\neach pair, both directions at once"
         yield from wording.table(figures.as_matrix(measured.matrix, measured.names))
-        yield from figures.told_slow(measured.matrix, measured.names)
-    yield from compared(measured)
+        yield from figures.slow_lines(measured.matrix, measured.names)
+    yield from verdict_lines(measured)
     if measured.wrong:
-        yield f"WRONG: {measured.wrong} numbers came out wrong; nothing that this network carries can be trusted"
+        yield f"WRONG: {measured.wrong} elements are wrong: this network corrupts data"
     yield f"plot and data: {measured.dir}/bandwidth.svg, bandwidth.json"
 
 
-def compared(measured: Measured) -> Iterator[str]:
-    """What was reached beside what the ports could do, where it is known and the ranks sit on several nodes."""
-    ports = possible(measured)
+def verdict_lines(measured: Measurement) -> Iterator[str]:
+    """The measured bandwidth compared with the rate of the ports; none if the rate is not known."""
+    rate = port_rate(measured)
     reduced = [row.busbw for row in measured.rows if row.op == "all_reduce" and row.time_us is not None]
-    if ports and reduced:
-        yield f"all_reduce, busbw: {figures.verdict(max(reduced), ports)}"
-    if ports and measured.matrix:
-        yield f"slowest pair: {figures.verdict(min(measured.matrix.values()), ports)}"
+    if rate and reduced:
+        yield f"all_reduce, busbw: {figures.bandwidth_verdict(max(reduced), rate)}"
+    if rate and measured.matrix:
+        yield f"slowest pair: {figures.bandwidth_verdict(min(measured.matrix.values()), rate)}"
 
 
-def possible(measured: Measured) -> float:
-    """GB/s that the slowest node's ports in use could carry; 0 where that is not known, or one node talks to itself."""
+def port_rate(measured: Measurement) -> float:
+    """GB/s of the ports in use on the slowest node; 0 if it is not known, or if there is only one node."""
     rates = [float(node.get("rate", 0.0)) for node in measured.network.get("nodes", [])]
     return min(rates) if len(rates) > 1 else 0.0
 

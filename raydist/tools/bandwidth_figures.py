@@ -1,4 +1,4 @@
-"""Times -> algorithm and bus bandwidth, who meets whom, which pair or node is slow, and how it compares. (pure)"""
+"""Times -> algorithm and bus bandwidth, schedule of pairs, slow nodes and pairs, verdict. (pure)"""
 
 from __future__ import annotations
 
@@ -7,38 +7,59 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
-from raydist.errors import ConfigError
+from raydist.shared.errors import ConfigError
 
 OPS = (
     "sendrecv", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter",
     "all_to_all", "barrier",
 )  # fmt: skip
 SHARED = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
-"""Their size is that of all ranks' shares together."""
+"""Operations whose size counts the shares of all ranks together."""
 SLOW = 0.7
-"""A pair, or a node, below so much of the median is slow."""
+"""A pair or node is slow below this part of the median."""
 PASS, WARN = 0.8, 0.5
-"""Of what a port could do: fine from PASS on, poor from WARN on."""
+"""Parts of the port's rate: PASS from the first, WARN from the second, FAIL below."""
 
 Pair = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One operation at one size."""
+class RankRow(TypedDict):
+    """One operation at one size, as one rank measured it."""
 
     op: str
     size: int
-    """Bytes, as nccl-tests counts them: for all_gather and its like, those of all ranks together."""
+    """Bytes."""
+    seconds: float | None
+    """Of one call; None if the backend lacks the operation."""
+    wrong: int
+    """Wrong elements."""
+
+
+class RankMeasurement(TypedDict):
+    """The results of one rank."""
+
+    rows: list[RankRow]
+    pairs: list[tuple[int, int, float]]
+    """(rank, rank, GB/s in each direction)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation at one size, over all ranks."""
+
+    op: str
+    size: int
+    """Bytes, as nccl-tests counts them: for the operations in SHARED, of all ranks together."""
     time_us: float | None
-    """Of one call on the slowest rank; None where the backend does not have the operation."""
+    """Of one call on the slowest rank; None if the backend lacks the operation."""
     algbw: float = 0.0
-    """GB/s (1e9 bytes): size over time."""
+    """GB/s (1e9 bytes): size / time."""
     busbw: float = 0.0
-    """GB/s: what the slowest link carried, whatever the number of ranks."""
+    """GB/s of the slowest link: independent of the number of ranks."""
     wrong: int = 0
-    """Elements that came out wrong, over all ranks."""
+    """Wrong elements, over all ranks."""
 
 
 def row(op: str, size: int, seconds: float | None, wrong: int, ranks: int) -> Row:
@@ -60,52 +81,51 @@ def factor(op: str, ranks: int) -> float:
 
 
 def elements(op: str, size: int, ranks: int) -> int:
-    """float32 numbers of a message of about `size` bytes; the same for all ranks, and at least one for each."""
+    """Number of float32 elements of a message of about `size` bytes: at least one, and equal shares, for each rank."""
     count = max(1, size // 4)
     return max(ranks, count // ranks * ranks) if op in SHARED else count
 
 
-def sizes(low: int, high: int, by: float) -> list[int]:
-    """From `low` to `high` bytes, each `by` times the one before."""
-    found = [low]
-    while math.floor(found[-1] * by) <= high:
-        found.append(math.floor(found[-1] * by))
-    return found
+def message_sizes(low: int, high: int, by: float) -> list[int]:
+    """Sizes in bytes from `low` to at most `high`, each `by` times the previous one."""
+    sizes = [low]
+    while math.floor(sizes[-1] * by) <= high:
+        sizes.append(math.floor(sizes[-1] * by))
+    return sizes
 
 
 def in_bytes(flag: str, text: str) -> int:
-    """The bytes that `64M` says; K, M and G are powers of 1024, as in nccl-tests."""
+    """The bytes of `64M`; K, M and G are powers of 1024, as in nccl-tests."""
     match = re.fullmatch(r"(\d+)([KMG]?)i?B?", text, re.IGNORECASE)
     if not match or int(match[1]) == 0:
         digits = re.match(r"[1-9]\d*", text)
-        raise ConfigError(
-            f"{flag} {text}: no size; say {flag} {digits[0] if digits else '64'}M, or K, G, or plain bytes"
-        )
+        cause = "must be a size: bytes, or a number with K, M or G"
+        raise ConfigError.of(flag, text, cause, f"{flag} {digits[0] if digits else '64'}M")
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
 def rounds(n: int) -> list[list[Pair]]:
-    """A tournament of everyone against everyone: rounds of pairs that have nobody in common (the circle method).
+    """All pairs of n in rounds, in each of which no one is in two pairs (round-robin tournament, circle method).
 
-    n-1 rounds for an even number, n for an odd one, in each of which one has nobody to meet.
+    An even n takes n-1 rounds; an odd n takes n, and one pauses in each.
     """
     circle: list[int | None] = [*range(n), *([None] if n % 2 else [])]
-    found = []
+    schedule = []
     for _ in range(len(circle) - 1):
         opposite = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
-        found.append([(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None])
+        schedule.append([(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None])
         circle = [circle[0], circle[-1], *circle[1:-1]]
-    return found
+    return schedule
 
 
 def slow(matrix: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
-    """The slow nodes, and the slow pairs among the others.
+    """The slow nodes, and the slow pairs among the other nodes.
 
-    A node counts by its best pair: one slow node of three makes two of the three pairs slow, and their median too.
+    A node is judged by its best pair: one slow node of three makes two of three pairs slow, and with them the median.
     """
     every = sorted({node for pair in matrix for node in pair})
     best = {node: max(speed for pair, speed in matrix.items() if node in pair) for node in every}
-    # of two nodes nobody can tell which one it is
+    # with two nodes the measurement does not show which one is slow
     usual = statistics.median(best.values()) if len(every) > 2 else 0.0
     nodes = [node for node in every if best[node] < SLOW * usual]
     rest = {pair: speed for pair, speed in matrix.items() if not set(pair) & set(nodes)}
@@ -113,14 +133,14 @@ def slow(matrix: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
     return nodes, [pair for pair, speed in sorted(rest.items()) if speed < SLOW * middle]
 
 
-def verdict(measured: float, possible: float) -> str:
+def bandwidth_verdict(measured: float, possible: float) -> str:
     """`11.2 of 12.5 GB/s, 90%: PASS`.
 
-    No cap at 100%: two nodes may reduce by a tree, which carries less than the ring that busbw counts with.
+    The share may exceed 100%: two nodes may reduce by a tree, which sends less than the ring that busbw assumes.
     """
     share = measured / possible
-    word = "PASS" if share >= PASS else "WARN" if share >= WARN else "FAIL"
-    return f"{measured:.3g} of {possible:.3g} GB/s, {share:.0%}: {word}"
+    grade = "PASS" if share >= PASS else "WARN" if share >= WARN else "FAIL"
+    return f"{measured:.3g} of {possible:.3g} GB/s, {share:.0%}: {grade}"
 
 
 def size_text(size: float) -> str:
@@ -133,21 +153,21 @@ def size_text(size: float) -> str:
 
 
 def as_table(rows: Sequence[Row], backend: str) -> list[list[str]]:
-    """The rows as cells under a row of headings."""
+    """A table of the rows; the first row is its headings."""
     head = ["op", "size", "time us", "algbw GB/s", "busbw GB/s", "wrong"]
-    return [head, *(_cells(one, backend) for one in rows)]
+    return [head, *(_cells(each, backend) for each in rows)]
 
 
-def _cells(one: Row, backend: str) -> list[str]:
-    if one.time_us is None:
-        return [one.op, "", f"not in {backend}", "", "", ""]
-    if one.op == "barrier":
-        return [one.op, "", f"{one.time_us:.1f}", "", "", ""]
-    return [one.op, size_text(one.size), f"{one.time_us:.1f}", f"{one.algbw:.3f}", f"{one.busbw:.3f}", str(one.wrong)]
+def _cells(of: Row, backend: str) -> list[str]:
+    if of.time_us is None:
+        return [of.op, "", f"not in {backend}", "", "", ""]
+    if of.op == "barrier":
+        return [of.op, "", f"{of.time_us:.1f}", "", "", ""]
+    return [of.op, size_text(of.size), f"{of.time_us:.1f}", f"{of.algbw:.3f}", f"{of.busbw:.3f}", str(of.wrong)]
 
 
 def as_matrix(matrix: Mapping[Pair, float], names: Sequence[str]) -> list[list[str]]:
-    """GB/s of every pair as cells, with a row and a column for each node."""
+    """A table with the GB/s of every pair: a row and a column for each node."""
 
     def cell(a: int, b: int) -> str:
         return "-" if a == b else f"{matrix[min(a, b), max(a, b)]:.3f}"
@@ -155,7 +175,7 @@ def as_matrix(matrix: Mapping[Pair, float], names: Sequence[str]) -> list[list[s
     return [["GB/s", *names], *([name, *(cell(a, b) for b in range(len(names)))] for a, name in enumerate(names))]
 
 
-def told_slow(matrix: Mapping[Pair, float], names: Sequence[str]) -> Iterator[str]:
+def slow_lines(matrix: Mapping[Pair, float], names: Sequence[str]) -> Iterator[str]:
     """A line for each slow node and pair."""
     nodes, pairs = slow(matrix)
     usual = statistics.median(speed for pair, speed in matrix.items() if not set(pair) & set(nodes))

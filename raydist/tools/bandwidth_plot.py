@@ -1,4 +1,4 @@
-"""Bus bandwidth over size as an SVG. A plotting library would be larger than raydist; this is one picture. (pure)"""
+"""Bus bandwidth over message size as an SVG, without a plotting library, which would be larger than raydist. (pure)"""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def plot(rows: Sequence[Row]) -> str:
 
         for exponent in range(x_low, x_high + 1, max(1, (x_high - x_low) // 8)):
             parts += [
-                line(x(exponent), TOP, x(exponent), HEIGHT - BOTTOM),
-                text(x(exponent), HEIGHT - 30, _size(exponent)),
+                svg_line(x(exponent), TOP, x(exponent), HEIGHT - BOTTOM),
+                svg_text(x(exponent), HEIGHT - 30, _size(exponent)),
             ]
         for exponent in range(y_low, y_high + 1):
             parts += [
-                line(LEFT, y(exponent), WIDTH - RIGHT, y(exponent)),
-                text(35, y(exponent) + 4, f"{10**exponent:g}"),
+                svg_line(LEFT, y(exponent), WIDTH - RIGHT, y(exponent)),
+                svg_text(35, y(exponent) + 4, f"{10**exponent:g}"),
             ]
         for number, op in enumerate(dict.fromkeys(row.op for row in shown)):
             colour = COLOURS[number % len(COLOURS)]
@@ -41,25 +41,25 @@ def plot(rows: Sequence[Row]) -> str:
                 f"{x(math.log2(row.size)):.1f},{y(math.log10(row.busbw)):.1f}" for row in shown if row.op == op
             )
             parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-            parts.append(text(WIDTH - RIGHT / 2, TOP + 15 + 18 * number, op, colour))
-    parts.append(text((WIDTH - RIGHT + LEFT) / 2, HEIGHT - 8, "message size, bytes; busbw in GB/s"))
+            parts.append(svg_text(WIDTH - RIGHT / 2, TOP + 15 + 18 * number, op, colour))
+    parts.append(svg_text((WIDTH - RIGHT + LEFT) / 2, HEIGHT - 8, "message size, bytes; busbw in GB/s"))
     box, font = f'viewBox="0 0 {WIDTH} {HEIGHT}"', 'font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {font}>'
     return "\n".join([head, *parts, "</svg>"]) + "\n"
 
 
 def span(values: Sequence[float]) -> tuple[int, int]:
-    """Whole numbers around the values, never equal."""
+    """The nearest integers below and above the values; they always differ."""
     low = math.floor(min(values))
     return low, max(low + 1, math.ceil(max(values)))
 
 
-def line(x1: float, y1: float, x2: float, y2: float) -> str:
+def svg_line(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#ddd"/>'
 
 
-def text(x: float, y: float, words: str, colour: str = "#333") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" fill="{colour}">{words}</text>'
+def svg_text(x: float, y: float, label: str, colour: str = "#333") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" fill="{colour}">{label}</text>'
 
 
 def _size(exponent: int) -> str:

@@ -1,4 +1,4 @@
-"""What each rank does for tools.bandwidth: check every operation once, then time it. (rank side)"""
+"""The part of tools.bandwidth that runs in each rank: checks every operation once, then times it. (rank side)"""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raydist import context
-from raydist.config import Job
-from raydist.tools.bandwidth_figures import elements, rounds
+from raydist.settings.config import Job
+from raydist.tools.bandwidth_figures import RankMeasurement, RankRow, elements, rounds
+from raydist.worker import context
 
 Call = Callable[[], torch.Tensor | None]
-"""One operation, again and again; gives where its result lies, None on a rank that gets none."""
+"""Runs one operation; returns the tensor with its result, None on a rank without a result."""
 MISSING = ("does not support", "not supported", "not implemented", "no support", "unsupported", "not available")
-"""How backends say that they do not have an operation."""
+"""Parts of the error texts of backends that lack an operation."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Case:
     rank: int
     ranks: int
     count: int
-    """Numbers in the whole message."""
+    """Elements of the whole message."""
     device: torch.device
 
     @property
@@ -35,7 +35,7 @@ class Case:
         return self.count // self.ranks
 
     def given(self, rank: int, count: int | None = None) -> torch.Tensor:
-        """What a rank brings along: small whole numbers, so that sums are exact in float32."""
+        """A rank's input: small whole numbers, so that sums are exact in float32. Shape (count,)."""
         ramp = torch.arange(self.count if count is None else count, device=self.device) % 13
         return (ramp + rank + 1).float()
 
@@ -48,7 +48,7 @@ class Case:
 
 
 def expected(op: str, case: Case) -> torch.Tensor | None:
-    """The right result on this rank; None where it gets none."""
+    """The correct result on this rank; None if it gets none."""
     every = range(case.ranks)
     match op:
         case "sendrecv":
@@ -56,9 +56,9 @@ def expected(op: str, case: Case) -> torch.Tensor | None:
         case "broadcast":
             return case.given(0)
         case "all_reduce":
-            return total(case)
+            return sum_of(case)
         case "reduce":
-            return total(case) if case.rank == 0 else None
+            return sum_of(case) if case.rank == 0 else None
         case "all_gather":
             return torch.cat([case.given(rank, case.share) for rank in every])
         case "gather":
@@ -66,20 +66,20 @@ def expected(op: str, case: Case) -> torch.Tensor | None:
         case "scatter":
             return case.mine(case.given(0))
         case "reduce_scatter":
-            return case.mine(total(case))
+            return case.mine(sum_of(case))
         case "all_to_all":
             return torch.cat([case.mine(case.given(rank)) for rank in every])
     return None
 
 
-def total(case: Case) -> torch.Tensor:
-    """The sum of what all ranks bring along."""
+def sum_of(case: Case) -> torch.Tensor:
+    """The sum of all ranks' inputs."""
     first = case.given(0)
     return first * case.ranks + case.ranks * (case.ranks - 1) / 2
 
 
 def with_torch(op: str, case: Case) -> Call:
-    """The operation of torch.distributed, its tensors made already."""
+    """An operation of torch.distributed; its tensors are allocated here."""
     mine = case.given(case.rank, case.share if op in ("all_gather", "gather") else case.count)
     whole, part = case.empty(case.count), case.empty(case.share)
     root = case.rank == 0
@@ -101,12 +101,12 @@ def with_torch(op: str, case: Case) -> Call:
 
 
 def shift(case: Case, mine: torch.Tensor, got: torch.Tensor) -> None:
-    """Send to the next rank, receive from the one before."""
+    """Send to the next rank, and receive from the previous one."""
     exchange((case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks, mine, got)
 
 
 def exchange(to: int, source: int, mine: torch.Tensor, got: torch.Tensor) -> None:
-    """Send and receive at a time."""
+    """Send and receive at the same time."""
     if to == dist.get_rank():
         got.copy_(mine)
         return
@@ -116,7 +116,7 @@ def exchange(to: int, source: int, mine: torch.Tensor, got: torch.Tensor) -> Non
 
 
 def with_horovod(op: str, case: Case) -> Call:
-    """The operation of Horovod; NotImplementedError where it has none."""
+    """An operation of Horovod; NotImplementedError if it lacks the operation."""
     import horovod.torch as hvd
 
     mine = case.given(case.rank, case.share if op == "all_gather" else case.count)
@@ -141,19 +141,19 @@ def _call(act: Callable[[], Any], out: torch.Tensor | None) -> Call:
     return call
 
 
-def measure(
+def measure_operations(
     config: Job, ops: Sequence[str], sizes: Sequence[int], iters: int, warmup: int, pairs: bool = False
-) -> dict[str, Any]:
-    """All operations at all sizes: {op, size, seconds, wrong} each, this rank's; and its pairs, where asked for."""
+) -> RankMeasurement:
+    """Measure all operations at all sizes on this rank, and with `pairs` its pairs. `sizes`: in bytes."""
     me, barrier = context.rank(), _barrier(config)
-    rows = []
+    rows: list[RankRow] = []
     for op in ops:
         for size in [0] if op == "barrier" else sizes:
             count = elements(op, size, me.world_size)
             case = Case(me.rank, me.world_size, count, me.device)
             try:
                 call = (with_horovod if config.backend.name == "horovod" else with_torch)(op, case)
-                wrong = check(op, case, call)
+                wrong = check_operation(op, case, call)
             except (RuntimeError, NotImplementedError) as error:
                 if not is_missing(error):
                     raise
@@ -161,17 +161,17 @@ def measure(
                 break
             seconds = timed(call, iters, warmup, barrier, me.device)
             rows.append({"op": op, "size": 0 if op == "barrier" else 4 * count, "seconds": seconds, "wrong": wrong})
-            context.report(step=len(rows))  # a sign of life
+            context.report(step=len(rows))  # for the hang monitor
     return {"rows": rows, "pairs": measure_pairs(max(sizes), iters, warmup) if pairs else []}
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether a backend says that it does not have the operation."""
-    return isinstance(error, NotImplementedError) or any(words in str(error).lower() for words in MISSING)
+    """Whether this error means that the backend lacks the operation."""
+    return isinstance(error, NotImplementedError) or any(text in str(error).lower() for text in MISSING)
 
 
-def check(op: str, case: Case, call: Call) -> int:
-    """How many numbers come out wrong. What is left behind is zero: sums of sums would grow beyond all numbers."""
+def check_operation(op: str, case: Case, call: Call) -> int:
+    """Run the operation once; the number of wrong elements. It zeroes the result: repeated sums would overflow."""
     got, right = call(), expected(op, case)
     if got is None or right is None:
         return 0
@@ -181,7 +181,7 @@ def check(op: str, case: Case, call: Call) -> int:
 
 
 def timed(call: Call, iters: int, warmup: int, barrier: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call on this rank, the mean of `iters`; on a GPU by its events: NCCL's calls return at once."""
+    """Mean seconds of one call on this rank. On a GPU by CUDA events, because NCCL's calls are asynchronous."""
     for _ in range(warmup):
         call()
     barrier()
@@ -213,8 +213,8 @@ def _barrier(job: Job) -> Callable[[], Any]:
     return barrier
 
 
-def speakers() -> list[int]:
-    """The ranks that measure pairs: the first of each node; where there is one node only, all."""
+def pair_ranks() -> list[int]:
+    """The ranks that measure pairs: the first of each node; with only one node, all ranks."""
     me = context.rank()
     every = [torch.zeros(1, device=me.device) for _ in range(me.world_size)]
     dist.all_gather(every, torch.tensor([float(me.node_rank)], device=me.device))
@@ -224,16 +224,16 @@ def speakers() -> list[int]:
 
 
 def measure_pairs(size: int, iters: int, warmup: int) -> list[tuple[int, int, float]]:
-    """(rank, rank, GB/s each way) of the pairs that this rank is in, all pairs of a round at a time."""
-    me, who = context.rank(), speakers()
+    """(rank, rank, GB/s in each direction) of this rank's pairs; the pairs of a round run at the same time."""
+    me, ranks = context.rank(), pair_ranks()
     mine, got = torch.zeros(size // 4, device=me.device), torch.zeros(size // 4, device=me.device)
-    found = []
-    for meeting in rounds(len(who)):
-        here = [(who[a], who[b]) for a, b in meeting if me.rank in (who[a], who[b])]
-        for one, other in here:
-            peer = other if me.rank == one else one
+    speeds = []
+    for pairs in rounds(len(ranks)):
+        own = [(ranks[a], ranks[b]) for a, b in pairs if me.rank in (ranks[a], ranks[b])]
+        for first, second in own:
+            peer = second if me.rank == first else first
             call = _call(lambda peer=peer: exchange(peer, peer, mine, got), None)  # type: ignore[misc]
             seconds = timed(call, iters, max(1, warmup), lambda: None, me.device)
-            found.append((one, other, mine.nbytes / seconds / 1e9))
+            speeds.append((first, second, mine.nbytes / seconds / 1e9))
         dist.barrier()
-    return found
+    return speeds

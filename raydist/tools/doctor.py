@@ -1,6 +1,6 @@
-"""`python -m raydist.tools.doctor`, with the words of train: would these nodes and this network carry the job? (driver)
+"""`python -m raydist.tools.doctor`: tests whether the nodes and the network can run the job. (driver)
 
-It places the job's gang, opens its nodes and looks; no rank is started, and nothing is left.
+It places the job's worker group and runs checks in its agents. It starts no rank and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -12,88 +12,61 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raydist import backends, cluster, inline, placement, preload
-from raydist.attempts import settled
-from raydist.config import Job
-from raydist.errors import ConfigError, RaydistError, Stopped, suggest
-from raydist.events import Event, Events
-from raydist.findings import Finding
-from raydist.group import Gang
-from raydist.signals import stoppable
+from raydist.cluster import connect, placement
+from raydist.launch import inline, placement_group, preload
+from raydist.launch.worker_group import WorkerGroup
+from raydist.network.finding import Finding
+from raydist.recovery.attempts import settled
+from raydist.settings import compose
+from raydist.settings.config import Job
+from raydist.shared.errors import ConfigError, RaydistError, Stopped
+from raydist.shared.events import Event, Events
+from raydist.shared.signals import stoppable
 from raydist.tools import doctor_report
+from raydist.tools.command_line import ToolParser, number, run_tool
 from raydist.tools.doctor_findings import CHECKS
 from raydist.tools.doctor_report import Report
 from raydist.tools.doctor_rounds import Rounds
-from raydist.train import tell
 from raydist.watch import wording
-from raydist.words import compose
+from raydist.worker import backends
 
-USAGE = """\
-usage: python -m raydist.tools.doctor [--json] [--timeout=S] [words]
-
-Places the job as train would, then checks its nodes and every connection between them; starts no rank.
-The words are those of python -m raydist.train: backend=nccl scale=2x8 job=resnet ...
---timeout: seconds that one connection may take (3). Exit code: 0 fine, 1 something would break the job, 2 a wrong word.
-
-What it checks, beside what train checks at each start:
+DESCRIPTION = """\
+Places the job as raydist.train would, then tests its nodes and every connection between them. Starts no rank.
+Exit code: 0 if the job can run, 1 if something would break it, 2 for a wrong setting.
 """
-FLAGS = ("--json", "--timeout", "--help", "-h")
+CHECKED = "\n".join(["checks beside those of each launch:", *wording.table([*map(list, CHECKS.items())])])
 TIMEOUT_S = 3.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check and tell. The exit code: 0, 1 where something would break the job, 2 for a wrong word."""
-    try:
-        flags, words = read_flags(sys.argv[1:] if argv is None else argv)
-        if "--help" in flags or "-h" in flags:
-            print(USAGE, *wording.table([*map(list, CHECKS.items())]), sep="\n")
-            return 0
+    """Test and report. The exit code: 0, 1 if something would break the job, 2 for a wrong setting."""
+
+    def doctor() -> int:
+        parser = ToolParser("doctor", DESCRIPTION)
+        parser.epilog = CHECKED
+        parser.add_argument("--json", action="store_true", help="print JSON instead of the report")
+        parser.add_argument("--timeout", metavar="S", default=f"{TIMEOUT_S:g}", help="seconds for one connection (3)")
+        typed = parser.parse(sys.argv[1:] if argv is None else argv)
+        timeout = number("--timeout", typed.timeout, low=0.001, high=3600)
         with stoppable():
-            report = examine(compose.compose(words), seconds(flags.get("--timeout")))
-    except RaydistError as error:
-        return tell(error)
-    doctor_report.show(report, as_json="--json" in flags)
-    return int(report.broken)
+            report = examine_cluster(compose.compose(typed.overrides), timeout)
+        doctor_report.show_report(report, as_json=typed.json)
+        return int(report.broken)
+
+    return run_tool(doctor)
 
 
-def read_flags(typed: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The flags with their values, and all other words."""
-    flags: dict[str, str] = {}
-    words: list[str] = []
-    rest = iter(typed)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            words.append(word)
-        elif name not in FLAGS:
-            raise ConfigError(f"{word}: there is no such flag; {suggest(name, FLAGS)}")
-        else:
-            flags[name] = next(rest, "") if name == "--timeout" and not equals else value
-    return flags, words
-
-
-def seconds(typed: str | None) -> float:
-    """The timeout; ConfigError if it is none."""
-    try:
-        number = TIMEOUT_S if typed is None else float(typed)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 3600:
-        raise ConfigError(f"--timeout={typed}: must be seconds, more than 0; say --timeout={TIMEOUT_S:g}")
-    return number
-
-
-def examine(job: Job, timeout: float) -> Report:
-    """All checks. What train would refuse is a ConfigError; any other failure to launch is a finding."""
-    backends.check_there(job.backend.name)
+def examine_cluster(job: Job, timeout: float) -> Report:
+    """Run all checks. ConfigError if raydist.train would refuse the job; other launch failures become findings."""
+    backends.check_installed(job.backend.name)
     report = Report()
-    with trial_folder(job, report) as folder, Events(folder / "events.jsonl", (tell_wait,)) as events:
+    with trial_folder(job, report) as folder, Events(folder / "events.jsonl", (print_waiting,)) as events:
         trial = replace(job, dir=str(folder), storage="")
         try:
-            with placed(trial, events) as gang:
-                gang.open(trial, preload.modules(job.job.target, gang.plan.ask.backend))
+            with checked_group(trial, events) as group:
+                group.open(trial, preload.modules(job.job.target, group.plan.ask.backend))
                 report.passed("launch")
-                Rounds(settled(trial, gang.plan), gang, report, timeout).make()
+                Rounds(settled(trial, group.plan), group, report, timeout).make()
         except (ConfigError, Stopped):
             raise
         except RaydistError as error:
@@ -102,39 +75,39 @@ def examine(job: Job, timeout: float) -> Report:
 
 
 @contextlib.contextmanager
-def placed(job: Job, events: Events) -> Iterator[Gang]:
-    """The gang that train would start."""
+def checked_group(job: Job, events: Events) -> Iterator[WorkerGroup]:
+    """The worker group that raydist.train would start."""
     if job.group == "inline":
-        here = inline.this_machine(job)
-        ask = placement.ask(job, [here])
-        with inline.in_thread(placement.seat(ask, [here] * len(ask.bundles)), events) as gang:
-            yield gang
+        node = inline.inline_node(job)
+        request = placement.resources_for(job, [node])
+        with inline.in_thread(placement.assign_ranks(request, [node] * len(request.bundles)), events) as group:
+            yield group
         return
-    with cluster.connect(job, events):
-        ask = placement.ask(job, cluster.nodes(), cluster.node_types())
-        with cluster.placed(job, ask, events) as gang:
-            yield gang
+    with connect.connect(job, events):
+        request = placement.resources_for(job, connect.alive_nodes(), connect.node_types())
+        with placement_group.placed_group(job, request, events) as group:
+            yield group
 
 
 @contextlib.contextmanager
 def trial_folder(job: Job, report: Report) -> Iterator[Path]:
-    """A folder of ours where the run folder would be made, gone afterwards; elsewhere if nothing can be made there."""
-    parent = next(place for place in Path(job.dir).absolute().parents if place.is_dir())
+    """A temporary folder beside the run folder; a finding, and a folder elsewhere, if it can't be made there."""
+    parent = next(folder for folder in Path(job.dir).absolute().parents if folder.is_dir())
     with contextlib.ExitStack() as stack:
         try:
-            made = stack.enter_context(tempfile.TemporaryDirectory(prefix=".raydist-doctor-", dir=parent))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".raydist-doctor-", dir=parent))
             report.passed("run folder")
         except OSError as error:
-            text = f"no run folder can be made in {parent}: {error.strerror}"
+            text = f"can't make a run folder in {parent}: {error.strerror}"
             report.add("run folder", Finding("run folder", "fail", (), text, "hydra.run.dir=<a folder that you own>"))
-            made = stack.enter_context(tempfile.TemporaryDirectory())
-        yield Path(made)
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        yield Path(folder)
 
 
-def tell_wait(happened: Event) -> None:
-    """What the gang waits for, while it waits."""
-    if happened["kind"] in ("wait", "warning"):
-        print(happened["text"], file=sys.stderr)
+def print_waiting(event: Event) -> None:
+    """Print the warnings of the launch, and what it waits for."""
+    if event["kind"] in ("wait", "warning"):
+        print(event["text"], file=sys.stderr)
 
 
 if __name__ == "__main__":

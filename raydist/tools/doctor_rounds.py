@@ -1,4 +1,4 @@
-"""The doctor's rounds: one question to every node at once, then the next. (driver)"""
+"""The doctor's checks in order; each sends one request to all nodes at once. (driver)"""
 
 from __future__ import annotations
 
@@ -7,35 +7,40 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from raydist import fabric, fabric_findings, preload
-from raydist.config import Job
-from raydist.errors import cause
-from raydist.findings import CHECKS
-from raydist.group import Gang
+from raydist.launch import preload
+from raydist.launch.worker_group import WorkerGroup
+from raydist.network import checks_node
+from raydist.network import variables as network_variables
+from raydist.network.finding import CHECKS
 from raydist.node.peers import patience
-from raydist.tools import doctor_findings as found
+from raydist.settings.config import Job
+from raydist.shared.errors import last_line
+from raydist.tools import doctor_findings
 from raydist.tools.doctor_findings import Host
 from raydist.tools.doctor_report import Report
+from raydist.worker.protocol import CallPeers, CheckHost, ListenForPeers, ReachStore, Request, TryLibraries
+
+Reply = TypeVar("Reply")
 
 ANSWER_S = 60.0
 TRY_S = 300.0
-"""Longest wait for gloo and NCCL to be tried out: torch comes from a cold network file system once for each."""
+"""Longest wait for gloo and NCCL to be replies out: torch comes from a cold network file system once for each."""
 TRIED = {"gloo": ("gloo",), "nccl": ("gloo", "nccl"), "horovod": ("nccl",)}
-"""Which libraries a backend brings along; Horovod's own gloo can't be tried without its ranks."""
+"""Backend -> libraries to try. Horovod's own gloo can't be replies without ranks."""
 
 
 class Rounds:
-    """The checks on an open gang, in the order in which one failure explains the next."""
+    """The checks on an open worker group. Causes come before their effects."""
 
-    def __init__(self, job: Job, gang: Gang, report: Report, timeout: float) -> None:
+    def __init__(self, job: Job, group: WorkerGroup, report: Report, timeout: float) -> None:
         self._job = job
-        self._gang = gang
+        self._group = group
         self._report = report
         self._timeout = timeout
-        self._leads = [seat for seat in gang.plan.seats if seat.local_rank == 0]
-        self._facts = [gang.facts[lead.rank] for lead in self._leads]
+        self._leads = [slot for slot in group.plan.seats if slot.local_rank == 0]
+        self._facts = [group.facts[lead.rank] for lead in self._leads]
         names = [lead.node.host for lead in self._leads]
         self._hosts = [
             # two raylets on one machine, or pods that all have one name
@@ -44,92 +49,97 @@ class Rounds:
         ]
 
     def make(self) -> None:
-        """All of them."""
-        self._report.describe(self._gang.plan, self._hosts)
-        self._variables = fabric.variables(self._job, self._gang.plan, self._gang.facts, self._gang.meet)
-        self._known()
-        self._software()
-        self._machines()
-        self._rendezvous()
+        """Run all checks."""
+        self._report.describe(self._group.plan, self._hosts)
+        self._variables = network_variables.plan_variables(
+            self._job, self._group.plan, self._group.facts, self._group.rendezvous
+        )
+        self._check_facts()
+        self._check_software()
+        self._check_machines()
+        self._check_rendezvous()
         if len(self._hosts) > 1:
-            self._peers()
-        self._libraries()
+            self._check_peers()
+        self._check_libraries()
 
-    def _ask(self, step: str, arguments: Sequence[tuple[Any, ...]], extra: float = 0.0) -> list[Any]:
-        """The answer of each node to one question; None, and a finding, where there is none."""
-        asked, patience = zip(self._leads, arguments, strict=True), ANSWER_S + extra
-        calls = [self._gang.call(lead.rank, "check", step, *own) for lead, own in asked]
+    def _ask(self, step: str, requests: Sequence[Request[Reply]], extra: float = 0.0) -> list[Reply | None]:
+        """The reply of each node to its request; None and a finding for a node without a reply."""
+        patience = ANSWER_S + extra
+        calls = [self._group.call(lead.rank, request) for lead, request in zip(self._leads, requests, strict=True)]
         wait(calls, timeout=patience)
-        answers: list[Any] = []
-        silent: dict[str, list[str]] = {}
+        replies: list[Reply | None] = []
+        nodes_by_error: dict[str, list[str]] = {}
         for host, call in zip(self._hosts, calls, strict=True):
             error = call.exception() if call.done() else TimeoutError(f"no answer within {patience:g} s")
-            answers.append(None if error else call.result())
+            replies.append(None if error else call.result())
             if error:
-                silent.setdefault(cause(error), []).append(host.name)
-        self._report.add("launch", *found.silent(step, silent))
-        return answers
+                nodes_by_error.setdefault(last_line(error), []).append(host.name)
+        self._report.add("launch", *doctor_findings.check_answers(step, nodes_by_error))
+        return replies
 
-    def _known(self) -> None:
-        """What the facts alone tell. Of a job without GPUs only what is wrong: it has no use for RDMA."""
+    def _check_facts(self) -> None:
+        """The checks that need only facts. A job without GPUs does not use RDMA: its passed checks are not listed."""
         for check in CHECKS if self._report.gpus else ():
             self._report.passed(check)
-        for finding in fabric_findings.findings(self._job, self._gang.plan, self._gang.facts):
-            if finding.check != "hostname":  # that is looked at more closely below
+        for finding in checks_node.findings(self._job, self._group.plan, self._group.facts):
+            if finding.check != "hostname":  # _check_machines resolves the name on the node itself
                 self._report.add(finding.check, finding)
 
-    def _software(self) -> None:
-        told = [{**facts.versions, "python": facts.python} for facts in self._facts]
-        self._report.add("versions", *found.versions(self._hosts, told))
-        # A person's own files come with the rank's import path; only what is installed here has to be there too.
+    def _check_software(self) -> None:
+        versions = [{**facts.versions, "python": facts.python} for facts in self._facts]
+        self._report.add("versions", *doctor_findings.compare_versions(self._hosts, versions))
+        # The job's own files travel with the rank's import path; only installed packages must be on every node.
         missing = [
             {
                 name: why
-                for name, why in self._gang.missing[lead.rank].items()
+                for name, why in self._group.failed_imports[lead.rank].items()
                 if preload.is_installed(name.split(".")[0])
             }
             for lead in self._leads
         ]
-        self._report.add("imports", *found.imports(self._hosts, missing))
+        self._report.add("imports", *doctor_findings.check_imports(self._hosts, missing))
 
-    def _machines(self) -> None:
+    def _check_machines(self) -> None:
         folder = Path(self._job.dir)
-        seen = self._ask("look", [(str(folder),)] * len(self._hosts))
-        shm, sees, name = ([own and own[what] for own in seen] for what in ("shm", "sees", "name"))
-        self._report.add("shm", *found.shm(self._hosts, shm))
-        self._report.add("run folder", *found.run_folder(self._hosts, sees, str(folder.parent)))
+        checks = self._ask("look", [CheckHost(str(folder))] * len(self._hosts))
+        shm = [None if check is None else check.shm_error for check in checks]
+        sees = [None if check is None else check.sees_folder for check in checks]
+        names = [None if check is None else check.addresses for check in checks]
+        self._report.add("shm", *doctor_findings.check_shm(self._hosts, shm))
+        self._report.add("run folder", *doctor_findings.check_run_folder(self._hosts, sees, str(folder.parent)))
         if len(self._hosts) > 1:
-            self._report.add("hostname", *found.hostnames(self._hosts, name))
+            self._report.add("hostname", *doctor_findings.check_hostnames(self._hosts, names))
 
-    def _rendezvous(self) -> None:
-        meet = self._gang.meet
+    def _check_rendezvous(self) -> None:
+        meet = self._group.rendezvous
         if meet.port is not None:
-            own = [(meet.address, meet.port, self._timeout)] * len(self._hosts)
-            refused = self._ask("reach", own, self._timeout)
-            self._report.add("rendezvous", *found.rendezvous(self._hosts, refused, meet.port))
+            request = ReachStore(meet.address, meet.port, self._timeout)
+            errors = self._ask("reach", [request] * len(self._hosts), self._timeout)
+            self._report.add("rendezvous", *doctor_findings.check_rendezvous(self._hosts, errors, meet.port))
 
-    def _peers(self) -> None:
+    def _check_peers(self) -> None:
         secret = secrets.token_bytes(32)
-        peers = self._ask("listen", [(host.address, secret) for host in self._hosts])
-        if None in peers:
+        listening = self._ask("listen", [ListenForPeers(host.address, secret) for host in self._hosts])
+        peers = [peer for peer in listening if peer is not None]
+        if len(peers) < len(listening):
             return
         began = time.perf_counter()
-        own = [(peers, index, secret, self._timeout) for index in range(len(peers))]
-        trips = self._ask("call", own, patience(len(peers), self._timeout))
+        requests = [CallPeers(peers, index, secret, self._timeout) for index in range(len(peers))]
+        trips = self._ask("call", requests, patience(len(peers), self._timeout))
         self._report.measured(trips, time.perf_counter() - began)
-        found_bad = list(found.peers(self._hosts, trips))
+        bad = list(doctor_findings.check_peers(self._hosts, trips))
         for check in ("peers", "mtu"):
-            self._report.add(check, *(finding for finding in found_bad if finding.check == check))
-        self._report.add("latency", *found.latency(self._hosts, trips))
-        self._report.add("clock", *found.clocks(self._hosts, trips))
+            self._report.add(check, *(finding for finding in bad if finding.check == check))
+        self._report.add("latency", *doctor_findings.check_latency(self._hosts, trips))
+        self._report.add("clock", *doctor_findings.check_clocks(self._hosts, trips))
 
-    def _libraries(self) -> None:
+    def _check_libraries(self) -> None:
         names = TRIED.get(self._job.backend.name, ())
-        if not self._gang.plan.ask.rank_resources.get("GPU"):
+        if not self._group.plan.ask.rank_resources.get("GPU"):
             names = tuple(name for name in names if name != "nccl")
         if names:
             variables = [{var.name: var.value for var in self._variables[lead.rank]} for lead in self._leads]
-            tried = self._ask("try_out", [(names, own) for own in variables], TRY_S)
-            bad = list(found.libraries(self._hosts, tried))
+            replies = self._ask("try_out", [TryLibraries(names, of_rank) for of_rank in variables], TRY_S)
+            bad = list(doctor_findings.check_loaded_libraries(self._hosts, replies))
             for name in names:
                 self._report.add(name, *(finding for finding in bad if finding.check == name))

@@ -1,4 +1,4 @@
-"""`python -m raydist.tools.horovod build`: Horovod for the torch that is installed; `check`: does it work? (driver)"""
+"""`python -m raydist.tools.horovod`: `build` builds Horovod for the installed torch, `check` tests it. (driver)"""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from raydist.errors import ConfigError, LaunchError, RaydistError
+from raydist.shared import env_names
+from raydist.shared.errors import ConfigError, LaunchError
 from raydist.tools import horovod_build
+from raydist.tools.command_line import run_tool
 from raydist.tools.horovod_build import Recipe
+from raydist.train import Parser
 
 COMMAND = "python -m raydist.tools.horovod build"
-"""What a person types to get Horovod."""
+"""The command that installs Horovod."""
 
 FACTS = """
 import json, os, torch
@@ -34,7 +37,7 @@ except (ImportError, AttributeError):
 found = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "gpu": torch.cuda.is_available(), "nccl": nccl}
 print(json.dumps(found))
 """
-"""Asked in a process of its own: the driver imports no torch."""
+"""Runs in its own process, because the driver does not import torch."""
 
 CHECK = """
 import sys, torch
@@ -47,84 +50,90 @@ if hvd.rank() == 0:
     print("gloo" + (", NCCL" if hvd.nccl_built() else "") + (", MPI" if hvd.mpi_built() else ""))
 hvd.shutdown()
 """
-"""What each of two ranks runs; rank 0 says what was built in."""
+"""The program of each of two ranks; rank 0 prints what Horovod was built with."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The torch that is installed here."""
+class Installed:
+    """The installed torch."""
 
     torch: str
     cuda: str
     """The CUDA version that it was built with; empty: none."""
     gpu: bool
     nccl: str
-    """The folder of the NCCL that came with it."""
+    """The folder of torch's NCCL."""
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 if it did not work, 2 if it can't work here."""
-    asked = parse(sys.argv[1:] if words is None else words)
-    try:
-        print(check() if asked.do == "check" else build(asked))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build or check Horovod. The exit code: 0, 1 if that failed, 2 if it is impossible here."""
+
+    def horovod() -> int:
+        typed = parse_arguments(sys.argv[1:] if argv is None else argv)
+        print(check_command() if typed.do == "check" else build_command(typed))
         return 0
-    except RaydistError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
+
+    return run_tool(horovod)
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m raydist.tools.horovod", description=__doc__.split(" (")[0])
-    todo = parser.add_subparsers(dest="do", required=True)
-    todo.add_parser("check", help="run an all-reduce on two ranks of this machine")
-    make = todo.add_parser("build", help="build and install it, unless that is done already; then check it")
-    where = make.add_mutually_exclusive_group()
-    where.add_argument("--cpu", action="store_true", help="for CPUs, whatever is here")
-    where.add_argument("--cuda", action="store_true", help="with NCCL, also where no GPU is to be seen")
-    make.add_argument("--mpi", action="store_true", help="with MPI too (needs mpicxx)")
-    make.add_argument("--jobs", type=int, default=jobs(), help="files compiled at a time (%(default)s)")
-    make.add_argument("--again", action="store_true", help="build even if there is a wheel in the cache")
-    return parser.parse_args(words)
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The subcommand and its flags."""
+    parser = Parser(prog="python -m raydist.tools.horovod", description=__doc__.split(" (")[0])
+    commands = parser.add_subparsers(dest="do", required=True)
+    commands.add_parser("check", help="run an all-reduce on two ranks of this machine")
+    build = commands.add_parser("build", help="build and install Horovod unless it is installed, then check it")
+    device = build.add_mutually_exclusive_group()
+    device.add_argument("--cpu", action="store_true", help="for CPUs, even if this machine has GPUs")
+    device.add_argument("--cuda", action="store_true", help="with NCCL, even if this machine has no GPU")
+    build.add_argument("--mpi", action="store_true", help="with MPI too (needs mpicxx)")
+    build.add_argument("--jobs", type=int, default=jobs(), help="files compiled at a time (%(default)s)")
+    build.add_argument("--again", action="store_true", help="build even if the cache has a wheel")
+    return parser.parse_args(argv)
 
 
-def build(asked: argparse.Namespace) -> str:
-    """Build, or take from the cache, and install, and check. What was done, for a person."""
-    recipe = choose(look(), cpu=asked.cpu, cuda=asked.cuda, mpi=asked.mpi)
-    if installed() == recipe.version and not asked.again:
-        return f"Horovod {recipe.version} is installed already: {check()}"
+def build_command(typed: argparse.Namespace) -> str:
+    """Build a wheel or take it from the cache, install it and check it; the result as text."""
+    recipe = choose_recipe(installed_versions(), cpu=typed.cpu, cuda=typed.cuda, mpi=typed.mpi)
+    if installed() == recipe.version and not typed.again:
+        return f"Horovod {recipe.version} is installed already: {check_command()}"
     shelf = cache() / "horovod" / f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}-{recipe.stamp}"
-    if asked.again or not (wheel := next(iter(shelf.glob("*.whl")), None)):
-        wheel = make(recipe, shelf, asked.jobs)
+    if typed.again or not (wheel := next(iter(shelf.glob("*.whl")), None)):
+        wheel = make(recipe, shelf, typed.jobs)
     horovod_build.pip("install", "--no-deps", "--force-reinstall", str(wheel))
-    return f"Horovod {recipe.version}: {check()}\nthe wheel is {wheel}"
+    return f"Horovod {recipe.version}: {check_command()}\nthe wheel is {wheel}"
 
 
 def make(recipe: Recipe, shelf: Path, jobs: int) -> Path:
-    """Build a wheel and put it on the shelf. A failed build stays where it is, to be looked at."""
-    if lacking := missing(recipe):
-        raise ConfigError("Horovod can't be built here: " + "; ".join(lacking))
-    shelf.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="build-", dir=shelf))
-    tell = Progress(f"Horovod {recipe.version}")
-    tell(f"building in {folder}")
-    built = horovod_build.build(recipe, folder, jobs, tell)
-    tell.end()
-    built.replace(wheel := shelf / built.name)  # another build may be at work: whoever is last wins, whole
+    """Build a wheel and move it to `shelf`. A failed build leaves its folder for inspection."""
+    if missing := missing_programs(recipe):
+        raise ConfigError("Horovod can't be built here: " + "; ".join(missing))
+    try:
+        shelf.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="build-", dir=shelf))
+    except OSError as error:
+        raise ConfigError(
+            f"{shelf} can't be written ({error.strerror}); set RAYDIST_CACHE to a folder that you can write"
+        ) from error
+    show = BuildProgress(f"Horovod {recipe.version}")
+    show(f"building in {folder}")
+    built = horovod_build.build_wheel(recipe, folder, jobs, show)
+    show.end()
+    built.replace(wheel := shelf / built.name)  # atomic: of two builds at once the last one's wheel stays
     shutil.rmtree(folder)
     return wheel
 
 
-def look() -> Facts:
-    """Ask the torch of this environment."""
-    asked = subprocess.run([sys.executable, "-c", FACTS], capture_output=True, text=True, check=False)
-    if asked.returncode:
-        said = asked.stderr.strip().splitlines()[-1:]
-        raise ConfigError(f"Horovod is built against torch, and {sys.executable} can't import it: {' '.join(said)}")
-    return Facts(**json.loads(asked.stdout.splitlines()[-1]))
+def installed_versions() -> Installed:
+    """Facts about the torch of this environment."""
+    done = subprocess.run([sys.executable, "-c", FACTS], capture_output=True, text=True, check=False)
+    if done.returncode:
+        error = " ".join(done.stderr.strip().splitlines()[-1:])
+        raise ConfigError(f"{sys.executable} can't import torch, which Horovod is built against: {error}")
+    return Installed(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def choose(facts: Facts, *, cpu: bool, cuda: bool, mpi: bool) -> Recipe:
-    """What to build. Without a word: with NCCL where there are a GPU and all that it takes, else for CPUs."""
+def choose_recipe(facts: Installed, *, cpu: bool, cuda: bool, mpi: bool) -> Recipe:
+    """The build to make. By default with NCCL if this machine has a GPU and all build tools for it, else for CPUs."""
     plain = Recipe(torch=facts.torch, mpi=mpi)
     if cpu or not (cuda or facts.gpu):
         return plain
@@ -138,13 +147,13 @@ def choose(facts: Facts, *, cpu: bool, cuda: bool, mpi: bool) -> Recipe:
     if not lacking:
         return Recipe(torch=facts.torch, cuda=home, nccl=nccl, mpi=mpi)
     if cuda:
-        raise ConfigError(f"--cuda needs {' and '.join(lacking)}; --cpu builds for CPUs")
-    print(f"for CPUs only, although there is a GPU: {' and '.join(lacking)} would be needed", file=sys.stderr)
+        raise ConfigError(f"--cuda needs {' and '.join(lacking)}; --cpu builds for CPUs", "--cuda", None, "--cpu")
+    print(f"builds for CPUs only, although this machine has a GPU: NCCL needs {' and '.join(lacking)}", file=sys.stderr)
     return plain
 
 
 def toolkit() -> str:
-    """The folder of a whole CUDA toolkit; empty if there is none. An nvcc alone is not one."""
+    """The folder of a complete CUDA toolkit; empty without one. nvcc alone is not complete."""
     on_path = shutil.which("nvcc")
     beside = str(Path(on_path).resolve().parent.parent) if on_path else ""
     for home in filter(None, (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda", beside)):
@@ -156,10 +165,10 @@ def toolkit() -> str:
 
 
 def release(home: str) -> str:
-    """The version of a CUDA toolkit, as its nvcc tells it."""
-    told = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"release (\d+\.\d+)", told)
-    return found[1] if found else "unknown"
+    """The version of a CUDA toolkit, from its nvcc."""
+    text = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True, check=False).stdout
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match[1] if match else "unknown"
 
 
 def has_nccl(folder: str) -> bool:
@@ -167,8 +176,8 @@ def has_nccl(folder: str) -> bool:
     return (root / "include" / "nccl.h").exists() and bool(horovod_build.nccl_libraries(root))
 
 
-def missing(recipe: Recipe) -> list[str]:
-    """What a build needs and this machine lacks, each with how to get it."""
+def missing_programs(recipe: Recipe) -> list[str]:
+    """Tools that the build needs and this machine lacks, each with the command that installs it."""
     needs = {
         "a C++20 compiler (apt-get install g++)": shutil.which(os.environ.get("CXX", "c++")),
         f"Python's own headers (apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev)": Path(
@@ -178,11 +187,11 @@ def missing(recipe: Recipe) -> list[str]:
     }
     if recipe.mpi:
         needs["mpicxx for --mpi (apt-get install libopenmpi-dev openmpi-bin)"] = shutil.which("mpicxx")
-    return [f"it needs {what}" for what, there in needs.items() if not there]
+    return [f"it needs {tool}" for tool, found in needs.items() if not found]
 
 
 def metadata_of(package: str) -> str:
-    """The installed version of a package; empty if it is not there."""
+    """The version of a package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -190,23 +199,23 @@ def metadata_of(package: str) -> str:
 
 
 def installed() -> str:
-    """The version of Horovod that is installed; ours says in it what it was built against."""
+    """The installed version of Horovod; a build of raydist names in it the torch that it was built against."""
     return metadata_of("horovod")
 
 
 def cache() -> Path:
-    """Where wheels are kept: RAYDIST_CACHE, or ~/.cache/raydist."""
-    return Path(os.environ.get("RAYDIST_CACHE") or Path.home() / ".cache" / "raydist")
+    """The folder for wheels: RAYDIST_CACHE, or ~/.cache/raydist."""
+    return Path(os.environ.get(env_names.CACHE) or Path.home() / ".cache" / "raydist")
 
 
 def jobs() -> int:
-    """Compilers at a time: one needs up to 2 GiB for torch's headers."""
+    """Number of parallel compilers: each needs up to 2 GiB for torch's headers."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     return max(1, min(os.cpu_count() or 1, int(memory / 2)))
 
 
-def check() -> str:
-    """An all-reduce of two ranks here; what this Horovod can do, or a LaunchError with what it said."""
+def check_command() -> str:
+    """Run an all-reduce on two ranks of this machine; Horovod's features as text. LaunchError if it fails."""
     from raydist.node.rendezvous_http import serving
 
     if not installed():
@@ -231,35 +240,35 @@ def check() -> str:
 
 
 def judge(ranks: Sequence[subprocess.Popen[str]], patience: float = 120.0) -> str:
-    """What rank 0 printed, once all have ended well."""
+    """The output of rank 0 once all ranks have ended without an error. `patience`: seconds."""
     until = time.monotonic() + patience
     try:
-        said = [rank.communicate(timeout=max(1.0, until - time.monotonic())) for rank in ranks]
+        outputs = [rank.communicate(timeout=max(1.0, until - time.monotonic())) for rank in ranks]
     except subprocess.TimeoutExpired:
         raise LaunchError(f"Horovod's check did not end within {patience:g} s") from None
     finally:
         for rank in ranks:
             rank.kill()
-    for rank, (_, words) in zip(ranks, said, strict=True):
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
         if rank.returncode:
-            end = "\n".join(words.strip().splitlines()[-12:])
+            end = "\n".join(errors.strip().splitlines()[-12:])
             raise LaunchError(f"Horovod {installed()} does not work here; build it again: {COMMAND} --again\n{end}")
-    return f"two ranks added up 1 + 2 = 3 ({said[0][0].strip()})"
+    return f"two ranks added up 1 + 2 = 3 ({outputs[0][0].strip()})"
 
 
-class Progress:
-    """One line that changes in a terminal; elsewhere a line every ten seconds."""
+class BuildProgress:
+    """Shows progress: one line that changes on a terminal, elsewhere a line every ten seconds."""
 
     def __init__(self, title: str) -> None:
         self.title = title
         self.live = sys.stderr.isatty()
-        self.told = -10.0
+        self.shown_at = -10.0
 
     def __call__(self, text: str) -> None:
         if self.live:
             print(f"\r\033[K{self.title}: {text}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - self.told >= 10:
-            self.told = time.monotonic()
+        elif time.monotonic() - self.shown_at >= 10:
+            self.shown_at = time.monotonic()
             print(f"{self.title}: {text}", file=sys.stderr, flush=True)
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
-"""Horovod's source distribution, made to compile against today's torch. (driver)
+"""Patches and builds Horovod's source distribution, so that it compiles against today's torch. (driver)
 
-0.28.1 is Horovod's last release (June 2023). It asks for C++14 and for a Python that still has distutils, and it takes
-any nvcc that it finds for a CUDA toolkit. PATCHES is all that it takes to mend that.
+0.28.1 is Horovod's last release (June 2023). It requires C++14 and a Python with distutils, and it takes any nvcc for a
+CUDA toolkit. PATCHES corrects that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from raydist.errors import LaunchError
+from raydist.shared.errors import LaunchError
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -72,6 +72,12 @@ PATCHES = (
         "  device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n"
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
     ),
+    # A cache may lie below a folder with a space in its name. (The wheel is the same.)
+    (
+        "CMakeLists.txt",
+        "-Wl,--version-script=${CMAKE_SOURCE_DIR}/horovod.lds",
+        "-Wl,--version-script='${CMAKE_SOURCE_DIR}/horovod.lds'",
+    ),
     # Nothing is fetched behind pip's back, and cffi is not used since Horovod 0.20.
     ("setup.py", "setup_requires=require_list if is_build_action() else []", "setup_requires=[]"),
     ("setup.py", "require_list.append('cffi>=1.4.0')", "pass"),
@@ -118,12 +124,12 @@ class Recipe:
         return chosen
 
 
-def build(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
+def build_wheel(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
     """The wheel, built in an empty `folder`. Raises LaunchError with the compiler's own words."""
     tools = folder / "tools"
     tell("fetching cmake, ninja and the source")
     pip("install", "--target", str(tools), *TOOLS)
-    source = unpack(fetch(folder, tools), folder)
+    source = unpack_source(fetch(folder, tools), folder)
     patch(source)
     unwanted = ("HOROVOD_", "CMAKE_", "MAKEFLAGS", "CUDA_HOME", "CUDACXX")
     env = {
@@ -172,11 +178,13 @@ def fetch(folder: Path, tools: Path) -> Path:
     return folder / f"horovod-{VERSION}.tar.gz"
 
 
-def unpack(archive: Path, folder: Path) -> Path:
+def unpack_source(archive: Path, folder: Path) -> Path:
     if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != SHA256:
         raise LaunchError(f"{archive} is not Horovod {VERSION}: its sha256 is {found}, not {SHA256}")
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        # Python 3.10 and 3.11 have filters from 3.10.12 and 3.11.4 on; Debian 12 has 3.11.2
+        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+        tar.extractall(folder)
     return folder / f"horovod-{VERSION}"
 
 

@@ -1,27 +1,28 @@
-"""`python -m raydist.tools.launch`: torchrun's command line, on the nodes of a Ray cluster. (driver)"""
+"""`python -m raydist.tools.launch`: takes torchrun's command line, and runs on the nodes of a Ray cluster. (driver)"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from raydist import storage, train
-from raydist.errors import ConfigError
-from raydist.words import torchrun
+from raydist import train
+from raydist.settings import torchrun
+from raydist.shared import env_names
+from raydist.state import object_store
+from raydist.tools.command_line import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it. The exit code, as of raydist.train."""
-    try:
-        said = torchrun.translate(sys.argv[1:] if argv is None else argv)
-    except ConfigError as error:
-        return train.tell(error)
-    except SystemExit as asked:  # --help
-        return int(asked.code or 0)
-    for note in said.notes:
-        print(f"note: {note}", file=sys.stderr)
-    with storage.environment({"RAYDIST_RUNS": said.runs} if said.runs else {}):
-        return train.main(said.words)
+    """Run the program. The exit codes are those of raydist.train."""
+
+    def launch() -> int:
+        translated = torchrun.translate_torchrun(sys.argv[1:] if argv is None else argv)
+        for note in translated.notes:
+            print(f"note: {note}", file=sys.stderr)
+        with object_store.environment({env_names.RUNS: translated.runs} if translated.runs else {}):
+            return train.main(translated.overrides)
+
+    return run_tool(launch)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the person sees of a run, drawn from its events: a live bar in a terminal, plain lines elsewhere. (driver)"""
+"""Shows a run from its events: a live bar in a terminal, plain lines elsewhere. (driver)"""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TextIO
 
-from raydist.config import Watch
-from raydist.events import Event
-from raydist.failures import Failures
+from raydist.settings.config import Watch
+from raydist.shared.events import Event
+from raydist.shared.outcome import StopReason
 from raydist.watch import wording
+from raydist.watch.failures import Failures
 from raydist.watch.lines import Lines
 from raydist.watch.output import Output
-from raydist.watch.page import brief
+from raydist.watch.page import page_lines
 from raydist.watch.progress import Progress
 
 if TYPE_CHECKING:
@@ -21,150 +22,150 @@ if TYPE_CHECKING:
 
 
 class Console(AbstractContextManager["Console"]):
-    """A reader of events. It is called by the driver itself, so it only writes down what comes, and redraws seldom."""
+    """A reader of events that writes to the screen. The driver calls it for each event, so it redraws seldom."""
 
-    def __init__(self, settings: Watch, stream: TextIO | None = None) -> None:
+    def __init__(self, settings: Watch, stream: TextIO | None = None, failures: Failures | None = None) -> None:
+        """`failures`: reads each event before this does; without it no page of a failure is named."""
         self._quiet = settings.progress == "none"
         self._screen = screen(settings, sys.stdout if stream is None else stream)
         self._progress = Progress()
         self._output = Output(settings.output)
         self._warned: set[str] = set()
-        self._failures = Failures()
-        self._broken: Event | None = None
+        self._failures = Failures() if failures is None else failures
+        self._pending: Event | None = None
 
-    def __call__(self, happened: Event) -> None:
-        kind = happened["kind"]
-        self._failures.add(happened)
+    def __call__(self, event: Event) -> None:
+        kind = event["kind"]
         if not self._quiet or kind in ("warning", "output", "result"):
-            # Kinds that nobody here has a word for are not for the screen.
-            getattr(self, f"_on_{kind}", _ignore)(happened)
+            # Kinds without a method are not shown.
+            getattr(self, f"_on_{kind}", _ignore)(event)
 
     def __exit__(self, *_: object) -> None:
         self._screen.close()
 
-    def _on_run(self, happened: Event) -> None:
-        self._screen.say(f"run   {happened['name']}, in {happened['dir']}", "bold")
+    def _on_run(self, event: Event) -> None:
+        self._screen.say(f"run   {event['name']}, in {event['dir']}", "bold")
 
-    def _on_cluster(self, happened: Event) -> None:
-        self._screen.say(wording.cluster(happened))
+    def _on_cluster(self, event: Event) -> None:
+        self._screen.say(wording.cluster_line(event))
 
-    def _on_wait(self, happened: Event) -> None:
-        self._break()
-        self._screen.say(f"wait  {happened['text']}", "yellow")
+    def _on_wait(self, event: Event) -> None:
+        self._show_pending()
+        self._screen.say(f"wait  {event['text']}", "yellow")
 
-    def _on_avoid(self, happened: Event) -> None:
-        self._screen.say(f"node  {happened['text']}", "yellow")
+    def _on_avoid(self, event: Event) -> None:
+        self._screen.say(f"node  {event['text']}", "yellow")
 
-    def _on_plan(self, happened: Event) -> None:
-        self._screen.say(wording.plan(happened))
-        self._screen.table(wording.seats(happened))
+    def _on_plan(self, event: Event) -> None:
+        self._screen.say(wording.plan_line(event))
+        self._screen.table(wording.slot_rows(event))
 
-    def _on_phase(self, happened: Event) -> None:
-        self._screen.phase(happened["name"], happened["s"])
+    def _on_phase(self, event: Event) -> None:
+        self._screen.phase(event["name"], event["s"])
 
-    def _on_warning(self, happened: Event) -> None:
-        text = happened["text"]
+    def _on_warning(self, event: Event) -> None:
+        text = event["text"]
         if text in self._warned:
-            return  # told once; the summary says how often, and by whom
+            return  # shown once; the summary has its ranks and how often it came
         self._warned.add(text)
-        whose = f" (rank {happened['rank']})" if happened.get("rank") is not None else ""
-        self._screen.say(f"warning: {text}{whose}", "yellow")
+        rank = f" (rank {event['rank']})" if event.get("rank") is not None else ""
+        self._screen.say(f"warning: {text}{rank}", "yellow")
 
-    def _on_begin(self, happened: Event) -> None:
-        if happened.get("rank") == 0:
-            self._progress.begin(happened)
-            if happened.get("resumed"):
-                self._screen.say(f"goes on from step {happened['resumed']}")
+    def _on_begin(self, event: Event) -> None:
+        if event.get("rank") == 0:
+            self._progress.begin(event)
+            if event.get("resumed"):
+                self._screen.say(f"resumes after step {event['resumed']}")
 
-    def _on_report(self, happened: Event) -> None:
-        if happened.get("rank") == 0:
-            self._screen.draw(self._progress, happened["t"], self._progress.report(happened))
+    def _on_report(self, event: Event) -> None:
+        if event.get("rank") == 0:
+            self._screen.draw(self._progress, event["t"], self._progress.report(event))
 
-    def _on_saved(self, happened: Event) -> None:
-        self._screen.saved(self._progress, happened["t"])
+    def _on_saved(self, event: Event) -> None:
+        self._screen.saved(self._progress, event["t"])
 
-    def _on_output(self, happened: Event) -> None:
-        for line in self._output.lines(happened["rank"], happened["output"]):
+    def _on_output(self, event: Event) -> None:
+        for line in self._output.lines(event["rank"], event["output"]):
             self._screen.say(line)
 
-    def _on_hang(self, happened: Event) -> None:
-        self._screen.say(f"hang  silent for {happened['s']:.0f} s: {happened['text']}", "yellow")
+    def _on_hang(self, event: Event) -> None:
+        self._screen.say(f"hang  silent for {event['s']:.0f} s: {event['text']}", "yellow")
 
-    def _on_notice(self, happened: Event) -> None:
-        self._screen.say(f"notice {happened['text']}", "yellow")
+    def _on_notice(self, event: Event) -> None:
+        self._screen.say(f"notice {event['text']}", "yellow")
 
-    def _on_slow(self, happened: Event) -> None:
-        self._screen.say(f"slow  {happened['text']}", "yellow")
+    def _on_slow(self, event: Event) -> None:
+        self._screen.say(f"slow  {event['text']}", "yellow")
 
-    def _on_restart(self, happened: Event) -> None:
-        self._break()
-        self._broken = happened
+    def _on_restart(self, event: Event) -> None:
+        self._show_pending()
+        self._pending = event
 
-    def _on_restarted(self, happened: Event) -> None:
-        if happened.get("resized"):
-            self._screen.say(f"resize: {wording.back(happened)}", "green")
+    def _on_restarted(self, event: Event) -> None:
+        if event.get("resized"):
+            self._screen.say(f"resize: {wording.restart_cost(event)}", "green")
             return
-        what = f" {self._broken['text']};" if self._broken else ""
-        self._broken = None
-        self._screen.say(f"restart {happened['number']}:{what} {wording.back(happened)}{self._page()}", "yellow")
+        failure = f" {self._pending['text']};" if self._pending else ""
+        self._pending = None
+        self._screen.say(f"restart {event['number']}:{failure} {wording.restart_cost(event)}{self._page()}", "yellow")
 
-    def _break(self) -> None:
-        """Say what broke, where more than a moment lies between that and the next step."""
-        if self._broken is not None:
-            self._screen.say(f"restart {self._broken['number']}: {self._broken['text']}", "yellow")
-        self._broken = None
+    def _show_pending(self) -> None:
+        """Show the pending restart on its own line, before an event that comes between it and the next step."""
+        if self._pending is not None:
+            self._screen.say(f"restart {self._pending['number']}: {self._pending['text']}", "yellow")
+        self._pending = None
 
     def _page(self) -> str:
         return f" ({self._failures.found[-1].page})" if self._failures.found else ""
 
-    def _on_resize(self, happened: Event) -> None:
-        self._break()
-        self._screen.say(wording.resize(happened), "yellow")
-        self._screen.table(wording.seats(happened))
+    def _on_resize(self, event: Event) -> None:
+        self._show_pending()
+        self._screen.say(wording.resize_line(event), "yellow")
+        self._screen.table(wording.slot_rows(event))
 
-    def _on_takeover(self, happened: Event) -> None:
-        self._break()
-        self._screen.say(f"{happened['host']} ({happened['ip']}) takes over the ranks of {happened['of']}", "yellow")
+    def _on_takeover(self, event: Event) -> None:
+        self._show_pending()
+        self._screen.say(f"{event['host']} ({event['ip']}) takes over the ranks of {event['of']}", "yellow")
 
-    def _on_stop(self, happened: Event) -> None:
-        if happened["reason"] != "a rank failed":  # which one, and how, comes next
-            self._screen.say(f"stop  {happened['reason']}", "yellow")
+    def _on_stop(self, event: Event) -> None:
+        if event.get("cause") != StopReason.FAILURE.value:  # the text of a failure follows in another event
+            self._screen.say(f"stop  {event['reason']}", "yellow")
 
-    def _on_result(self, happened: Event) -> None:
+    def _on_result(self, event: Event) -> None:
         for line in self._output.rest():
             self._screen.say(line)
-        self._break()
+        self._show_pending()
         self._screen.close()
-        good = happened["status"] == "finished"
-        self._screen.say(wording.headline(happened, self._progress.step), "bold green" if good else "bold red")
-        # What ended the run from outside the ranks is raised to the caller, who says it.
-        if happened.get("failure") and not happened.get("error"):
-            first, _, rest = happened["failure"].partition("\n")
+        style = "bold green" if event["status"] == "finished" else "bold red"
+        self._screen.say(wording.headline(event, self._progress.step), style)
+        # An error from outside the ranks is raised to the caller, who prints it.
+        if event.get("failure") and not event.get("error"):
+            first, _, rest = event["failure"].partition("\n")
             self._screen.say(first, "red")
-            for line in [*filter(None, [rest]), *self._more(happened)]:
+            for line in [*filter(None, [rest]), *self._more(event)]:
                 self._screen.say(line)
-        self._screen.facts(wording.summary(happened, self._progress.evaluated, brief=self._quiet))
-        for text in () if self._quiet else happened.get("warnings", ()):
+        self._screen.facts(wording.summary(event, self._progress.evaluated, brief=self._quiet))
+        for text in () if self._quiet else event.get("warnings", ()):
             self._screen.say(f"  warning: {text}", "yellow")
 
-    def _more(self, happened: Event) -> list[str]:
-        """Of the page of the failure that ended the run, what its own text does not say."""
-        last = self._failures.found[-1:] if happened["status"] == "failed" else []
-        return [f"  {line}" for failure in last for line in brief(failure, happened["dir"])]
+    def _more(self, event: Event) -> list[str]:
+        """The lines of the last failure's page that its own text does not have."""
+        last = self._failures.found[-1:] if event["status"] == "failed" else []
+        return [f"  {line}" for failure in last for line in page_lines(failure, event["dir"])]
 
 
-def _ignore(happened: Event) -> None:
+def _ignore(event: Event) -> None:
     pass
 
 
 def screen(settings: Watch, stream: TextIO) -> Lines | Terminal:
-    """The screen that the settings and the stream ask for."""
+    """The screen for these settings and this stream."""
     if hasattr(stream, "reconfigure"):
-        # A terminal or a log that isn't UTF-8 shows \u…; it must not end the run with a UnicodeEncodeError.
+        # A stream that is not UTF-8 shows \u…; the run must not end with a UnicodeEncodeError.
         stream.reconfigure(errors="backslashreplace")
     alive = stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
     if settings.progress == "bar" or (settings.progress == "auto" and alive):
-        from raydist.watch.terminal import Terminal  # rich takes its time to import
+        from raydist.watch.terminal import Terminal  # deferred: rich is slow to import
 
         return Terminal(stream)
     return Lines(stream, settings.every_s)

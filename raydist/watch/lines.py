@@ -1,4 +1,4 @@
-"""A run as plain lines, for a job's log: no control characters, a sane rate. (driver)"""
+"""A screen of plain lines for logs: no control characters, at a limited rate. (driver)"""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from raydist.watch.progress import Progress, duration
 from raydist.watch.wording import clean, flat, table
 
 SAVED_S = 1.0
-"""Seconds between two lines about checkpoints: a small job saves faster than anybody reads."""
+"""Shortest time between two lines about checkpoints: small jobs save many times a second."""
 
 
 class Lines:
-    """Writes whole lines to a stream that is no terminal. `every_s`: seconds between lines of progress."""
+    """Writes whole lines to a stream. `every_s`: seconds between lines of progress."""
 
     def __init__(self, stream: TextIO, every_s: float) -> None:
         self._stream = stream
@@ -23,40 +23,43 @@ class Lines:
         self._drawn = self._saved = -math.inf
 
     def say(self, text: str, style: str = "") -> None:
-        """A line, or several. `style` is for screens with colours."""
+        """Write one or more lines. `style` is for screens with colours."""
         self._stream.write(clean(text) + "\n")
         self._stream.flush()
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Rows under their headings."""
+        """Write a table; the first row is its headings."""
         self.say("\n".join(table(rows)))
 
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
-        """What and its value, aligned."""
-        wide = max(len(what) for what, _ in facts)
-        self.say("\n".join(f"  {what:{wide}}  {value}" for what, value in facts))
+        """Write (name, value) rows, aligned."""
+        width = max(len(name) for name, _ in facts)
+        self.say("\n".join(f"  {name:{width}}  {value}" for name, value in facts))
 
     def phase(self, name: str, seconds: float) -> None:
-        """A part of the launch is over."""
+        """Write the time of a part of the launch."""
         self.say(f"launch: {name} {seconds:.2f} s")
 
     def draw(self, progress: Progress, t: float, moment: str) -> None:
-        """A line of progress, if it is time for one, or if it is the first, the last or an evaluation."""
+        """Write a line of progress for the first step, the last, an evaluation, and every `every_s` seconds.
+
+        `t`: time of the event. `moment`: as Progress.report returns it.
+        """
         if moment == "step" and abs(t - self._drawn) < self._every_s:
             return
         self._drawn = t
-        words = progress.evaluation() if moment == "evaluation" else [*progress.health(), *progress.left()]
-        self._tell(progress, t, words)
+        parts = progress.evaluation() if moment == "evaluation" else [*progress.health(), *progress.left()]
+        self._progress_line(progress, t, parts)
 
     def saved(self, progress: Progress, t: float) -> None:
-        """A checkpoint is on disk."""
+        """Write that a checkpoint is on disk."""
         if abs(t - self._saved) >= SAVED_S:
             self._saved = t
-            self._tell(progress, t, ["checkpoint saved"])
+            self._progress_line(progress, t, ["checkpoint saved"])
 
-    def _tell(self, progress: Progress, t: float, words: Sequence[str]) -> None:
+    def _progress_line(self, progress: Progress, t: float, parts: Sequence[str]) -> None:
         self._began = t if self._began is None else self._began
-        self.say(f"[{duration(max(0.0, t - self._began))}] " + flat(", ".join([*progress.position(), *words])))
+        self.say(f"[{duration(max(0.0, t - self._began))}] " + flat(", ".join([*progress.position(), *parts])))
 
     def close(self) -> None:
-        """Nothing to put away."""
+        """Do nothing: plain lines stay."""

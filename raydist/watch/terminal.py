@@ -1,4 +1,4 @@
-"""A run on a terminal: lines that stay, and below them a live one. (driver)"""
+"""A screen for terminals: lines that stay, and a live line below them. (driver)"""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from raydist.watch.wording import clean, flat, table
 REDRAW_S = 0.2
 """Shortest time between two drawings of the live line."""
 WIDE = 100
-"""Columns from which everything fits beside the bar."""
+"""Least number of columns for position, bar, loss and time left on one line."""
 
 
 class Terminal:
-    """Draws only when an event comes: no thread, so the run is never slower for being watched."""
+    """Draws only when an event comes. It has no thread that could slow the run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
@@ -33,32 +33,35 @@ class Terminal:
         self._drawn = -math.inf
 
     def say(self, text: str, style: str = "") -> None:
-        """A line that stays, or several; never broken by us, so that a path can be copied whole."""
-        # Text, not str: brackets in a person's words are no markup.
+        """Write one or more lines that stay. They are not wrapped, so that a path can be copied whole."""
+        # Text, not str: brackets in a job's text are no markup.
         self._console.print(Text(clean(text), style=style), soft_wrap=True)
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Rows under their headings."""
+        """Write a table; the first row is its headings."""
         head, *rest = table(rows, self._console.width)
         self.say(head, "dim")
         self.say("\n".join(rest))
 
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
-        """What and its value, aligned; long values are broken between words."""
-        wide = max(len(what) for what, _ in facts)
-        room = max(20, self._console.width - wide - 4)
-        for what, value in facts:
+        """Write (name, value) rows, aligned; long values are wrapped between words."""
+        width = max(len(name) for name, _ in facts)
+        room = max(20, self._console.width - width - 4)
+        for name, value in facts:
             lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
-            text = ("\n" + " " * (wide + 4)).join(lines)
-            self._console.print(Text.assemble(f"  {what:{wide}}  ", (text, "bold")), soft_wrap=True)
+            text = ("\n" + " " * (width + 4)).join(lines)
+            self._console.print(Text.assemble(f"  {name:{width}}  ", (text, "bold")), soft_wrap=True)
 
     def phase(self, name: str, seconds: float) -> None:
-        """A part of the launch is over: the live line grows, until the bar takes its place."""
+        """Append the time of a part of the launch to the live line; the bar will replace it."""
         self._launch += f"  {clean(name)} {seconds:.2f} s"
         self._refresh(Text(self._launch, style="dim"))
 
     def draw(self, progress: Progress, t: float, moment: str) -> None:
-        """Draw the bar anew, unless that was just done. An evaluation stays as a line above it."""
+        """Redraw the bar, at most every REDRAW_S. An evaluation becomes a line that stays above it.
+
+        `t`: time of the event. `moment`: as Progress.report returns it.
+        """
         if moment == "evaluation":
             self.say("  ".join([*progress.position(), *progress.evaluation()]))
         elif moment == "step" and abs(t - self._drawn) < REDRAW_S:
@@ -67,10 +70,10 @@ class Terminal:
         self._refresh(self._bar(progress))
 
     def saved(self, progress: Progress, t: float) -> None:
-        """A checkpoint is on disk: the summary tells where the newest is."""
+        """Show nothing: the summary names the newest checkpoint."""
 
     def close(self) -> None:
-        """Take the live line away. A terminal that is gone is no failure of the run."""
+        """Remove the live line. A terminal that is gone does not end the run."""
         with contextlib.suppress(OSError, ValueError):
             self._live.stop()
 
@@ -78,17 +81,18 @@ class Terminal:
         self._live.update(shown)
         if not self._live.is_started:
             self._live.start()
-            # A second Ctrl-C ends the process where it stands: the cursor must not stay hidden then.
+            # A second Ctrl-C ends the process at once: it must not leave the cursor hidden.
             self._console.show_cursor(True)
         self._live.refresh()
 
     def _bar(self, progress: Progress) -> RenderableType:
-        """One row where there is room, two where there is not, no bar where no end is known."""
+        """One row in a wide terminal, two in a narrow one, no bar without a known number of steps."""
         position, health, left = map(_one_line, (progress.position(), progress.health(), progress.left()))
         steps, step = progress.totals.get("steps"), progress.step
-        if not steps or step is None:
+        if step is None or not steps or steps < 0:
             return Text("  ").join((position, health))
-        bar = ProgressBar(total=steps, completed=min(step, steps))
+        done = max(0, min(step, steps)) / steps
+        bar = ProgressBar(total=1, completed=done)  # not of `steps`: rich multiplies, and a huge number overflows
         if self._console.width >= WIDE:
             return _row(position, bar, Text("  ").join((health, left)))
         return Group(_row(position, bar, left), health)
@@ -103,5 +107,5 @@ def _row(before: Text, bar: ProgressBar, after: Text) -> Table:
     return row
 
 
-def _one_line(words: Sequence[str]) -> Text:
-    return Text(flat("  ".join(words)), no_wrap=True, overflow="crop")
+def _one_line(parts: Sequence[str]) -> Text:
+    return Text(flat("  ".join(parts)), no_wrap=True, overflow="crop")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
+from tests.leftovers import Session
 from tests.rig import hosts
 
 
 def main(count: int) -> int:
     for end in (signal.SIGINT, signal.SIGTERM):
         signal.signal(end, lambda signum, _: sys.exit(128 + signum))
+    tempfile.tempdir = str(Session().folder)
     with hosts(count) as rig:
         print(f"Ray at {rig.ray_up()}, this machine is {rig.gateway}. A shell on host0; from elsewhere:", flush=True)
         for host in rig.hosts:

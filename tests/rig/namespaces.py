@@ -98,18 +98,19 @@ def _spawn(space: int | None, kinds: int, argv: Sequence[str], **options: Any) -
     folder = options.pop("cwd", None) or os.getcwd()
     own = os.pidfd_open(os.getpid())
 
-    def enter() -> None:
-        _enter(space, kinds)
+    def go() -> None:
+        enter(space, kinds)
         os.chdir(folder)  # whoever enters a mount namespace stands in its /
 
-    _enter(space, PID)  # holds for the children of this thread only
+    enter(space, PID)  # holds for the children of this thread only
     try:
-        return subprocess.Popen(argv, text=True, preexec_fn=enter, **options)
+        return subprocess.Popen(argv, text=True, preexec_fn=go, **options)
     finally:
-        _enter(own, PID)
+        enter(own, PID)
         os.close(own)
 
 
-def _enter(space: int | None, kinds: int) -> None:
+def enter(space: int | None, kinds: int) -> None:
+    """Move this thread into the namespaces of a process (its pidfd), or into new ones. Raises OSError."""
     if _LIBC.unshare(kinds) if space is None else _LIBC.setns(space, kinds):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -98,8 +98,10 @@ def hosts(count: int, nics: Sequence[str] = ("eth0", "ib0")) -> Iterator[Rig]:
         switch.ip(*(f"link add {nic} up type bridge" for nic in nics))
         number = _plug_in(switch, nics[0])
         stack.callback(_ip, f"link del rig{number}")
-        # Not $TMPDIR, which may be long: Ray's sockets lie in there, and the path of a socket ends at 107 characters.
-        folder = Path(tempfile.mkdtemp(prefix=f"raydist-rig{number}-", dir="/tmp"))
+        folder = Path(
+            tempfile.gettempdir(), f"rig{number}"
+        )  # no longer: the path of a socket of Ray's ends at 107 bytes
+        folder.mkdir(mode=0o700)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         rig = Rig(_furnish(count, nics, number, folder, switch), switch, f"10.{number}.0.254")
         for host in rig.hosts:
@@ -144,9 +146,8 @@ def _ray_start(host: Host, cpus: int, words: list[str], env: Mapping[str, str] |
 
 def _sweep() -> None:
     """Remove the folders of rigs that were killed: their NIC is gone, since it dies with its rig."""
-    for folder in Path("/tmp").glob("raydist-rig*-*"):
-        nic = folder.name.split("-")[1]
-        if not Path("/sys/class/net", nic).exists():
+    for folder in Path(tempfile.gettempdir()).glob("rig*"):
+        if not Path("/sys/class/net", folder.name).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 

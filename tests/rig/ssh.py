@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.rig.host import Host
 
 requires_ssh = pytest.mark.skipif(
@@ -17,14 +18,17 @@ requires_ssh = pytest.mark.skipif(
     reason="ray up logs in to hosts: apt-get install openssh-server rsync",
 )
 
-# A /tmp of its own: Ray keeps ssh's connections and the cluster's state there, under names that all hosts share. The
-# host's disk lies below the old one.
+# A /tmp of its own: Ray keeps ssh's connections and the cluster's state there, under names that all hosts share. "$@":
+# what of the old one the host needs.
 _OWN_TMP = """
-mkdir -p /run/disk /run/sshd
-mount --bind {disk} /run/disk
+mkdir -p /run/old /run/sshd
+mount --bind /tmp /run/old
 mount -t tmpfs tmpfs /tmp
-mkdir -p {disk}
-mount --bind /run/disk {disk}
+for folder in "$@"; do
+    mkdir -p "$folder"
+    mount --bind "/run/old/${folder#/tmp/}" "$folder"
+done
+umount /run/old
 """
 
 _SSHD = """
@@ -57,7 +61,9 @@ def key_pair(folder: Path, name: str) -> tuple[Path, str]:
 
 def settle(host: Host, *profile: str) -> None:
     """Give a host a /tmp of its own, and root a home and a shell there. `profile`: lines for login shells."""
-    host.run(["sh", "-ec", _OWN_TMP.format(disk=host.folder)])
+    needed = (host.folder, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
+    kept = [str(folder) for folder in needed if folder.is_relative_to("/tmp")]
+    host.run(["sh", "-ec", _OWN_TMP, "sh", *kept])
     home = host.folder / "home"
     passwd = host.root / "etc/passwd"
     others = [line for line in passwd.read_text().splitlines() if not line.startswith("root:")]

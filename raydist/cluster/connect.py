@@ -1,0 +1,147 @@
+"""The connection to Ray: join a cluster or start one here, and read its nodes. (driver)"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raydist.cluster import autoscaler, drain, local_ray, placement, ray_private
+from raydist.cluster.gcs import answers
+from raydist.cluster.nodes import Node, NodeType, nodes_from_ray, types_from_config
+from raydist.settings.config import Job
+from raydist.shared import signals
+from raydist.shared.errors import LaunchError
+from raydist.shared.events import Events
+
+_local_cpus = 0
+"""CPUs of the Ray that this process has started; 0 if it has started none."""
+_reaper: subprocess.Popen[bytes] | None = None
+"""Kills what remains of that Ray when this process ends it or is killed: Ray's agents may take over a minute."""
+
+
+@contextlib.contextmanager
+def connect(job: Job, events: Events) -> Iterator[None]:
+    """Connect to a running cluster, or to a Ray that it starts on this machine and keeps for the program's next run.
+
+    If the program is connected already (a notebook), its connection is used, and kept.
+    """
+    import ray
+
+    began = time.time()
+    if _local_cpus and not (_local_cpus >= cpus_needed(job) and answers(ray.get_runtime_context().gcs_address)):
+        end_local_ray()
+    connected = ray.is_initialized()
+    started = False if connected else start_or_join(job)
+    signals.take()  # ray.init has installed a SIGTERM handler that exits without a message
+    try:
+        address = ray.get_runtime_context().gcs_address
+        events.say("cluster", address=address, started=started, nodes=len(alive_nodes()))
+        for text in ray_private.missing_parts():
+            events.say("warning", text=text)
+        events.say("phase", name="connect", s=time.time() - began)
+        yield
+    finally:
+        if not connected and not started:
+            ray.shutdown()
+
+
+def end_local_ray() -> None:
+    """End the Ray that this process has started, if it still runs."""
+    global _local_cpus, _reaper
+    import ray
+
+    node = ray_private.current_node()
+    if _local_cpus and node is not None:
+        ray_private.kill_on_shutdown(node)
+        ray.shutdown()
+    if _reaper is not None:
+        # A line makes it kill Ray's agents now. Closing its input would not: processes that this program has forked
+        # keep it open.
+        _reaper.communicate(b"\n")
+        _reaper = None
+    _local_cpus = 0
+
+
+def running_address() -> str | None:
+    """The address of a running Ray: RAY_ADDRESS, else the last Ray started on this machine; None if none runs."""
+    address = ray_private.default_address()
+    if address is None or answers(address):
+        return address
+    # A cluster that was killed leaves its address behind, and ray.init would wait ten minutes for it.
+    if named := os.environ.get("RAY_ADDRESS"):
+        raise LaunchError(
+            f"RAY_ADDRESS={named}: no Ray answers at {address}; start it there, or unset RAY_ADDRESS to start a Ray "
+            "on this machine"
+        )
+    return None
+
+
+def cpus_needed(job: Job) -> int:
+    """The CPUs of a Ray that is started for this job: the machine's, or as many as the job's ranks request if more."""
+    ranks = (job.scale.nodes or 1) * (job.scale.per_node or 2)
+    return max(os.cpu_count() or 1, math.ceil(min(ranks, 64) * job.scale.cpus))
+
+
+def local_node(job: Job) -> Node:
+    """This machine as the only node of a Ray that would be started for the job."""
+    import ray.util
+
+    gpus = ray_private.count_gpus()
+    have = {"CPU": float(cpus_needed(job))} | ({"GPU": float(gpus)} if gpus else {})
+    return Node(id="here", ip=ray.util.get_node_ip_address(), host=socket.gethostname(), total=have, free=have)
+
+
+def start_or_join(job: Job) -> bool:
+    """Connect this process to Ray; True if it had to start a Ray on this machine."""
+    import ray
+
+    # Ray runs its workers at nice 15, below everything else on the node. On a node for training that is wrong.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RUNTIME_ENV_RETRY_TIMES", "1")  # retries don't help where a package does not exist
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
+    try:
+        if address := running_address():
+            ray.init(address=address if os.environ.get("RAY_ADDRESS") else "auto", **quiet)
+            return False
+        placement.resources_for(job, [local_node(job)])  # refuse an impossible request before starting Ray for it
+        _start_local_ray(cpus_needed(job), quiet)
+        return True
+    except (OSError, RuntimeError, ValueError) as error:
+        where = os.environ.get("RAY_ADDRESS") or "this machine"
+        raise LaunchError(f"can't connect to Ray at {where}: {error}") from error
+
+
+def _start_local_ray(cpus: int, quiet: Mapping[str, Any]) -> None:
+    global _local_cpus, _reaper
+    import ray
+
+    atexit.register(end_local_ray)  # not after each run: the next run of this program uses it
+    with ray_private.processes_in_own_sessions():
+        ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
+    _local_cpus = cpus
+    _reaper = local_ray.reaper(ray_private.started_processes())
+
+
+def alive_nodes() -> list[Node]:
+    """The nodes that are alive now."""
+    import ray
+
+    return nodes_from_ray(ray.nodes(), ray_private.free_resources())
+
+
+def remaining_nodes() -> list[Node]:
+    """The nodes that are alive and that Ray does not drain."""
+    return drain.not_draining(alive_nodes())
+
+
+def node_types() -> list[NodeType] | None:
+    """The node types that the autoscaler may add; empty without an autoscaler, None if they can't be read."""
+    config = ray_private.cluster_config()
+    return types_from_config(config) if config else autoscaler.autoscaler_types()

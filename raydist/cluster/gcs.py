@@ -1,0 +1,26 @@
+"""Test whether Ray's GCS (global control service) answers at an address. (driver)"""
+
+from __future__ import annotations
+
+from raydist.cluster import ray_private
+from raydist.shared.errors import LaunchError
+
+ANSWER_S = 10.0
+"""Longest wait for the GCS; one under load takes a second or two."""
+
+
+def answers(address: str) -> bool:
+    """Whether a GCS answers at host:port; LaunchError if it refuses this process's token: ray.init would hang."""
+    import grpc
+
+    ray_private.load_auth_token()
+    try:
+        ray_private.check_alive(address, ANSWER_S)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise LaunchError(
+                f"the Ray at {address} refuses this process's token: put the cluster's token into ~/.ray/auth_token "
+                "or the file of RAY_AUTH_TOKEN_PATH, or set RAY_ADDRESS=local to start a Ray on this machine"
+            ) from error
+        return False
+    return True

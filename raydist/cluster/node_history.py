@@ -1,0 +1,212 @@
+"""A file of incidents: nodes that failed or slowed earlier runs, which the next run avoids if it can. (driver)
+
+    ~/.cache/raydist/nodes.json        or below XDG_CACHE_HOME, or the file that RAYDIST_LEDGER names
+
+It holds host names, addresses, run folders and raydist's own terms; no output of a job. A run does not fail if the file
+can't be read or written: then it avoids no node, or records no incident.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches, room
+from raydist.cluster.placement import Plan
+from raydist.settings.config import Job
+from raydist.shared import env_names
+from raydist.shared.events import Events
+from raydist.shared.outcome import End, Slow
+from raydist.shared.rank_names import counted
+
+KEEP_S = 30 * 86400.0
+"""Seconds after which an incident is deleted."""
+COUNT_S = 7 * 86400.0
+"""Seconds for which an incident counts: after that the node may have been repaired."""
+MOST = 500
+"""Incidents that the file keeps: the newest."""
+REPEATED = 2
+"""A node is avoided after incidents in this many runs; one may be an accident."""
+
+NODE_DIED = re.compile(r"node\b.*(died|dead|terminated unexpectedly|was terminated$)", re.IGNORECASE)
+"""Ray 2.60's text for an actor whose node died. It terminates a drained node "expectedly"; an actor that the memory
+monitor killed is the job's fault."""
+BROKEN_GPU = re.compile(
+    r"uncorrectable (ECC|NVLink) error|fallen off the bus|hardware stack error|GPU is lost|ECC error encountered"
+)
+"""Texts of CUDA for a broken GPU (cudaGetErrorString, nvidia-smi). Most other CUDA errors are the program's fault."""
+HOLD_S = 2
+"""Longest wait for the CPUs of the avoided nodes."""
+PLACE_S = 5
+"""Longest wait for a placement without the avoided nodes; after that Ray may use any node."""
+KINDS = {"lost": "lost", "gpu": "had a broken GPU", "slow": "slow"}
+
+
+@dataclass(frozen=True)
+class NodeIncident:
+    """A failure or slowdown of a run that a node caused."""
+
+    cluster: str
+    """Ray's address."""
+    host: str
+    ip: str
+    what: str
+    """lost, gpu or slow."""
+    run: str
+    """The run's folder."""
+    at: float
+    """Seconds since the epoch."""
+
+
+def incidents(
+    cluster: str, run: str, plan: Plan, cause: End | None, slow: Sequence[Slow], now: float
+) -> list[NodeIncident]:
+    """The incidents of an attempt, at most one of a kind for each node. `cause`: the root cause."""
+    by_node = {}
+    kinds = [(each.rank, "slow") for each in slow]
+    if cause is not None and (what := incident_kind(cause)):
+        kinds.append((cause.rank, what))
+    for rank, what in kinds:
+        node = plan.seats[rank].node
+        by_node[node.id, what] = NodeIncident(cluster, node.host, node.ip, what, run, now)
+    return list(by_node.values())
+
+
+def incident_kind(end: End) -> str:
+    """lost or gpu if the node is at fault for the end of a rank; empty if it is not, or if that is unknown."""
+    if end.how == "lost" and not end.preempted and (end.silent or NODE_DIED.search(end.message)):
+        return "lost"
+    return "gpu" if end.how in ("raised", "killed") and BROKEN_GPU.search(end.message) else ""
+
+
+def history_file() -> Path:
+    """The path of the file."""
+    if named := os.environ.get(env_names.LEDGER):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydist" / "nodes.json"
+
+
+def read_incidents(path: Path) -> list[NodeIncident]:
+    """All recorded incidents; none if the file does not exist or can't be read."""
+    try:
+        return [NodeIncident(**{**plain, "at": float(plain["at"])}) for plain in json.loads(path.read_text("utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def note_incidents(path: Path, new: Sequence[NodeIncident], now: float) -> None:
+    """Add incidents to the file, and delete old ones. Atomic: other runs may read or write the file meanwhile."""
+    if not new:
+        return
+    with contextlib.suppress(OSError), _locked(path):
+        kept = [incident for incident in [*read_incidents(path), *new] if now - incident.at < KEEP_S][-MOST:]
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as temporary:
+            json.dump([asdict(incident) for incident in kept], temporary, indent=1)
+        os.replace(temporary.name, path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Inside the block, no other process writes this file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def repeat_offenders(
+    noted: Iterable[NodeIncident], cluster: str, nodes: Iterable[Node], now: float
+) -> dict[str, list[NodeIncident]]:
+    """Node id -> recent incidents, for nodes with incidents in several runs; those with most runs come first."""
+    offenders: dict[str, list[NodeIncident]] = {}
+    recent = [each for each in noted if each.cluster == cluster and now - each.at < COUNT_S]
+    for node in nodes:
+        of_node = [each for each in recent if (each.host, each.ip) == (node.host, node.ip)]
+        if len({each.run for each in of_node}) >= REPEATED:
+            offenders[node.id] = of_node
+    return dict(sorted(offenders.items(), key=lambda item: -len({each.run for each in item[1]})))
+
+
+def avoidable(request: ResourceRequest, nodes: Sequence[Node], offenders: Sequence[str]) -> list[str]:
+    """The first offenders, as many as the job can do without now: avoiding a node never makes a job wait.
+
+    `offenders`: node ids, the worst first.
+    """
+    selected = [node for node in nodes if matches(node.labels, request.selector)]
+    for count in range(len(offenders), 0, -1):
+        rest = [node for node in selected if node.id not in offenders[:count]]
+        if room(request, [(fit_count(node.free, request.bundles[0]), 1) for node in rest]) >= len(request.bundles):
+            return list(offenders[:count])
+    return []
+
+
+def incident_text(node: Node, of_node: Sequence[NodeIncident], avoided: bool) -> str:
+    """`node-7 (10.0.0.7) is avoided: in the last 7 days it was lost in 2 runs, the last on 2026-11-20; ...`."""
+    parts = [
+        f"{text} in {counted(len(runs), 'run')}"
+        for what, text in KINDS.items()
+        if (runs := {each.run for each in of_node if each.what == what})
+    ]
+    last = time.strftime("%Y-%m-%d", time.localtime(max(each.at for each in of_node)))
+    history = f"in the last {COUNT_S / 86400:g} days it was {', '.join(parts)}, the last on {last}"
+    if avoided:
+        return f"{node.host} ({node.ip}) is avoided: {history}; scale.avoid=false uses it nevertheless"
+    return f"{node.host} ({node.ip}) may be used, because there is no room without it: {history}"
+
+
+def reason_to_avoid(job: Job, cluster: str, node: Node, avoided: bool) -> str:
+    """The incidents of a node onto which a running job could grow, as text; empty if it need not be avoided."""
+    bad = repeat_offenders(read_incidents(history_file()), cluster, [node], time.time()) if job.scale.avoid else {}
+    return incident_text(node, bad[node.id], avoided) if bad else ""
+
+
+@contextlib.contextmanager
+def avoiding_offenders(
+    job: Job, request: ResourceRequest, nodes: Sequence[Node], cluster: str, events: Events
+) -> Iterator[bool]:
+    """Inside the block, Ray finds no free CPU on nodes with incidents, if the job has room without them.
+
+    Yields whether it avoids any node. It reserves the nodes' free CPUs for the time of the block. A label selector in
+    the job's own placement group (`ray.io/node-id: !in(...)`) would be permanent: after the loss of a node the job
+    would wait for another node even while an avoided one is free.
+    """
+    by_id = {node.id: node for node in nodes}
+    bad: dict[str, list[NodeIncident]] = {}
+    if job.scale.avoid and len(nodes) > 1:
+        bad = repeat_offenders(read_incidents(history_file()), cluster, nodes, time.time())
+    avoided = avoidable(request, nodes, list(bad))
+    for id, of_node in bad.items():
+        text = incident_text(by_id[id], of_node, id in avoided)
+        events.say("avoid", node=id, avoided=id in avoided, text=text)
+    free = {id: math.floor(by_id[id].free.get("CPU", 0) * 1e4) / 1e4 for id in avoided}
+    reserved = _reserve_cpus({id: cpus for id, cpus in free.items() if cpus})
+    try:
+        yield bool(avoided)
+    finally:
+        if reserved is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(reserved)
+
+
+def _reserve_cpus(cpus: Mapping[str, float]) -> Any:
+    """A placement group with these CPUs (node id -> CPUs); None for none."""
+    if not cpus:
+        return None
+    from ray.util.placement_group import placement_group
+
+    selectors = [{"ray.io/node-id": id} for id in cpus]
+    bundles = [{"CPU": amount} for amount in cpus.values()]
+    group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
+    group.wait(HOLD_S)  # if another job has taken the CPUs meanwhile, the node has no room anyway
+    return group

@@ -1,0 +1,251 @@
+"""Nodes, node types of the autoscaler, resource requests, and whether a request fits. (pure)"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raydist.shared.errors import ConfigError, nearest
+from raydist.shared.rank_names import counted, joined_names
+
+UNLIMITED = 10_000
+"""Stands for the -1 that KubeRay gives a node type without a limit."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of the Ray cluster, as Ray reports it."""
+
+    id: str
+    """Ray's node id, in hex."""
+    ip: str
+    """The node's address in Ray."""
+    host: str
+    """Its host name."""
+    total: Mapping[str, float]
+    """All its resources: CPU, GPU, and others."""
+    free: Mapping[str, float]
+    """Resources that are not reserved now."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sort key: numeric address, then id. It is the same in each process and after a restart."""
+        try:
+            address = ipaddress.ip_address(self.ip)
+        except ValueError:
+            return (9, 0, self.ip, self.id)
+        return (address.version, int(address), "", self.id)
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """A node type that the autoscaler may add."""
+
+    name: str
+    resources: Mapping[str, float]
+    most: int
+    """The most nodes of this type that the cluster may have."""
+    labels: Mapping[str, str] | None = None
+    """None if Ray does not report them."""
+
+
+def nodes_from_ray(ray_nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]) -> list[Node]:
+    """The nodes of `ray.nodes()` that are alive. `free`: available resources by node id."""
+    return [
+        Node(
+            id=node["NodeID"],
+            ip=node["NodeManagerAddress"],
+            host=node["NodeManagerHostname"],
+            total=_countable(node["Resources"]),
+            free=_countable(free.get(node["NodeID"], {})),
+            labels=node.get("Labels") or {},
+        )
+        for node in ray_nodes
+        if node["Alive"]
+    ]
+
+
+def _countable(resources: Mapping[str, float]) -> dict[str, float]:
+    # node:10.0.0.1 and node:__internal_head__ only pin work to one node
+    return {name: float(amount) for name, amount in resources.items() if not name.startswith("node:")}
+
+
+def types_from_config(config: Any) -> list[NodeType]:
+    """The node types of the autoscaler's ClusterConfig message; `config`: None without an autoscaler."""
+    return [
+        NodeType(group.name, dict(group.resources), UNLIMITED if group.max_count < 0 else group.max_count)
+        for group in (config.node_group_configs if config else ())
+        if group.resources and group.max_count
+    ]
+
+
+def types_from_file(config: Mapping[str, Any]) -> list[NodeType]:
+    """The node types of a cluster.yaml. The head's own type has no workers unless its max_workers says so."""
+    head, limit = config.get("head_node_type"), config.get("max_workers")
+    types = []
+    for name, kind in (config.get("available_node_types") or {}).items():
+        most = kind.get("max_workers")
+        most = (0 if name == head else UNLIMITED) if most is None else int(most)
+        most = most if limit is None else min(most, int(limit))
+        if most > 0 and kind.get("resources"):
+            resources = {key: float(n) for key, n in kind["resources"].items()}
+            types.append(NodeType(name, resources, most, kind.get("labels")))
+    return types
+
+
+def still_to_come(types: Iterable[NodeType], nodes: Iterable[Node]) -> list[tuple[NodeType, int]]:
+    """(type, number of nodes that the autoscaler may still add) for each type with such nodes."""
+    groups = [node.labels.get("ray.io/node-group") for node in nodes]
+    return [(kind, more) for kind in types if (more := kind.most - groups.count(kind.name)) > 0]
+
+
+Capacity = Sequence[tuple[Mapping[str, float], int]]
+"""(resources of a node, number of such nodes that exist or may come)."""
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """The placement group that a job requests from Ray."""
+
+    backend: str
+    """gloo, nccl, ...; never auto."""
+    world_size: int
+    bundles: tuple[Mapping[str, float], ...]
+    """Resources of each bundle of the placement group."""
+    ranks_per_bundle: int
+    strategy: str
+    rank_resources: Mapping[str, float]
+    """Resources of one rank: CPU, GPU, others."""
+    selector: Mapping[str, str] = field(default_factory=dict)
+    """Ray label selector of every bundle."""
+    spares: int = 0
+    """Bundles without ranks."""
+
+
+def fit_count(have: Mapping[str, float], need: Mapping[str, float]) -> int:
+    """How often the resources `need` fit into `have`."""
+    return min((_fit_count(name, have.get(name, 0), amount) for name, amount in need.items() if amount), default=0)
+
+
+def _fit_count(name: str, have: float, amount: float) -> int:
+    if name == "GPU" and amount < 1:
+        # a share of a GPU is on one GPU: 2 GPUs hold four ranks of 0.4 each, not five
+        return math.floor(have) * _floor(1 / amount) + _floor(have % 1 / amount)
+    return _floor(have / amount)
+
+
+def _floor(ratio: float) -> int:
+    # 0.3 / 0.1 is a little less than 3, and Ray counts in ten-thousandths
+    return math.floor(ratio + 1e-6)
+
+
+def bundle(need: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """The resources of `ranks` ranks together. `need`: resources of one rank."""
+    resources = {name: round(amount * ranks, 4) for name, amount in need.items()}
+    if resources.get("GPU", 0) > 1 > need["GPU"]:
+        resources["GPU"] = float(math.ceil(ranks / _floor(1 / need["GPU"])))
+    return resources
+
+
+def holds(request: ResourceRequest, capacity: Capacity) -> bool:
+    """Whether nodes that are otherwise empty hold all bundles. Exact, because all bundles are equal."""
+    fits = [(fit_count(have, request.bundles[0]), more) for have, more in capacity]
+    return room(request, fits) >= len(request.bundles)
+
+
+def room(request: ResourceRequest, fits: Sequence[tuple[int, int]]) -> int:
+    """Number of bundles that fit at once under the request's strategy. `fits`: (bundles on a node, number of nodes)."""
+    match request.strategy:
+        case "STRICT_SPREAD":
+            return sum(more for bundles, more in fits if bundles)
+        case "STRICT_PACK":
+            return max((bundles for bundles, _ in fits), default=0)
+    return sum(bundles * more for bundles, more in fits)
+
+
+_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_SELECTOR = re.compile(rf"!?(?:in\({_VALUE}(?:, ?{_VALUE})*\)|{_VALUE})")
+
+
+def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether a node with these labels fits a label selector of Ray: v, !v, in(a,b) or !in(a,b) for each key."""
+    return all(_matches(labels.get(key), pattern) for key, pattern in selector.items())
+
+
+def _matches(value: str | None, pattern: str) -> bool:
+    listed = re.fullmatch(r"!?in\((.*)\)", pattern)
+    values = re.split(", ?", listed[1]) if listed else [pattern.removeprefix("!")]
+    return (value in values) != pattern.startswith("!")
+
+
+def select_nodes(
+    nodes: Sequence[Node], types: Sequence[NodeType], selector: Mapping[str, str]
+) -> tuple[list[Node], list[NodeType]]:
+    """The nodes and node types that the selector selects; a ConfigError if it can't select any."""
+    for key, pattern in selector.items():
+        if not _SELECTOR.fullmatch(pattern):
+            right = f"scale.labels.{key}={re.sub(r'[^A-Za-z0-9_.-]', '', pattern) or 'VALUE'}"
+            cause = "Ray's selectors are VALUE, !VALUE, in(A,B) and !in(A,B)"
+            raise ConfigError.of(f"scale.labels.{key}", pattern, cause, right)
+    chosen = [node for node in nodes if matches(node.labels, selector)]
+    kinds = [kind for kind in types if kind.labels is None or matches(kind.labels, selector)]
+    if nodes and not chosen and not kinds:
+        raise _unmatched(nodes, selector)
+    return chosen, kinds
+
+
+def _unmatched(nodes: Sequence[Node], selector: Mapping[str, str]) -> ConfigError:
+    for key, pattern in selector.items():
+        if any(matches(node.labels, {key: pattern}) for node in nodes):
+            continue
+        name, cause = f"scale.labels.{key}", "no node has this label"
+        if values := {node.labels[key] for node in nodes if key in node.labels}:
+            guess = nearest(pattern.removeprefix("!"), values, f"{name}=")
+            return ConfigError.of(name, pattern, cause, guess=guess, known=values)
+        keys = {each for node in nodes for each in node.labels} - {"ray.io/node-id"}
+        close = nearest(key, keys, "scale.labels.")
+        return ConfigError.of(name, pattern, cause, guess=close and f"{close}={pattern}", known=keys)
+    every = " ".join(f"scale.labels.{key}={pattern}" for key, pattern in selector.items())
+    return ConfigError.of("scale.labels", dict(selector), "no node has all of them; leave one out", typed=every)
+
+
+def check_resource_names(need: Mapping[str, float], have: Iterable[Mapping[str, float]]) -> None:
+    """Raise ConfigError for a resource that no node has, with a similar name as suggestion."""
+    known = {name for resources in have for name in resources}
+    for name in need.keys() - known - {"CPU", "GPU"}:
+        custom = known - {"CPU", "GPU", "memory", "object_store_memory"}
+        close = nearest(name, custom, "scale.resources.")
+        guess, amount = close and f"{close}={need[name]:g}", f"{need[name]:g}"
+        cause = "no node has this resource" if custom else "no node has custom resources"
+        raise ConfigError.of(f"scale.resources.{name}", amount, cause, guess=guess, known=custom)
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """`8 GPU, 64 CPU`: GPUs first, then CPUs, then custom resources."""
+    order = sorted(resources, key=lambda name: (name != "GPU", name != "CPU", name))
+    return ", ".join(f"{resources[name]:g} {name}" for name in order) or "nothing"
+
+
+def listing(nodes: Sequence[Node], types: Iterable[tuple[NodeType, int]], names: Iterable[str]) -> list[str]:
+    """The cluster's amounts of the resources `names`, a line for equal nodes: `2 nodes with 8 GPU (gpu-1, gpu-2)`."""
+    shown = {"CPU", "GPU", *names}
+    hosts_with: dict[str, list[str]] = {}
+    for node in sorted(nodes, key=lambda node: node.order):
+        hosts_with.setdefault(_shown(node.total, shown), []).append(node.host)
+    lines = [
+        f"{counted(len(hosts), 'node')} with {resources} ({joined_names(hosts)})"
+        for resources, hosts in hosts_with.items()
+    ]
+    for kind, more in types:
+        number = "any number" if more > UNLIMITED // 2 else f"up to {more} more"
+        lines.append(f"{number} of the autoscaler's type {kind.name} with {_shown(kind.resources, shown)}")
+    return lines or ["no node"]
+
+
+def _shown(resources: Mapping[str, float], names: Iterable[str]) -> str:
+    return amounts({name: resources[name] for name in names if resources.get(name)})

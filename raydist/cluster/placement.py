@@ -1,0 +1,208 @@
+"""(Job, nodes) -> Plan: the node and the numbers of each rank, or an error if the nodes can't hold them. (pure)"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raydist.cluster import nodes as cluster_nodes
+from raydist.cluster.nodes import Capacity, Node, NodeType, ResourceRequest, fit_count
+from raydist.cluster.shortage import never_fits
+from raydist.settings.config import Job, Scale
+from raydist.shared.errors import ConfigError, LaunchError
+from raydist.shared.rank_names import counted
+
+CPU_BACKENDS = ("gloo", "mpi")
+"""Backends that use GPUs only if scale.gpus requests them."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one rank."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    local_world_size: int
+    bundle: int
+    """Index of its bundle in the placement group."""
+    node: Node
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The slots of all ranks in order of rank. Ranks of a node are contiguous; nodes are in order of address."""
+
+    ask: ResourceRequest
+    seats: tuple[Slot, ...]
+    spares: tuple[Node, ...] = ()
+    """Nodes that are held without ranks."""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.seats)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes in order of node_rank."""
+        return tuple(slot.node for slot in self.seats if slot.local_rank == 0)
+
+    def as_event(self) -> dict[str, Any]:
+        """The fields of the event `plan`. `gpus` is a number: only the agents know the GPU ids."""
+        gpus = self.ask.rank_resources.get("GPU", 0)
+        slots = [
+            {"rank": slot.rank, "host": slot.node.host, "ip": slot.node.ip, "node": slot.node.id,
+             "local_rank": slot.local_rank, "gpus": gpus}
+            for slot in self.seats
+        ]  # fmt: skip
+        spares = [{"host": node.host, "ip": node.ip, "node": node.id} for node in self.spares]
+        event = {"backend": self.ask.backend, "world_size": self.world_size, "seats": slots}
+        return event | ({"spares": spares} if spares else {})
+
+
+def resources_for(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] | None = ()) -> ResourceRequest:
+    """The resources that a job requests from Ray; a ConfigError if the cluster can never hold them.
+
+    `types`: node types that the autoscaler may add; None if they are not known: then no request is refused.
+    """
+    scale = job.scale
+    chosen, kinds = cluster_nodes.select_nodes(nodes, types or (), scale.labels)
+    coming = [] if scale.nodes is None else cluster_nodes.still_to_come(kinds, chosen)
+    capacity = [*((node.total, 1) for node in chosen), *((kind.resources, more) for kind, more in coming)]
+    backend, gpus = choose_backend(job, [have for have, _ in capacity])
+    need = rank_resources(scale, gpus)
+    if capacity:
+        cluster_nodes.check_resource_names(need, [have for have, _ in capacity])
+    request = resource_request(scale_between(scale, need, chosen), backend, need, capacity)
+    if types is not None and not cluster_nodes.holds(request, capacity):
+        raise never_fits(scale, request, capacity, cluster_nodes.listing(chosen, coming, need))
+    return request
+
+
+def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, float]:
+    """(backend, GPUs of one rank). The backend is never auto. `have`: resources of each node."""
+    name, gpus, most = job.backend.name, job.scale.gpus, max((each.get("GPU", 0) for each in have), default=0)
+    if gpus and gpus > 1 and gpus % 1:
+        cause = "above 1 Ray assigns whole GPUs only"
+        raise ConfigError.of("scale.gpus", f"{gpus:g}", cause, f"scale.gpus={math.ceil(gpus)}")
+    if name in ("auto", "script"):
+        # NCCL refuses two ranks on one GPU
+        name = "nccl" if most and (gpus is None or gpus >= 1) else "gloo"
+        return name, gpus if gpus is not None else float(name == "nccl")
+    if name == "nccl" and not most:
+        where = "the nodes that scale.labels selects have" if job.scale.labels else "the nodes have"
+        instead = "backend=gloo" + (" scale.gpus=0" if gpus else "")
+        raise ConfigError.of("backend", "nccl", f"{where} no GPU ({counted(len(have), 'node')})", instead)
+    if name == "nccl" and gpus is not None and gpus < 1:
+        cause = "nccl requires one GPU for each rank"
+        raise ConfigError.of("scale.gpus", f"{gpus:g}", cause, "scale.gpus=1", "backend=gloo")
+    return name, gpus if gpus is not None else float(name not in CPU_BACKENDS and most > 0)
+
+
+def rank_resources(scale: Scale, gpus: float) -> dict[str, float]:
+    """The resources of one rank."""
+    for name in ("CPU", "GPU"):
+        if name in scale.resources:
+            amount = f"{scale.resources[name]:g}"
+            cause, right = "it has a setting of its own", f"scale.{name.lower()}s={amount}"
+            raise ConfigError.of(f"scale.resources.{name}", amount, cause, right)
+    return {"CPU": scale.cpus, **({"GPU": gpus} if gpus else {}), **{k: v for k, v in scale.resources.items() if v}}
+
+
+def scale_between(scale: Scale, need: Mapping[str, float], nodes: Sequence[Node]) -> Scale:
+    """With scale.max_nodes: `nodes` becomes the number of nodes with room now, from scale.nodes to scale.max_nodes."""
+    if scale.max_nodes is None:
+        return scale
+    least, most = scale.nodes or 1, scale.max_nodes
+    ready = sum(fit_count(node.free, need) >= (scale.per_node or 1) for node in nodes)
+    return replace(scale, nodes=max(least, min(most, ready)))
+
+
+def resource_request(scale: Scale, backend: str, need: Mapping[str, float], capacity: Capacity) -> ResourceRequest:
+    """The placement group that the settings describe, whether or not it fits. `need`: resources of one rank."""
+    strategy, fitting = scale.placement, [fits for have, _ in capacity if (fits := fit_count(have, need))]
+    if scale.nodes is not None:
+        nodes, per_node = scale.nodes, scale.per_node or default_ranks_per_node(scale.nodes, need, capacity)
+    elif scale.per_node is not None:
+        nodes, per_node = sum(fits >= scale.per_node for fits in fitting) or 1, scale.per_node
+    elif len(set(fitting)) < 2:
+        nodes, per_node = len(fitting) or 1, max(fitting, default=1)
+    else:
+        # Unequal nodes, each with all ranks that it can hold. Bundles of a group are equal here: one for each rank.
+        nodes, per_node = sum(fitting), 1
+        strategy = "PACK" if strategy == "STRICT_SPREAD" else strategy
+    ranks_per_bundle = per_node if strategy == "STRICT_SPREAD" else 1
+    bundles = nodes * per_node // ranks_per_bundle + scale.spares
+    return ResourceRequest(
+        backend=backend,
+        world_size=nodes * per_node,
+        bundles=(cluster_nodes.bundle(need, ranks_per_bundle),) * bundles,
+        ranks_per_bundle=ranks_per_bundle,
+        strategy=strategy,
+        rank_resources=need,
+        selector=scale.labels,
+        spares=scale.spares,
+    )
+
+
+def default_ranks_per_node(nodes: int, need: Mapping[str, float], capacity: Capacity) -> int:
+    """Ranks of each node if scale.per_node is not set: one per GPU; without GPUs 2 on one node, else by scale.cpus."""
+    if "GPU" not in need and nodes == 1:
+        return 2
+    by = "GPU" if "GPU" in need else "CPU"
+    fits = sorted((fit_count(have, {by: need[by]}) for have, more in capacity for _ in range(more)), reverse=True)
+    return max(1, fits[nodes - 1]) if nodes <= len(fits) else max(1, *fits[:1])
+
+
+def assign_ranks(request: ResourceRequest, bundle_nodes: Sequence[Node]) -> Plan:
+    """The plan once Ray has placed bundle i on node bundle_nodes[i]."""
+    bundles_of: dict[str, list[int]] = {}
+    for i, node in enumerate(bundle_nodes):
+        bundles_of.setdefault(node.id, []).extend([i] * request.ranks_per_bundle)
+    # by node id, not by address: two raylets on one machine are two nodes
+    in_order = sorted({node.id: node for node in bundle_nodes}.values(), key=lambda node: node.order)
+    used = in_order[: len(in_order) - request.spares]
+    return Plan(request, _slots(used, bundles_of), tuple(in_order[len(used) :]))
+
+
+def _slots(in_order: Sequence[Node], bundles_of: Mapping[str, Sequence[int]]) -> tuple[Slot, ...]:
+    """The slots on these nodes. `bundles_of`: by node id the bundle of each of its ranks."""
+    slots: list[Slot] = []
+    for node_rank, node in enumerate(in_order):
+        bundles = bundles_of[node.id]
+        slots += [Slot(len(slots) + i, i, node_rank, len(bundles), bundle, node) for i, bundle in enumerate(bundles)]
+    return tuple(slots)
+
+
+def resize_plan(plan: Plan, ready: Mapping[int, Node], least: int, most: int) -> Plan | None:
+    """A plan for `least` to `most` of the ready nodes (bundle -> node); None if fewer than `least` are ready.
+
+    A node that stays keeps its ranks if possible: new nodes first take the ranks of lost nodes, then ranks behind the
+    last.
+    """
+    per_node = plan.ask.ranks_per_bundle
+    before = [(slot.bundle, slot.node.id) for slot in plan.seats if slot.local_rank == 0]
+    stay = {bundle for bundle, id in before if bundle in ready and ready[bundle].id == id}
+    new = sorted(ready.keys() - stay, key=lambda bundle: (ready[bundle].order, bundle))
+    replaced = [bundle if bundle in stay else new.pop(0) if new else None for bundle, _ in before]
+    chosen = [bundle for bundle in [*replaced, *new] if bundle is not None][:most]
+    if len(chosen) < least:
+        return None
+    slots = _slots([ready[bundle] for bundle in chosen], {ready[bundle].id: [bundle] * per_node for bundle in chosen})
+    bundles = (plan.ask.bundles[0],) * (len(chosen) + plan.ask.spares)
+    spares = tuple(node for bundle, node in ready.items() if bundle not in chosen) if plan.ask.spares else ()
+    return Plan(replace(plan.ask, world_size=len(slots), bundles=bundles), slots, spares)
+
+
+def replace_nodes(plan: Plan, bundle_nodes: Sequence[Node]) -> Plan:
+    """The same ranks in the same bundles, some of which Ray has moved to other nodes. Each rank keeps its number."""
+    moved = Plan(plan.ask, tuple(replace(slot, node=bundle_nodes[slot.bundle]) for slot in plan.seats))
+    nodes = {(slot.node_rank, slot.node.id) for slot in moved.seats}
+    if len(nodes) != len({slot.node_rank for slot in moved.seats}):
+        raise LaunchError(
+            f"scale.placement={plan.ask.strategy}: Ray has placed the ranks of a lost node on several nodes, but they "
+            "share one node's numbers; set scale.placement=STRICT_SPREAD"
+        )
+    return moved

@@ -1,0 +1,175 @@
+"""Every use of Ray's private API: Ray has no public API for these. (driver)
+
+`OPTIONAL` lists the parts that a run can do without: if the installed Ray lacks one, the run warns once and continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from raydist.shared.errors import LaunchError
+
+STATE, SERVICES = "ray._private.state", "ray._private.services"
+MESSAGES, STUBS = "ray.core.generated.gcs_service_pb2", "ray.core.generated.gcs_service_pb2_grpc"
+OPTIONAL = {
+    f"{STATE}:state.get_draining_nodes": "raydist notices a drained node only when it is gone",
+    f"{STATE}:state.get_cluster_config": "raydist reads the autoscaler's node types from its file",
+    f"{SERVICES}:ConsolePopen": "a signal to the whole process group ends Ray before the ranks",
+}
+"""module:attribute -> the consequence for a run if this Ray lacks it."""
+
+
+def find_part(path: str) -> Any:
+    """The object at `module:attribute`; None if this Ray lacks it."""
+    module, _, names = path.partition(":")
+    try:
+        return functools.reduce(getattr, names.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return None
+
+
+def require(path: str) -> Any:
+    """The object at `module:attribute`; LaunchError if this Ray lacks it."""
+    import ray
+
+    if (part := find_part(path)) is None:
+        raise LaunchError(f"ray {ray.__version__} has no {path}, which raydist needs: pip install -U raydist ray")
+    return part
+
+
+def missing_parts() -> list[str]:
+    """A warning for each optional part that the installed Ray lacks."""
+    import ray
+
+    return [f"ray {ray.__version__} has no {path}: {why}" for path, why in OPTIONAL.items() if find_part(path) is None]
+
+
+def current_node() -> Any:
+    """The ray._private.node.Node that this process has started or is connected through; None without a connection."""
+    return find_part("ray._private.worker:_global_node")
+
+
+def started_processes() -> list[int]:
+    """The process ids of the Ray that this process has started."""
+    return [info.process.pid for infos in current_node().all_processes.values() for info in infos]
+
+
+def default_address() -> str | None:
+    """The host:port that ray.init would connect to; None if it would start a Ray here."""
+    address: str | None = require(f"{SERVICES}:canonicalize_bootstrap_address")(None)
+    return address
+
+
+def count_gpus() -> int:
+    """The number of NVIDIA GPUs that a Ray started here would have."""
+    manager = require("ray._private.accelerators.nvidia_gpu:NvidiaGPUAcceleratorManager")
+    visible = manager.get_current_process_visible_accelerator_ids()
+    return int(manager.get_current_node_num_accelerators() if visible is None else len(visible))
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """Node id -> resources that are not reserved."""
+    free: dict[str, dict[str, float]] = require(f"{STATE}:available_resources_per_node")()
+    return free
+
+
+def cluster_config() -> Any:
+    """The autoscaler's ClusterConfig message; None without one."""
+    get_config = find_part(f"{STATE}:state.get_cluster_config")
+    return get_config() if get_config else None
+
+
+def draining_nodes() -> dict[str, int]:
+    """Node id -> deadline of each node that Ray drains, in ms since the epoch; 0 without a deadline."""
+    get_draining = find_part(f"{STATE}:state.get_draining_nodes")
+    deadlines: dict[str, int] = get_draining() if get_draining else {}
+    return deadlines
+
+
+def upload_folder(folder: str, include_gitignore: bool) -> str:
+    """Upload a folder to Ray's store unless it is there already; its URI."""
+    uploaded = require("ray._private.runtime_env.working_dir:upload_working_dir_if_needed")(
+        {"working_dir": folder},
+        include_gitignore=include_gitignore,
+        scratch_dir=require("ray._private.worker:global_worker").node.get_runtime_env_dir_path(),
+    )
+    return str(uploaded["working_dir"])
+
+
+@contextlib.contextmanager
+def processes_in_own_sessions() -> Iterator[None]:
+    """Inside the block, Ray starts each of its processes in a new session.
+
+    `timeout`, a shell or a batch system sends SIGTERM to the whole process group. If that ended the GCS, every call of
+    Ray would wait for a minute, and Ray would then abort this process.
+    """
+    services, popen = importlib.import_module(SERVICES), find_part(f"{SERVICES}:ConsolePopen")
+    if popen is None:
+        yield
+        return
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[attr-defined]
+
+
+def kill_on_shutdown(node: Any) -> None:
+    """Make ray.shutdown() kill the processes of a Node that this process has started.
+
+    By default Ray ends them one after the other, and waits for each: more than a second, when Ctrl-C allows two.
+    """
+    end = node.kill_all_processes
+    node.kill_all_processes = lambda **_: end(check_alive=False, allow_graceful=False)
+
+
+def load_auth_token() -> None:
+    """Use this user's token for clusters from now on, if the user has one, as Ray's own commands do."""
+    authentication = "ray._private.authentication.authentication_token_setup"
+    require(f"{authentication}:maybe_enable_token_auth_if_token_available")(warn_if_disabled=False)
+
+
+@contextlib.contextmanager
+def gcs_channel(address: str) -> Iterator[Any]:
+    """A gRPC channel to the GCS at host:port.
+
+    Ray's own GCS client ends the whole process if the GCS is gone.
+    """
+    channel = require("ray._private.grpc_utils:init_grpc_channel")(address)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def check_alive(address: str, timeout: float) -> None:
+    """Ask the GCS at host:port whether it is alive; grpc.RpcError if it does not answer."""
+    with gcs_channel(address) as channel:
+        stub = require(f"{STUBS}:NodeInfoGcsServiceStub")(channel)
+        stub.CheckAlive(require(f"{MESSAGES}:CheckAliveRequest")(), timeout=timeout)
+
+
+def change_job_entry(address: str, id: str, change: Callable[[bytes], bytes | None], timeout: float) -> None:
+    """Read the entry of a submitted job from the GCS at host:port, and write back the result of `change`.
+
+    `change`: JSON bytes -> JSON bytes, or None to write nothing. Raises grpc.RpcError, and LaunchError if this Ray
+    stores its jobs in another way.
+    """
+    key = require("ray.dashboard.modules.job.common:JobInfoStorageClient").JOB_DATA_KEY.format(job_id=id).encode()
+    entry = {"key": key, "namespace": require("ray._private.ray_constants:KV_NAMESPACE_JOB")}
+    with gcs_channel(address) as channel:
+        store = require(f"{STUBS}:InternalKVGcsServiceStub")(channel)
+        reply = store.InternalKVGet(require(f"{MESSAGES}:InternalKVGetRequest")(**entry), timeout=timeout)
+        if (changed := change(reply.value)) is not None:
+            request = require(f"{MESSAGES}:InternalKVPutRequest")(**entry, value=changed, overwrite=True)
+            store.InternalKVPut(request, timeout=timeout)
+
+
+def internal_kv(key: str, namespace: str | None = None) -> bytes | None:
+    """The value of a key in the GCS's store; None if it has none."""
+    value: bytes | None = require("ray.experimental.internal_kv:_internal_kv_get")(key, namespace=namespace)
+    return value

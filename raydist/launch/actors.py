@@ -1,0 +1,131 @@
+"""The actors of a worker group: one per rank, in its placement group's bundle, and one per standby node. (driver)"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from raydist.cluster.placement import Plan
+from raydist.node.actor import NodeActor
+from raydist.shared.errors import LaunchError
+from raydist.shared.events import Events
+from raydist.worker.protocol import AnyReply, Request
+
+Key = tuple[int, int]
+"""An actor's bundle, and its local rank there. It stays the same when ranks are renumbered."""
+POLL_S = 0.1
+"""Seconds between two checks for replacement nodes."""
+
+
+class Waiting:
+    """A wait for nodes. It reports each reason once, and raises LaunchError after `patience` seconds."""
+
+    def __init__(self, patience: float, events: Events) -> None:
+        self._patience, self._events = patience, events
+        self._began, self._reported = time.monotonic(), ""
+
+    def report(self, reason: str) -> None:
+        """The wait continues. `reason`: what is missing, for a person."""
+        if time.monotonic() - self._began > self._patience:
+            raise LaunchError(f"gave up after {self._patience:g} s (scale.wait_s): {reason}")
+        if reason != self._reported:
+            self._events.say("wait", text=reason)
+        self._reported = reason
+
+
+class Actors:
+    """The actors of a worker group, one per rank. The first of each node starts at once, the others later."""
+
+    def __init__(self, plan: Plan, group: Any, options: Mapping[str, Any]) -> None:
+        """`group`: the placement group of the plan. `options`: further options of each actor, as its runtime_env."""
+        import ray
+
+        self.groups: dict[int, tuple[Any, int]] = {bundle: (group, bundle) for bundle in range(len(plan.ask.bundles))}
+        """By bundle: its placement group, and its index in that group."""
+        self._options = options
+        self._class = ray.remote(NodeActor)  # once: Ray exports the class at each call
+        self._actors: dict[Key, Any] = {}
+        self.plan = plan
+        self.set_plan(plan)
+        self.start(slot.rank for slot in plan.seats if slot.local_rank == 0)
+
+    def set_plan(self, plan: Plan) -> None:
+        """Assign the ranks as this plan does."""
+        self.plan = plan
+        leads = {slot.node_rank: (slot.bundle, 0) for slot in plan.seats if slot.local_rank == 0}
+        self._host_actor = [leads[slot.node_rank] for slot in plan.seats]
+
+    def start(self, ranks: Iterable[int] | None = None) -> None:
+        """Start the missing actors of these ranks (None: of all ranks), without waiting for them."""
+        for rank in range(self.plan.world_size) if ranks is None else ranks:
+            self.start_actor(self._key(rank))
+
+    def start_actor(self, key: Key) -> None:
+        """Start this actor if it is missing."""
+        if key not in self._actors:
+            self._actors[key] = self._class.options(**self._actor_options(key[0])).remote(self.plan.ask.backend)
+
+    def kill_bundle(self, bundle: int) -> None:
+        """Kill the actors of a bundle."""
+        for key in [key for key in self._actors if key[0] == bundle]:
+            self._kill(key)
+
+    def replace(self, lost: Sequence[int], plan: Plan) -> None:
+        """Kill the actors of these ranks, and start others in the slots that the plan gives them."""
+        for rank in lost:
+            self._kill(self._key(rank))
+        self.set_plan(plan)
+        self.start(rank for rank in lost if plan.seats[rank].local_rank == 0)
+
+    def call(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+        """Send a request to the agent of a rank, through the actor that hosts it."""
+        return self.send(self._host_actor[rank], self.plan.seats[rank].local_rank, request)
+
+    def send(self, key: Key, local_rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+        """Send a request to an agent of this actor; the future fails if the actor is gone and was not replaced."""
+        if key not in self._actors:
+            failed: Future[AnyReply] = Future()
+            failed.set_exception(LaunchError("its node is gone"))
+            return failed
+        return self._actors[key].handle.remote(local_rank, request).future()  # type: ignore[no-any-return]
+
+    def gpus(self) -> list[tuple[str, ...]]:
+        """The GPUs of each rank. Only its own actor knows them, so this starts all actors and waits for them."""
+        import ray
+
+        self.start()
+        ranks = range(self.plan.world_size)
+        gpus: list[tuple[str, ...]] = ray.get([self._actors[self._key(rank)].gpus.remote() for rank in ranks])
+        return gpus
+
+    def kill_all(self) -> None:
+        """Kill all actors."""
+        for key in list(self._actors):
+            self._kill(key)
+
+    def _kill(self, key: Key) -> None:
+        import ray
+
+        if key in self._actors:
+            ray.kill(self._actors.pop(key))
+
+    def _key(self, rank: int) -> Key:
+        slot = self.plan.seats[rank]
+        return slot.bundle, slot.local_rank
+
+    def _actor_options(self, bundle: int) -> dict[str, Any]:
+        """The options of one actor, with its resources. Without a runtime_env Ray takes a worker that already runs."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        resources = dict(self.plan.ask.rank_resources)
+        group, index = self.groups[bundle]
+        return {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "memory": resources.pop("memory", None),
+            "resources": resources,
+            **self._options,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        }

@@ -1,0 +1,125 @@
+"""group=inline, without Ray: one rank in this process, where pdb works, or several as plain processes. (driver)"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raydist.cluster.nodes import Node
+from raydist.cluster.placement import Plan
+from raydist.launch import run_storage
+from raydist.launch.payload import RemoteCall
+from raydist.launch.worker_group import CLOSE_S, WorkerGroup
+from raydist.network import checks_node
+from raydist.network import variables as network_variables
+from raydist.network.names import RANK_FOLDER
+from raydist.node import probe, rendezvous
+from raydist.node.actor import make_agent
+from raydist.settings.config import Job
+from raydist.shared.errors import Stopped
+from raydist.shared.events import Event, Events
+from raydist.shared.outcome import Attempt, End
+from raydist.state.object_store import environment
+from raydist.worker import backends, context, target
+from raydist.worker.context import exception_facts
+from raydist.worker.protocol import AnyReply, Request
+
+LOOPBACK = "127.0.0.1"
+
+
+def inline_node(job: Job) -> Node:
+    """This machine as the only node, as Ray would see it, on its loopback address.
+
+    Without Ray nothing limits ranks by CPUs: a job may have more ranks than CPUs, as under torchrun.
+    """
+    ranks = (job.scale.nodes or 1) * (job.scale.per_node or 2)
+    have = {"CPU": max(float(os.cpu_count() or 1), ranks * job.scale.cpus)}
+    if gpus := probe.gpus_of_driver():
+        have["GPU"] = float(gpus)
+    return Node(id="here", ip=LOOPBACK, host=socket.gethostname(), total=have, free=have)
+
+
+def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> Attempt:
+    """Run the only rank in this process."""
+    facts = probe.read_facts(ip=LOOPBACK, interface=job.fabric.interface, gpus=None)
+    store, port = rendezvous.open_store(facts.address)
+    (variables,) = network_variables.plan_variables(
+        job, plan, (facts,), network_variables.Rendezvous(address=facts.address, port=port)
+    )
+    logs = Path(job.dir).absolute() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    end = End(rank=0, host=plan.seats[0].node.host, how="finished", at=time.time())
+    events.say("plan", **plan.as_event())
+    checks_node.check_nodes(job, plan, (facts,), lambda text: events.say("warning", text=text))
+    resume = run_storage.resume(job, 0, lambda text: events.say("warning", text=text))
+    env = {var.name: var.value.replace(RANK_FOLDER, str(logs)) for var in (*variables, *resume)}
+    with environment(env), rank_context(events):
+        try:
+            with backends.join(plan.ask.backend, job, os.environ):
+                context.emit_event("joined", pid=os.getpid())
+                value = (
+                    target.call_function(target.load_target(job.job.target), job)
+                    if call is None
+                    else call_here(job, call)
+                )
+            return Attempt(ends=[end], values=(value,))
+        except Stopped as stop:
+            return Attempt(ends=[end], error=stop)
+        except Exception as error:
+            exception = exception_facts(error)
+            context.emit_event("raised", **exception)
+            return Attempt(ends=[replace(end, how="raised", **exception)], exceptions={0: error})
+        finally:
+            del store
+
+
+def call_here(job: Job, call: RemoteCall) -> Any:
+    return target.call_function(call.function, job, *call.args, **call.kwargs)
+
+
+@contextlib.contextmanager
+def rank_context(events: Events) -> Iterator[None]:
+    """Make this process a rank, whose events go straight into the event stream."""
+    began: float | None = time.time()
+
+    def emit(event: Event) -> None:
+        nonlocal began
+        events.add(event)
+        if began and event["kind"] == "report" and "step" in event:
+            events.say("phase", name="first step", s=event["t"] - began)
+            began = None
+
+    rank = context.Rank.from_env(os.environ)
+    context.enter(context.Context(rank=rank, emit=emit, beat=lambda step, phase: None))
+    try:
+        yield
+    finally:
+        context.enter(None)
+
+
+@contextlib.contextmanager
+def in_thread(plan: Plan, events: Events) -> Iterator[WorkerGroup]:
+    """A worker group without Ray: its agents live in a thread of this process, its ranks are plain processes."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="raydist-agents", daemon=True)
+    thread.start()
+    agents = [make_agent(plan.ask.backend) for _ in plan.seats]
+
+    def call(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+        return asyncio.run_coroutine_threadsafe(agents[rank].handle(request), loop)
+
+    try:
+        with WorkerGroup(plan, call, events) as group:
+            yield group
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=CLOSE_S)

@@ -1,0 +1,52 @@
+"""Pickled functions for the ranks, and the values and exceptions that they return. (driver)
+
+Pickles travel only over Ray's authenticated channels, as Ray's own do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raydist.shared.errors import ConfigError
+from raydist.worker.protocol import RankValue
+
+
+@dataclass(frozen=True)
+class RemoteCall:
+    """A function that every rank calls, with its arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    packed: bytes
+    """Function, args and kwargs, pickled."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteCall:
+        """Pickle a call. ConfigError: the function or an argument can't be pickled."""
+        import cloudpickle
+
+        try:
+            packed = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+        except Exception as error:
+            name = getattr(function, "__qualname__", function)
+            raise ConfigError(f"{name} or one of its arguments can't be pickled for the ranks: {error}") from error
+        return cls(function, tuple(args), kwargs, packed)
+
+
+def unpack_all(results: Sequence[RankValue]) -> tuple[tuple[Any, ...], dict[int, BaseException]]:
+    """Unpickle the value that each rank returned (None for none), and by rank the exceptions of those that failed."""
+    import cloudpickle
+
+    values: list[Any] = []
+    exceptions: dict[int, BaseException] = {}
+    for rank, result in enumerate(results):
+        values.append(None if result.value is None else cloudpickle.loads(result.value))
+        if result.error is not None:
+            try:
+                exceptions[rank] = cloudpickle.loads(result.error)
+            except Exception:  # a class that only the rank can import: the rank's End has its text
+                continue
+    return tuple(values), exceptions

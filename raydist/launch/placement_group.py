@@ -1,0 +1,121 @@
+"""A worker group on the cluster: one placement group, one actor per rank, replacements for lost nodes. (driver)"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from raydist.cluster import drain, node_history, placement
+from raydist.cluster.connect import alive_nodes, remaining_nodes
+from raydist.cluster.nodes import Node, ResourceRequest
+from raydist.cluster.placement import Plan
+from raydist.cluster.shortage import describe_shortage
+from raydist.launch import runtime_env
+from raydist.launch.actors import POLL_S, Actors, Waiting
+from raydist.launch.standby import StandbyNodes
+from raydist.launch.worker_group import WorkerGroup
+from raydist.settings import validate
+from raydist.settings.config import Job
+from raydist.shared.events import Events
+from raydist.shared.outcome import End, Slow
+
+WAIT_S = 1
+"""Seconds of one wait for the placement group; an integer, because Ray truncates fractions."""
+
+
+@contextlib.contextmanager
+def placed_group(job: Job, ask: ResourceRequest, events: Events) -> Iterator[WorkerGroup]:
+    """The worker group of a job: one placement group, one actor per rank. Leaving the block removes both."""
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    began = time.time()
+    address = ray.get_runtime_context().gcs_address
+    with node_history.avoiding_offenders(job, ask, alive_nodes(), address, events) as steered:
+        held = create_group(ask, len(ask.bundles))
+        if steered:
+            held.wait(node_history.PLACE_S)
+    actors: Actors | None = None
+    try:
+        wait_until_placed(held, ask, job.scale.wait_s, events)
+        plan = placement.assign_ranks(ask, bundle_nodes(held))
+        events.say("phase", name="place", s=time.time() - began)
+        actors = Actors(plan, held, runtime_env.actor_options(job))
+        standby = None
+        if validate.size_override(job.scale):
+            reason_to_avoid = partial(node_history.reason_to_avoid, job, address)
+            standby = StandbyNodes(actors, job.scale, events, remaining_nodes, create_group, reason_to_avoid)
+        with WorkerGroup(
+            plan,
+            actors.call,
+            events,
+            gpus=actors.gpus if ask.rank_resources.get("GPU") else None,
+            start_other_actors=actors.start,
+            replace_nodes=standby.replace_nodes if standby else partial(replace_lost_nodes, actors, held, job, events),
+            draining=drain.draining,
+            standby=standby,
+            record_attempt=partial(record_attempt, job, address, actors),
+        ) as group:
+            yield group
+    finally:
+        if actors is not None:
+            actors.kill_all()
+        remove_placement_group(held)
+
+
+def create_group(ask: ResourceRequest, bundles: int, elsewhere: Sequence[str] = ()) -> Any:
+    """Create a placement group of the first `bundles` bundles. `elsewhere`: ids of nodes that it must not use."""
+    from ray.util.placement_group import placement_group
+
+    labels = {**({"ray.io/node-id": f"!in({','.join(elsewhere)})"} if elsewhere else {}), **ask.selector}
+    selector: dict[str, Any] = {"bundle_label_selector": [labels] * bundles} if labels else {}
+    return placement_group([dict(bundle) for bundle in ask.bundles[:bundles]], strategy=ask.strategy, **selector)
+
+
+def record_attempt(job: Job, address: str, actors: Actors, cause: End | None, slow: Sequence[Slow]) -> None:
+    """Record the incidents of an attempt in the node history. A cluster of one node has no other to prefer."""
+    if len(alive_nodes()) > 1:
+        now = time.time()
+        node_history.note_incidents(
+            node_history.history_file(), node_history.incidents(address, job.dir, actors.plan, cause, slow, now), now
+        )
+
+
+def wait_until_placed(held: Any, ask: ResourceRequest, patience: float, events: Events) -> None:
+    """Wait until every bundle has a node, and report which resources are missing."""
+    waiting = Waiting(patience, events)
+    while not held.wait(WAIT_S):
+        waiting.report(describe_shortage(ask, alive_nodes()))
+
+
+def replace_lost_nodes(actors: Actors, held: Any, job: Job, events: Events, lost: Sequence[int]) -> Plan:
+    """Wait for replacement nodes for the lost ranks, and start actors there; the new plan.
+
+    Ray moves the bundles of a node that it has declared dead, and keeps all others where they are.
+    """
+    waiting = Waiting(job.scale.wait_s, events)
+    while not all_placed(held):
+        waiting.report(describe_shortage(actors.plan.ask, alive_nodes()))
+        time.sleep(POLL_S)
+    actors.replace(lost, placement.replace_nodes(actors.plan, bundle_nodes(held)))
+    return actors.plan
+
+
+def all_placed(held: Any) -> bool:
+    """Whether every bundle is on a node that is alive."""
+    from ray.util.placement_group import placement_group_table
+
+    table, alive = placement_group_table(held), {node.id for node in alive_nodes()}
+    return bool(table["state"] == "CREATED" and alive.issuperset(table["bundles_to_node_id"].values()))
+
+
+def bundle_nodes(held: Any) -> list[Node]:
+    """The node of each bundle, from the placement group's table: it is known before any actor starts."""
+    from ray.util.placement_group import placement_group_table
+
+    alive = {node.id: node for node in alive_nodes()}
+    table: Mapping[int, str] = placement_group_table(held)["bundles_to_node_id"]
+    return [alive[table[bundle]] for bundle in sorted(table)]

@@ -1,0 +1,100 @@
+"""The modules that a fork server imports before it forks: torch, and those that the job's file imports. (driver)"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sysconfig
+from pathlib import Path
+
+from raydist.settings.config import Job
+from raydist.settings.script import file_of
+from raydist.state.object_store import DRIVERS, scheme
+from raydist.worker.backends import BACKENDS
+
+ALWAYS = ("torch", "torch.distributed", "cloudpickle")
+LOOP = ("raydist.worker.loop.fit", "torch._dynamo", "hydra.utils")
+"""Modules of raydist.fit. torch's optimizers import torch._dynamo in their first step; `_target_` needs hydra."""
+
+
+def of(job: Job) -> list[str]:
+    """The modules to import for a job, in order."""
+    return modules(job.job.target, job.backend.name, job.script, job.storage)
+
+
+def modules(target: str, backend: str, script: str = "", store: str = "") -> list[str]:
+    """The modules to import for a target (`/path/file.py:function` or `package.module:function`), in order.
+
+    `backend`: a key of BACKENDS, or `auto`, which becomes a backend of torch.distributed. `script`: the program that
+    runs instead of a target; the result is then its own imports. `store`: the URL of the checkpoints.
+    """
+    if script:
+        return script_modules(script)
+    source = source_of(target)
+    imports = imported_modules(source.read_text(encoding="utf-8")) if source else []
+    loop = LOOP if "raydist" in imports else ()
+    backend_module = BACKENDS["gloo" if backend == "auto" else backend]
+    driver = [DRIVERS[scheme(store)]] if scheme(store) in DRIVERS else []
+    names = [*ALWAYS, backend_module, *loop, *driver, *(name for name in imports if name != "raydist")]
+    return list(dict.fromkeys(names))
+
+
+def script_modules(script: str) -> list[str]:
+    """The installed modules that a Python script imports, itself or through its own files.
+
+    Its own files are left to the ranks: at import they may read variables that only a rank has, as LOCAL_RANK.
+    """
+    first = file_of(script)
+    names: list[str] = []
+    seen, unread = set[Path](), [first] if first else []
+    while unread:
+        seen.add(file := unread.pop())
+        if not file.is_file():
+            continue
+        source = file.read_text(encoding="utf-8", errors="replace")
+        imports = imported_modules(source)
+        own = [folder / f"{name.replace('.', '/')}.py" for folder in (file.parent, Path()) for name in imports]
+        unread += [path for path in own if path.is_file() and path not in seen]
+        # torch's optimizers import torch._dynamo in their first step
+        names += [*imports, *(["torch._dynamo"] if "torch.optim" in source or "optim." in source else [])]
+    return [name for name in dict.fromkeys(names) if is_installed(name.partition(".")[0])]
+
+
+def is_installed(name: str) -> bool:
+    """Whether a top-level module is raydist, or is part of Python or its site-packages."""
+    if name == "raydist":
+        return True
+    spec = importlib.util.find_spec(name)
+    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    if spec is None or spec.origin in ("built-in", "frozen"):
+        return spec is not None
+    return any((spec.origin or "").startswith(folder + os.sep) for folder in folders)
+
+
+def source_of(target: str) -> Path | None:
+    """The file that holds a target's function, found without importing it."""
+    module = target.rpartition(":")[0]
+    if module.endswith(".py"):
+        return Path(module)
+    try:
+        spec = importlib.util.find_spec(module) if module else None
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+def imported_modules(source: str) -> list[str]:
+    """The modules that a file imports at its top level; imports in functions or conditions are left to the rank."""
+    names: list[str] = []
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return []  # the rank's own traceback is better than an error here
+    for node in body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
+    # Importing mpi4py.MPI calls MPI_Init, which each rank must do for itself.
+    return [name for name in names if not name.startswith(("__", "mpi4py."))]

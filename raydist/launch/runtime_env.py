@@ -1,0 +1,61 @@
+"""Ray's runtime_env of a job: the folder and the packages that its nodes get. (driver)"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypedDict
+
+from raydist.cluster import ray_private
+from raydist.settings.config import Job
+from raydist.shared.errors import LaunchError
+
+INSTALL_S = 1800.0
+"""Longest wait for packages: Ray tries three times, ten minutes each (setup_timeout_seconds of runtime_env)."""
+
+
+def root(job: Job) -> str:
+    """The folder that the ranks get a copy of; empty if they run in the driver's own."""
+    return os.path.abspath(Path(job.working_dir).expanduser()) if job.working_dir and job.group == "ray" else ""
+
+
+class RuntimeEnv(TypedDict, total=False):
+    """The fields of Ray's runtime_env that raydist uses."""
+
+    pip: list[str]
+    working_dir: str
+    """The URI of the uploaded folder."""
+
+
+class ActorOptions(TypedDict, total=False):
+    """Ray's options of an actor; without a runtime_env Ray takes a worker that already runs."""
+
+    runtime_env: RuntimeEnv
+
+
+def actor_options(job: Job) -> ActorOptions:
+    """The options of the actors of a job."""
+    env: RuntimeEnv = {}
+    if job.pip:
+        env["pip"] = [
+            line for each in job.pip for line in (read_requirements(each) if each.endswith(".txt") else [each])
+        ]
+    if folder := root(job):
+        env["working_dir"] = upload(folder)
+    return {"runtime_env": env} if env else {}
+
+
+def read_requirements(file: str) -> list[str]:
+    """The lines of a requirements file, without comments."""
+    lines = (line.partition(" #")[0].strip() for line in Path(file).read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def upload(folder: str) -> str:
+    """Upload a folder to Ray, as `ray job submit --working-dir` does, except what .gitignore names; its URI."""
+    try:
+        return ray_private.upload_folder(folder, os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1")
+    except LaunchError:
+        raise
+    except Exception as error:
+        raise LaunchError(f"working_dir={folder} could not be sent to the nodes: {error}") from error

@@ -1,0 +1,256 @@
+"""Standby nodes: nodes without ranks whose fork servers are warm, as spares or for an elastic job. (driver)"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from raydist.cluster import placement
+from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches
+from raydist.cluster.placement import Plan
+from raydist.cluster.shortage import describe_shortage
+from raydist.launch.actors import POLL_S, Actors, Waiting
+from raydist.settings.config import Scale
+from raydist.shared.events import Events
+from raydist.shared.rank_names import counted
+from raydist.worker.protocol import Close, Open, Opened
+
+PENDING = 8
+"""Most bundles that wait for a node at a time: each is a placement group of its own."""
+
+AVOID_S = 30.0
+"""Seconds that a placement group waits for a node without incidents; then a node with incidents is used."""
+
+
+class WarmNode(NamedTuple):
+    """A standby node whose fork server is warm or warming."""
+
+    node: Node
+    run: str
+    """The name of its fork server."""
+    opened: Future[Opened]
+    """The reply of its first agent."""
+
+
+class StandbyNodes:
+    """The nodes beside those of the ranks, for an elastic job or one with spares; it replaces lost nodes by them."""
+
+    def __init__(
+        self,
+        actors: Actors,
+        scale: Scale,
+        events: Events,
+        nodes: Callable[[], list[Node]],
+        create_group: Callable[[ResourceRequest, int, Sequence[str]], Any],
+        reason_to_avoid: Callable[[Node, bool], str] = lambda node, avoided: "",
+    ) -> None:
+        """`nodes`: returns the cluster's nodes that are alive and not draining.
+
+        `create_group`: as in placement_group. `reason_to_avoid`: describes a node's incidents, for a node that is
+        avoided or is used all the same; empty without incidents.
+        """
+        size = len(actors.plan.nodes)
+        self.elastic = scale.max_nodes is not None
+        self._min, self._max = (scale.nodes or 1, scale.max_nodes) if scale.max_nodes else (size, size)
+        self._actors, self._events, self._wait_s = actors, events, scale.wait_s
+        self._nodes, self._create_group, self._reason_to_avoid = nodes, create_group, reason_to_avoid
+        self._warm: dict[int, WarmNode] = {}
+        """By bundle."""
+        self._request: Open | None = None
+        self._first_group = actors.groups[0][0]
+        self._lost: set[tuple[int, str]] = set()
+        """Bundles whose actor is gone, each with its node."""
+        self._avoiding: dict[int, float] = {}
+        """Bundles that wait for a node without incidents, and since when."""
+        self._avoid_none = False
+        """Such a bundle got no node in time."""
+        self._reported: set[tuple[str, bool]] = set()
+
+    def set_request(self, request: Open) -> None:
+        """Note the request that opens every agent."""
+        self._request = replace(request, warm_server=None)
+
+    def refresh(self, running: bool = True) -> dict[int, Node]:
+        """Read the node of each bundle, warm the nodes without ranks, request more if the job may grow; the nodes.
+
+        `running`: the ranks run, so all their bundles count as used; the supervisor sees the end of a lost rank.
+        """
+        from ray.util.placement_group import remove_placement_group
+
+        placed = self._placed()
+        used = {slot.bundle for slot in self._actors.plan.seats} if running else self._used(placed)
+        for bundle, warm in list(self._warm.items()):
+            gone = bundle not in placed or placed[bundle].id != warm.node.id
+            if gone or (warm.opened.done() and warm.opened.exception() is not None):
+                del self._warm[bundle]
+                self._actors.kill_bundle(bundle)
+        self._stop_avoiding(placed)
+        taken = {node.id for bundle, node in placed.items() if bundle in used or bundle in self._warm}
+        for bundle, node in placed.items():
+            if bundle in used or bundle in self._warm:
+                continue
+            self._avoiding.pop(bundle, None)
+            if node.id not in taken and not self._avoid(node, len(used & placed.keys()), placed):
+                self._open(bundle, node)
+                taken.add(node.id)
+            elif self._actors.groups[bundle][0] is not self._first_group:  # its node has another bundle, or is avoided
+                remove_placement_group(self._actors.groups.pop(bundle)[0])
+        self._request_nodes(placed)
+        return placed
+
+    def _avoid(self, node: Node, used: int, placed: Mapping[int, Node]) -> bool:
+        """Whether a node with incidents is left out, which needs room elsewhere; then another node is requested.
+
+        `used`: the number of nodes with ranks.
+        """
+        count = used + len(self._warm) + len(self._avoiding)
+        if not self.elastic or count < self._min or not self._reason_to_avoid(node, True):
+            return False
+        others = self._free_nodes(placed) if count < self._max and not self._avoid_none else []
+        if others:
+            bundle = self._request_node(sorted({each.id for each in self._nodes()} - set(others)))
+            self._avoiding[bundle] = time.monotonic()
+        avoided = count >= self._max or bool(others)
+        if (node.id, avoided) not in self._reported:
+            self._reported.add((node.id, avoided))
+            self._events.say("avoid", node=node.id, avoided=avoided, text=self._reason_to_avoid(node, avoided))
+        return avoided
+
+    def _stop_avoiding(self, placed: Mapping[int, Node]) -> None:
+        """Remove bundles that have waited too long for a node without incidents."""
+        from ray.util.placement_group import remove_placement_group
+
+        for bundle, since in list(self._avoiding.items()):
+            if bundle not in placed and time.monotonic() - since > AVOID_S:
+                self._avoid_none = True
+                del self._avoiding[bundle]
+                remove_placement_group(self._actors.groups.pop(bundle)[0])
+
+    def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
+        """The ids of the nodes without incidents that have room for another bundle."""
+        ask, held = self._actors.plan.ask, {node.id for node in placed.values()}
+        fit = [node for node in self._nodes() if node.id not in held and matches(node.labels, ask.selector)]
+        roomy = [node for node in fit if fit_count(node.free, ask.bundles[0])]
+        return [node.id for node in roomy if not self._reason_to_avoid(node, True)]
+
+    def growth(self) -> str:
+        """Refresh; describe the growth once the job can use more nodes and all of them are warm, else empty."""
+        self.refresh()
+        now, ready = len(self._actors.plan.nodes), [warm for warm in self._warm.values() if warm.opened.done()]
+        if not self.elastic or not ready or len(ready) < len(self._warm) or now >= self._max:
+            return ""
+        return f"{counted(min(self._max, now + len(ready)), 'node')} now, {now} before"
+
+    def enough_remain(self) -> bool:
+        """Whether the nodes that are alive and not draining are enough for the job, warming ones included."""
+        return len({node.id for node in self._placed().values()}) >= self._min
+
+    def replace_nodes(self, lost: Sequence[int]) -> Plan:
+        """Assign the ranks anew after these ranks lost their actors, or because nodes joined; waits for enough nodes.
+
+        The caller knows that the first actor of every other node answers.
+        """
+        waiting = Waiting(self._wait_s, self._events)
+        for slot in (self._actors.plan.seats[rank] for rank in lost):
+            self._lost.add((slot.bundle, slot.node.id))
+            self._actors.kill_bundle(slot.bundle)
+        while (plan := self._next_plan()) is None:
+            waiting.report(self._missing())
+            time.sleep(POLL_S)
+        before = self._actors.plan.nodes
+        self._actors.set_plan(plan)
+        self._lost -= {(slot.bundle, slot.node.id) for slot in plan.seats}
+        if len(plan.nodes) != len(before):
+            self._events.say("resize", nodes=len(plan.nodes), before=len(before), **plan.as_event())
+        for old, new in zip(before, plan.nodes, strict=False):
+            if old.id != new.id and len(plan.nodes) == len(before):
+                self._events.say(
+                    "takeover", node=new.id, host=new.host, ip=new.ip, instead=old.id, of=old.host, **plan.as_event()
+                )
+        return plan
+
+    def promote(self) -> dict[str, tuple[str, Opened]]:
+        """Drop the nodes that have ranks now; by node id the name of its fork server, and its first agent's reply."""
+        used = {slot.bundle for slot in self._actors.plan.seats}
+        promoted = [self._warm.pop(bundle) for bundle in list(self._warm) if bundle in used]
+        return {warm.node.id: (warm.run, warm.opened.result()) for warm in promoted}
+
+    def close(self) -> list[Future[Any]]:
+        """Close the standby agents and remove the further placement groups; the agents' replies."""
+        from ray.util.placement_group import remove_placement_group
+
+        replies = [self._actors.send((bundle, 0), 0, Close()) for bundle in self._warm]
+        for group in {id(group): group for group, _ in self._actors.groups.values()}.values():
+            if group is not self._first_group:
+                remove_placement_group(group)
+        return replies
+
+    def _next_plan(self) -> Plan | None:
+        """The plan on the nodes that are ready now; None if they are too few."""
+        placed = self.refresh(running=False)
+        used = self._used(placed)
+        ready = {b: node for b, node in placed.items() if b in used or (b in self._warm and self._ready(b))}
+        return placement.resize_plan(self._actors.plan, ready, self._min, self._max)
+
+    def _ready(self, bundle: int) -> bool:
+        opened = self._warm[bundle].opened
+        return opened.done() and opened.exception() is None
+
+    def _used(self, placed: Mapping[int, Node]) -> set[int]:
+        """The bundles whose ranks have not lost their actors."""
+        kept = {(slot.bundle, slot.node.id) for slot in self._actors.plan.seats} - self._lost
+        return {bundle for bundle, node in kept if bundle in placed and placed[bundle].id == node}
+
+    def _placed(self) -> dict[int, Node]:
+        """The node of each bundle that is placed on a node that is alive and not draining."""
+        from ray.util.placement_group import placement_group_table
+
+        alive = {node.id: node for node in self._nodes()}
+        tables = {id(group): placement_group_table(group) for group, _ in self._actors.groups.values()}
+        placed = {}
+        for bundle, (group, index) in self._actors.groups.items():
+            node = tables[id(group)]["bundles_to_node_id"].get(index)
+            if node in alive and tables[id(group)]["state"] != "REMOVED":
+                placed[bundle] = alive[node]
+        return placed
+
+    def _open(self, bundle: int, node: Node) -> None:
+        """Start the fork server of a node, without waiting for it."""
+        run = uuid.uuid4().hex[:8]
+        self._actors.kill_bundle(bundle)
+        self._actors.start_actor((bundle, 0))
+        assert self._request is not None, "set_request comes first"
+        request = replace(self._request, run=run, node_id=node.id, node_ip=node.ip)
+        self._warm[bundle] = WarmNode(node, run, self._actors.send((bundle, 0), 0, request))
+
+    def _request_nodes(self, placed: Mapping[int, Node]) -> None:
+        """Request nodes of Ray, and thereby of its autoscaler, up to scale.max_nodes."""
+        groups = self._actors.groups
+        more = min(self._max - len(groups), PENDING - (len(groups) - len(placed)))
+        if not self.elastic or more <= 0:
+            return
+        elsewhere = sorted({node.id for node in placed.values()})
+        for _ in range(more):
+            self._request_node(elsewhere)
+
+    def _request_node(self, elsewhere: Sequence[str]) -> int:
+        """Request one node that is none of these; its bundle."""
+        groups = self._actors.groups
+        bundle = max(groups) + 1
+        groups[bundle] = self._create_group(self._actors.plan.ask, 1, elsewhere), 0
+        return bundle
+
+    def _missing(self) -> str:
+        """The nodes that the job waits for, for a person."""
+        placed = self._placed()
+        if self._warm and all(bundle in placed for bundle in self._warm):
+            return f"waiting for {counted(len(self._warm), 'node')} to get ready"
+        ask = self._actors.plan.ask
+        lack = max(0, self._min - len(placed))
+        held = {node.id for node in placed.values()}
+        more = replace(ask, bundles=ask.bundles[:1] * max(1, lack), spares=0)
+        return describe_shortage(more, [node for node in self._nodes() if node.id not in held])

@@ -1,0 +1,358 @@
+"""The worker group: opens, starts, queries and stops the agents of all ranks by typed requests. (driver)"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from raydist.cluster.placement import Plan, Slot
+from raydist.launch import flush as launch_flush
+from raydist.launch import preload, runtime_env, shared_paths
+from raydist.launch.standby import StandbyNodes
+from raydist.network import checks_node, traffic
+from raydist.network.facts import Facts
+from raydist.network.names import EnvVar
+from raydist.network.variables import Rendezvous
+from raydist.settings.config import Job, as_dict
+from raydist.shared import arguments as shared_arguments
+from raydist.shared.errors import ConfigError, LaunchError, last_line
+from raydist.shared.events import Events
+from raydist.shared.outcome import End, Slow
+from raydist.worker import protocol
+from raydist.worker.protocol import (
+    Opened,
+    RankValue,
+    Request,
+    StartRank,
+    StoreAddress,
+    StoreKind,
+    Transport,
+    WarmServer,
+)
+
+OPEN_S = 300.0
+"""Longest wait for a node to import torch: a cold network file system takes minutes."""
+ANSWER_S = 60.0
+"""Longest wait for a reply that needs no work."""
+NETWORK_S = 2.0
+"""Longest wait for the network counters: the end of a run does not wait long for one line of its summary."""
+CLOSE_S = 2.0
+"""Longest wait for agents to close before their actors are killed."""
+
+Reply = TypeVar("Reply")
+
+
+class WorkerGroup(AbstractContextManager["WorkerGroup"]):
+    """The agents of a run. One round opens them, one starts the ranks; recovery.supervisor then monitors them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        call: Transport,
+        events: Events,
+        gpus: Callable[[], Sequence[Sequence[str] | None]] | None = None,
+        start_other_actors: Callable[[], None] = lambda: None,
+        replace_nodes: Callable[[Sequence[int]], Plan] | None = None,
+        draining: Callable[[], Mapping[str, float]] = dict,
+        standby: StandbyNodes | None = None,
+        record_attempt: Callable[[End | None, Sequence[Slow]], None] = lambda cause, slow: None,
+    ) -> None:
+        """`gpus`: returns each rank's GPUs; None where Ray assigns none.
+
+        `start_other_actors`: starts the actors that host no agent; they can wait until the ranks have joined.
+        `replace_nodes`: finds other nodes for lost ranks, and returns the new plan. `draining`: returns the nodes that
+        are draining, each with its deadline in seconds since the epoch, or 0. `standby`: the nodes without ranks of a
+        job that has or may get some. `record_attempt`: takes the first cause of an attempt and its stragglers, for the
+        node history.
+        """
+        self.plan = plan
+        self.first_world_size = plan.world_size
+        """The number of ranks in the first attempt."""
+        self.call = call
+        self.start_other_actors = start_other_actors
+        self.draining = draining
+        self.standby = standby
+        self.record_attempt = record_attempt
+        self.facts: tuple[Facts, ...] = ()
+        self.failed_imports: tuple[Mapping[str, str], ...] = ()
+        """By rank: the modules that its node could not import, each with the error."""
+        self.rendezvous = Rendezvous()
+        self._ports: list[traffic.Ports | None] = []
+        self._events = events
+        self._gpus = gpus
+        self._replace_nodes = replace_nodes
+        self._runs: dict[str, str] = {}
+        """By node id: the name of its fork server, if the node was opened after the others."""
+        self._opened: dict[str, Opened] = {}
+        """By node id: the reply of its first agent."""
+
+    def open(self, job: Job, modules: Sequence[str], warm_server: WarmServer | None = None, attempt: int = 0) -> None:
+        """Round 1: probe every node, warm its fork server, open the rendezvous store on rank 0's node.
+
+        `warm_server`: a fork server that already starts on the driver's machine (launch.warm_server). `attempt`: the
+        number of attempts that other groups made.
+        """
+        began = time.time()
+        file = self._rendezvous_file(job, attempt)
+        self._request = protocol.Open(
+            run=uuid.uuid4().hex[:8], start=job.start, modules=tuple(modules), env=job.env,
+            interface=job.fabric.interface, threads=max(1, int(job.scale.cpus)), mpirun=job.backend.mpi.mpirun,
+            secret=secrets.token_hex(32), warm_server=warm_server,
+        )  # fmt: skip
+        self._job, self._files = job, shared_paths.files(job, str(file.parent) if file else "")
+        self._installs = ", ".join(job.pip)
+        self._store: StoreKind = "horovod" if job.backend.name == "horovod" else "tcp"
+        if self.standby is not None:
+            self.standby.set_request(self._request)
+        opened = self._open(range(self.plan.world_size), None if file else self._store)
+        born = max(began, *(each.born for each in opened))
+        self._events.say("phase", name="actors", s=born - began)
+        self._events.say("phase", name="warm-up", s=time.time() - born)
+        self._note_facts()
+        self._set_rendezvous(opened[0].store, file, attempt)
+
+    def _set_rendezvous(self, store: StoreAddress | None, file: Path | None, attempt: int) -> None:
+        port, secret = (store.port, store.secret) if store else (None, "")
+        self.rendezvous = Rendezvous(self.facts[0].address, port, str(file) if file else None, secret, attempt)
+
+    def prepare_attempt(self, job: Job, attempt: int, resize: bool = False) -> list[int]:
+        """Replace lost agents and open a new rendezvous for another attempt; the ranks that moved to other nodes.
+
+        `resize`: also use the nodes that have joined. LaunchError: no replacement came within scale.wait_s.
+        """
+        before, size = {slot.node.id for slot in self.plan.seats}, self.plan.world_size
+        if resize:
+            self._replace([])
+        until, moved = time.monotonic() + job.scale.wait_s, set[int]()
+        while lost := sorted({*self.lost_ranks(), *self.draining_ranks()}):
+            moved.update(lost)
+            try:
+                self._replace(lost)
+            except LaunchError:
+                if self._replace_nodes is None or time.monotonic() > until:
+                    raise
+        if self.plan.world_size != size:  # no rank can use another one's shards in memory
+            launch_flush.flush_shards(self._flush_nodes, self._job.checkpoint, self._events.add)
+        try:
+            self.call(0, protocol.WaitForWriter()).result(launch_flush.FLUSH_S)
+        except Exception as error:  # the attempt then starts from an older checkpoint
+            host = self.plan.seats[0].node.host
+            why = f"{type(error).__name__}: {last_line(error)}"
+            self._events.say("warning", text=f"not waiting for the checkpoint that {host} may be writing ({why})")
+        file = self._rendezvous_file(job, attempt)
+        store = None
+        if file is None:
+            store = self.call(0, protocol.OpenStore(self._store, self.facts[0].address)).result(ANSWER_S)
+        self._set_rendezvous(store, file, attempt)
+        if self.standby is not None:  # the ranks were renumbered
+            return [slot.rank for slot in self.plan.seats if slot.node.id not in before]
+        return sorted(moved)
+
+    def lost_ranks(self) -> list[int]:
+        """The ranks whose agent is gone, or new and not open yet."""
+        futures = [self.call(slot.rank, protocol.IsOpen()) for slot in self.plan.seats]
+        wait(futures, timeout=ANSWER_S)
+        return [
+            rank
+            for rank, future in enumerate(futures)
+            if not future.done() or future.exception() is not None or not future.result()
+        ]
+
+    def draining_ranks(self) -> list[int]:
+        """The ranks on draining nodes; none if the remaining nodes are too few for the job."""
+        if self.standby is None:
+            return []
+        draining = self.draining()
+        ranks = [slot.rank for slot in self.plan.seats if slot.node.id in draining]
+        return ranks if ranks and self.standby.enough_remain() else []
+
+    def values(self) -> list[RankValue]:
+        """What each rank returned or raised, pickled; an empty RankValue for an agent that is gone."""
+        futures = [self.call(slot.rank, protocol.GetValue()) for slot in self.plan.seats]
+        wait(futures, timeout=ANSWER_S)
+        return [RankValue() if not each.done() or each.exception() is not None else each.result() for each in futures]
+
+    def flush(self) -> None:
+        """Write the last snapshot to the disk."""
+        launch_flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
+
+    @property
+    def _flush_nodes(self) -> list[launch_flush.FlushNode]:
+        return [launch_flush.FlushNode(seat.node.host, partial(self.call, seat.rank)) for seat in self._leads]
+
+    def _replace(self, lost: Sequence[int]) -> None:
+        """Replace the agents of these ranks by agents on other nodes, and open those."""
+        if self._replace_nodes is None:
+            raise LaunchError(f"the agent of rank {lost[0]} is gone, and there is no other machine")
+        self.plan = self._replace_nodes(lost)
+        self._request = replace(self._request, warm_server=None)
+        for node, (run, opened) in (self.standby.promote() if self.standby else {}).items():
+            self._runs[node], self._opened[node] = run, opened
+        new = self.lost_ranks() if self.standby else lost
+        for slot in (self.plan.seats[rank] for rank in new):
+            if slot.local_rank == 0:
+                self._runs[slot.node.id] = uuid.uuid4().hex[:8]
+        self._open(new, None)
+        self._note_facts()
+
+    def _open(self, ranks: Sequence[int], store: StoreKind | None) -> list[Opened]:
+        """Open the agents of these ranks; their replies. `store`: the kind of store that rank 0's agent opens."""
+        slots = [self.plan.seats[rank] for rank in ranks]
+        requests = [
+            replace(
+                self._request,
+                run=self._runs.get(slot.node.id, self._request.run),
+                rank=slot.rank,
+                node_id=slot.node.id,
+                node_ip=slot.node.ip,
+                lead=slot.local_rank == 0,
+                store=store if slot.rank == 0 else None,
+            )
+            for slot in slots
+        ]
+        # not in a later attempt: the run goes on with the paths that its nodes see
+        unreachable = self._find_unreachable(self._files) if not self.facts else []
+        if self._installs:
+            self._events.say("wait", text=f"Ray installs {self._installs} on each node; the first time takes minutes")
+        patience = OPEN_S + (runtime_env.INSTALL_S if self._installs else 0.0)
+        replies = self.call_each(requests, patience, ranks)
+        for slot, opened in zip(slots, replies, strict=True):
+            if slot.local_rank == 0:
+                self._opened[slot.node.id] = opened
+            if opened.warm.cuda:
+                text = f"a module imported on {slot.node.host} initialised CUDA, which no fork survives"
+                self._events.say("warning", text=f"{text}: set start=spawn")
+        if unreachable:
+            self._check_paths([each.result(ANSWER_S * 2) for each in unreachable])
+        return replies
+
+    def _check_paths(self, unreachable: Sequence[Mapping[str, str]]) -> None:
+        """Raise for paths of the run that nodes can't see, or warn of them."""
+        source = preload.source_of(self._job.job.target)
+        text = source.read_text(encoding="utf-8", errors="replace") if source and source.is_file() else ""
+        if warning := shared_paths.check_paths(self._job, self._hosts, unreachable, text, self._files):
+            self._events.say("warning", text=warning)
+
+    @property
+    def _leads(self) -> list[Slot]:
+        """The first slot of each node."""
+        return [slot for slot in self.plan.seats if slot.local_rank == 0]
+
+    @property
+    def _hosts(self) -> list[str]:
+        return [slot.node.host for slot in self._leads]
+
+    def _find_unreachable(self, files: Mapping[str, str]) -> list[Future[dict[str, str]]]:
+        """Ask each node which of these files it can't see; their replies."""
+        request = protocol.FindUnreachablePaths(dict(files), self._job.env)
+        return [self.call(slot.rank, request) for slot in self._leads]
+
+    def require_visible(self, setting: str, file: str, why: str) -> None:
+        """Raise ConfigError if some nodes can't see the file that a setting names."""
+        unreachable = [each.result(ANSWER_S * 2) for each in self._find_unreachable({"file": file})]
+        shared_paths.require_visible(setting, self._hosts, unreachable, why)
+
+    @staticmethod
+    def _rendezvous_file(job: Job, attempt: int = 0) -> Path | None:
+        """The file of init_method=file, a new one for each attempt; None for the other methods."""
+        if job.init_method != "file":
+            return None
+        file = Path(job.dir).absolute() / ("rendezvous" + (f"-{attempt}" if attempt else ""))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
+
+    def start(self, job: Job, variables: Sequence[Iterable[EnvVar]], call: bytes | None) -> None:
+        """Round 2: send every rank its variables, and fork it. `call`: the pickled function, if the job is one."""
+        checks_node.check_nodes(job, self.plan, self.facts, lambda text: self._events.say("warning", text=text))
+        copied = runtime_env.root(job)
+        program = shared_arguments.seen_from(copied or os.getcwd(), job.script)
+        common = StartRank(
+            rank=0, env={}, job=json.dumps(as_dict(job)), argv=(program or job.job.target,), script=program,
+            cwd="" if copied else os.getcwd(),  # an agent that gets no folder uses its actor's: the copy
+            sys_path=tuple(path for path in sys.path if not copied or os.path.abspath(path) != copied),
+            nccl_aloud=job.fabric.debug, nccl_strict=job.fabric.strict, call=call,
+        )  # fmt: skip
+        requests = []
+        for rank, rank_variables in enumerate(variables):
+            env = {var.name: var.value for var in rank_variables}
+            args = shared_arguments.fill(job.args, env, job.init_method, self.plan.ask.backend)
+            requests.append(replace(common, rank=rank, env=env, argv=(*common.argv, *args)))
+        for slot, pid in zip(self.plan.seats, self.call_each(requests), strict=True):
+            self._events.say("began", rank=slot.rank, host=slot.node.host, pid=pid)
+
+    def report_network(self) -> None:
+        """Report which network the run used; nothing for a run on one node, or if a node is gone."""
+        if len(self.plan.nodes) < 2:
+            return
+        try:
+            replies = self.call_each([protocol.GetNetworkUse()] * self.plan.world_size, NETWORK_S)
+        except LaunchError:
+            return
+        nodes = [
+            traffic.NodeTraffic(
+                slot.node.host,
+                self.facts[slot.rank].interface,
+                self._ports[slot.rank] or {},
+                replies[slot.rank].ports or {},
+            )
+            for slot in self._leads
+        ]
+        index = {slot.node_rank: number for number, slot in enumerate(self._leads)}
+        node_of_rank = [index[slot.node_rank] for slot in self.plan.seats]
+        logs = [reply.nccl for reply in replies]
+        event, warnings = traffic.traffic_event(self.plan.ask.backend, nodes, node_of_rank, logs)
+        for text in warnings:
+            self._events.say("warning", text=text)
+        self._events.say("network", **event)
+
+    def stop(self, ranks: Iterable[int], grace: float) -> None:
+        """Send these ranks SIGTERM, and SIGKILL after `grace` seconds. Does not wait: GetNews reports their ends."""
+        for rank in ranks:
+            self.call(rank, protocol.StopRank(grace))
+
+    def call_each(
+        self, requests: Sequence[Request[Reply]], patience: float = ANSWER_S, ranks: Sequence[int] | None = None
+    ) -> list[Reply]:
+        """Send one request to the agent of each of `ranks` (None: all) at once; their replies, in order.
+
+        LaunchError: names the first rank whose agent failed, or did not reply within `patience` seconds.
+        """
+        slots = self.plan.seats if ranks is None else [self.plan.seats[rank] for rank in ranks]
+        futures = [self.call(slot.rank, request) for slot, request in zip(slots, requests, strict=True)]
+        wait(futures, timeout=patience, return_when="FIRST_EXCEPTION")
+        for slot, future in zip(slots, futures, strict=True):
+            if future.done() and (error := future.exception()) is not None:
+                kind = ConfigError if isinstance(error, ConfigError) else LaunchError
+                raise kind(f"rank {slot.rank} on {slot.node.host} ({slot.node.ip}): {last_line(error)}") from error
+        silent = [slot for slot, future in zip(slots, futures, strict=True) if not future.done()]
+        if silent:
+            raise LaunchError(
+                f"{len(silent)} of {len(futures)} agents did not answer {type(requests[0]).__name__} within "
+                f"{patience:g} s; the first is rank {silent[0].rank} on {silent[0].node.host} ({silent[0].node.ip})"
+            )
+        return [future.result() for future in futures]
+
+    def __exit__(self, *_: object) -> None:
+        standby = self.standby.close() if self.standby else []
+        wait([*standby, *(self.call(slot.rank, protocol.Close()) for slot in self.plan.seats)], timeout=CLOSE_S)
+
+    def _note_facts(self) -> None:
+        """Note the facts of each rank's node, with the rank's own GPUs."""
+        gpus = self._gpus() if self._gpus else [None] * self.plan.world_size
+        opened = [self._opened[slot.node.id] for slot in self.plan.seats]
+        self.facts = tuple(
+            replace(each.facts, gpus=own) for each, own in zip(opened, gpus, strict=True) if each.facts is not None
+        )
+        self._ports = [each.ports for each in opened]
+        self.failed_imports = tuple(each.warm.failed for each in opened)

@@ -1,1 +1,0 @@
-"""The training loop that raydist.fit is: samples, steps, precision, schedules, evaluation. (rank side)"""

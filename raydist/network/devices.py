@@ -1,0 +1,187 @@
+"""(settings, facts of one node) -> its interface, HCAs, and their variables, each with its reason. (pure)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raydist.network.facts import Facts, Gid, Hca
+from raydist.network.names import EnvVar
+from raydist.settings.config import Job
+from raydist.shared.errors import ConfigError
+
+LAYERS = {"ib": "InfiniBand", "roce": "Ethernet"}
+"""fabric.kind -> link layer of the HCAs."""
+SUBSYSTEMS = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
+EFA = "0x1d0f"
+"""PCI vendor of AWS's Elastic Fabric Adapter."""
+MAPPED = "0000:0000:0000:0000:0000:ffff"
+"""Prefix of the GID of an IPv4 address."""
+FINDS_GID = (2, 21)
+"""The first NCCL version that finds the GID index itself (NCCL user guide, troubleshooting)."""
+LIBFABRIC = "AWS Libfabric"
+"""Value of NCCL_NET that every version of aws-ofi-nccl answers to."""
+LOUD = ("INFO", "TRACE")
+"""Values of NCCL_DEBUG with which NCCL logs the network that it uses."""
+LinkClass = tuple[str, float, str]
+"""(link layer, Gbit/s, subnet prefix): equal for all HCAs of one fabric."""
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """The HCAs of one node that carry the gradients."""
+
+    hcas: tuple[Hca, ...]
+    reason: str = ""
+    aside: tuple[tuple[str, str], ...] = ()
+    """(name, reason) of each active HCA that is left out."""
+    sure: bool = True
+    """False where no GPU is near an HCA, so that only the link's speed tells gradient HCAs from storage HCAs."""
+
+
+def vendor_plugin(node: Facts) -> str:
+    """The cloud vendor's NCCL plug-in or network, which NCCL_NET and NCCL_IB_HCA must not bypass; empty if none."""
+    if node.machine.plugins:
+        return node.machine.plugins[0]
+    return "EFA" if any(hca.vendor == EFA for hca in node.hcas) else ""
+
+
+def share_bridge(pci: str, other: str) -> bool:
+    """Whether two devices share a PCIe bridge below the root complex (PIX or PXB in `nvidia-smi topo -m`)."""
+    shared = 0
+    for one, two in zip(pci.split("/")[:-1], other.split("/")[:-1], strict=False):
+        if one != two:
+            break
+        shared += 1
+    return shared >= 2  # the first is the root complex
+
+
+def choose_devices(job: Job, node: Facts) -> DeviceChoice:
+    """The HCAs of fabric.hca; else the active HCAs of fabric.kind that are nearest to GPUs, all of one link class."""
+    if job.fabric.hca:
+        return DeviceChoice(_requested_hcas(job, node), "fabric.hca")
+    if job.fabric.kind in ("ethernet", "site") or vendor_plugin(node):
+        return DeviceChoice(())
+    layer = LAYERS.get(job.fabric.kind)
+    active = [hca for hca in node.hcas if hca.active]
+    candidates = [hca for hca in active if layer is None or hca.active[0].link_layer == layer]
+    classes = {link_class(hca) for hca in candidates}
+    aside = [(hca.name, f"is not {layer}") for hca in active if hca not in candidates]
+    close = [hca for hca in candidates if any(share_bridge(hca.pci, gpu.pci) for gpu in node.devices)]
+    if close:
+        aside += [(hca.name, "shares no PCIe switch with a GPU") for hca in candidates if hca not in close]
+        candidates = close
+    if candidates:
+        best = _widest_class(candidates)
+        aside += [
+            (hca.name, f"is {_describe_link(link_class(hca))}, not {_describe_link(best)}")
+            for hca in candidates
+            if link_class(hca) != best
+        ]
+        candidates = [hca for hca in candidates if link_class(hca) == best]
+    sure = bool(close) or len(classes) < 2
+    return DeviceChoice(tuple(candidates), f"fabric.kind={job.fabric.kind}", tuple(aside), sure)
+
+
+def _requested_hcas(job: Job, node: Facts) -> tuple[Hca, ...]:
+    known = {hca.name: hca for hca in node.hcas}
+    for name in job.fabric.hca:
+        if name not in known:
+            if not known:
+                raise ConfigError.of("fabric.hca", name, f"{node.hostname} has no HCA", "fabric.hca=[]")
+            raise ConfigError.unknown("fabric.hca", name, known, f"{node.hostname} has no such HCA")
+    return tuple(known[name] for name in job.fabric.hca)
+
+
+def link_class(hca: Hca) -> LinkClass:
+    """Link layer, Gbit/s and, on InfiniBand, subnet prefix of an HCA's first active port."""
+    port = hca.active[0]
+    prefix = port.gids[0].gid[:19] if port.gids and port.link_layer == "InfiniBand" else ""
+    return port.link_layer, port.gbps, prefix
+
+
+def _widest_class(hcas: list[Hca]) -> LinkClass:
+    """The link class whose HCAs have the most Gbit/s together."""
+    count = Counter(link_class(hca) for hca in hcas)
+    return max(count, key=lambda each: (count[each] * each[1], each[1]))
+
+
+def _describe_link(of: LinkClass) -> str:
+    layer, gbps, prefix = of
+    return f"{layer} at {gbps:g} Gbit/s" + (f" in subnet {prefix}" if prefix else "")
+
+
+def device_settings(job: Job, node: Facts, nodes: int) -> Iterator[EnvVar]:
+    """The network's variables of one node. `nodes`: number of nodes of the job."""
+    if job.fabric.kind != "site":
+        yield from socket_variables(job, node)
+        yield from rdma_variables(job, node, nodes)
+
+
+def socket_variables(job: Job, node: Facts) -> Iterator[EnvVar]:
+    """Variables that put gloo and NCCL's sockets on the chosen interface."""
+    requested = job.fabric.interface == node.interface
+    why = "fabric.interface" if requested else f"it has {node.ip}, the node's address in Ray"
+    name = node.interface
+    yield EnvVar("GLOO_SOCKET_IFNAME", name, f"{why}; by default gloo takes the interface of the host name's address")
+    # without the = it would be a prefix: eth1 also selects eth10
+    yield EnvVar("NCCL_SOCKET_IFNAME", f"={name}", f"{why}; without = it would also select longer names")
+
+
+def rdma_variables(job: Job, node: Facts, nodes: int) -> Iterator[EnvVar]:
+    """Variables that restrict NCCL to the chosen HCAs; none where NCCL's own choice is the same."""
+    if job.fabric.kind == "ethernet":
+        yield EnvVar("NCCL_IB_DISABLE", "1", "fabric.kind=ethernet: TCP even where the node has RDMA")
+        return
+    choice = choose_devices(job, node)
+    names = ",".join(hca.name for hca in choice.hcas)
+    if names and (choice.aside or job.fabric.hca):
+        left_out = "; ".join(f"{name} {why}" for name, why in choice.aside)
+        # without the = mlx5_1 would also select mlx5_10
+        yield EnvVar("NCCL_IB_HCA", f"={names}", choice.reason + (f": {left_out}" if left_out else ""))
+    if choice.hcas and nodes > 1:
+        yield EnvVar("NCCL_IGNORE_NET_MISMATCH", "0", "nodes with unequal HCAs are an error; by default they may hang")
+    yield from gid_index(node, choice)
+    if job.fabric.strict and (network := rdma_only_net(node)):
+        yield EnvVar("NCCL_NET", network, "fabric.strict: RDMA or an error, never silently TCP")
+
+
+def best_gid(hca: Hca) -> Gid | None:
+    """The GID that NCCL prefers for RoCE: routable, RoCE v2, IPv4 before IPv6; None if the port has none.
+
+    Source: NCCL 2.30 src/transport/net_ib/connect.cc.
+    """
+    port = hca.active[0] if hca.active else None
+    if port is None or port.link_layer != "Ethernet":
+        return None
+    routable = [gid for gid in port.gids if gid.kind == "RoCE v2" and not gid.gid.startswith("fe80")]
+    return min(routable, key=lambda gid: family(gid) != "IPv4", default=None)
+
+
+def family(gid: Gid) -> str:
+    """IPv4 or IPv6."""
+    return "IPv4" if gid.gid.startswith(MAPPED) else "IPv6"
+
+
+def nccl_finds_gid(node: Facts) -> bool:
+    """Whether this node's NCCL finds the right GID index of each HCA itself; True if its version is unknown."""
+    version = [int(part) for part in node.versions.get("nccl", "").split(".")[:2] if part.isdigit()]
+    return len(version) < 2 or tuple(version) >= FINDS_GID
+
+
+def gid_index(node: Facts, choice: DeviceChoice) -> Iterator[EnvVar]:
+    """NCCL_IB_GID_INDEX for an old NCCL, if one index is right for all HCAs."""
+    indexes = {gid.index for hca in choice.hcas if (gid := best_gid(hca))}
+    if len(indexes) == 1 and not nccl_finds_gid(node):
+        why = f"NCCL {node.versions['nccl']} takes GID 0 by default; since 2.21 it finds the routable one itself"
+        yield EnvVar("NCCL_IB_GID_INDEX", str(indexes.pop()), why)
+
+
+def rdma_only_net(node: Facts) -> str:
+    """The value of NCCL_NET with which NCCL can't fall back to sockets; empty if no value selects the plug-in."""
+    if not vendor_plugin(node):
+        return "IB"
+    if any(hca.vendor == EFA for hca in node.hcas):
+        return LIBFABRIC
+    return next(iter(node.machine.networks), "")

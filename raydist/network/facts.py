@@ -1,0 +1,227 @@
+"""Facts of one node as plain data: interfaces, HCAs, GPUs, limits, versions, variables of the site. (pure)"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Nic:
+    """One network interface, as the kernel reports it."""
+
+    name: str
+    up: bool = False
+    """operstate is up, or unknown (lo, some tunnels)."""
+    mtu: int = 0
+    speed: int | None = None
+    """Mb/s; None where the kernel does not know it (virtual, IPoIB)."""
+    kind: int = 1
+    """ARPHRD number: 1 Ethernet, 32 InfiniBand (IPoIB), 772 loopback."""
+    default_route: bool = False
+    subnets: tuple[str, ...] = ()
+    """IPv4 networks reached directly over it: 10.0.0.0/24."""
+    mode: str = ""
+    """datagram or connected; empty unless IPoIB."""
+    pci: str = ""
+    """Path of its device below /sys/devices; empty for a virtual interface."""
+
+    @property
+    def ipoib(self) -> bool:
+        """IP over InfiniBand: TCP, not RDMA."""
+        return self.kind == 32
+
+
+@dataclass(frozen=True)
+class Gid:
+    """One used entry of a port's GID table."""
+
+    index: int
+    gid: str
+    """Eight groups of four hex digits."""
+    kind: str = ""
+    """`IB/RoCE v1`, `RoCE v2`, or empty where the kernel does not report it."""
+    netdev: str = ""
+    """The network interface of a RoCE GID."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port of an HCA."""
+
+    number: int
+    state: str = ""
+    """ACTIVE, INIT, ARMED, DOWN."""
+    phys_state: str = ""
+    """LinkUp, Polling, Disabled."""
+    gbps: float = 0.0
+    """Line rate in Gbit/s; 0 where unknown."""
+    rate: str = ""
+    """As the kernel writes it: 400 Gb/sec (4X NDR)."""
+    link_layer: str = ""
+    """InfiniBand, Ethernet (RoCE), Unknown (EFA)."""
+    sm_lid: int = 0
+    """LID of the subnet manager; 0: none."""
+    gids: tuple[Gid, ...] = ()
+    counters: bool = False
+    """Whether port_xmit_data can be read."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it carries data."""
+        return self.state == "ACTIVE"
+
+
+@dataclass(frozen=True)
+class Hca:
+    """One RDMA device."""
+
+    name: str
+    ports: tuple[Port, ...] = ()
+    pci: str = ""
+    """Its path below /sys/devices."""
+    numa: int = -1
+    vendor: str = ""
+    """PCI vendor: 0x15b3 Mellanox, 0x1d0f EFA, 0x14e4 Broadcom, 0x8086 Intel."""
+    board: str = ""
+    firmware: str = ""
+    card: str = ""
+    """sys_image_guid: the same for all functions of one card."""
+    virtual: bool = False
+    """A virtual function (SR-IOV)."""
+    link_width: int = 0
+    link_width_max: int = 0
+    link_speed: str = ""
+    link_speed_max: str = ""
+    uverbs: str = ""
+    """Path of its device file, /dev/infiniband/uverbsN; empty where it has none."""
+    openable: bool = False
+    """Whether this process can open that file for reading and writing."""
+
+    @property
+    def active(self) -> tuple[Port, ...]:
+        """The ports that carry data."""
+        return tuple(port for port in self.ports if port.active)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of the machine."""
+
+    bdf: str
+    """Its PCI address: 0000:1b:00.0."""
+    pci: str = ""
+    """Its path below /sys/devices."""
+    numa: int = -1
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class Rdma:
+    """RDMA's parts outside the devices: libraries and kernel modules."""
+
+    libibverbs: str = ""
+    """Path of the library; empty: not installed."""
+    providers: tuple[str, ...] = ()
+    """User-space drivers: mlx5, efa, ..."""
+    peermem: bool = False
+    """Whether nvidia_peermem is loaded."""
+    dmabuf: bool = False
+    """Whether the kernel is >= 5.12 and NVIDIA's driver the open one."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Resource limits of the probing process, which its ranks inherit. -1: unlimited; None: not known."""
+
+    memlock: int | None = None
+    """Bytes."""
+    nofile: int | None = None
+    ipc_lock: bool = False
+    """Whether the process has CAP_IPC_LOCK, with which memlock does not apply."""
+    shm: int | None = None
+    """Bytes of /dev/shm."""
+    stack: int | None = None
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine apart from its devices."""
+
+    boot_id: str = ""
+    kernel: str = ""
+    driver: str = ""
+    """Version of NVIDIA's driver."""
+    container: bool = False
+    cloud: str = ""
+    """Vendor by DMI: Amazon EC2, Google, ..."""
+    iommu: bool = False
+    own_name: tuple[str, ...] = ()
+    """The addresses that /etc/hosts gives the host's own name."""
+    storage: tuple[str, ...] = ()
+    """Addresses of file servers that are mounted here."""
+    plugins: tuple[str, ...] = ()
+    """Paths of NCCL network plug-ins."""
+    networks: tuple[str, ...] = ()
+    """The plug-ins' networks that NCCL_NET can name."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about the node of one rank, as its agent sees it; plain JSON data."""
+
+    hostname: str
+    ip: str
+    """The node's address in Ray."""
+    interface: str
+    """The network interface for training: the one that has `ip`, or fabric.interface."""
+    address: str
+    """The numeric address of that interface."""
+    interfaces: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The addresses of every interface that is up and has one."""
+    gpus: Sequence[str] | None = None
+    """The GPU ids that Ray assigned to this rank; None outside of Ray."""
+    cpus: int = 1
+    """CPUs that this process may use."""
+    python: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of raydist, and of torch, ray, nccl and cuda (runtime) where installed."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Network variables that were set before raydist started."""
+    nccl_conf: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """NCCL's settings from its files: name -> (value, file)."""
+    mpi: Mapping[str, str] = field(default_factory=dict)
+    """With backend=mpi: `kind`, `version`, `mpirun` (its path) and `rdma` (RDMA devices, separated by commas)."""
+    nics: tuple[Nic, ...] = ()
+    hcas: tuple[Hca, ...] = ()
+    devices: tuple[Gpu, ...] = ()
+    """All GPUs of the machine, in PCI order."""
+    rdma: Rdma = field(default_factory=Rdma)
+    limits: Limits = field(default_factory=Limits)
+    machine: Machine = field(default_factory=Machine)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Facts:
+        """Facts from the dict that `dataclasses.asdict` made of them, also after JSON; unknown keys are ignored."""
+        facts: Facts = from_plain(cls, plain)
+        return facts
+
+
+def from_plain(kind: Any, plain: Any) -> Any:
+    """A value of the annotated type `kind` from plain JSON data."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return None if plain is None else from_plain(next(arg for arg in args if arg is not type(None)), plain)
+    if is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        known = {f.name: f for f in fields(kind)}
+        return kind(**{name: from_plain(hints[name], value) for name, value in plain.items() if name in known})  # type: ignore[operator]
+    if origin in (tuple, Sequence):
+        return tuple(from_plain(args[0], item) for item in plain)
+    if origin is Mapping:
+        return {key: from_plain(args[1], value) for key, value in plain.items()}
+    return plain

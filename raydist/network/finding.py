@@ -1,0 +1,62 @@
+"""Result of a check: the problem, the hosts that have it, and what to type to fix it. (pure)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from raydist.shared.rank_names import joined_names
+
+LEVELS = ("note", "warn", "fail")
+"""From harmless to severe: for information; the job runs, but less well than it could; the job would break."""
+CHECKS = {
+    "interface": "each node's address is on an interface that is up, and the nodes' networks are connected",
+    "hostname": "the host's own name is not a loopback address",
+    "hca state": "the ports of the HCAs are active",
+    "rdma libraries": "libibverbs and the device's provider are installed",
+    "rdma devices": "the HCAs' device files can be opened",
+    "memlock": "enough memory may be locked for RDMA",
+    "same fabric": "all nodes have the same kind and number of HCAs",
+    "storage hcas": "no HCA that is meant for storage carries gradients",
+    "site settings": "no variable of the site keeps ranks from the network",
+    "roce gid": "each RoCE port has a routable RoCE v2 GID",
+    "gpudirect": "NICs reach GPU memory directly",
+    "affinity": "each GPU has an HCA close to it",
+    "limits": "/dev/shm and the number of open files suffice",
+    "links": "no link is slower than it could be",
+    "ipoib": "IPoIB interfaces agree over the nodes",
+    "versions": "all nodes run the same versions",
+    "identity": "NCCL can tell the nodes apart",
+    "iommu": "the IOMMU does not slow GPUDirect down",
+    "vendor": "the network plug-in of the cloud is installed",
+}
+"""Checks that need nothing but the facts of the nodes, the most valuable first."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem or piece of information that a person should know before the job runs."""
+
+    check: str
+    """The check that found it: a key of CHECKS, or a check of the doctor."""
+    level: str
+    """note, warn or fail."""
+    nodes: tuple[str, ...]
+    """The hosts that it concerns; empty: the whole job."""
+    text: str
+    fix: str = ""
+    """What to type to fix it."""
+
+    def line(self) -> str:
+        """`hosts: text (fix: what to type)`."""
+        where = f"{joined_names(self.nodes)}: " if self.nodes else ""
+        return f"{where}{self.text}" + (f" (fix: {self.fix})" if self.fix else "")
+
+
+def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """Merge findings that differ only in their hosts. Sorted by level, the worst first; otherwise order is kept."""
+    hosts: dict[Finding, list[str]] = {}
+    for finding in findings:
+        hosts.setdefault(replace(finding, nodes=()), []).extend(finding.nodes)
+    folded = [replace(finding, nodes=tuple(dict.fromkeys(names))) for finding, names in hosts.items()]
+    return sorted(folded, key=lambda finding: -LEVELS.index(finding.level))

@@ -1,0 +1,173 @@
+"""Port counters before and after a run, and NCCL's logs -> which network carried the run, in one line. (pure)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NotRequired, TypedDict
+
+from raydist.network import nccl_log
+from raydist.network.nccl_log import Log
+from raydist.shared.rank_names import counted
+
+NOTICED = 10e6
+"""Bytes above which a port counts as used; Ray's own processes send less."""
+
+
+class PortCounters(TypedDict):
+    """State of one network port, as node.counters.read_counters reads it."""
+
+    hca: bool
+    sent: int | None
+    """Bytes; None where the port has no counters."""
+    received: int | None
+    rate: float
+    """GB/s; 0 where it is not known."""
+    active: bool
+    errors: NotRequired[dict[str, int]]
+    """Error counters of an HCA's port."""
+
+
+Ports = Mapping[str, PortCounters]
+"""By port: eth0, or mlx5_0:1 of an HCA."""
+
+
+class NodeBytes(TypedDict):
+    """What the ports of one node sent."""
+
+    host: str
+    sent: dict[str, int]
+    """Bytes by port."""
+    rate: float
+    """GB/s of the ports that carried the run together; 0 where one is not known."""
+
+
+class NetworkEvent(TypedDict):
+    """The fields of the event `network`."""
+
+    text: str
+    """One line for a person."""
+    nodes: list[NodeBytes]
+
+
+@dataclass(frozen=True)
+class NodeTraffic:
+    """Port counters of one node, at the start and at the end of a run."""
+
+    host: str
+    interface: str
+    """The chosen interface."""
+    before: Ports
+    after: Ports
+
+    def sent(self, port: str) -> int | None:
+        """Bytes sent during the run; None where the port has no counters, or where they were reset."""
+        start, end = (ports[port]["sent"] if port in ports else None for ports in (self.before, self.after))
+        return None if start is None or end is None or end < start else end - start
+
+    @property
+    def hcas(self) -> list[str]:
+        """The active ports of HCAs."""
+        return [name for name, port in self.after.items() if port["hca"] and port["active"]]
+
+
+def traffic_event(
+    backend: str, nodes: Sequence[NodeTraffic], node_of: Sequence[int], logs: Sequence[Log]
+) -> tuple[NetworkEvent, list[str]]:
+    """The fields of the event `network`, and warnings about contradictions and errors.
+
+    `node_of`: for each rank the index of its node in `nodes`. `logs`: NCCL's log of each rank.
+    """
+    networks = sorted({log.network for log in logs if log.network})
+    rdma = any(nccl_log.is_rdma(name) for name in networks)
+    hcas = sorted({hca for log in logs for hca in log.hcas}) if rdma else []
+    direct = [channel.direct for channel in nccl_log.channels_between(logs, node_of) if channel.kind == "NET"]
+    carriers = [hcas or [node.interface] for node in nodes]
+    sent = sum(node.sent(port) or 0 for node, ports in zip(nodes, carriers, strict=True) for port in ports)
+    library = " and ".join(f"NET/{name}" for name in networks) or backend
+    ports = ", ".join(hcas or dict.fromkeys(node.interface for node in nodes))
+    gpudirect = (" with GPUDirect" if all(direct) else " without GPUDirect") if rdma and direct else ""
+    text = f"{library} over {ports}{gpudirect} on {counted(len(nodes), 'node')}, {amount(sent)} sent"
+    if not rdma:
+        text += f"; {unused_infiniband(nodes, logs, backend)}"
+    event = NetworkEvent(
+        text=text, nodes=[_node_bytes(node, names) for node, names in zip(nodes, carriers, strict=True)]
+    )
+    warnings = [*counter_contradictions(nodes, hcas), *merged_nodes(len(nodes), len(node_of), logs)]
+    return event, [*warnings, *port_errors(nodes)]
+
+
+def _node_bytes(node: NodeTraffic, carriers: Sequence[str]) -> NodeBytes:
+    rates = [node.after[name]["rate"] if name in node.after else 0.0 for name in carriers]
+    return {
+        "host": node.host,
+        "sent": {name: sent for name in node.after if (sent := node.sent(name)) is not None},
+        "rate": sum(rates) if all(rates) else 0.0,
+    }
+
+
+def unused_infiniband(nodes: Sequence[NodeTraffic], logs: Sequence[Log], backend: str) -> str:
+    """The part of the line about InfiniBand after a run over TCP: how many nodes have it, and why it was not used."""
+    equipped = sum(bool(node.hcas) for node in nodes)
+    if not equipped:
+        return "no node has InfiniBand"
+    why = next((log.why_not for log in logs if log.why_not), "")
+    if not why and not any(log.network for log in logs) and backend == "gloo":
+        why = "gloo uses TCP"
+    have = "1 node has" if equipped == 1 else f"{equipped} nodes have"
+    return f"{have} InfiniBand, NOT USED" + (f": {why}" if why else "")
+
+
+def counter_contradictions(nodes: Sequence[NodeTraffic], hcas: Sequence[str]) -> list[str]:
+    """Where the port counters contradict NCCL's log, or the choice of the interface."""
+    texts = []
+    for node in nodes:
+        chosen = node.sent(node.interface)
+        by_hcas = [sent for hca in hcas if (sent := node.sent(hca)) is not None]
+        if by_hcas and sum(by_hcas) == 0 and (chosen or 0) > NOTICED:
+            texts.append(
+                f"NCCL's log names {', '.join(hcas)}, but on {node.host} these ports sent nothing and "
+                f"{node.interface} sent {amount(chosen or 0)}"
+            )
+        elif not hcas and chosen is not None:
+            texts += [
+                f"{node.interface} was chosen on {node.host} and sent {amount(chosen)}, but {port} sent {amount(sent)}"
+                for port in node.after
+                if (sent := node.sent(port) or 0) > max(NOTICED, 2 * chosen) and node.after[port]["rate"]
+            ]
+    return texts
+
+
+def merged_nodes(nodes: int, world_size: int, logs: Sequence[Log]) -> list[str]:
+    """Warnings if NCCL takes several nodes for one: it would try shared memory between them, or one HCA for all."""
+    counts = {log.counted[1] for log in logs if log.counted[0] == world_size}
+    return [
+        f"NCCL counts {counted(count, 'node')}, but the job has {nodes}: give each container its own host name, or set "
+        "NCCL_HOSTID"
+        for count in sorted(counts)
+        if count < nodes
+    ]
+
+
+def port_errors(nodes: Sequence[NodeTraffic]) -> list[str]:
+    """Warnings for ports whose error counters grew during the run."""
+    texts = []
+    for node in nodes:
+        for name, port in node.after.items():
+            before = node.before[name].get("errors", {}) if name in node.before else {}
+            new = {error: n - before.get(error, n) for error, n in port.get("errors", {}).items()}
+            if errors := ", ".join(f"{n} {error}" for error, n in new.items() if n > 0):
+                texts.append(
+                    f"{name} on {node.host} counted errors during the run ({errors}): a bad cable, or a lossy RoCE "
+                    "network"
+                )
+    return texts
+
+
+def amount(size: float) -> str:
+    """`1.2 GB`: `size` bytes in powers of 1000, as networks are measured."""
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

@@ -1,0 +1,177 @@
+"""(settings, facts of all nodes) -> each rank's environment variables, each with its reason. (pure)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from raydist.cluster.placement import Plan, Slot
+from raydist.network import devices
+from raydist.network import horovod as network_horovod
+from raydist.network import mpi as network_mpi
+from raydist.network.facts import Facts
+from raydist.network.names import MALLOC, RANK_FOLDER, EnvVar
+from raydist.settings.config import Job
+from raydist.settings.run_folder import run_folder
+from raydist.shared import env_names
+
+LATER = "<chosen when it starts>"
+NCCL_LOG = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of an attempt find each other."""
+
+    address: str = ""
+    """Numeric, on rank 0's node."""
+    port: int | None = None
+    """Port of the store; None before it is open, and with init_method=file."""
+    file: str | None = None
+    """Path of the rendezvous file with init_method=file."""
+    secret: str = field(default="", repr=False)
+    """Key of Horovod's rendezvous server."""
+    attempt: int = 0
+    """Restarts so far."""
+
+
+def plan_variables(job: Job, plan: Plan, facts: Sequence[Facts], rendezvous: Rendezvous) -> list[tuple[EnvVar, ...]]:
+    """The variables of each rank. `facts`: for each rank, in order of rank, its node's, with the rank's own GPUs."""
+    if plan.ask.backend == "horovod":
+        network_horovod.check_process_sets(job.backend.horovod.process_sets, plan.world_size)
+    shared = tuple(rendezvous_variables(job, rendezvous))
+    of_node = {
+        slot.node_rank: tuple(node_variables(job, plan, facts, slot)) for slot in plan.seats if slot.local_rank == 0
+    }
+    ranks = []
+    for slot in plan.seats:
+        planned = [*slot_variables(plan, slot), *shared, *of_node[slot.node_rank]]
+        if plan.ask.backend == "horovod":
+            planned += horovod_variables(job, plan, slot, facts[slot.rank], rendezvous)
+        planned += nccl_log_variables(job, plan, slot, facts[slot.rank])
+        ranks.append(tuple(override_variables(job, planned)))
+    return ranks
+
+
+def slot_variables(plan: Plan, slot: Slot) -> Iterator[EnvVar]:
+    """torchrun's variables for a rank's number and place."""
+    rank, world_size = str(slot.rank), str(plan.world_size)
+    yield EnvVar("RANK", rank, "number of the rank")
+    yield EnvVar("LOCAL_RANK", str(slot.local_rank), "number of the rank on its node")
+    yield EnvVar("GROUP_RANK", str(slot.node_rank), "number of the node, in order of address")
+    yield EnvVar("ROLE_RANK", rank, "as torchrun: all ranks have one role")
+    yield EnvVar("ROLE_NAME", "default", "as torchrun: all ranks have one role")
+    yield EnvVar("WORLD_SIZE", world_size, "number of ranks")
+    yield EnvVar("LOCAL_WORLD_SIZE", str(slot.local_world_size), "number of ranks on the node")
+    yield EnvVar("GROUP_WORLD_SIZE", str(len(plan.nodes)), "number of nodes")
+    yield EnvVar("ROLE_WORLD_SIZE", world_size, "as torchrun: all ranks have one role")
+
+
+def rendezvous_variables(job: Job, rendezvous: Rendezvous) -> Iterator[EnvVar]:
+    """Variables for the rendezvous and for the identity of the run."""
+    yield EnvVar("MASTER_ADDR", rendezvous.address, "rank 0's node, numeric: a host name may resolve to 127.0.1.1")
+    if job.backend.name == "horovod":
+        pass  # its ranks have their own rendezvous
+    elif rendezvous.file is not None:
+        yield EnvVar(env_names.RENDEZVOUS_FILE, rendezvous.file, "init_method=file: a new file for each attempt")
+    else:
+        port = LATER if rendezvous.port is None else str(rendezvous.port)
+        yield EnvVar("MASTER_PORT", port, "port of the store on rank 0's node, which is open before ranks start")
+        yield EnvVar("TORCHELASTIC_USE_AGENT_STORE", "True", "all ranks, rank 0 too, join that store as clients")
+    yield EnvVar("TORCHELASTIC_RUN_ID", "_".join(filter(None, (job.name, PurePath(job.dir).name))), "name of the run")
+    yield EnvVar("TORCHELASTIC_RESTART_COUNT", str(rendezvous.attempt), "restarts so far")
+    yield EnvVar("TORCHELASTIC_MAX_RESTARTS", str(job.restart.max), "restart.max")
+    if job.dir:
+        yield EnvVar(env_names.RUN_DIR, job.dir, "the run folder")
+    if job.storage:
+        yield EnvVar(env_names.CHECKPOINTS, f"{run_folder(job)}/checkpoints", f"storage={job.storage}")
+
+
+def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[EnvVar]:
+    """Variables that all ranks of a node share. `lead`: the node's slot with local rank 0."""
+    node = facts[lead.rank]
+    yield from gpu_variables(plan, facts, lead)
+    chosen = [
+        EnvVar("OMP_NUM_THREADS", str(max(1, int(job.scale.cpus))), f"scale.cpus={job.scale.cpus:g}"),
+        *(EnvVar(name, value, "keeps a step's freed memory for the next step") for name, value in MALLOC.items()),
+        *devices.device_settings(job, node, len(plan.nodes)),
+        *mpi_network(job, node),
+    ]
+    yield from (unless_set(var, node) for var in chosen)
+
+
+def mpi_network(job: Job, node: Facts) -> Iterator[EnvVar]:
+    """Variables that keep MPI on the chosen interface and HCAs, if the node has MPI."""
+    if not node.mpi or job.fabric.kind == "site":
+        return
+    choice, fabric = devices.choose_devices(job, node), job.fabric
+    chosen = choice.hcas if choice.aside or fabric.hca else ()
+    ports = [f"{hca.name}:{hca.active[0].number}" for hca in chosen if hca.active]
+    yield from network_mpi.network_options(node.mpi, node.interface, ports, fabric.kind == "ethernet", fabric.strict)
+
+
+def nccl_log_variables(job: Job, plan: Plan, slot: Slot, node: Facts) -> Iterator[EnvVar]:
+    """Variables that make NCCL log its network to a file; without fabric.debug only if the site sets none of them."""
+    file = f"{RANK_FOLDER}/rank-{slot.rank}.nccl"
+    if job.fabric.debug:
+        why = "fabric.debug: NCCL logs which network it chose, and why"
+        variables = (
+            EnvVar("NCCL_DEBUG", "INFO", why),
+            EnvVar("NCCL_DEBUG_SUBSYS", devices.SUBSYSTEMS, why),
+            EnvVar("NCCL_DEBUG_FILE", file, "becomes logs/rank-N.nccl, beside the rank's own log"),
+        )
+        yield from (unless_set(var, node) for var in variables)
+        return
+    set_already = {*job.env, *node.environment, *node.nccl_conf}
+    needed = plan.ask.rank_resources.get("GPU") and (len(plan.nodes) > 1 or job.fabric.strict)
+    if not needed or set_already & NCCL_LOG:
+        return
+    why = "fabric.strict reads this log" if job.fabric.strict else "for the summary's line about the network"
+    yield EnvVar("NCCL_DEBUG", "INFO", why)
+    yield EnvVar("NCCL_DEBUG_SUBSYS", "INIT,NET,ENV", why)
+    yield EnvVar("NCCL_DEBUG_FILE", file, f"{why}; keeps it out of the rank's log")
+
+
+def horovod_variables(job: Job, plan: Plan, slot: Slot, node: Facts, rendezvous: Rendezvous) -> Iterator[EnvVar]:
+    """Horovod's variables: the rank's slot, the rendezvous, the network."""
+    port = LATER if rendezvous.port is None else str(rendezvous.port)
+    yield from network_horovod.slot_lines(plan, slot)
+    yield from network_horovod.rendezvous_lines(rendezvous.address, port, rendezvous.secret)
+    yield from (unless_set(var, node) for var in network_horovod.horovod_settings(job, node.interface))
+
+
+def gpu_variables(plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[EnvVar]:
+    """CUDA_VISIBLE_DEVICES: all GPUs of the job on this node, in one order for all its ranks, as peer access needs."""
+    if not plan.ask.rank_resources.get("GPU"):
+        yield EnvVar("CUDA_VISIBLE_DEVICES", "", "the job requests no GPU")
+        return
+    ids = {gpu for i in range(lead.local_world_size) for gpu in facts[lead.rank + i].gpus or ()}
+    if ids:
+        listed = ",".join(sorted(ids, key=lambda gpu: (not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0, gpu)))
+        yield EnvVar("CUDA_VISIBLE_DEVICES", listed, "all GPUs of this job on the node; a rank takes its LOCAL_RANK's")
+
+
+def unless_set(var: EnvVar, node: Facts) -> EnvVar:
+    """The variable, or the site's value: raydist overrides neither the node's environment nor NCCL's own files."""
+    hint = f"; raydist's own choice: env.{var.name}={var.value}"
+    if var.name in node.environment:
+        value = node.environment[var.name]
+        # Ray itself sets OMP_NUM_THREADS, to the same value
+        return var if value == var.value else EnvVar(var.name, value, f"already set on {node.hostname}{hint}")
+    if var.name in node.nccl_conf:
+        value, file = node.nccl_conf[var.name]
+        return EnvVar(var.name, value, f"set in {file} on {node.hostname}" + ("" if value == var.value else hint))
+    return var
+
+
+def override_variables(job: Job, planned: Sequence[EnvVar]) -> Iterator[EnvVar]:
+    """The planned variables, with the values and the additional variables of job.env."""
+    for var in planned:
+        yield _from_job(var.name, job.env) if var.name in job.env else var
+    names = {var.name for var in planned}
+    yield from (_from_job(name, job.env) for name in job.env if name not in names)
+
+
+def _from_job(name: str, env: Mapping[str, str]) -> EnvVar:
+    return EnvVar(name, str(env[name]), f"env.{name}")

@@ -1,0 +1,442 @@
+"""The agent of one rank: starts its process, watches it, answers the driver's requests about it. (actor)
+
+A RankAgent is a plain class with coroutines. An actor on its node hosts it; without Ray a thread of the driver does.
+It never imports torch, so it answers and can end the rank wherever the rank hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raydist.network import nccl_log as network_nccl_log
+from raydist.network.names import RANK_FOLDER
+from raydist.node import counters, nccl_output, oom
+from raydist.node.fork_client import ForkClient
+from raydist.node.fork_launcher import ForkServer, heritage, node_folder
+from raydist.node.nccl_output import NcclLog
+from raydist.node.processes import catches, process_state, recorded_error
+from raydist.shared import env_names
+from raydist.shared.errors import LaunchError
+from raydist.worker import protocol
+from raydist.worker.heartbeat import BEAT_PAGE, STACKS_SIGNAL, read_beat, read_compute_time
+from raydist.worker.protocol import (
+    CheckupRequest,
+    Collectives,
+    Holding,
+    HoldRank,
+    OpenStore,
+    RankActivity,
+    RankEnd,
+    RankMessage,
+    RankNews,
+    RankSpec,
+    RankValue,
+    Request,
+    SignalProcess,
+    StartRank,
+    StoreAddress,
+    TellCollectives,
+    WriteCheckpoint,
+)
+
+if TYPE_CHECKING:
+    from raydist.network.facts import Facts
+    from raydist.node.checkup import Checkup
+    from raydist.shared.events import Event
+
+LOG_CHUNK = 1 << 20
+"""Most bytes of a rank's output in one reply."""
+EXAMINE_S = 0.6
+"""Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a second."""
+
+
+class RankAgent:
+    """The agent of one rank. The driver sends Open, StartRank, GetNews …, StopRank, Close, in this order."""
+
+    def __init__(self) -> None:
+        self.born = time.time()
+        self.rank = -1
+        self.pid = 0
+        self._lead = False
+        """It is the first agent of its node."""
+        self._store_pid = 0
+        self._nccl: NcclLog | None = None
+        self._own_server: ForkServer | None = None
+        """The fork server, if this agent started it."""
+        self._client: ForkClient | None = None
+        self._news = asyncio.Event()
+        self._events: list[Event] = []
+        self._end: RankEnd | None = None
+        self._mpi_env: dict[str, str] = {}
+        """Variables that mpirun set for the rank; those of its spec override them."""
+        self._cpus: tuple[int, ...] | None = None
+        """The CPUs to which mpirun binds the rank."""
+        self._mpi_fds: list[int] = []
+        """Descriptors that mpirun passed for the rank, beside its log, channel and heartbeat."""
+        self._error_file: Path | None = None
+        self._event_reader: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        """Sends messages to the rank."""
+        self._collectives = Collectives(())
+        self._writer_task: asyncio.Task[None] | None = None
+        """Reads what the process sends that writes the last checkpoint."""
+        self._shards: protocol.ShardsReply | None = None
+        self._checkup: Checkup | None = None
+        self._holding: asyncio.Future[int] | None = None
+        self._oom_count: oom.Count | None = None
+        """The kernel's OOM kills when the rank started."""
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def handle(self, request: Request[Any]) -> Any:
+        """Answer a request of the driver; the type of the reply is the parameter of the request's type."""
+        match request:
+            case protocol.Open():
+                return await self.open(request)
+            case OpenStore():
+                return await self.open_store(request)
+            case protocol.FindUnreachablePaths():
+                return await self.find_unreachable_paths(request)
+            case StartRank():
+                return await self.start(request)
+            case protocol.GetNews():
+                return await self.news(request.patience)
+            case protocol.Examine():
+                return await self.examine()
+            case HoldRank():
+                return await self.hold(request)
+            case protocol.StopAfter():
+                return self.tell_rank(request)
+            case protocol.GetValue():
+                return self.value()
+            case protocol.IsOpen():
+                return self._client is not None and self._client.connected
+            case protocol.WaitForWriter():
+                return await self.wait_for_writer()
+            case protocol.Flush():
+                return await self.flush()
+            case protocol.ListShards() | protocol.WriteShards() | protocol.CommitShards() | protocol.DropShards():
+                return await self.ask_writer(request)
+            case protocol.StopRank():
+                return await self.stop(request.grace)
+            case protocol.GetNetworkUse():
+                return self.network_use()
+            case CheckupRequest():
+                return await self.check_up(request)
+            case protocol.Close():
+                return await self.close()
+        raise TypeError(f"an agent can't answer {request}")
+
+    async def open(self, request: protocol.Open) -> protocol.Opened:
+        """Round 1: read the facts of the machine, start or join the fork server, open the rendezvous store."""
+        self.rank, self._lead = request.rank, request.lead
+        name, warm_server = f"raydist-{os.getuid()}-{request.run}-{request.node_id[-8:]}", request.warm_server
+        joins = warm_server is not None and warm_server.heritage == heritage()
+        server_folder = Path(warm_server.folder) if warm_server is not None and joins else node_folder(name)
+        self.folder = server_folder / name if joins else server_folder
+        if joins:
+            self.folder.mkdir(exist_ok=True)  # another agent of the node may have made it
+        facts: Facts | None = None
+        if request.lead:
+            from raydist.node import probe
+
+            if not joins:
+                self._own_server = ForkServer.launch(
+                    server_folder, request.start, request.modules, request.threads, env=request.env
+                )
+            # the driver knows the GPUs of each rank
+            facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
+        self._client = await ForkClient.connect(server_folder)
+        warm = await self._server.reply(protocol.Warm)
+        opened = await self.open_store(OpenStore(request.store, facts.address)) if facts and request.store else None
+        return protocol.Opened(
+            facts=facts, born=self.born, warm=warm, store=opened,
+            ports=counters.read_counters() if request.lead else None,
+        )  # fmt: skip
+
+    async def find_unreachable_paths(self, request: protocol.FindUnreachablePaths) -> dict[str, str]:
+        """The paths that this node can't see, each with the reason."""
+        from raydist.node import path_check  # imports the object store
+
+        return await path_check.find_unreachable_paths(request)
+
+    async def open_store(self, request: OpenStore) -> StoreAddress:
+        """Open a new rendezvous store for an attempt, on the node of this agent."""
+        if self._store_pid:
+            self._server.send(SignalProcess(self._store_pid, signal.SIGKILL))
+        self._server.send(request)
+        opened = await self._server.reply(protocol.StoreForked)
+        if opened.error:
+            raise OSError(f"the rendezvous store could not listen on {request.address}: {opened.error}")
+        self._store_pid = opened.pid
+        return StoreAddress(opened.port, opened.secret)
+
+    async def start(self, request: StartRank) -> int:
+        """Round 2: fork the rank with its variables; its pid."""
+        self.rank = request.rank  # it changes when the world size changes
+        base = self.folder / f"rank-{self.rank}"
+        if request.call is not None:
+            Path(f"{base}.call").write_bytes(request.call)
+        spec = self._spec(request, str(base))
+        await self._reset(str(base))
+        self._nccl = NcclLog(Path(f"{base}.nccl"), aloud=request.nccl_aloud, strict=request.nccl_strict)
+        self._log = open(f"{base}.log", "w+b", buffering=0)  # noqa: SIM115 - read until the rank has ended
+        beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.ftruncate(beat, BEAT_PAGE)
+        self._beat = mmap.mmap(beat, BEAT_PAGE)
+        agent_end, rank_end = socket.socketpair()
+        append = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND)
+        self._server.send(spec, [append, rank_end.fileno(), beat, *self._mpi_fds])
+        for descriptor in (append, beat):
+            os.close(descriptor)
+        rank_end.close()
+        self.pid = (await self._server.reply(protocol.Forked)).pid
+        self._event_reader = self._spawn(self._read_events(agent_end))
+        self._oom_count, self._stopping = oom.read_count(self.pid), False
+        self._spawn(self._await_end(self.pid))
+        return self.pid
+
+    def _spec(self, request: StartRank, base: str) -> RankSpec:
+        """The spec of the rank: the driver's request, completed with the paths and variables of this node."""
+        planned = {name: value.replace(RANK_FOLDER, str(self.folder)) for name, value in request.env.items()}
+        env = {**os.environ, env_names.SCRATCH: str(self.folder), **self._mpi_env, **planned}
+        if request.script:
+            self._error_file = Path(f"{base}.error.json")
+            self._error_file.unlink(missing_ok=True)
+            env["TORCHELASTIC_ERROR_FILE"] = str(self._error_file)
+        return RankSpec(
+            rank=request.rank, env=env, job=request.job, argv=request.argv, script=request.script,
+            cwd=request.cwd if os.path.isdir(request.cwd) else os.getcwd(),
+            sys_path=(*request.sys_path, *(path for path in sys.path if path not in request.sys_path)),
+            value=f"{base}.value", call=f"{base}.call" if request.call is not None else None, cpus=self._cpus,
+        )  # fmt: skip
+
+    async def _reset(self, base: str) -> None:
+        """Forget the previous attempt, once its last checkpoint is on the disk."""
+        await self.wait_for_writer()
+        if self._event_reader is not None:
+            self._event_reader.cancel()
+        self._events, self._end = [], None
+        for kind in ("value", "value.error"):
+            Path(f"{base}.{kind}").unlink(missing_ok=True)
+
+    async def news(self, patience: float) -> RankNews:
+        """New events, log bytes, the heartbeat and its age; the end of the rank comes last.
+
+        Waits `patience` seconds so that a reply carries many events; an end, or its cause, is reported at once.
+        """
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._news.wait(), patience)
+        self._news.clear()
+        rank_end = self._end
+        if rank_end is not None and self._event_reader is not None:
+            readers = {self._event_reader} | ({self._writer_task} if self._writer_task else set())
+            await asyncio.wait(readers, timeout=0.5)  # a child of the rank may still hold the other end
+        log = self._log.read(LOG_CHUNK)
+        events, self._events = self._events, []
+        nccl = self._nccl.news() if self._nccl else b""
+        more = len(log) == LOG_CHUNK or len(nccl) == nccl_output.CHUNK
+        if more:
+            self._news.set()
+        step, phase, at = read_beat(self._beat)
+        if self._nccl and rank_end is None and (why := self._nccl.refusal()):
+            events.append(self._end_refused(why))
+        end = None
+        if rank_end is not None and not more:
+            end = replace(rank_end, step=step, phase=phase, error=recorded_error(self._error_file))
+        quiet = time.time() - at if at else 0.0
+        return RankNews(events, log, nccl, (step, phase, at), quiet, read_compute_time(self._beat), end)
+
+    async def examine(self) -> RankActivity | None:
+        """The state of the rank's process, the CPU it uses, its stacks, its last collectives; None if it has ended.
+
+        Takes EXAMINE_S, whatever state the rank is in; a part that can't be read is empty.
+        """
+        if not self.pid or self._end is not None:
+            return None
+        stacks = self.folder / f"rank-{self.rank}.value.stacks"
+        self._collectives = Collectives(())
+        state, before = process_state(self.pid)
+        with contextlib.suppress(OSError):
+            os.truncate(stacks, 0)
+        if catches(self.pid, STACKS_SIGNAL):  # the signal ends a program that does not catch it
+            self._server.send(SignalProcess(self.pid, STACKS_SIGNAL))
+        self.tell_rank(TellCollectives())
+        await asyncio.sleep(EXAMINE_S)
+        state, after = process_state(self.pid)
+        stack = stacks.read_text(errors="replace") if stacks.exists() else ""
+        return RankActivity(self.pid, state, (after - before) / EXAMINE_S, stack, self._collectives.entries)
+
+    async def hold(self, request: HoldRank) -> int:
+        """Have the rank stand still after the step that it is making; that step. LaunchError: it has ended."""
+        if self._end is not None:
+            raise LaunchError("the rank has ended")
+        self._holding = asyncio.get_running_loop().create_future()
+        self.tell_rank(request)
+        return await self._holding
+
+    def tell_rank(self, message: RankMessage) -> None:
+        """Send a message to the rank, if it listens."""
+        if self._writer is not None:
+            self._writer.write(protocol.encode(message) + b"\n")
+
+    def value(self) -> RankValue:
+        """What the job returned or raised, pickled; it travels over Ray's authenticated channel."""
+        value, error = (self.folder / f"rank-{self.rank}.value{end}" for end in ("", ".error"))
+        return RankValue(*(path.read_bytes() if path.exists() else None for path in (value, error)))
+
+    async def wait_for_writer(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk."""
+        if self._writer_task is not None:
+            await asyncio.wait({self._writer_task})
+
+    async def flush(self) -> list[Event]:
+        """Write this node's newest snapshot to the disk; the events of the writer."""
+        await self.wait_for_writer()
+        if self.pid:
+            await asyncio.wait({self._start_writer(WriteCheckpoint())})
+        events, self._events = self._events, []
+        return events
+
+    async def ask_writer(self, request: protocol.ShardsRequest) -> protocol.ShardsReply | None:
+        """Have a writer process do this, and reply. OSError: it failed."""
+        await self.wait_for_writer()
+        self._shards = None
+        if self.pid:
+            await asyncio.wait({self._start_writer(request)})
+        if isinstance(self._shards, protocol.WriterFailed):
+            raise OSError(self._shards.error)
+        return self._shards
+
+    def _start_writer(self, message: WriteCheckpoint | protocol.ShardsRequest) -> asyncio.Task[None]:
+        """Fork a process that writes to the disk; the task that reads what it sends, and ends with it."""
+        agent_end, writer_end = socket.socketpair()
+        self._server.send(message, [writer_end.fileno()])
+        writer_end.close()
+        self._writer_task = self._spawn(self._read_events(agent_end, of_rank=False))
+        return self._writer_task
+
+    async def stop(self, grace: float) -> None:
+        """Send SIGTERM, and SIGKILL after `grace` seconds; without grace SIGKILL at once. Returns after the end."""
+        if not self.pid:
+            return
+        self._stopping = True
+        if grace and self._end is None:
+            self._server.send(SignalProcess(self.pid, signal.SIGTERM))
+            await self._wait_end(grace)
+        if self._end is None:
+            self._server.send(SignalProcess(self.pid, signal.SIGKILL))
+            await self._wait_end(5)
+
+    def network_use(self) -> protocol.NetworkUse:
+        """The counters of this node's network ports (from its first agent), and the rank's channels in NCCL's log."""
+        nccl_file, rank_log = (self.folder / f"rank-{self.rank}.{kind}" for kind in ("nccl", "log"))
+        text = nccl_output.read_nccl_output(nccl_file, rank_log)
+        ports = counters.read_counters() if self._lead else None
+        return protocol.NetworkUse(ports, network_nccl_log.parse_nccl_log(text))
+
+    async def check_up(self, request: CheckupRequest[Any]) -> Any:
+        """Answer a request of the doctor's check-up."""
+        from raydist.node.checkup import Checkup  # only the doctor needs it
+
+        self._checkup = self._checkup or Checkup()
+        return await self._checkup.handle(request)
+
+    async def close(self) -> None:
+        """Disconnect from the fork server, which ends the rank and the store; end the server if this agent owns it."""
+        if self._checkup is not None:
+            await self._checkup.close()
+        if self._client is not None:
+            await self._client.close()
+        for task in list(self._tasks):
+            task.cancel()
+        if self._own_server is not None:
+            await asyncio.to_thread(self._own_server.end)
+        if self._client is not None and self._lead:
+            shutil.rmtree(self.folder, ignore_errors=True)  # a server that was killed leaves it
+
+    @property
+    def _server(self) -> ForkClient:
+        """The fork server of this node, once the agent is open."""
+        assert self._client is not None, "open() comes first"
+        return self._client
+
+    def _end_refused(self, why: str) -> Event:
+        """Kill the rank because a setting forbids it to go on; the event, as if the rank had raised a LaunchError."""
+        self._server.send(SignalProcess(self.pid, signal.SIGKILL))
+        return {
+            "t": time.time(), "kind": "raised", "rank": self.rank, "type": "LaunchError", "message": why,
+            "traceback": "", "step": read_beat(self._beat)[0],
+        }  # fmt: skip
+
+    async def _await_end(self, pid: int) -> None:
+        self._note_end(pid, RankEnd(**vars(await self._server.end_of(pid))))
+
+    def _note_end(self, pid: int, end: RankEnd) -> None:
+        count = self._oom_count
+        if count is not None and not self._stopping and (end.code or end.signal):
+            killed = end.signal == signal.SIGKILL and not end.lost
+            why, by_kernel = oom.oom_verdict(pid, count) if killed else (oom.killed_beside(count), False)
+            end = replace(end, why=why, oom="kernel" if by_kernel else "")
+        self._end = end
+        self._news.set()
+        if self._holding is not None and not self._holding.done():
+            self._holding.set_exception(LaunchError("the rank has ended"))
+
+    async def _read_events(self, sock: socket.socket, of_rank: bool = True) -> None:
+        """Read events until the other end closes. Of the reports of ranks other than 0 only the newest is kept."""
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 26)
+        if of_rank:
+            self._writer = writer
+        with contextlib.suppress(OSError, ValueError):
+            while line := await reader.readline():
+                received = json.loads(line)
+                if protocol.TAG in received:
+                    self._handle_reply(protocol.from_json(received))
+                else:
+                    self._add_event(received)
+        writer.close()
+
+    def _handle_reply(self, message: protocol.Message) -> None:
+        if isinstance(message, Collectives):
+            self._collectives = message
+        elif isinstance(message, Holding) and self._holding is not None and not self._holding.done():
+            self._holding.set_result(message.step)
+        elif isinstance(message, protocol.ShardsReply):
+            self._shards = message
+
+    def _add_event(self, event: Event) -> None:
+        kind = event["kind"]
+        if kind == "save":
+            self._start_writer(WriteCheckpoint(last=False))
+        elif kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
+            self._events[-1] = event
+        else:
+            self._events.append(event)
+        if kind in ("raised", "joined", "left"):
+            self._news.set()
+
+    async def _wait_end(self, seconds: float) -> None:
+        """Wait at most `seconds` for the end of the rank."""
+        until = time.monotonic() + seconds
+        while self._end is None and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop holds only weak references
+        task.add_done_callback(self._tasks.discard)
+        return task

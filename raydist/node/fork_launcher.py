@@ -1,0 +1,101 @@
+"""Starts and ends a fork server: for the first agent of a node, or for the driver on its machine. (either side)"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raydist.network.names import MALLOC
+
+
+@dataclass(frozen=True)
+class ForkServer:
+    """A fork server that this process started. It owns its folder. When the lifeline closes, all its processes end."""
+
+    folder: Path
+    lifeline: socket.socket
+
+    @classmethod
+    def launch(
+        cls,
+        folder: Path,
+        start: str,
+        modules: Sequence[str],
+        threads: int,
+        idle_s: float | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> ForkServer:
+        """Start a server; it listens long before it has imported `modules`.
+
+        `idle_s`: seconds without an agent after which it ends; None: never. `env`: variables of the ranks beside those
+        of this process, because some modules read theirs at import.
+        """
+        folder.mkdir(mode=0o700)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(folder / "fork"))
+        listener.listen(1024)
+        lifeline, server_end = socket.socketpair()
+        descriptors = (listener.fileno(), server_end.fileno())
+        args = [*map(str, descriptors), start, f"{idle_s or 0:g}"]
+        command = [sys.executable, "-m", "raydist.node.fork_server", *args, *modules]
+        env = {
+            "OMP_NUM_THREADS": str(threads),
+            **MALLOC,
+            **os.environ,
+            **(env or {}),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        with open(folder / "server.log", "wb") as log:  # the server detaches itself, so this returns at once
+            subprocess.run(
+                command, pass_fds=descriptors, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True
+            )
+        server_end.close()
+        listener.close()
+        return cls(folder, lifeline)
+
+    def alive(self) -> bool:
+        """Whether the server still holds its end of the lifeline."""
+        try:
+            return self.lifeline.recv(1, socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:  # closed by end()
+            return False
+
+    def end(self) -> None:
+        """End the server; returns once all its processes have ended, as each holds the lifeline's other end."""
+        with contextlib.suppress(OSError):
+            self.lifeline.shutdown(socket.SHUT_WR)
+            self.lifeline.recv(1)
+        self.lifeline.close()
+
+
+def node_folder(name: str) -> Path:
+    """The path of a folder on this node's disk, in /tmp if TMPDIR is too long: a Unix socket's path has 107 bytes."""
+    path = Path(tempfile.gettempdir()) / name
+    return path if len(os.fsencode(path)) < 90 else Path("/tmp") / name
+
+
+def heritage() -> tuple[str, ...]:
+    """The properties that a child inherits: interpreter, user, limits, namespaces, cgroup (container), machine.
+
+    Two processes with equal ones may start each other's ranks. Of the limits memlock matters to RDMA.
+    """
+    import resource
+
+    properties = [sys.executable, str(os.getuid())]
+    properties += [str(resource.getrlimit(kind)) for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)]
+    for name in ("self/cgroup", "sys/kernel/random/boot_id"):
+        with contextlib.suppress(OSError):
+            properties.append(Path("/proc", name).read_text())
+    with contextlib.suppress(OSError):
+        properties += [os.readlink(f"/proc/self/ns/{space}") for space in sorted(os.listdir("/proc/self/ns"))]
+    return tuple(properties)

@@ -1,0 +1,339 @@
+"""The fork server of a node: a plain process that imports torch once, and forks the ranks from itself. (actor)
+
+    python -m raydist.node.fork_server LISTEN_FD LIFELINE_FD START IDLE_S MODULE…
+
+It is exec'ed, not forked from a Ray worker, whose threads and gRPC would not survive a fork. It has one thread, and
+never uses CUDA. Agents send it messages of worker.protocol over a Unix socket, one per packet, with descriptors:
+
+    RankSpec         log, channel, heartbeat      -> Forked, later Ended
+    ProgramSpec      log                          -> Forked, later Ended
+    OpenStore                                     -> StoreForked
+    WriteCheckpoint  one for the writer's events
+    ShardsRequest    one for the writer's reply
+    SignalProcess
+
+It sends Warm to an agent once all modules are imported. When an agent disconnects, the server ends its ranks, writes
+their last state to the disk, and disconnects too. When the other end of the lifeline closes, because its owner ended or
+died, or no agent came for IDLE_S, it ends everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import select
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from raydist.node import mpi_segments
+from raydist.node.processes import end_children, end_session, kill, wait_one
+from raydist.node.snapshots import SnapshotBuffers, run_writer
+from raydist.worker import main as rank_main
+from raydist.worker import protocol
+from raydist.worker.protocol import (
+    PACKET,
+    CommitShards,
+    DropShards,
+    ListShards,
+    OpenStore,
+    ProgramSpec,
+    RankSpec,
+    ShardsRequest,
+    SignalProcess,
+    StoreForked,
+    StoreKind,
+    Warm,
+    WriteCheckpoint,
+    WriteShards,
+)
+
+PR_SET_CHILD_SUBREAPER = 36
+WRITE_S = 600.0
+"""Longest wait for the writers of the last states after all ranks have ended: large states take minutes."""
+OWN_SOURCES = 3
+"""The server listens to these without any agent: its socket, the lifeline, the pipe of SIGCHLD."""
+
+
+@dataclass
+class Server:
+    """Forks the ranks of one node, and reports their ends to their agents."""
+
+    listener: socket.socket
+    lifeline: int
+    start: str
+    idle_s: float | None = None
+    born: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    owner: dict[int, socket.socket] = field(default_factory=dict)
+    """By pid of each living child: the connection of its agent."""
+    leaving: set[socket.socket] = field(default_factory=set)
+    """Agents that have disconnected, and whose processes have not all ended."""
+    memories: dict[socket.socket, SnapshotBuffers] = field(default_factory=dict)
+    """By agent: the snapshot memories of its ranks."""
+    writers: dict[int, SnapshotBuffers] = field(default_factory=dict)
+    """By pid of a process that writes a checkpoint: the memories that it reads."""
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    warm: Warm = field(default_factory=Warm)
+
+    def serve(self) -> None:
+        """Handle messages until the lifeline closes."""
+        wake, wake_end = os.pipe()
+        os.set_blocking(wake_end, False)
+        signal.set_wakeup_fd(wake_end)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for source in (self.listener, self.lifeline, wake):
+            self.selector.register(source, selectors.EVENT_READ)
+        while True:
+            ready = self.selector.select(self.idle_s)
+            if not ready and len(self.selector.get_map()) == OWN_SOURCES and not self.owner:
+                return self.end_all()
+            for key, _ in ready:
+                if key.fileobj is self.listener:
+                    self.accept(self.listener.accept()[0])
+                elif key.fd == wake:
+                    os.read(wake, 512)
+                elif key.fd == self.lifeline:
+                    return self.end_all()
+                else:
+                    self.handle(key.fileobj)  # type: ignore[arg-type]
+            self.reap()
+
+    def accept(self, agent: socket.socket) -> None:
+        """Take on a new agent."""
+        self.selector.register(agent, selectors.EVENT_READ)
+        send_message(agent, self.warm)
+
+    def handle(self, agent: socket.socket) -> None:
+        """Handle one message of an agent, or its disconnection."""
+        try:
+            packet, fds, _, _ = socket.recv_fds(agent, PACKET, 4)
+        except OSError:
+            packet, fds = b"", []
+        if not packet:
+            self.disconnect(agent)
+            return
+        match protocol.decode(packet):
+            case RankSpec() as spec:
+                self.note_fork(self.fork_rank(spec, fds, agent), agent)
+            case ProgramSpec() as program:
+                self.note_fork(self.fork(lambda: rank_main.run_program(program, *fds)), agent)
+            case OpenStore(kind, address):
+                store = self.fork_store(kind, address)
+                self.owner[store.pid] = agent
+                send_message(agent, store)
+            case WriteCheckpoint() | ListShards() | WriteShards() | CommitShards() | DropShards() as request:
+                if self.memories[agent].wants_writer(request):
+                    self.fork_writer(agent, request, *fds)
+            case SignalProcess(pid, number) if pid in self.owner:
+                kill(pid, number)
+        for fd in fds:
+            os.close(fd)
+
+    def note_fork(self, pid: int, agent: socket.socket) -> None:
+        self.owner[pid] = agent
+        send_message(agent, protocol.Forked(pid))
+
+    def disconnect(self, agent: socket.socket) -> None:
+        """An agent has disconnected: SIGKILL its ranks, because a rank in a collective does not handle SIGTERM."""
+        self.selector.unregister(agent)
+        self.leaving.add(agent)
+        for pid in [pid for pid, owner in self.owner.items() if owner is agent and pid not in self.writers]:
+            kill(pid, signal.SIGKILL)
+
+    def fork_rank(self, spec: RankSpec, fds: list[int], agent: socket.socket) -> int:
+        memories = self.memories[agent] = SnapshotBuffers.of_run(spec, self.memories.values())
+        fds = [*fds[:3], *memories.of_rank(agent, spec.env), *fds[3:]]
+        libraries = spec.env.get(
+            "LD_LIBRARY_PATH"
+        )  # the loader read it when the server started, so a fork can't change it
+        if self.start == "spawn" or libraries != os.environ.get("LD_LIBRARY_PATH"):
+            return spawn_rank(spec, fds)
+        return self.fork(lambda: rank_main.run_rank(spec, *fds))
+
+    def fork(self, become: Callable[[], NoReturn]) -> int:
+        """Fork a child that calls `become`; its pid."""
+        # The server ignores SIGTERM. Blocked, one for the new rank waits until the rank has its default handler.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        pid = os.fork()
+        if pid == 0:
+            self.close_in_child()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if pid == 0:
+            try:
+                become()
+            except BaseException:
+                traceback.print_exc()
+            finally:  # an exception must not unwind into the server's own cleanup
+                os._exit(1)
+        return pid
+
+    def fork_store(self, kind: StoreKind, address: str) -> StoreForked:
+        """Fork a process that holds the rendezvous store open."""
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self.close_in_child()
+            store_process(kind, address, write_end)
+        os.close(write_end)
+        with os.fdopen(read_end) as reply:
+            return StoreForked(pid, **json.loads(reply.read()))
+
+    def fork_writer(self, agent: socket.socket, request: WriteCheckpoint | ShardsRequest, reply: int = -1) -> None:
+        """Fork a process that does this, and sends its events or its reply to the descriptor `reply`."""
+        pid = os.fork()
+        if pid == 0:
+            self.close_in_child()
+            os.setsid()
+            run_writer(self.memories[agent], request, reply)
+        self.owner[pid], self.writers[pid] = agent, self.memories[agent]
+
+    def close_in_child(self) -> None:
+        """In a new child: close the server's descriptors, and make the child die with the server."""
+        rank_main.die_with_parent()
+        signal.set_wakeup_fd(-1)
+        for key in list(self.selector.get_map().values()):
+            with contextlib.suppress(OSError):
+                os.close(key.fd)
+        self.selector.close()
+
+    def reap(self) -> None:
+        """Report the end of each dead child to its agent, and kill the processes that it left."""
+        while (ended := wait_one()) is not None:
+            pid, status = ended
+            agent = self.owner.pop(pid, None)
+            if memories := self.writers.pop(pid, None):
+                memories.unlock()
+            end_session(pid)
+            if agent is not None and agent.fileno() >= 0:
+                code = os.waitstatus_to_exitcode(status)
+                send_message(agent, protocol.Ended(pid, max(code, 0), max(-code, 0), time.time()))
+        if self.leaving and not self.owner:
+            end_children()  # those that made a session of their own
+        for agent in self.leaving - set(self.owner.values()):
+            buffers = self.memories.get(agent)
+            if buffers is not None and buffers.owed():
+                self.fork_writer(agent, WriteCheckpoint())
+                continue
+            if buffers is not None:
+                buffers.release(agent)
+            self.leaving.remove(agent)
+            agent.close()
+
+    def end_all(self) -> None:
+        """Disconnect every agent, and end all children."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.listener:
+                self.disconnect(key.fileobj)
+        until = time.monotonic() + WRITE_S
+        while self.leaving and time.monotonic() < until:
+            self.reap()
+            time.sleep(0.002)
+        end_children()
+        mpi_segments.remove_leftovers(self.born)  # the agents, which do so after a run, may be gone
+
+
+def send_message(agent: socket.socket, message: protocol.Message) -> None:
+    with contextlib.suppress(OSError):  # the agent has disconnected; its packet of zero bytes is still to be read
+        agent.send(protocol.encode(message))
+
+
+def spawn_rank(spec: RankSpec, fds: list[int]) -> int:
+    """Start the rank in a new interpreter, where a fork of the warm one is unsafe; its pid."""
+    import subprocess
+
+    path = f"{spec.value}.spec"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds the environment
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(protocol.encode(spec))
+    command = [sys.executable, "-m", "raydist.worker.main", path, *map(str, fds)]
+    env = {**spec.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(command, pass_fds=[fd for fd in fds if fd >= 0], env=env).pid
+
+
+def store_process(kind: str, address: str, reply_fd: int) -> NoReturn:
+    """In a child: open the store, write its address or the error to `reply_fd`, hold the store until killed."""
+    os.setsid()
+    from raydist.node import rendezvous, rendezvous_http
+
+    try:
+        hold, store = (rendezvous_http.open_http_store if kind == "horovod" else rendezvous.hold_store)(address)
+        reply = vars(store)
+    except Exception as error:
+        hold, reply = None, {"error": f"{type(error).__name__}: {error}"}
+    os.write(reply_fd, json.dumps(reply).encode())
+    os.close(reply_fd)
+    if hold is not None:
+        hold()
+    os._exit(1)
+
+
+def warm_up(modules: list[str]) -> Warm:
+    """Import the modules that ranks need. One that fails here fails in the rank again, with its own traceback."""
+    failed = {}
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    gc.collect()
+    gc.freeze()  # ranks share these pages, which the garbage collector would otherwise write to and copy
+    torch = sys.modules.get("torch")
+    return Warm(failed, bool(torch and torch.cuda.is_initialized()))
+
+
+@contextlib.contextmanager
+def ends_with(lifeline: int, folder: str) -> Iterator[None]:
+    """End this process if the lifeline closes while it imports modules, when nothing reads the lifeline."""
+
+    def end(*_: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGIO, end)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it closed before the signal was set up
+        end()
+    yield
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+
+
+def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, *modules: str) -> None:
+    """Detach, import the modules, serve until the lifeline closes."""
+    import ctypes
+
+    if os.fork():
+        # A Ray worker SIGKILLs its children when it ends. The server outlives it, to end the ranks and their children.
+        os._exit(0)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    server = Server(socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start, float(idle_s) or None)
+    folder = os.path.dirname(server.listener.getsockname())
+    with ends_with(server.lifeline, folder):
+        server.warm = warm_up(["raydist.worker.main", *modules] if start == "fork" else [])
+    try:
+        server.serve()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,161 @@
+"""What this machine is: its addresses, interfaces, GPUs, versions, and what its site has set already. (actor)
+
+Every reader takes the root folder that it reads under, so that a fixture can stand for any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import pwd
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from raydist.network.facts import Facts as Facts
+from raydist.node.probe import hca, machine, nics
+from raydist.shared.errors import ConfigError, LaunchError
+from raydist.shared.version import __version__
+
+SITE = re.compile(r"(NCCL|GLOO|UCX|FI|OMPI|HOROVOD|TORCH|MALLOC)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
+"""Environment variables that decide how ranks talk and where they compute; a site may have its reasons for them."""
+DISTRIBUTIONS = ("torch", "ray")
+WHEELS = {
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11"),
+}
+"""The wheels that bring NCCL and CUDA's runtime for torch; only one of each is there."""
+
+
+def read_facts(
+    ip: str, interface: str | None = None, gpus: Sequence[str] | None = None, root: Path = Path("/")
+) -> Facts:
+    """The facts of this machine. `ip`: what Ray knows it by; `interface`: the one to use instead of the owner of `ip`.
+
+    ConfigError if there is no such interface, LaunchError if nothing here has such an address.
+    """
+    known = interfaces()
+    name, address = choose_interface(known, ip, interface)
+    return Facts(
+        hostname=(hostname := socket.gethostname()),
+        ip=ip,
+        interface=name,
+        address=address,
+        interfaces=known,
+        gpus=None if gpus is None else tuple(gpus),
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        python=".".join(map(str, sys.version_info[:3])),
+        versions=read_versions(),
+        environment={name: value for name, value in sorted(os.environ.items()) if SITE.fullmatch(name)},
+        nccl_conf=nccl_conf(os.environ, root),
+        nics=nics.nics(root),
+        hcas=hca.read_hcas(root),
+        devices=hca.read_gpus(root),
+        rdma=hca.read_rdma(os.environ, root),
+        limits=machine.read_limits(root),
+        machine=machine.machine(hostname, os.environ, root),
+    )
+
+
+def interfaces() -> dict[str, tuple[str, ...]]:
+    """The numeric addresses of every interface that is up, IPv4 first; an interface without any is left out."""
+    import psutil
+
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, own in psutil.net_if_addrs().items():
+        plain = [one.address.partition("%")[0] for one in own if one.family in (socket.AF_INET, socket.AF_INET6)]
+        if plain and name in up:
+            found[name] = tuple(sorted(plain, key=lambda address: ":" in address))
+    return found
+
+
+def choose_interface(known: Mapping[str, Sequence[str]], ip: str, interface: str | None) -> tuple[str, str]:
+    """The interface to talk over and its address: the one asked for, else the one that owns `ip`."""
+    if interface is not None:
+        if interface not in known:
+            cause = f"{socket.gethostname()} ({ip}) has no such interface that is up"
+            raise ConfigError.unknown("fabric.interface", interface, known, cause)
+        return interface, ip if ip in known[interface] else best_address(known[interface], ip)
+    numeric = resolve(ip)
+    for name, own in known.items():
+        if numeric in own:
+            return name, numeric
+    raise LaunchError(
+        f"no interface of {socket.gethostname()} has the address {ip} that Ray knows it by; there is "
+        f"{known_settings(known)}. Start Ray with --node-ip-address=<one of these>, or say "
+        f"fabric.interface={next(iter(known))}"
+    )
+
+
+def best_address(own: Sequence[str], ip: str) -> str:
+    """Of an interface's addresses one of the family of `ip` that others can reach."""
+    version = 6 if ":" in ip else 4
+    parsed = [ipaddress.ip_address(address) for address in own]
+    return str(min(parsed, key=lambda address: (address.is_link_local, address.version != version)))
+
+
+def resolve(ip: str) -> str:
+    """A numeric address: Ray may have been started with a name."""
+    try:
+        return str(ipaddress.ip_address(ip))
+    except ValueError:
+        return str(socket.getaddrinfo(ip, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def known_settings(known: Mapping[str, Sequence[str]]) -> str:
+    """`eth0 (10.0.0.5), lo (127.0.0.1, ::1)`."""
+    return ", ".join(f"{name} ({', '.join(own)})" for name, own in known.items())
+
+
+def read_versions() -> dict[str, str]:
+    """The installed versions, without importing anything."""
+    found = {"raydist": __version__}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    for name, wheels in WHEELS.items():
+        for wheel in wheels:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found.setdefault(name, metadata.version(wheel))
+    return found
+
+
+def nccl_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, tuple[str, str]]:
+    """What NCCL's files set, and which file: the user's over the machine's.
+
+    Source: NCCL 2.30 src/misc/param.cc, initEnvFunc and setEnvFile.
+    """
+    home = pwd.getpwuid(os.getuid()).pw_dir  # not $HOME: NCCL asks the password database as well
+    found: dict[str, tuple[str, str]] = {}
+    for file in (environ.get("NCCL_CONF_FILE") or f"{home}/.nccl.conf", "/etc/nccl.conf"):
+        try:
+            text = (root / file.lstrip("/")).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        for name, value in parse_nccl_conf(text):
+            found.setdefault(name, (value, file))
+    return found
+
+
+def parse_nccl_conf(text: str) -> list[tuple[str, str]]:
+    """The NAME=VALUE lines of an nccl.conf; a # counts only as the first character, and blanks as they stand."""
+    lines = [line.partition("=") for line in text.split("\n") if not line.startswith("#")]
+    return [(name, value) for name, equals, value in lines if equals]
+
+
+def gpus_of_driver(root: Path = Path("/")) -> int:
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, counted as Ray does, without CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip() and one.strip() not in ("-1", "NoDevFiles")])
+    try:
+        return len(list((root / "proc/driver/nvidia/gpus").iterdir()))
+    except OSError:
+        return 0

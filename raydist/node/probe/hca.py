@@ -1,0 +1,150 @@
+"""The RDMA devices and GPUs, and what user space needs for them, without any tool or library. (actor)
+
+Source: Documentation/ABI/stable/sysfs-class-infiniband, drivers/infiniband/core/sysfs.c.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from raydist.network.facts import Gid, Gpu, Hca, Port, Rdma
+from raydist.shared import sysfs
+
+RATE = re.compile(r"^(\d+(?:\.5)?) Gb/sec")
+EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
+GAP = 16
+"""GID tables have 256 entries, used from the front: so many empty ones in a row end them."""
+LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib", "lib64", "lib",
+             "usr/local/lib")  # fmt: skip
+DMABUF_KERNEL = (5, 12)
+
+
+def read_hcas(root: Path = Path("/")) -> tuple[Hca, ...]:
+    """All RDMA devices of the machine; a container sees them even if it may not open them."""
+    folder, nodes = root / "sys/class/infiniband", uverbs(root)
+    return tuple(_hca(folder / name, nodes.get(name, ""), root) for name in sysfs.names(folder))
+
+
+def _hca(own: Path, uverb: str, root: Path) -> Hca:
+    device = own / "device"
+    return Hca(
+        name=own.name,
+        ports=tuple(_port(own / "ports" / number) for number in sysfs.names(own / "ports") if number.isdigit()),
+        pci=sysfs.pci_path(device, root),
+        numa=sysfs.read_number(device / "numa_node", -1),
+        vendor=sysfs.read_text(device / "vendor"),
+        board=sysfs.read_text(own / "board_id"),
+        firmware=sysfs.read_text(own / "fw_ver"),
+        card=sysfs.read_text(own / "sys_image_guid"),
+        virtual=(device / "physfn").exists(),
+        link_width=sysfs.read_number(device / "current_link_width", 0),
+        link_width_max=sysfs.read_number(device / "max_link_width", 0),
+        link_speed=sysfs.read_text(device / "current_link_speed"),
+        link_speed_max=sysfs.read_text(device / "max_link_speed"),
+        uverbs=uverb,
+        openable=bool(uverb) and opens(root / uverb.lstrip("/")),
+    )
+
+
+def _port(own: Path) -> Port:
+    rate, layer = sysfs.read_text(own / "rate"), sysfs.read_text(own / "link_layer")
+    speed = RATE.match(rate)
+    return Port(
+        number=int(own.name),
+        state=_word(own / "state"),
+        phys_state=_word(own / "phys_state"),
+        gbps=float(speed.group(1)) if speed else 0.0,
+        rate=rate,
+        link_layer=layer,
+        sm_lid=sysfs.read_number(own / "sm_lid", 0),
+        gids=tuple(_gids(own, 2 if layer == "InfiniBand" else 256)),
+        counters=sysfs.read_text(own / "counters/port_xmit_data").isdigit(),
+    )
+
+
+def _word(path: Path) -> str:
+    """ACTIVE of `4: ACTIVE`."""
+    return sysfs.read_text(path).rpartition(": ")[2]
+
+
+def _gids(port: Path, most: int) -> Iterator[Gid]:
+    empty = 0
+    for i in range(most):
+        gid = sysfs.read_text(port / f"gids/{i}")
+        if gid in ("", EMPTY):
+            if (empty := empty + 1) == GAP:
+                return
+            continue
+        empty = 0
+        yield Gid(
+            i, gid, sysfs.read_text(port / f"gid_attrs/types/{i}"), sysfs.read_text(port / f"gid_attrs/ndevs/{i}")
+        )
+
+
+def uverbs(root: Path) -> dict[str, str]:
+    """Each HCA's device node."""
+    folder = root / "sys/class/infiniband_verbs"
+    return {
+        sysfs.read_text(folder / name / "ibdev"): f"/dev/infiniband/{name}"
+        for name in sysfs.names(folder)
+        if name.startswith("uverbs")
+    }
+
+
+def opens(node: Path) -> bool:
+    """Whether the node opens for reading and writing: its mode may say yes where the device cgroup says no."""
+    try:
+        os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
+    """All NVIDIA GPUs of the machine, in PCI order."""
+    folder, bus = root / "proc/driver/nvidia/gpus", root / "sys/bus/pci/devices"
+    return tuple(
+        Gpu(
+            bdf=name,
+            pci=sysfs.pci_path(bus / name, root),
+            numa=sysfs.read_number(bus / name / "numa_node", -1),
+            model=_model(sysfs.read_text(folder / name / "information")),
+        )
+        for name in sorted(sysfs.names(folder))
+    )
+
+
+def _model(information: str) -> str:
+    match = re.search(r"^Model:\s*(.+)$", information, re.MULTILINE)
+    return match.group(1).strip() if match else ""
+
+
+def read_rdma(environ: Mapping[str, str], root: Path = Path("/")) -> Rdma:
+    """Libraries, user-space drivers and GPUDirect."""
+    folders = library_folders(environ, root)
+    found = next((path for folder in folders if (path := folder / "libibverbs.so.1").exists()), None)
+    release = re.match(r"(\d+)\.(\d+)", sysfs.read_text(root / "proc/sys/kernel/osrelease"))
+    recent = release is not None and (int(release[1]), int(release[2])) >= DMABUF_KERNEL
+    peers = ("kernel/mm/memory_peers/nv_mem", "kernel/mm/memory_peers/nv_mem_nc", "module/nvidia_peermem")
+    return Rdma(
+        libibverbs="" if found is None else f"/{found.relative_to(root)}",
+        providers=tuple(sorted(set(_providers(folders, root)))),
+        peermem=any((root / "sys" / peer / "version").exists() for peer in peers),
+        dmabuf=recent and "Open Kernel Module" in sysfs.read_text(root / "proc/driver/nvidia/version"),
+    )
+
+
+def _providers(folders: list[Path], root: Path) -> Iterator[str]:
+    yield from (path.stem for path in (root / "etc/libibverbs.d").glob("*.driver"))
+    for folder in folders:
+        for path in (folder / "libibverbs").glob("lib*-rdmav*.so"):
+            yield path.name[len("lib") :].partition("-rdmav")[0]
+
+
+def library_folders(environ: Mapping[str, str], root: Path) -> list[Path]:
+    """Where the loader looks for libraries, LD_LIBRARY_PATH first."""
+    said = [folder.lstrip("/") for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder.startswith("/")]
+    return [root / folder for folder in (*said, *LIBRARIES)]

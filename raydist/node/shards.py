@@ -1,0 +1,109 @@
+"""Write a sharded state to the disk: each node writes the shards in its memory. (actor)
+
+All of it happens in a writer process, a child of the fork server, for one request of the driver (launch/flush.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raydist.settings.config import Checkpoint
+from raydist.state import checkpoint_files
+from raydist.state.object_store import StoragePath
+from raydist.state.write import META, FileFacts, Meta, complete, drop, file_sizes
+from raydist.worker.protocol import (
+    CommitShards,
+    DropShards,
+    HeldShards,
+    ListShards,
+    SavedShards,
+    ShardsReply,
+    ShardsRequest,
+    UnseenShards,
+    WriteShards,
+    WrittenShards,
+)
+
+if TYPE_CHECKING:
+    from raydist.state.distributed_checkpoint import RankPart
+
+Descriptors = Mapping[int, int]
+"""The memories of a run on this node, by local rank."""
+AT_ONCE = 4
+"""Files that a node writes at a time: one thread does not hash as fast as disks write."""
+
+
+def answer_request(descriptors: Descriptors, folder: StoragePath, request: ShardsRequest) -> ShardsReply | None:
+    """Do what the driver asks for. `folder`: the checkpoints of the run, as this node sees them."""
+    match request:
+        case ListShards():
+            return list_shards(descriptors, folder)
+        case WriteShards():
+            return write_shards(descriptors, _beside(folder, request), request)
+        case CommitShards():
+            return commit_shards(folder, _beside(folder, request), request)
+        case DropShards():
+            drop(_beside(folder, request))
+    return None
+
+
+def _beside(folder: StoragePath, request: WriteShards | CommitShards | DropShards) -> StoragePath:
+    """The folder for files that are no checkpoint yet; at a URL the checkpoint's own, without its meta.json."""
+    name = f"step-{request.step:08d}"
+    return folder / (f".{name}-{request.mark}" if isinstance(folder, Path) else name)
+
+
+def list_shards(descriptors: Descriptors, folder: StoragePath) -> HeldShards:
+    """The shards in these memories."""
+    held: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
+    for part, step, copied in parts_in(descriptors):
+        held[copied].append((part.rank, part.world_size, step))
+    return HeldShards(held[False], held[True], checkpoint_files.newest_step(folder))
+
+
+def parts_in(descriptors: Descriptors) -> Iterator[tuple[RankPart, int, bool]]:
+    """Each rank's part in these memories, its step, and whether it is a copy. Its tensors share the memory."""
+    from raydist.state.distributed_checkpoint import RankPart
+    from raydist.state.snapshot import SnapshotBuffer
+
+    memories = [SnapshotBuffer(descriptor) for _, descriptor in sorted(descriptors.items())]
+    for copied in (False, True):
+        for memory in memories:
+            for step, slot in (memory.replicas if copied else memory.steps).items():
+                own = memory.read(slot, clone=False).get("own", {})
+                if "plan" in own:
+                    yield RankPart(**own), step, copied
+
+
+def write_shards(descriptors: Descriptors, beside: StoragePath, request: WriteShards) -> WrittenShards:
+    """Write the parts of some ranks."""
+    from raydist.state.distributed_checkpoint import write_part
+
+    parts = [part for part, step, _ in parts_in(descriptors) if step == request.step]
+    by_rank = {part.rank: part for part in reversed(parts) if part.world_size == request.world_size}
+    if isinstance(beside, Path):
+        beside.mkdir(parents=True, exist_ok=True)
+    else:
+        drop(beside / META)  # a checkpoint of this step is none from now on
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        written = pool.map(lambda rank: write_part(beside, by_rank[rank]), request.ranks)
+    return WrittenShards({name: asdict(facts) for files in written for name, facts in files.items()})
+
+
+def commit_shards(folder: StoragePath, beside: StoragePath, request: CommitShards) -> SavedShards | UnseenShards:
+    """Make a checkpoint of the files that all nodes have written, if this node sees them."""
+    from raydist.state.distributed_checkpoint import write_metadata
+
+    began, sizes = time.perf_counter(), file_sizes(beside)
+    files = {name: FileFacts(**facts) for name, facts in request.files.items()}
+    if missing := [name for name, facts in files.items() if sizes.get(name) != facts.bytes]:
+        return UnseenShards(missing, str(folder))
+    ranks, path = len(files), folder / f"step-{request.step:08d}"
+    complete(beside, path, Meta.of(request.step, ranks, {}, files | write_metadata(beside, ranks), sharded=True))
+    checkpoint_files.prune(folder, Checkpoint(keep=request.keep, best=request.best))
+    return SavedShards(str(path), time.perf_counter() - began)

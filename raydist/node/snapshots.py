@@ -1,0 +1,183 @@
+"""The snapshot memories of a node: its fork server holds them, its writer processes write them to disk. (actor)"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from raydist.node import shards
+from raydist.shared import env_names
+from raydist.shared.events import Event, event
+from raydist.state import checkpoint_files
+from raydist.state.object_store import StoragePath, parse_path
+from raydist.state.snapshot_layout import (
+    LAST_SLOT,
+    LOCK,
+    PAGE,
+    REPLICA_SLOTS,
+    SAVE_SLOT,
+    WORD,
+    blank_page,
+    complete_slots,
+    whole_slots,
+)
+from raydist.state.write import SaveRequest
+from raydist.worker.protocol import ListShards, RankSpec, ShardsRequest, WriteCheckpoint, WriterFailed, encode
+
+if TYPE_CHECKING:
+    from raydist.state.snapshot import SnapshotBuffer
+
+BESIDE_THEM = 5
+"""The nice value of a process that writes a checkpoint while ranks train: with as many ranks as cores it takes a
+quarter of a core from one of them, not half. Where Linux shares CPU time among sessions (sched_autogroup_enabled, and
+no CPU cgroup) it changes nothing, because the writer is a session of its own."""
+
+
+@dataclass(eq=False)
+class SnapshotBuffers:
+    """Those of one run on this node, by local rank. They outlive the ranks, and end with the last agent of the run."""
+
+    run: Path
+    """The run's folder on this node."""
+    checkpoints: StoragePath
+    descriptors: dict[int, int] = field(default_factory=dict)
+    agents: set[socket.socket] = field(default_factory=set)
+    first: bool = False
+    """Rank 0 is on this node, which writes the last state unasked."""
+
+    @classmethod
+    def of_run(cls, spec: RankSpec, known: Iterable[SnapshotBuffers]) -> SnapshotBuffers:
+        """The memories of the run that a rank belongs to, known or new."""
+        run = Path(spec.value).parent
+        found = next((each for each in known if each.run == run), None)
+        if found is not None:
+            return found
+        named = spec.env.get(env_names.CHECKPOINTS)
+        return cls(run, parse_path(named) if named else Path(spec.env.get(env_names.RUN_DIR, run)) / "checkpoints")
+
+    def of_rank(self, agent: socket.socket, env: Mapping[str, str]) -> tuple[int, int]:
+        """Descriptors of the memories of a rank and of the first rank on this node; -1 without memfd_create."""
+        self.agents.add(agent)
+        local = int(env.get("LOCAL_RANK", "0"))
+        self.first |= env.get("RANK") == "0"
+        for each in sorted({0, local} - self.descriptors.keys()) if hasattr(os, "memfd_create") else ():
+            self.descriptors[each] = os.memfd_create(f"raydist-snapshot-{each}")
+            os.pwrite(self.descriptors[each], blank_page(), 0)
+        if local == 0:
+            self.unlock()  # the rank before may have died between its lock and its request
+        return self.descriptors.get(local, -1), self.descriptors.get(0, -1)
+
+    def unlock(self) -> None:
+        """No slot is being written any more."""
+        if 0 in self.descriptors:
+            os.pwrite(self.descriptors[0], blank_page()[:WORD], LOCK)
+
+    def owed(self) -> bool:
+        """Whether the last agent is leaving and the newest state is not on the disk; True once at most."""
+        if not self.first or len(self.agents) > 1:
+            return False
+        self.first = False
+        return self.newer()
+
+    def newer(self) -> bool:
+        """Whether the newest state of the first rank here is newer than all checkpoints on the disk.
+
+        At a URL only the writer process checks this: a connection would start a thread in the fork server.
+        """
+        if 0 not in self.descriptors:
+            return False
+        newest = max(whole_slots(os.pread(self.descriptors[0], PAGE, 0)), default=-1)
+        return newest > (checkpoint_files.newest_step(self.checkpoints) if isinstance(self.checkpoints, Path) else -1)
+
+    def wants_writer(self, request: WriteCheckpoint | ShardsRequest) -> bool:
+        """Whether there is anything to do for a writer process."""
+        match request:
+            case WriteCheckpoint(last=True):
+                return self.newer()
+            case ListShards():
+                return self.has_shards()
+        return True
+
+    def has_shards(self) -> bool:
+        """Whether these memories hold parts of ranks, and no whole state."""
+        pages = {local: os.pread(descriptor, PAGE, 0) for local, descriptor in self.descriptors.items()}
+        kept = any(complete_slots(page) or complete_slots(page, REPLICA_SLOTS) for page in pages.values())
+        return kept and not whole_slots(pages[0])
+
+    def release(self, agent: socket.socket) -> None:
+        """An agent has gone; the memories are freed with the last one."""
+        self.agents.discard(agent)
+        if not self.agents:
+            for descriptor in self.descriptors.values():
+                os.close(descriptor)
+            self.descriptors.clear()
+
+
+def run_writer(memories: SnapshotBuffers, request: WriteCheckpoint | ShardsRequest, reply: int) -> NoReturn:
+    """In a child of the fork server: do this, and send the events or the reply to the socket `reply` (-1: to none)."""
+    try:
+        if isinstance(request, WriteCheckpoint):
+            lines = [json.dumps(each).encode() for each in write_checkpoint(memories.descriptors, request.last)]
+        else:
+            answer = shards.answer_request(memories.descriptors, memories.checkpoints, request)
+            lines = [] if answer is None else [encode(answer)]
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(request, WriteCheckpoint):
+            lines = [json.dumps(event("warning", text=f"a checkpoint could not be written: {why}")).encode()]
+        else:
+            lines = [encode(WriterFailed(why))]
+    if reply >= 0:
+        with contextlib.suppress(OSError), socket.socket(fileno=reply) as agent:
+            agent.sendall(b"".join(line + b"\n" for line in lines))
+    os._exit(0)
+
+
+def write_checkpoint(descriptors: Mapping[int, int], last: bool) -> list[Event]:
+    """Write the checkpoint that a rank asked for, or the last state; the events of it."""
+    from raydist.state.snapshot import SnapshotBuffer
+
+    if not last:
+        os.nice(BESIDE_THEM)
+    began, memory = time.perf_counter(), SnapshotBuffer(descriptors[0])
+    request = last_state(memory, descriptors) if last else memory.read_request(SAVE_SLOT)
+    if request is None:
+        return []
+    path, trouble = checkpoint_files.write_and_prune(request)
+    saved = event("saved", rank=0, step=request.step, path=str(path), s=time.perf_counter() - began)
+    return [*([event("warning", text=trouble)] if trouble else []), saved]
+
+
+def last_state(memory: SnapshotBuffer, descriptors: Mapping[int, int]) -> SaveRequest | None:
+    """The newest snapshot as a checkpoint; None if one of that step, or a later one, is on the disk."""
+    step, slot = max(memory.steps.items())
+    request = memory.read_request(LAST_SLOT, slot)
+    if step <= checkpoint_files.newest_step(request.folder):
+        return None
+    loss = float(memory.read(slot, clone=False)["own"]["loss"])
+    random = random_states(descriptors, step, request.world_size)
+    return replace(request, step=step, state={**request.state, "random": random}, metrics={"loss": loss})
+
+
+def random_states(descriptors: Mapping[int, int], step: int, world_size: int) -> Any:
+    """The random generators of all ranks at this step; empty if some are on other nodes or were not kept.
+
+    A run that continues from the checkpoint then seeds them anew.
+    """
+    import torch
+
+    from raydist.state.snapshot import SnapshotBuffer
+
+    found = []
+    for _, descriptor in sorted(descriptors.items()):
+        memory = SnapshotBuffer(descriptor)
+        if step in memory.steps:
+            found.append(memory.read(memory.steps[step])["own"]["random"])
+    return torch.stack(found) if len(found) == world_size else torch.empty(0, dtype=torch.uint8)

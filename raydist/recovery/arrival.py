@@ -1,0 +1,63 @@
+"""When all ranks had met and the first step was done; after a restart, what the restart cost. (pure)"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raydist.recovery.policy import Retry
+from raydist.shared.events import Event
+
+
+@dataclass
+class Arrival:
+    """The last two parts of a launch: rendezvous of all ranks, then the first step of any."""
+
+    world_size: int
+    began: float
+    """When the ranks were started, in seconds since the epoch."""
+    met: float | None = None
+    """When the last rank had joined, once all have."""
+    joined: dict[int, float] = field(default_factory=dict)
+    """When each rank joined."""
+    stepped: float | None = None
+    """When a step was first reported. A loop without collectives may report it before all ranks have joined."""
+
+    def add(self, event: Event) -> dict[str, float]:
+        """Read one event; return the seconds of each part of the launch that it completes."""
+        before = self.met, self.stepped
+        if event["kind"] == "joined":
+            self.joined[event["rank"]] = event["t"]
+        elif event["kind"] == "report" and "step" in event and self.stepped is None:
+            self.stepped = event["t"]
+        if self.met is None and len(self.joined) == self.world_size:
+            self.met = max(self.began, *self.joined.values())
+        if self.met is None or (self.met, self.stepped) == before:
+            return {}
+        parts = {} if before[0] else {"rendezvous": self.met - self.began}
+        return parts if self.stepped is None else {**parts, "first step": max(0.0, self.stepped - self.met)}
+
+
+@dataclass
+class RestartCost:
+    """The first step after a restart, from the events of rank 0."""
+
+    retry: Retry
+    resumed: int | None = None
+    """The step that the loop continued from; None if it began anew."""
+    stepped: bool = False
+
+    def add(self, rank: int, event: Event) -> dict[str, Any] | None:
+        """Read one event of a rank; return the facts of the event `restarted` once, at the first step."""
+        if rank != 0 or self.stepped:
+            return None
+        if event["kind"] == "begin":
+            self.resumed = event.get("resumed")
+        if event["kind"] != "report" or event.get("step", 0) <= (self.resumed or 0):
+            return None  # a report of no later step may be an evaluation
+        self.stepped, step = True, event["step"]
+        repeated = max(0, self.retry.reached - (step - 1 if self.resumed is None else self.resumed))
+        return {
+            "number": self.retry.number, "step": step, "s": event["t"] - self.retry.since, "repeated": repeated,
+            "resized": self.retry.cause is None,
+        }  # fmt: skip

@@ -1,0 +1,148 @@
+"""Attempt after attempt: what each starts from, how it ends, what follows it, and what the run ends with. (driver)"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from raydist.cluster.placement import Plan
+from raydist.launch import mpi, run_storage
+from raydist.launch.payload import RemoteCall, unpack_all
+from raydist.launch.worker_group import WorkerGroup
+from raydist.network import variables as network_variables
+from raydist.network.names import EnvVar
+from raydist.recovery import policy
+from raydist.recovery.blame import failure_facts, first_cause
+from raydist.recovery.policy import GiveUp, Retry
+from raydist.recovery.supervisor import Supervisor
+from raydist.settings.config import Job
+from raydist.shared.errors import RaydistError
+from raydist.shared.events import Events
+from raydist.shared.outcome import Attempt
+
+
+class Attempts:
+    """All attempts of a run. It makes each, and decides once what follows it."""
+
+    def __init__(self, call: RemoteCall | None, events: Events) -> None:
+        self.outcome: Attempt | None = None
+        """The last attempt, with the earlier ones in it; None until the run is over."""
+        self._call, self._events = call, events
+        self._past: list[Attempt] = []
+        self._next: Retry | GiveUp | None = None
+        """What follows the last attempt; None before the first."""
+
+    @property
+    def made(self) -> int:
+        """Attempts so far."""
+        return len(self._past)
+
+    def make(self, job: Job, group: WorkerGroup) -> Retry | GiveUp:
+        """Make the next attempt with this group; return what follows it."""
+        match self._next:
+            case Retry(elsewhere=False) as retry:
+                attempt = self._in_place(job, group, retry)
+            case Retry() as retry:
+                self._events.say("placed", number=retry.number, moved=list(range(group.plan.world_size)))
+                group.first_world_size = len(self._past[0].ends)
+                attempt = run_attempt(job, self._call, group, self._events, retry)
+            case _:
+                attempt = run_attempt(job, self._call, group, self._events)
+        self._past.append(attempt)
+        replaceable = policy.is_drained(attempt) and bool(group.draining_ranks())
+        self._next = policy.decide(job.restart, self._past, replaceable)
+        return self._next
+
+    def leave(self, job: Job, group: WorkerGroup) -> None:
+        """No other attempt with this group: save the last state, and conclude the run unless it continues elsewhere."""
+        if isinstance(self._next, Retry):
+            # all ranks leave, not only those on drained nodes: Ray cannot move part of a placement group
+            self._events.say("restart", **self._next.as_event(job.restart))
+            group.flush()
+        elif self._next is not None:
+            self.outcome = self._conclude(job, group, self._next)
+
+    def cut_short(self, error: RaydistError) -> None:
+        """End the run with this error, after the attempts so far; raise it if there were none."""
+        if not self._past:
+            raise error
+        self.outcome = replace(self._past[-1], error=error, earlier=tuple(self._past[:-1]))
+
+    def _in_place(self, job: Job, group: WorkerGroup, retry: Retry) -> Attempt:
+        """A retry in the same placement; if that is impossible, the attempt before it with the error."""
+        if retry.cause is None:
+            self._events.say("regroup", number=retry.number, text=self._past[-1].resize)
+        else:
+            self._events.say("restart", **retry.as_event(job.restart))
+        if policy.is_drained(self._past[-1]):  # the nodes that stay have the state in memory, but they may go too
+            group.flush()
+        try:
+            moved = group.prepare_attempt(job, retry.number, resize=retry.cause is None)
+            slots = {"seats": group.plan.as_event()["seats"]} if moved else {}
+            self._events.say("placed", number=retry.number, moved=moved, **slots)
+            return run_attempt(job, self._call, group, self._events, retry)
+        except RaydistError as error:
+            return replace(self._past[-1], error=error)
+
+    def _conclude(self, job: Job, group: WorkerGroup, decision: GiveUp) -> Attempt:
+        """All attempts as one. If the last one failed, its last state is on the disk when this returns."""
+        last = self._past[-1]
+        group.report_network()
+        if last.error is not None or first_cause(last.ends) is not None:
+            group.flush()
+        if any(end.how == "lost" for end in last.ends):
+            run_storage.report_saved(job, self._events)
+        values, exceptions = unpack_all(group.values())
+        earlier = tuple(self._past[:-1])
+        return replace(last, values=values, exceptions=exceptions, earlier=earlier, why_last=decision.reason)
+
+
+def settled(job: Job, plan: Plan) -> Job:
+    """The job with `backend=auto` and `restart.max=null` replaced by what they mean for it."""
+    return replace(job, backend=replace(job.backend, name=plan.ask.backend), restart=policy.rule(job))
+
+
+def run_attempt(
+    job: Job, call: RemoteCall | None, group: WorkerGroup, events: Events, retry: Retry | None = None
+) -> Attempt:
+    """Start the ranks, and supervise them until all have ended. `retry`: why, if it is not the first attempt."""
+    job = sized(job, group.first_world_size, group.plan.world_size)
+    with mpi.launching(job, group):
+        group.start(job, rank_variables(job, group, events), call.packed if call else None)
+        supervisor = Supervisor(group, events, Path(job.dir) / "logs", job, retry)
+        attempt = Attempt(ends=supervisor.run(), error=supervisor.stopped, resize=supervisor.resize)
+        group.record_attempt(first_cause(attempt.ends) if attempt.error is None else None, supervisor.slow)
+        return explained(attempt, events, group.rendezvous.attempt)
+
+
+def explained(attempt: Attempt, events: Events, number: int = 0) -> Attempt:
+    """The attempt with the text of its failure, which the event `failure` has too; unchanged if no rank failed."""
+    first = first_cause(attempt.ends)
+    if first is None or attempt.error is not None:
+        return attempt
+    facts = failure_facts(first, attempt.ends)
+    events.say("failure", **facts, attempt=number)
+    return replace(attempt, failure=facts["text"])
+
+
+def sized(job: Job, first: int, ranks: int) -> Job:
+    """Rescale gradient accumulation for `ranks` ranks so that the global batch stays what it was on `first` ranks.
+
+    A rank's part of one pass does not grow beyond its size on `first` ranks, because the rank's memory may not hold
+    more, as long as the global batch has a sample for every rank in every pass.
+    """
+    if job.scale.max_nodes is None or job.data.resize == "scale":
+        return job
+    batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * first
+    passes = min(math.ceil(job.train.accumulate * first / ranks), max(1, batch // ranks))
+    return replace(job, data=replace(job.data, global_batch=batch), train=replace(job.train, accumulate=passes))
+
+
+def rank_variables(job: Job, group: WorkerGroup, events: Events) -> list[list[EnvVar]]:
+    """Each rank's environment, with the checkpoint to resume from: after a restart the run's own newest, if any."""
+    resume = run_storage.resume(job, group.rendezvous.attempt, lambda text: events.say("warning", text=text))
+    for variable in resume:
+        if variable.value and not group.rendezvous.attempt:
+            group.require_visible(f"resume={variable.value}", f"{variable.value}/meta.json", "each rank reads it")
+    return [[*own, *resume] for own in network_variables.plan_variables(job, group.plan, group.facts, group.rendezvous)]

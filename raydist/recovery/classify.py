@@ -1,0 +1,109 @@
+"""A rank's report of its end, and what the driver knows of the attempt -> how the rank ended. (pure)"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from raydist.cluster.drain import DrainNotice
+from raydist.recovery.blame import last_words
+from raydist.recovery.hang_verdict import ConfirmedHang
+from raydist.recovery.pace import Beat
+from raydist.shared.errors import last_line, out_of_memory
+from raydist.shared.events import Event
+from raydist.shared.outcome import End
+from raydist.worker.protocol import RankEnd
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What the driver knows of one rank before its end is reported."""
+
+    rank: int
+    host: str
+    log: str = ""
+    """Path of the rank's log on the driver's machine."""
+    raised: Event | None = None
+    """The rank's event `raised`, if its job raised an exception."""
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """What the driver knows of a whole attempt."""
+
+    stopped_at: float | None = None
+    """When all ranks were first sent the stop, in seconds since the epoch; None before that."""
+    signalled: bool = False
+    """A signal to the driver stopped the run."""
+    hang: ConfirmedHang | None = None
+    """The hang for which the ranks were stopped."""
+    drain: DrainNotice | None = None
+    """The nodes that the cluster is about to take away."""
+
+
+def classify_end(report: RankEnd, rank: RankRecord, attempt: AttemptRecord, log_tail: str = "") -> End:
+    """How a rank ended whose process is gone. The first rule that applies decides.
+
+    `log_tail`: the last bytes of the log of a rank that SIGABRT killed.
+    """
+    end = End(
+        rank=rank.rank, host=rank.host, how="finished", at=report.at, step=report.step, phase=report.phase,
+        code=report.code, signal=report.signal, log=rank.log, message=report.lost, why=report.why, oom=report.oom,
+    )  # fmt: skip
+    raised, drain, stopped_at = rank.raised, attempt.drain, attempt.stopped_at
+    failed_at = raised["t"] if raised else end.at
+    if drain and stopped_at is not None and not attempt.signalled and failed_at >= stopped_at:
+        return _drained(end, drain)
+    if raised:
+        facts = {name: raised[name] for name in ("type", "message", "traceback", "step")}
+        return replace(end, how="raised", at=raised["t"], **facts)
+    if end.code and report.error is not None:
+        return replace(end, how="raised", **vars(report.error))
+    if attempt.hang and not attempt.signalled and attempt.hang.blames(end.rank):
+        return _hung(end, attempt.hang)
+    if stopped_at is not None and end.at >= stopped_at and (end.signal or end.code):
+        return replace(end, how="stopped")
+    if report.by_mpirun:
+        return replace(end, how="ended")
+    if end.signal == signal.SIGABRT and not end.message:
+        end = replace(end, message=last_words(log_tail))
+    return replace(end, how="killed" if end.signal else "exited" if end.code else "finished")
+
+
+def _drained(end: End, drain: DrainNotice) -> End:
+    """A rank that left in time: because its own node is drained, or because other ranks' nodes are."""
+    if end.rank in drain.ranks:
+        return replace(end, how="drained", message=drain.text, preempted=True)
+    return replace(end, how="stopped")
+
+
+def _hung(end: End, hang: ConfirmedHang) -> End:
+    found = hang.diagnosis
+    return replace(end, how="hung", at=hang.since, message=found.text, traceback=found.stack_of(end.rank))
+
+
+def classify_lost(rank: RankRecord, beat: Beat, at: float, error: BaseException | None = None) -> End:
+    """The end of a rank whose agent is lost; its last heartbeat tells the step and the phase.
+
+    `error`: the error of the call to the agent; None if the agent did not answer in time.
+    """
+    step, phase, _ = beat
+    end = End(rank.rank, rank.host, "lost", at, step, phase, log=rank.log)
+    if error is None:
+        return replace(end, message="its agent stopped responding", silent=True)
+    why = out_of_memory(error)
+    preempted = bool(getattr(error, "preempted", False))  # of Ray's ActorDiedError
+    return replace(end, message=last_line(error), why=why, oom="ray" if why else "", preempted=preempted)
+
+
+def lost_at(host: str, ends: Iterable[End], answered: float | None, now: float, interval: float, alone: bool) -> float:
+    """When a rank was lost, in seconds since the epoch: Ray reports a node that is cut off seconds later.
+
+    `answered`: when its agent last answered; None if it never did. `interval`: seconds between two answers. `alone`:
+    no other rank has failed so far. If one has, an answer that is overdue must not make this rank the first cause.
+    """
+    for end in ends:
+        if end.how == "lost" and end.host == host:  # all ranks of a node are lost at once
+            return end.at
+    return answered if alone and answered is not None and now - answered > 2 * interval else now

@@ -1,0 +1,90 @@
+"""When to stop the ranks of an attempt, for which reason, and when an agent that does not answer is lost. (pure)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from raydist.cluster.drain import DrainNotice
+from raydist.recovery.blame import is_victim
+from raydist.shared.outcome import End, StopReason
+
+VICTIM_S = 0.5
+"""Seconds that a failure which another rank may have caused waits for that rank's own failure."""
+GRACE_S = 1.0
+"""Seconds between SIGTERM and SIGKILL when a signal stops the run; `ray job stop` allows three seconds in all."""
+SILENT_S = 5.0
+"""Seconds after a stop's grace period within which every agent must report the end of its rank."""
+ANSWER_S = (0.5, 1.0)
+"""Seconds between two answers of one agent, unless its rank ends: at the start of a run, and later, when the ranks need
+the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
+ANSWERS_PER_S = 400.0
+"""Answers that the driver can take per second; with more ranks each agent answers less often."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """An order to stop all ranks."""
+
+    reason: StopReason
+    text: str
+    """The same for a person."""
+    grace_s: float = 0.0
+    """Seconds between SIGTERM and SIGKILL; 0: SIGKILL at once."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """The one deadline that an attempt has at a time; on the monotonic clock, in seconds."""
+
+    due: float | None = None
+    """Before the stop: when to stop all ranks. After it: when the agents that have not answered are lost."""
+    stopping: bool = False
+    """The stop was sent."""
+
+    def stop_within(self, seconds: float, now: float) -> Deadlines:
+        """Stop all ranks that many seconds from now, or earlier if an earlier time was set."""
+        if self.stopping:
+            return self
+        return replace(self, due=now + seconds if self.due is None else min(self.due, now + seconds))
+
+    def stop_sent(self, grace_s: float, now: float) -> Deadlines:
+        """The ranks were sent a stop with that grace period. A second stop sets the deadline again."""
+        return Deadlines(now + grace_s + SILENT_S, stopping=True)
+
+    def left(self, now: float) -> float | None:
+        """Seconds until the deadline; None without one."""
+        return None if self.due is None else max(0.0, self.due - now)
+
+
+def culprit_wait(end: End) -> float | None:
+    """Seconds after this end within which all ranks are stopped; None if it is no failure.
+
+    A failure that another rank may have caused leaves that rank time to fail by itself.
+    """
+    if not end.failed:
+        return None
+    return VICTIM_S if is_victim(end) else 0.0
+
+
+def stop_when_due(ends: Iterable[End], drain: DrainNotice | None) -> Stop:
+    """The stop to send at the deadline: for the failure, or for the drain if no rank has failed."""
+    if drain is not None and not any(end.failed for end in ends):
+        return drain_stop(drain)
+    return Stop(StopReason.FAILURE, "a rank failed")
+
+
+def drain_stop(drain: DrainNotice) -> Stop:
+    """The stop after which ranks leave nodes that are drained."""
+    return Stop(StopReason.DRAIN, "its nodes are drained", drain.share_s)
+
+
+def answer_interval(running_s: float, ranks: int) -> float:
+    """Seconds that an agent may collect news before it answers. `running_s`: seconds since the ranks have met."""
+    first, later = ANSWER_S
+    return max(min(later, max(first, running_s / 20)), ranks / ANSWERS_PER_S)
+
+
+def longest_interval(ranks: int) -> float:
+    """The longest `answer_interval` of a run of that many ranks."""
+    return max(ANSWER_S[1], ranks / ANSWERS_PER_S)

@@ -1,0 +1,109 @@
+"""Examine all ranks when one is silent for longer than its steps explain; end the run for a certain hang. (driver)"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from raydist.launch.worker_group import WorkerGroup
+from raydist.recovery import hang_verdict
+from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
+from raydist.recovery.pace import Beat, StallCheck
+from raydist.settings.config import Hang
+from raydist.shared.events import Events
+from raydist.worker.protocol import Examine, RankActivity
+
+CHECK_S = 0.25
+"""Seconds between two checks whether a rank is silent."""
+EXAMINE_S = 5.0
+"""Longest wait for the agents to examine their ranks; a rank whose agent does not answer is left out."""
+
+
+class HangMonitor(AbstractContextManager["HangMonitor"]):
+    """One attempt's stall check. Leaving the `with` block ends it: nothing is reported afterwards.
+
+    The supervisor passes heartbeats in. The ranks are examined in a thread of the monitor's own, which writes the event
+    `hang` and the stacks, and calls `post` only if the run is to be ended for it.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, settings: Hang, events: Events, logs: Path, post: Callable[[ConfirmedHang], None]
+    ) -> None:
+        self._group = group
+        self._settings = settings
+        self._events = events
+        self._logs = logs
+        self._post = post
+        self._lock = threading.Lock()
+        """Guards all below; Events has a lock of its own, which is taken inside this one, never around it."""
+        self._stalls = StallCheck(settings)
+        self._examining = False
+        self._closed = False
+        self._reported = ""
+        self._next_check = 0.0
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed = True
+
+    def note(self, rank: int, beat: Beat, age: float) -> None:
+        """Take in a heartbeat, `age` seconds old, as its agent has just read it. Examine all ranks if one is silent."""
+        now = time.monotonic()
+        with self._lock:
+            self._stalls.note(rank, beat, now - age)
+            if now < self._next_check or self._examining:
+                return
+            self._next_check = now + CHECK_S
+            if not self._stalls.silent(now):
+                return
+            self._examining = True
+            beats = self._stalls.beats()
+        calls = {rank: self._group.call(rank, Examine()) for rank in beats}
+        threading.Thread(target=self._examine, args=(calls, beats), name="raydist-hang", daemon=True).start()
+
+    def beat(self, rank: int) -> Beat:
+        """The last heartbeat of a rank."""
+        with self._lock:
+            return self._stalls.beats().get(rank, (0, "", 0.0))
+
+    def ended(self, rank: int) -> None:
+        """This rank has ended: it is not silent."""
+        with self._lock:
+            self._stalls.forget(rank)
+
+    def _examine(self, calls: Mapping[int, Future[RankActivity | None]], beats: Mapping[int, Beat]) -> None:
+        wait(calls.values(), timeout=EXAMINE_S)
+        answers = {rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()}
+        states = [self._state(rank, beats[rank], found) for rank, found in sorted(answers.items()) if found]
+        if (hang := self._weigh(hang_verdict.diagnose(states))) is not None:
+            self._post(hang)
+
+    def _state(self, rank: int, beat: Beat, found: RankActivity) -> RankState:
+        return RankState(rank, self._group.plan.seats[rank].node.host, step=beat[0], phase=beat[1], **vars(found))
+
+    def _weigh(self, diagnosis: Diagnosis) -> ConfirmedHang | None:
+        """Report a new diagnosis; return the hang if the run is to be ended for it."""
+        with self._lock:
+            self._examining = False
+            now = time.monotonic()
+            if self._closed or not (diagnosis.certain or self._stalls.silent(now)):
+                return None  # the ranks went on while they were examined
+            silence, over = self._stalls.silence(now), self._stalls.over(now)
+            self._stalls.examined(now)
+            diagnosis = diagnosis.final if over else diagnosis
+            if diagnosis.text and (diagnosis.text != self._reported or over):
+                self._report(diagnosis, silence)
+            if over or (self._settings.end and diagnosis.certain):
+                return ConfirmedHang(diagnosis.final, time.time() - silence)
+            return None
+
+    def _report(self, diagnosis: Diagnosis, silence: float) -> None:
+        self._reported = diagnosis.text
+        with suppress(OSError):  # a full disk, which the events report
+            for state in diagnosis.states:
+                (self._logs / f"rank-{state.rank}.stacks").write_text(state.stack, encoding="utf-8")
+        self._events.say("hang", text=diagnosis.text, ranks=diagnosis.culprits, certain=diagnosis.certain, s=silence)

@@ -1,0 +1,229 @@
+"""What each silent rank was found doing -> which ranks block the others, and whether that is certain. (pure)"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from raydist.shared.rank_names import rank_ranges
+
+IDLE = 0.2
+"""CPUs in use below which a process counts as waiting: threads of gloo and Horovod wake up often while they wait."""
+DISTRIBUTED = re.compile(r"/torch/distributed/|/horovod/")
+LOADER = re.compile(r"/torch/utils/data/dataloader\.py")
+WAITS = re.compile(r'/horovod/torch/mpi_ops\.py", line \d+ in synchronize$')
+"""The frame in which the main thread waits for other ranks, however busy it is: Horovod polls 1000 times a second."""
+LEAVES = re.compile(
+    r'/raydist/worker/backends/__init__\.py", line \d+ in join\n.*/contextlib\.py", line \d+ in __exit__'
+)
+"""The frames of a rank whose job has returned, and which waits for the others before it leaves the process group."""
+LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|<frozen|<string>")
+LAUNCH = re.compile(r"^<frozen runpy>|/runpy\.py|/raydist/(node/\w+|worker/(main|program|target))\.py")
+"""Frames between the start of the process and the first of the job's own."""
+SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce"})
+"""Collectives to which all ranks must bring tensors of one size."""
+FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank was found doing."""
+
+    rank: int
+    host: str
+    step: int = 0
+    phase: str = ""
+    pid: int = 0
+    state: str = ""
+    """State of the process, as in /proc/PID/stat: R runs, S sleeps, D waits for a device, T stopped, t traced."""
+    busy: float = 0.0
+    """CPUs that it used while it was examined: 1.0 is one CPU."""
+    stack: str = ""
+    """Python stacks in faulthandler's format, the main thread's as current; empty if the rank could not answer."""
+    collectives: Sequence[Mapping[str, Any]] = ()
+    """The last entries of torch's flight recorder, the oldest first."""
+
+    @property
+    def frames(self) -> list[re.Match[str]]:
+        """The frames of the main thread, the innermost first."""
+        _, _, current = self.stack.rpartition("Current thread")
+        return list(FRAME.finditer(current))
+
+    @property
+    def waits_in(self) -> Mapping[str, Any] | None:
+        """The first collective that it has begun and not finished."""
+        # gloo leaves the state at "scheduled"; only NCCL sets "completed"
+        pending = (call for call in self.collectives if call.get("state") != "completed" and not call.get("retired"))
+        return next(pending, None)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it waits for other ranks."""
+        innermost = self.frames[:4]
+        return self.waits_in is not None or any(DISTRIBUTED.search(frame["file"]) for frame in innermost)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it waits rather than computes."""
+        innermost = next((frame.group() for frame in self.frames), "")
+        return self.busy < IDLE or WAITS.search(innermost) is not None
+
+    @property
+    def left(self) -> bool:
+        """Whether its job has returned."""
+        return LEAVES.search("\n".join(frame.group() for frame in self.frames)) is not None
+
+    @property
+    def place(self) -> str:
+        """The innermost line of the job's own code: `line 31 of train.py, in job`."""
+        own = next((frame for frame in self.frames if not LIBRARY.search(frame["file"])), None)
+        return f"line {own['line']} of {own['file']}, in {own['name']}" if own else ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why ranks are silent."""
+
+    text: str
+    """For a person, one line; empty if nothing is wrong."""
+    culprits: tuple[int, ...] = ()
+    """The ranks that block the others."""
+    certain: bool = False
+    """Waiting longer cannot help."""
+    states: Sequence[RankState] = field(default=(), repr=False)
+    """All ranks that were examined."""
+
+    @property
+    def final(self) -> Diagnosis:
+        """The diagnosis with which a run is ended: it always has a text, and culprits if any rank was examined."""
+        found = "; ".join(f"{name([each])} {doing(each)}" for each in self.states[:4])
+        text = self.text or found or "no rank makes progress, and none could be examined"
+        return replace(self, text=text, culprits=self.culprits or rank_numbers(self.states))
+
+    def stack_of(self, rank: int) -> str:
+        """The main thread's stack of that rank as a traceback, the innermost line last, from the job's first frame."""
+        frames = [frame for each in self.states if each.rank == rank for frame in reversed(each.frames)]
+        own = itertools.dropwhile(lambda frame: LAUNCH.search(frame["file"]), frames)
+        return "\n".join(f'File "{f["file"]}", line {f["line"]}, in {f["name"]}' for f in own)
+
+
+@dataclass(frozen=True)
+class ConfirmedHang:
+    """A hang for which the run is ended."""
+
+    diagnosis: Diagnosis
+    since: float
+    """When the first rank fell silent, in seconds since the epoch."""
+
+    def blames(self, rank: int) -> bool:
+        """Whether this rank is to blame; without culprits every rank is."""
+        return rank in (self.diagnosis.culprits or (rank,))
+
+
+def diagnose(ranks: Sequence[RankState]) -> Diagnosis:
+    """Why these ranks, all that run, are silent. The first check that applies decides."""
+    for check in (_stopped, _different, _absent, _all_wait):
+        if (found := check(ranks)) is not None:
+            return replace(found, states=tuple(ranks))
+    return Diagnosis("", states=tuple(ranks))
+
+
+def _stopped(ranks: Sequence[RankState]) -> Diagnosis | None:
+    """A signal stopped a rank. A rank under a debugger is not certain to hang: it will continue."""
+    held = [rank for rank in ranks if rank.state in ("T", "t")]
+    if not held:
+        return None
+    traced = [rank for rank in held if rank.state == "t"]
+    why = "held by a debugger" if traced else f"stopped by a signal (SIGSTOP); kill -CONT {held[0].pid} would wake it"
+    return Diagnosis(f"{name(held)} {'is' if len(held) == 1 else 'are'} {why}", rank_numbers(held), not traced)
+
+
+def _different(ranks: Sequence[RankState]) -> Diagnosis | None:
+    """All ranks wait, in different collectives: none of these can complete."""
+    if len(ranks) < 2 or any(rank.waits_in is None or not rank.idle for rank in ranks):
+        return None
+    kinds: dict[str, list[RankState]] = {}
+    for rank in ranks:
+        kinds.setdefault(describe_collective(rank.waits_in or {}), []).append(rank)
+    same = {collective_key(rank.waits_in or {}) for rank in ranks}
+    if len(same) == 1:
+        return None
+    # In different process groups, or in send and recv, ranks may wait in different ones while data is on its way.
+    certain = len({of for of, *_ in same}) == 1 and not any((rank.waits_in or {}).get("is_p2p") for rank in ranks)
+    odd = min(kinds.values(), key=lambda own: (len(own), -own[0].rank))
+    parts = [f"{name(own)} {verb_wait(own)} in {words}{at(own[0])}" for words, own in kinds.items()]
+    return Diagnosis("the ranks wait in different collectives: " + "; ".join(parts), rank_numbers(odd), certain)
+
+
+def _absent(ranks: Sequence[RankState]) -> Diagnosis | None:
+    """Some ranks wait for others, which are not in a collective."""
+    waiting = [rank for rank in ranks if rank.waiting and rank.idle and not rank.left]
+    absent = [rank for rank in ranks if rank not in waiting]
+    if not waiting or not absent:
+        return None
+    where = describe_collective(waiting[0].waits_in) if waiting[0].waits_in else "a collective"
+    parts = [f"{name([rank])} {doing(rank)}" for rank in absent[:4]]
+    parts += [f"and {len(absent) - 4} more"] if len(absent) > 4 else []
+    return Diagnosis(f"{name(waiting)} {verb_wait(waiting)} in {where}, but " + "; ".join(parts), rank_numbers(absent))
+
+
+def _all_wait(ranks: Sequence[RankState]) -> Diagnosis | None:
+    """All ranks wait in the same collective, or all are idle."""
+    if not all(rank.idle for rank in ranks):
+        return None
+    if all(rank.waits_in is not None for rank in ranks) and len(ranks) > 1:
+        what = describe_collective(ranks[0].waits_in or {})
+        return Diagnosis(f"all ranks wait in the same collective, {what}, and no data arrives: is the network cut?")
+    return Diagnosis("; ".join(f"{name([rank])} {doing(rank)}" for rank in ranks[:4]), rank_numbers(ranks))
+
+
+def doing(rank: RankState) -> str:
+    """What a rank is doing that does not wait in a collective."""
+    line = at(rank)
+    if rank.state == "D":
+        return f"waits for a disk or a device{line}"
+    if any(LOADER.search(frame["file"]) for frame in rank.frames):
+        return f"waits for its data loader{line}"
+    if rank.left:
+        return "has returned from the job, and waits for the others to leave"
+    if not rank.stack:
+        return "does not answer: it is blocked outside of Python"
+    return f"{'waits' if rank.idle else 'computes'}{line}" + (f" ({rank.phase})" if rank.phase else "")
+
+
+def describe_collective(entry: Mapping[str, Any]) -> str:
+    """A collective in words: `all_reduce of [[3]], number 12`."""
+    what = str(entry.get("profiling_name", "a collective")).rpartition(":")[2]
+    sizes = entry.get("input_sizes") or []
+    number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
+    group = (entry.get("process_group") or ["0"])[0]
+    return f"{what} of {sizes}, number {number}" + (f" of group {group}" if str(group) not in ("0", "") else "")
+
+
+def collective_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """(group, number, name, and sizes where these must agree): equal for the calls of one collective on all ranks."""
+    what = str(entry.get("profiling_name")).rpartition(":")[2]
+    group = str((entry.get("process_group") or ["0"])[0])
+    return group, entry.get("collective_seq_id"), what, str(entry.get("input_sizes")) if what in SAME_SIZE else ""
+
+
+def at(rank: RankState) -> str:
+    return f" at {rank.place}" if rank.place else ""
+
+
+def name(ranks: Sequence[RankState]) -> str:
+    """`rank 3 on node-1`, `ranks 0-2`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0].rank} on {ranks[0].host}"
+    return f"ranks {rank_ranges(rank.rank for rank in ranks)}"
+
+
+def verb_wait(ranks: Sequence[RankState]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
+
+
+def rank_numbers(ranks: Sequence[RankState]) -> tuple[int, ...]:
+    return tuple(rank.rank for rank in ranks)

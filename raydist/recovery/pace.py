@@ -1,0 +1,89 @@
+"""Heartbeats -> whether a rank is silent for longer than its own steps explain. (pure)"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from raydist.settings.config import Hang
+
+LEARN = 3
+"""Steps after which the pace of a rank is known."""
+UNKNOWN_S = 60.0
+"""Seconds of silence after which the ranks are examined while a rank's pace is unknown. By itself that ends no rank."""
+SLOW = frozenset({"start", "evaluate", "save"})
+"""Phases whose length does not depend on the time of a step."""
+
+Beat = tuple[int, str, float]
+"""(step, phase, seconds since the epoch on the rank's own clock), as worker.heartbeat.read_beat returns it."""
+
+
+@dataclass
+class RankPace:
+    """What the heartbeats of one rank show."""
+
+    beat: Beat = (0, "", 0.0)
+    heard: float = 0.0
+    """When it last wrote its heartbeat, on the driver's clock."""
+    stepped: float = 0.0
+    """When its last step ended, on its own clock."""
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    """Seconds of a step, each as the mean of those between two heartbeats."""
+    learnt: int = 0
+    """Steps that `steps` has counted."""
+
+
+@dataclass
+class StallCheck:
+    """Which ranks are silent. Times are seconds on the driver's monotonic clock."""
+
+    settings: Hang
+    paces: dict[int, RankPace] = field(default_factory=dict)
+    again: float = 0.0
+    """Silence in seconds after which to examine again, once that was in vain."""
+
+    def note(self, rank: int, beat: Beat, now: float) -> None:
+        """Take in a heartbeat that was written at `now`."""
+        pace = self.paces.setdefault(rank, RankPace(heard=now))
+        if beat == pace.beat:
+            return
+        step, _, at = beat
+        if step > pace.beat[0]:
+            if pace.stepped:
+                pace.steps.append((at - pace.stepped) / (step - pace.beat[0]))
+                pace.learnt += step - pace.beat[0]
+            pace.stepped = at
+        pace.beat, pace.heard = beat, now
+        self.again = 0.0
+
+    def forget(self, rank: int) -> None:
+        """This rank has ended."""
+        self.paces.pop(rank, None)
+
+    def beats(self) -> dict[int, Beat]:
+        """The last heartbeat of each rank that runs."""
+        return {rank: pace.beat for rank, pace in self.paces.items()}
+
+    def allowed(self, pace: RankPace) -> float:
+        """Seconds that this rank may be silent before all ranks are examined."""
+        known = pace.learnt >= LEARN and pace.beat[1] not in SLOW
+        step = self.settings.after_s + self.settings.steps * statistics.median(pace.steps) if known else UNKNOWN_S
+        return min(self.settings.limit_s, step)
+
+    def silence(self, now: float) -> float:
+        """The longest silence in seconds."""
+        return max((now - pace.heard for pace in self.paces.values()), default=0.0)
+
+    def over(self, now: float) -> bool:
+        """Whether a rank was silent beyond `hang.limit_s`. Ranks without a heartbeat, as of a script, do not count."""
+        return any(now - pace.heard > self.settings.limit_s for pace in self.paces.values() if pace.beat[2])
+
+    def silent(self, now: float) -> bool:
+        """Whether it is time to examine all ranks."""
+        return any(now - pace.heard > max(self.allowed(pace), self.again) for pace in self.paces.values())
+
+    def examined(self, now: float) -> None:
+        """The ranks were examined. The next time is after twice the silence, but once more at the limit."""
+        silence, limit = self.silence(now), self.settings.limit_s
+        self.again = min(2 * silence, limit) if silence < limit else 2 * silence

@@ -1,0 +1,138 @@
+"""(rule, attempts so far) -> retry in place, retry elsewhere, or give up and why. (pure)"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raydist.recovery.blame import describe_end, first_cause, kind_of, where
+from raydist.settings.config import Job, Restart
+from raydist.shared.outcome import Attempt, End
+
+NEVER = frozenset({"ConfigError", "LaunchError"})
+"""Exceptions that a retry cannot help: a setting is wrong, or a file, a module or a device is missing."""
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT})
+"""Signals that another process sends: the same one twice at the same step says nothing about the job."""
+USUAL = 3
+"""`restart.max` of jobs that do not set it."""
+STUCK = 3
+"""Failures without a new step between them after which a retry is useless."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Another attempt."""
+
+    past: tuple[Attempt, ...]
+    """The attempts so far; the last one failed, or was ended to change the number of nodes."""
+    elsewhere: bool = False
+    """In a new placement: the nodes are drained, and too few others are ready."""
+
+    @property
+    def number(self) -> int:
+        """Attempts before it."""
+        return len(self.past)
+
+    @property
+    def cause(self) -> End | None:
+        """The failure that it follows; None if only the number of nodes changes."""
+        return first_cause(self.past[-1].ends)
+
+    @property
+    def reached(self) -> int:
+        """The last step that any rank had reached."""
+        return self.past[-1].reached
+
+    @property
+    def since(self) -> float:
+        """When the attempt before it failed or ended, in seconds since the epoch."""
+        return self.cause.at if self.cause else max(end.at for end in self.past[-1].ends)
+
+    def as_event(self, rule: Restart) -> dict[str, Any]:
+        """The facts of the event `restart`."""
+        end = self.cause
+        assert end is not None, "no rank has failed"
+        return {
+            "number": self.number, "most": rule.max, "rank": end.rank, "host": end.host, "how": end.how,
+            "step": end.step, "text": f"{where(end)} {first_line(end)}",
+            "free": end.preempted,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """No further attempt."""
+
+    reason: str
+    """Why, for a person; empty if nothing failed, or if restarts are off."""
+
+
+def rule(job: Job) -> Restart:
+    """The job's restart rule, with the default of `restart.max` for this kind of job."""
+    fixed = job.scale.max_nodes is None and not job.scale.spares
+    usual = 0 if job.backend.name == "mpi" or (job.script and fixed) else USUAL
+    return job.restart if job.restart.max is not None else replace(job.restart, max=usual)
+
+
+def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) -> Retry | GiveUp:
+    """What follows the last of these attempts.
+
+    `replaceable`: other nodes are ready to replace those that are drained.
+    """
+    last = past[-1]
+    end = first_cause(last.ends)
+    if last.error is None and end is None and last.resize:
+        return Retry(tuple(past))
+    if last.error is not None or end is None or not rule.max:
+        return GiveUp("")
+    if end.type in NEVER:
+        return GiveUp(f"another attempt would end with the same {end.type}")
+    if len(past) > 1 and same(first_cause(past[-2].ends), end):
+        return GiveUp(f"the same failure came twice at step {end.step}")
+    if (stuck := without_progress(past)) >= STUCK:
+        return GiveUp(f"{stuck} failures in a row without a step beyond step {last.reached}")
+    counted = [attempt for attempt in past if counts(rule, attempt, end.at)]
+    if len(counted) > rule.max:
+        within = "" if rule.window_s is None else f" within {rule.window_s:g} s"
+        return GiveUp(f"{len(counted)} failures{within}, restart.max={rule.max}")
+    return Retry(tuple(past), elsewhere=is_drained(last) and not replaceable)
+
+
+def is_drained(attempt: Attempt) -> bool:
+    """Whether the attempt was ended because nodes are drained: they still run, and are about to be taken away."""
+    end = first_cause(attempt.ends)
+    return end is not None and end.how == "drained"
+
+
+def counts(rule: Restart, attempt: Attempt, now: float) -> bool:
+    """Whether a failure counts towards `restart.max`: not if it is old, or if the cluster took the node away."""
+    end = first_cause(attempt.ends)
+    return end is not None and not end.preempted and (rule.window_s is None or now - end.at <= rule.window_s)
+
+
+def without_progress(past: Sequence[Attempt]) -> int:
+    """Failures in a row, up to the last attempt, since an attempt reached a step that none had reached before."""
+    furthest, count = -1, 0
+    for attempt in past:
+        end = first_cause(attempt.ends)
+        if end is not None and end.preempted:
+            continue
+        if attempt.reached > furthest:
+            count = 0
+        count += end is not None
+        furthest = max(furthest, attempt.reached)
+    return count
+
+
+def same(one: End | None, other: End) -> bool:
+    """Whether two failures are one fault of the job: same step, same kind of end, same message."""
+    if one is None or other.how in ("lost", "drained") or (other.signal in FROM_OUTSIDE and not other.oom):
+        return False
+    return one.step == other.step and kind_of(one) == kind_of(other)
+
+
+def first_line(end: End) -> str:
+    """The failure on one line."""
+    return describe_end(end).splitlines()[0][:200]

@@ -1,0 +1,46 @@
+"""What each rank printed, in files of the run folder: rank-N.log, and rank-N.nccl for NCCL's own log. (driver)"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, suppress
+from pathlib import Path
+from typing import IO
+
+TAIL = 1 << 16
+"""Bytes at the end of a log that `tail` reads."""
+
+
+class RankLogs(AbstractContextManager["RankLogs"]):
+    """The log files of one attempt, open for appending inside the `with` block."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._folder, self._ranks = folder, ranks
+        self._files: list[IO[bytes]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> RankLogs:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        paths = (self.path(rank) for rank in range(self._ranks))
+        self._files = [self._stack.enter_context(path.open("ab", buffering=0)) for path in paths]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def path(self, rank: int) -> Path:
+        """The log of a rank."""
+        return self._folder / f"rank-{rank}.log"
+
+    def append(self, rank: int, output: bytes, nccl: bytes) -> None:
+        """Append what a rank printed, and what NCCL wrote for it. On a full disk it is dropped; the events say so."""
+        with suppress(OSError):
+            self._files[rank].write(output)
+            if nccl:
+                with self.path(rank).with_suffix(".nccl").open("ab") as file:
+                    file.write(nccl)
+
+    def tail(self, rank: int) -> str:
+        """The end of a rank's log."""
+        with self.path(rank).open("rb") as file:
+            file.seek(max(0, self.path(rank).stat().st_size - TAIL))
+            return file.read().decode(errors="replace")

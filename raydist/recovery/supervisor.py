@@ -1,0 +1,214 @@
+"""Hear all ranks until each has ended; stop the others once one has failed. (driver)"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from raydist.cluster.drain import DrainNotice
+from raydist.launch.worker_group import WorkerGroup
+from raydist.recovery import classify, deadlines, straggler
+from raydist.recovery.arrival import Arrival, RestartCost
+from raydist.recovery.classify import AttemptRecord, RankRecord
+from raydist.recovery.deadlines import Deadlines, Stop
+from raydist.recovery.drain_monitor import DrainMonitor
+from raydist.recovery.hang import HangMonitor
+from raydist.recovery.hang_verdict import ConfirmedHang
+from raydist.recovery.policy import Retry
+from raydist.recovery.quiesce import Quiesce
+from raydist.recovery.rank_logs import RankLogs
+from raydist.recovery.resize import NodesJoined, ResizeMonitor
+from raydist.recovery.straggler import Stragglers
+from raydist.settings.config import Job
+from raydist.shared import signals
+from raydist.shared.errors import Stopped
+from raydist.shared.events import Event, Events
+from raydist.shared.outcome import End, Slow, StopReason
+from raydist.worker.protocol import GetNews, RankEnd, RankNews
+
+Message = tuple[int, "Future[RankNews]"] | Stopped | ConfirmedHang | DrainNotice | NodesJoined
+"""What the supervisor receives: an agent's answer with its rank, a signal, or the message of a monitor."""
+
+
+class Supervisor:
+    """One attempt's monitor loop. Each agent has one call open, which returns when it has news; nothing is polled.
+
+    It keeps the queue, the calls and the files. classify.py and deadlines.py decide.
+    """
+
+    def __init__(self, group: WorkerGroup, events: Events, logs: Path, job: Job, retry: Retry | None = None) -> None:
+        """`retry`: why there is this attempt, if it is not the first."""
+        self.ends: dict[int, End] = {}
+        self.stopped: Stopped | None = None
+        self.resize = ""
+        """Why the ranks were stopped to change the number of nodes, for a person; empty if they were not."""
+        self.slow: list[Slow] = []
+        """The stragglers that were reported last."""
+        self._group, self._events, self._world = group, events, group.plan.world_size
+        self._logs = RankLogs(logs, self._world)
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        post = self._messages.put  # SimpleQueue.put may be called by a signal handler
+        self._hangs = HangMonitor(group, job.hang, events, logs, post)
+        self._sizes = ResizeMonitor(group, post)
+        self._drains = DrainMonitor(group, post)
+        self._quiesce = Quiesce(group, bool(job.script))
+        self._joined: NodesJoined | None = None
+        self._stragglers = Stragglers([slot.node.host for slot in group.plan.seats], job.watch.slow)
+        self._arrival = Arrival(self._world, time.time())
+        self._restart = RestartCost(retry) if retry else None
+        self._record = AttemptRecord()
+        self._deadlines = Deadlines()
+        self._raised: dict[int, Event] = {}
+        self._answered: dict[int, float] = {}
+        """When the agent of each rank last answered, in seconds since the epoch."""
+
+    def run(self) -> list[End]:
+        """How each rank ended, by rank. A signal ends them all, and is kept in `stopped`."""
+        with ExitStack() as stack:
+            stack.enter_context(signals.passed_to(self._messages.put))
+            stack.enter_context(self._logs)
+            for rank in range(self._world):
+                self._watch(rank)
+            for monitor in (self._hangs, self._drains, self._sizes):
+                stack.enter_context(monitor)
+            while len(self.ends) < self._world:
+                try:
+                    self._receive(self._messages.get(timeout=self._deadlines.left(time.monotonic())))
+                except queue.Empty:
+                    self._on_deadline()
+        if self._stragglers.times:
+            self._events.say("work", ranks={rank: own[1:] for rank, own in sorted(self._stragglers.times.items())})
+        return [self.ends[rank] for rank in range(self._world)]
+
+    def _watch(self, rank: int) -> None:
+        """Ask an agent for its next news."""
+        running_s = time.time() - (self._arrival.met or self._arrival.began)
+        reply = self._group.call(rank, GetNews(deadlines.answer_interval(running_s, self._world)))
+        reply.add_done_callback(lambda done: self._messages.put((rank, done)))
+
+    def _receive(self, message: Message) -> None:
+        match message:
+            case Stopped():
+                self.stopped = message
+                self._record = replace(self._record, signalled=True)
+                self._stop(Stop(StopReason.SIGNAL, str(message), deadlines.GRACE_S))
+            case ConfirmedHang():
+                if not self._deadlines.stopping:
+                    self._record = replace(self._record, hang=message)
+                    self._stop(Stop(StopReason.HANG, "ranks hang"))
+            case DrainNotice():
+                self._prepare(message)
+            case NodesJoined():
+                self._joined = message
+                if self._quiesce.request():
+                    self._stop_to_move()
+            case (rank, reply):
+                self._on_reply(rank, reply)
+
+    def _on_reply(self, rank: int, reply: Future[RankNews]) -> None:
+        try:
+            news = reply.result()
+        except Exception as error:
+            self._on_lost(rank, error)
+            return
+        self._answered[rank] = time.time()
+        self._logs.append(rank, news.log, news.nccl)
+        self._events.show(rank, news.log)
+        for event in news.events:
+            self._on_event(rank, event)
+        if news.end is not None:
+            self._on_end(rank, news.end)
+        elif rank not in self.ends:
+            self._on_heartbeat(rank, news)
+            self._watch(rank)
+
+    def _on_heartbeat(self, rank: int, news: RankNews) -> None:
+        self._hangs.note(rank, news.beat, news.quiet)
+        if slow := self._stragglers.note(rank, news.work, time.monotonic()):
+            self.slow = slow
+            self._events.say("slow", **straggler.as_event(slow))
+
+    def _on_event(self, rank: int, event: Event) -> None:
+        self._events.add(event)
+        if self._quiesce.note(rank, event):
+            self._stop_to_move()
+        if event["kind"] == "raised":
+            self._raised[rank] = event
+            # the process may hang while it exits: the stop does not wait for its end
+            self._stop_within(deadlines.VICTIM_S)
+        if self._restart and (cost := self._restart.add(rank, event)):
+            self._events.say("restarted", **cost)
+        parts = self._arrival.add(event)
+        for name, s in parts.items() if self._restart is None else ():
+            self._events.say("phase", name=name, s=s)
+        if "rendezvous" in parts:
+            self._group.start_other_actors()
+
+    def _on_end(self, rank: int, report: RankEnd) -> None:
+        """The process of this rank is gone."""
+        log_tail = self._logs.tail(rank) if report.signal == signal.SIGABRT else ""
+        self._ended(classify.classify_end(report, self._known(rank), self._record, log_tail))
+
+    def _on_lost(self, rank: int, error: BaseException | None = None) -> None:
+        """The agent of this rank is lost. `error`: of the call to it; None if it did not answer in time."""
+        host, interval = self._host(rank), deadlines.longest_interval(self._world)
+        at = classify.lost_at(
+            host, self.ends.values(), self._answered.get(rank), time.time(), interval, self._deadlines.due is None
+        )
+        self._ended(classify.classify_lost(self._known(rank), self._hangs.beat(rank), at, error))
+
+    def _ended(self, end: End) -> None:
+        if end.rank in self.ends:
+            return
+        self.ends[end.rank] = end
+        self._hangs.ended(end.rank)
+        self._events.say("ended", rank=end.rank, how=end.how, code=end.code, signal=end.signal, step=end.step)
+        if (seconds := deadlines.culprit_wait(end)) is not None:
+            self._stop_within(seconds)
+
+    def _prepare(self, notice: DrainNotice) -> None:
+        """Nodes are about to be taken away: the ranks stop after a common step, within a part of the time left."""
+        self._events.say("notice", text=notice.text, ranks=notice.ranks, hosts=notice.hosts, s=notice.left_s)
+        if not self._deadlines.stopping and not self.ends:
+            self._record = replace(self._record, drain=notice)
+            self._stop_within(notice.share_s)
+            if self._quiesce.request():
+                self._stop_to_move()
+
+    def _on_deadline(self) -> None:
+        if not self._deadlines.stopping:
+            self._stop(deadlines.stop_when_due(self.ends.values(), self._record.drain))
+            return
+        for rank in set(range(self._world)) - self.ends.keys():
+            self._on_lost(rank)
+
+    def _stop_within(self, seconds: float) -> None:
+        self._deadlines = self._deadlines.stop_within(seconds, time.monotonic())
+
+    def _stop_to_move(self) -> None:
+        """The ranks can be stopped: ranks on other nodes, or another number of them, will continue."""
+        if self._deadlines.stopping or any(end.failed for end in self.ends.values()):
+            return
+        if self._record.drain is not None:
+            self._stop(deadlines.drain_stop(self._record.drain))
+        elif self._joined is not None:
+            self.resize = self._joined.text
+            self._stop(Stop(StopReason.RESIZE, f"the size changes: {self.resize}"))
+
+    def _stop(self, stop: Stop) -> None:
+        if self._record.stopped_at is None:
+            self._record = replace(self._record, stopped_at=time.time())
+        self._events.say("stop", cause=stop.reason.value, reason=stop.text)
+        self._group.stop((rank for rank in range(self._world) if rank not in self.ends), stop.grace_s)
+        self._deadlines = self._deadlines.stop_sent(stop.grace_s, time.monotonic())
+
+    def _known(self, rank: int) -> RankRecord:
+        return RankRecord(rank, self._host(rank), str(self._logs.path(rank)), self._raised.get(rank))
+
+    def _host(self, rank: int) -> str:
+        return self._group.plan.seats[rank].node.host

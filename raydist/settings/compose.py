@@ -1,0 +1,325 @@
+"""Overrides -> Job: conf/ and the overrides composed by Hydra, checked before anything starts. (driver)
+
+A config file is searched in ./conf, then in raydist's own conf/, then made from its name (choices.py). All uses of
+`hydra._internal` are in this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import get_valid_filename, run_job, setup_globals
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from raydist.settings import env_file, script, targets
+from raydist.settings.choices import Choices, schema
+from raydist.settings.config import SECRET, Job, as_saved
+from raydist.settings.hydra_errors import config_errors, refuse_sweeps
+from raydist.settings.lookup import check_files, missing_path
+from raydist.settings.overrides import translate_overrides
+from raydist.settings.validate import validate
+from raydist.shared import env_names
+from raydist.shared.errors import ConfigError
+
+CONFIG = "config"
+"""The primary config: conf/config.yaml."""
+_secrets: dict[str, str] = {}
+_one_at_a_time = threading.Lock()
+
+
+def compose(
+    overrides: Sequence[str] = (),
+    target: str | None = None,
+    function: Callable[..., Any] | None = None,
+    claim: bool = False,
+) -> Job:
+    """The Job of these overrides, checked; nothing is started.
+
+    `target`: the file (or file.py:function) that is the job; conf/job/<its stem>.yaml has its settings, if it exists.
+    `function`: the job as an object. `claim`: create the run folder, so that no other run takes it.
+    """
+    with _one_at_a_time, hydra_set_up():
+        loader = Loader(target, function)
+        config = loader.load(overrides)
+        job = to_job(config)
+        folder = make_folder(config, "hydra.run.dir") if claim else str(select_value(config, "hydra.run.dir"))
+        return dataclasses.replace(job, dir=os.path.abspath(folder))
+
+
+@contextmanager
+def hydra_set_up() -> Iterator[None]:
+    """Inside the block Hydra is set up for raydist; after it as before, since a notebook may use Hydra itself."""
+    instance = version.VersionBase.instance()
+    base, config = instance.getbase(), HydraConfig.instance().cfg
+    version.setbase("1.3")
+    setup_globals()
+    Plugins.instance().register(Choices)
+    resolvers: dict[str, Callable[..., Any]] = {"runs": runs, "fresh": fresh, "secret": _secrets.__getitem__}
+    for name, resolve in resolvers.items():
+        OmegaConf.register_new_resolver(f"raydist.{name}", resolve, use_cache=name == "fresh", replace=True)
+    try:
+        yield
+    finally:
+        instance.version_base = base
+        HydraConfig.instance().cfg = config
+
+
+def runs(environ: Mapping[str, str] = os.environ) -> str:
+    """The folder of all runs: RAYDIST_RUNS, else ./runs, or ~/raydist/runs in a submitted Ray job."""
+    if named := environ.get(env_names.RUNS):
+        return str(Path(named).expanduser().absolute())
+    # Ray's job supervisor sets it for the command that it starts, in a copy of the working folder that it deletes later
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ:
+        return str(Path("~/raydist/runs").expanduser())
+    return str(Path("runs").absolute())
+
+
+def fresh(folder: str) -> str:
+    """The folder, or the first of folder-2, folder-3, … that does not exist."""
+    name, number = folder, 1
+    while os.path.lexists(name):
+        number += 1
+        name = f"{folder}-{number}"
+    return name
+
+
+def make_folder(config: DictConfig, key: str) -> str:
+    """Create the folder that `key` names. No other run gets it, if raydist chose its name."""
+    folder = str(select_value(config, key))
+    while True:
+        try:
+            os.makedirs(folder)
+        except FileExistsError:
+            # another run has created it meanwhile; a name that stays the same was typed, so it is used as it is
+            OmegaConf.clear_cache(config)
+            before, folder = folder, str(select_value(config, key))
+            if folder != before:
+                continue
+            if not os.path.isdir(folder):
+                raise ConfigError.of(key, folder, "it is a file", f"{key}={fresh(folder)}") from None
+        except OSError as error:
+            cause = f"the folder cannot be created ({error.strerror}); RAYDIST_RUNS sets the folder of all runs"
+            raise ConfigError.of(key, folder, cause, f"{key}=FOLDER") from error
+        return os.path.abspath(folder)
+
+
+def select_value(config: DictConfig, key: str) -> Any:
+    """The value of a key, resolved."""
+    _resolve_within(config)
+    with config_errors(()):
+        return OmegaConf.select(config, key, throw_on_missing=True)
+
+
+def _resolve_within(config: Any) -> None:
+    """Let `${hydra:…}` refer to this config. Hydra's own set_config would make it read-only."""
+    HydraConfig.instance().cfg = config
+
+
+def search_path(config_dir: str | None = None) -> ConfigSearchPath:
+    """The places of config files, in the order of the search; `config_dir` comes first."""
+    path = create_config_search_path(None)
+    if config_dir and not Path(config_dir).is_dir():
+        raise missing_path("--config-dir", config_dir, Path(config_dir), folder=True)
+    folders = [*([Path(config_dir)] if config_dir else []), Path("conf"), targets.shipped("conf")]
+    sources = dict.fromkeys(f"file://{folder.absolute()}" for folder in folders if folder.is_dir())
+    for source in [*sources, "raydist://"]:
+        path.prepend("raydist", source, SearchPathQuery(provider="schema"))
+    return path
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's config loader, with raydist's groups, settings and errors. `target`, `function`: a job that is given."""
+
+    def __init__(
+        self, target: str | None = None, function: Callable[..., Any] | None = None, config_dir: str | None = None
+    ) -> None:
+        super().__init__(search_path(config_dir))
+        self.is_object = function is not None
+        self.target = _name_of(function) if function else target
+        self.groups = frozenset(self._all_groups())
+
+    def _all_groups(self, parent: str = "") -> Iterator[str]:
+        for name in self.repository.get_group_options(parent, ObjectType.GROUP):
+            group = f"{parent}/{name}" if parent else name
+            yield group
+            yield from self._all_groups(group)
+
+    def translate(self, overrides: Sequence[str], multirun: bool = False) -> list[str]:
+        """The overrides for Hydra, with the names of secrets instead of their values."""
+        for text in overrides:
+            if "=" not in text and (group := self._group_of(text)):
+                raise ConfigError.of(group, text, "an override is key=value", f"{group}={text}", typed=text)
+            if self.target and text.startswith("job="):
+                raise self._job_is_given("job", text.removeprefix("job="))
+        translated, secrets = translate_overrides(overrides, self.groups, multirun)
+        _secrets.update(secrets)
+        return translated
+
+    def _job_is_given(self, key: str, value: str) -> ConfigError:
+        return ConfigError.of(key, value, f"the job is {self.target} already; leave this setting out")
+
+    def _group_of(self, choice: str) -> str | None:
+        if "." in choice and ":" not in choice and not choice.endswith(".py"):
+            return None  # a setting without a value, not a module without a function
+        groups = (group for group in sorted(self.groups) if self.repository.config_exists(f"{group}/{choice}"))
+        return next(groups, None) if choice and choice[0] not in "~+" else None
+
+    def load(self, overrides: Sequence[str], name: str = CONFIG) -> DictConfig:
+        """The config of one run."""
+        overrides = self.translate(overrides)
+        if self.target:  # with the settings of its own name, or of no job
+            stem = targets.target_stem(self.target)
+            files = [source for source in self.get_sources() if source.scheme() == "file"]
+            overrides += [f"job={stem}" if any(source.is_config(f"job/{stem}") for source in files) else "~job"]
+        return self.load_configuration(name, overrides, RunMode.RUN)
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        with config_errors(overrides):
+            self._check_primary(config_name)
+            if run_mode == RunMode.RUN:
+                refuse_sweeps(overrides)
+            config = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+            _resolve_within(config)
+            self.complete(config, resolve=run_mode == RunMode.RUN)
+        return config
+
+    def _check_primary(self, name: str | None) -> None:
+        """Refuse the config.yaml of another program: a folder named conf/ may well have one."""
+        primary = self.repository.load_config(name) if name else None
+        if primary is not None and not any(each.get_name() == "schema" for each in primary.defaults_list or ()):
+            raise ConfigError(
+                f"{primary.path.removeprefix('file://')}/{name}.yaml is not raydist's: its `defaults` must have "
+                f"`- schema`; start with a copy of {targets.shipped('conf') / 'config.yaml'}, or use another folder",
+                "--config-name", name, "- schema",
+            )  # fmt: skip
+
+    def complete(self, config: DictConfig, resolve: bool) -> None:
+        """Fill in what follows from other settings: variables of env_file=, the job's file, the run's name.
+
+        `resolve`: find the file of the job or script. A sweep itself has none: each of its runs may have another.
+        """
+        with open_dict(config.env):
+            for name, value in env_file.read_env_file(str(config.env_file), os.environ).items():
+                if name not in config.env:  # a typed variable wins
+                    config.env[name] = hide_secret(name, value)
+        for name, value in config.env.items_ex(resolve=False):
+            if SECRET.search(name) and not str(value).startswith("${"):
+                config.env[name] = hide_secret(name, str(value))
+        target = self.target or str(config.job.target)
+        if config.script and self.target:
+            raise self._job_is_given("script", config.script)
+        if resolve and config.script:
+            config.script = script.resolve_script(config.script)
+        elif resolve and not self.is_object:
+            target = targets.resolve_target(target, config.job.args)
+        config.job.target = target = config.script or target
+        if config.watch.output == "auto":
+            config.watch.output = "all" if config.script else "none"
+        stem = target.rpartition(".")[2].rpartition(":")[2] if self.is_object else targets.target_stem(target)
+        stem = script.script_stem(config.script) if config.script else stem
+        config.name = get_valid_filename(config.name or stem)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def hide_secret(name: str, value: str) -> str:
+    """A reference to a value: Hydra saves and shows only the name, and OmegaConf does not read the value."""
+    _secrets[name] = value
+    return f"${{raydist.secret:{name}}}"
+
+
+def to_job(config: DictConfig) -> Job:
+    """The Job of a composed config, checked, with the files and stores that it names."""
+    job = validated_job(config)
+    check_files(job)
+    return job
+
+
+def validated_job(config: DictConfig) -> Job:
+    """The Job of a composed config. ConfigError for values that cannot be right; files are not read."""
+    with config_errors(()):
+        fields = [field.name for field in dataclasses.fields(Job)]
+        job = OmegaConf.to_object(OmegaConf.merge(schema(), OmegaConf.masked_copy(config, fields)))
+    assert isinstance(job, Job)
+    return validate(job)
+
+
+def save_settings(job: Job, file: Path) -> None:
+    """Write all settings of a run as YAML, resolved, without the values of secrets."""
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(as_saved(job))), encoding="utf-8")
+
+
+def hydra_app(loader: Loader, lenient: bool = False) -> Hydra:
+    """Hydra's own commands: show_cfg, show_info, shell_completion. `lenient`: accept overrides that are half typed."""
+    return Hydra("raydist", ConfigLoaderImpl(loader.get_search_path()) if lenient else loader)
+
+
+def run_once(loader: Loader, name: str, overrides: Sequence[str], task: Callable[[Job], None]) -> None:
+    """Compose, create the run folder, and run `task` in it, with Hydra's callbacks."""
+    config = loader.load(overrides, name)
+    job = to_job(config)
+    make_folder(config, "hydra.run.dir")
+    callbacks = Callbacks(config)
+    callbacks.on_run_start(config=config, config_name=name)
+    context = HydraContext(loader, callbacks)
+    done = run_job(lambda _: task(_saved(job)), config, "hydra.run.dir", None, context)
+    callbacks.on_run_end(config=config, config_name=name, job_return=done)
+
+
+def run_sweep(loader: Loader, name: str, overrides: Sequence[str], task: Callable[[Job], None]) -> None:
+    """Let Hydra's sweeper run `task` for every combination, each in a folder below that of the sweep."""
+    translated = loader.translate([*overrides, "hydra.mode=MULTIRUN"], multirun=True)
+    sweep = loader.load_configuration(name, translated, RunMode.MULTIRUN)
+    typed = [str(text) for text in OmegaConf.to_container(sweep.hydra.overrides.task, resolve=False) or ()]
+    # Refuse a sweep with a wrong run before its folder exists. What another sweeper will run is not known.
+    if sweep.hydra.sweeper._target_.endswith(".BasicSweeper"):
+        params = [f"{key}={value}" for key, value in (sweep.hydra.sweeper.params or {}).items()]
+        parsed = OverridesParser.create(loader).parse_overrides([*params, *typed])
+        for combination in BasicSweeper.split_arguments(parsed, None)[0]:
+            to_job(loader.load_sweep_config(sweep, combination))
+    make_folder(sweep, "hydra.sweep.dir")
+    callbacks = Callbacks(sweep)
+    callbacks.on_multirun_start(config=sweep, config_name=name)
+    sweeper = Plugins.instance().instantiate_sweeper(
+        config=sweep,
+        hydra_context=HydraContext(loader, callbacks),
+        task_function=lambda config: task(_saved(to_job(config))),
+    )
+    done = sweeper.sweep(arguments=typed)
+    callbacks.on_multirun_end(config=sweep, config_name=name, multirun_return=done)
+
+
+def _saved(job: Job) -> Job:
+    """The job in the folder that Hydra has made for it, which gets its resolved settings."""
+    hydra = HydraConfig.get()
+    job = dataclasses.replace(job, dir=hydra.runtime.output_dir)
+    if hydra.output_subdir is not None:
+        save_settings(job, Path(job.dir, hydra.output_subdir, "config.yaml"))
+    return job

@@ -1,0 +1,347 @@
+"""The settings of a run: frozen dataclasses. The docstring under each field is its text in --help. (either side)
+
+compose.py makes a `Job` of conf/ and the overrides. This file imports neither hydra nor torch nor ray, so that driver,
+nodes and ranks can read the settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIAL", re.IGNORECASE)
+"""Names of environment variables whose values must not be saved or printed."""
+
+
+def one_of(default: str, *others: str) -> Any:
+    """A field that takes one of a few values."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+def at_least(least: float, default: Any) -> Any:
+    """A number that is `least` or more (or null, if the type allows it)."""
+    return field(default=default, metadata={"least": least})
+
+
+def greater_than(below: float, default: Any) -> Any:
+    """A number greater than `below` (or null, if the type allows it)."""
+    return field(default=default, metadata={"below": below})
+
+
+@dataclass(frozen=True)
+class Target:
+    """What every rank runs: `job=digits`, `job=path/to/file.py`, `job=package.module:function`."""
+
+    target: str = "digits"
+    """A name in jobs/, a Python file (its function `job`, or file.py:function), or package.module:function."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the job's function: job.args.hidden=64."""
+
+
+@dataclass(frozen=True)
+class Horovod:
+    """Options of backend=horovod."""
+
+    op: str = one_of("average", "sum")
+    """How the gradients of the ranks are reduced: average or sum."""
+    compression: str = one_of("none", "fp16")
+    """fp16: gradients are sent in half precision."""
+    groups: int | None = at_least(1, None)
+    """Number of parameter groups whose gradients are each reduced together; null: fused by size."""
+    process_sets: list[list[int]] = field(default_factory=list)
+    """Groups of ranks that have their own collectives: backend.horovod.process_sets=[[0,1],[2,3]]."""
+    fusion_mb: float | None = at_least(0, None)
+    """Size in MiB up to which gradients that are ready together are sent together; 0: each alone; null: 128."""
+    cycle_ms: float | None = greater_than(0, None)
+    """Milliseconds that a gradient waits for others to be sent with it; null: 1."""
+    autotune: bool = False
+    """Tune fusion_mb and cycle_ms, if they are null, during training; horovod-autotune.csv lists the trials."""
+    timeline: bool = False
+    """Record every collective in horovod-timeline.json of the run folder, for chrome://tracing or Perfetto."""
+    stall_warn_s: int = at_least(0, 60)
+    """Seconds after which rank 0's log names the ranks that a collective waits for; 0: no check."""
+    stall_fail_s: int = at_least(0, 600)
+    """Seconds after which a waiting collective fails the run; 0: never."""
+    log_level: str = one_of("warning", "trace", "debug", "info", "error", "fatal")
+    """Horovod's own log level, in the logs of the ranks."""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """Options of backend=mpi."""
+
+    mpirun: str = "auto"
+    """Path of mpirun (Open MPI or MPICH) on every node; auto: the one on PATH, else the one beside this Python."""
+    args: list[str] = field(default_factory=list)
+    """More arguments of mpirun: backend.mpi.args=[--bind-to,core]."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The library that reduces the gradients."""
+
+    name: str = "auto"
+    """auto (nccl if the ranks have GPUs, else gloo), gloo, nccl, horovod; mpi for an MPI program; mpi and ucc for a job
+    if torch was built with it; script: like auto, for a script= that joins the process group itself."""
+    timeout_s: float = greater_than(0, 600.0)
+    """Timeout of a collective and of the rendezvous, in seconds."""
+    bucket_mb: float = greater_than(0, 25.0)
+    """Size of DDP's gradient buckets in MiB."""
+    find_unused_parameters: bool = False
+    """DDP: find parameters that the loss does not use; costs a pass over the graph in each step."""
+    static_graph: bool = False
+    """DDP: the graph never changes, so DDP does less in each step."""
+    horovod: Horovod = field(default_factory=Horovod)
+    mpi: Mpi = field(default_factory=Mpi)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The number of ranks, and where they run."""
+
+    nodes: int | None = at_least(1, 1)
+    """Number of nodes; null: all nodes of the cluster (scale=cluster)."""
+    max_nodes: int | None = at_least(1, None)
+    """Makes the job elastic between `nodes` and `max_nodes`: it continues with fewer nodes when some are lost, and
+    with more when they join. scale.nodes=2..8 sets both."""
+    per_node: int | None = at_least(1, None)
+    """Ranks on each node; null: one per GPU; without GPUs two on one node, and on a cluster one per `cpus` CPUs."""
+    spares: int = at_least(0, 0)
+    """Number of standby nodes, kept warm: one of them replaces a node that is lost."""
+    gpus: float | None = at_least(0, None)
+    """GPUs of each rank; null: 1 if the nodes have GPUs and the backend can use them, else 0."""
+    cpus: float = greater_than(0, 1.0)
+    """CPUs of each rank, and its OMP_NUM_THREADS."""
+    resources: dict[str, float] = field(default_factory=dict)
+    """Other Ray resources of each rank: scale.resources.highmem=1."""
+    placement: str = one_of("STRICT_SPREAD", "STRICT_PACK", "PACK", "SPREAD")
+    """STRICT_SPREAD: exactly `nodes` nodes with `per_node` ranks each. Ray's other strategies place `nodes` x
+    `per_node` ranks one by one: PACK on few nodes, SPREAD over many, STRICT_PACK all on one."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Use only nodes with these Ray labels, as Ray's label selectors: scale.labels.market-type=on-demand."""
+    avoid: bool = True
+    """Avoid nodes that were lost or slow in two runs of the last week, if there is room without them."""
+    wait_s: float = at_least(0, 600.0)
+    """Seconds to wait for nodes that the autoscaler, or a person, is starting."""
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The network between the ranks."""
+
+    kind: str = one_of("auto", "ib", "roce", "ethernet", "site")
+    """auto: RDMA if NCCL finds it. ib, roce: only HCAs of that kind. ethernet: TCP, even if there is RDMA.
+    site: raydist sets no network variables, because the site does."""
+    interface: str | None = None
+    """Network interface for rendezvous, gloo and NCCL's sockets; null: the one with the node's Ray address."""
+    hca: list[str] = field(default_factory=list)
+    """The HCAs that carry the gradients: fabric.hca=[mlx5_0,mlx5_1]; empty: the active ones near the GPUs, without
+    those for storage."""
+    strict: bool = False
+    """Fail if there is no RDMA, instead of using TCP."""
+    debug: bool = False
+    """NCCL writes to logs/rank-N.nccl which network it chose, and why."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The samples and their batches."""
+
+    root: str = "data"
+    """Folder of the dataset's files (mnist, cifar10, folder), relative to the current folder."""
+    batch_size: int = at_least(1, 32)
+    """Samples in one forward pass of one rank."""
+    global_batch: int | None = at_least(1, None)
+    """Samples in one optimizer step over all ranks; null: batch_size x train.accumulate x ranks. If set, each step sees
+    the same samples on any number of ranks, and batch_size follows from it."""
+    resize: str = one_of("keep", "scale")
+    """What happens when the number of nodes changes (scale.nodes=2..8). keep: the samples in an optimizer step stay, in
+    more passes if there are fewer ranks. scale: batch_size stays on each rank; optim.scaling sets the learning rate."""
+    workers: int = at_least(0, 0)
+    """DataLoader workers of each rank; 0: load in the rank itself."""
+    pin_memory: bool = True
+    """Page-locked batches, for faster copies to a GPU; no effect without a GPU."""
+    shuffle: bool = True
+    """A new order in each epoch, which depends on the seed and the epoch, not on the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The optimizer, its learning rate and its schedule."""
+
+    name: str = one_of("sgd", "adam", "adamw", "rmsprop", "adagrad")
+    """The optimizer of torch.optim."""
+    lr: float = greater_than(0, 0.05)
+    """Learning rate for a global batch of `scaling_batch`; with scaling=none, for any batch."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the optimizer: optim.args.momentum=0.9."""
+    schedule: str = one_of("constant", "cosine", "linear", "step")
+    """Learning rate after the warm-up: constant, cosine to 0, linear to 0, step (x0.1 after each third)."""
+    warmup: int = at_least(0, 0)
+    """Steps in which the learning rate rises linearly to its full value."""
+    scaling: str = one_of("none", "linear", "sqrt")
+    """How the learning rate grows with the global batch: lr x k (linear: Goyal et al. 2017, arXiv:1706.02677) or
+    lr x sqrt(k), with k = global batch / scaling_batch."""
+    scaling_batch: int = at_least(1, 256)
+    """The global batch for which `lr` was chosen."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """The training loop of raydist.fit."""
+
+    epochs: int = at_least(0, 10)
+    """Passes over the training samples."""
+    steps: int | None = at_least(1, None)
+    """Number of optimizer steps, which wins over `epochs`; null: all epochs."""
+    precision: str = one_of("fp32", "bf16", "fp16")
+    """bf16 and fp16: autocast; fp16 with loss scaling."""
+    accumulate: int = at_least(1, 1)
+    """Forward and backward passes per optimizer step; gradients are reduced in the last one only."""
+    clip: float | None = greater_than(0, None)
+    """Maximum norm of the gradient; null: no clipping."""
+    compile: bool = False
+    """Use torch.compile for the model."""
+    channels_last: bool = False
+    """Images in channels-last memory order."""
+    evaluate_every: int = at_least(0, 1)
+    """Epochs between evaluations; 0: evaluate at the end only."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Checkpoints on disk or in an object store."""
+
+    every: int | None = at_least(1, None)
+    """Optimizer steps between checkpoints; null: one at the end of each epoch."""
+    keep: int = at_least(1, 3)
+    """Number of newest checkpoints to keep."""
+    best: str | None = None
+    """Also keep the best checkpoint by this metric: max:accuracy or min:loss."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """When a rank hangs. A slow rank is not ended; one that can never continue is, or after `limit_s`."""
+
+    after_s: float = greater_than(0, 3.0)
+    """Seconds without a heartbeat, plus `steps` of the rank's steps, after which all ranks are examined."""
+    steps: float = at_least(0, 3.0)
+    """Additional silence that is allowed, in steps of the rank (their median duration)."""
+    limit_s: float = greater_than(0, 1800.0)
+    """Seconds without a heartbeat after which the run is ended in any case, also while it starts or saves."""
+    end: bool = True
+    """End the run if ranks can never continue: one is stopped, or they wait in different collectives. false: only
+    report it."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Training states in memory, so that a restart loses no step."""
+
+    every: int | None = at_least(0, None)
+    """Optimizer steps between snapshots; 0: no snapshots; null: each step, or fewer, to take 1% of the time."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Restarts of failed ranks, from the newest snapshot or checkpoint."""
+
+    max: int | None = at_least(0, None)
+    """Maximum number of failures within `window_s`; 0: no restart. Nodes that the cluster takes away do not count.
+    null: 3 for jobs; 0 for script=, because running it again may repeat side effects."""
+    window_s: float | None = greater_than(0, 3600.0)
+    """Seconds after which a failure no longer counts; null: it always counts."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is shown during the run."""
+
+    progress: str = one_of("auto", "bar", "lines", "none")
+    """auto: a live bar in a terminal, plain lines elsewhere."""
+    every_s: float = greater_than(0, 10.0)
+    """Seconds between plain lines."""
+    slow: float = at_least(0, 10.0)
+    """A rank is reported as slow if its own work takes this many percent of a step longer than that of the others;
+    0: no check."""
+    output: str = "auto"
+    """Ranks whose output is shown, each line with its rank: all, none, 0,3; auto: all for script=, none for a job."""
+    job_metadata: bool = False
+    """Write the result into the metadata of a job that was submitted to Ray. Ray has no public API for it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All settings of one run."""
+
+    name: str = ""
+    """Name of the run and of its folder; empty: the name of the job."""
+    job: Target = field(default_factory=Target)
+    script: str = ""
+    """A program to run as every rank, instead of a job: a Python file, "-m package.module", or any command."""
+    args: list[str] = field(default_factory=list)
+    """Arguments of the script: args='--epochs 3 --rank {rank}'. In braces: rank, world_size, local_rank, node_rank,
+    init_method, master_addr, master_port, backend."""
+    backend: Backend = field(default_factory=Backend)
+    scale: Scale = field(default_factory=Scale)
+    fabric: Fabric = field(default_factory=Fabric)
+    data: Data = field(default_factory=Data)
+    model: dict[str, Any] = field(default_factory=dict)
+    """The model's class or function in `_target_`, and its arguments: model=resnet18 model.num_classes=10."""
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    restart: Restart = field(default_factory=Restart)
+    watch: Watch = field(default_factory=Watch)
+    hang: Hang = field(default_factory=Hang)
+    init_method: str = one_of("env", "tcp", "file")
+    """Rendezvous of the ranks: env (MASTER_ADDR, MASTER_PORT), tcp (tcp://address:port), file (all nodes see it)."""
+    group: str = one_of("ray", "inline")
+    """ray: one actor per rank. inline: no Ray; one rank runs in this process (pdb works), several as processes."""
+    start: str = one_of("fork", "spawn")
+    """fork: ranks are forked from a server that has imported torch. spawn: a new interpreter, if fork is unsafe."""
+    seed: int = at_least(0, 0)
+    """Seed of all random numbers: parameters, order of samples, augmentation."""
+    deterministic: bool = False
+    """Use deterministic algorithms only; an operation without one fails."""
+    resume: str = "none"
+    """none; auto (the newest complete checkpoint of this run, else of the newest run with this name); a path or URL."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the ranks; they win over those that raydist sets."""
+    env_file: str = ""
+    """A file with such variables, as for docker's --env-file: NAME=value, or NAME to pass one on. `env` wins."""
+    working_dir: str = ""
+    """A folder to send to every node (working_dir=.); the ranks run in the copy, as with ray job submit."""
+    pip: list[str] = field(default_factory=list)
+    """Packages that Ray installs for the ranks: pip=[transformers,einops==0.8.0], or one requirements file."""
+    storage: str = ""
+    """A folder that all nodes see, or a URL (storage=s3://bucket/runs): checkpoints, and after the run its records, go
+    to NAME/RUN in it; empty: to the run folder."""
+    dir: str = ""
+    """The run folder (hydra.run.dir). raydist sets it when the run starts."""
+
+
+def as_dict(job: Job) -> dict[str, Any]:
+    """The settings as dicts, lists and scalars, for JSON."""
+    return dataclasses.asdict(job)
+
+
+def as_saved(job: Job) -> dict[str, Any]:
+    """The settings as they may be saved: without the values of secrets."""
+    shown = {name: "***" if SECRET.search(name) else value for name, value in job.env.items()}
+    return {**as_dict(job), "env": shown}
+
+
+def from_dict(plain: dict[str, Any]) -> Job:
+    """The Job of a dict from `as_dict`."""
+    job: Job = _build(Job, plain)
+    return job
+
+
+def _build(kind: Any, plain: dict[str, Any]) -> Any:
+    parts = {f.name: f.default_factory for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.default_factory)}
+    return kind(**{name: _build(parts[name], value) if name in parts else value for name, value in plain.items()})

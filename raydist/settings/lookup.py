@@ -1,0 +1,83 @@
+"""Files and modules that settings name: found without importing them, or refused with the nearest name. (driver)"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from raydist.settings.config import Job
+from raydist.shared.errors import ConfigError, RaydistError, nearest
+from raydist.state import object_store
+
+
+def override(key: str, value: str) -> str:
+    """`key=value` or `--flag value`, as typed in a shell."""
+    text = f'"{value}"' if " " in value else value
+    return f"{key} {text}" if key.startswith("-") else f"{key}={text}"
+
+
+def missing_path(key: str, value: str, path: Path, *suggestions: str, folder: bool = False) -> ConfigError:
+    """The error for a path that does not exist, with the nearest name beside its first part that does not exist.
+
+    `folder`: a folder is wanted, not a file. `suggestions`: what to type if no name is near.
+    """
+    path = Path(os.path.abspath(path))
+    while not path.parent.is_dir():
+        path, folder = path.parent, True
+    close = nearest(path.name, [each.name for each in path.parent.iterdir() if each.is_dir() == folder])
+    guess = override(key, value.replace(path.name, close)) if close else None
+    cause = f"there is no {'folder' if folder else 'file'} {path}"
+    return ConfigError.of(key, value, cause, *(() if guess else suggestions), guess=guess)
+
+
+def find_module(key: str, value: str, name: str) -> ModuleSpec:
+    """The spec of module `name`, which is a part of `value`; ConfigError if there is no such module."""
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for number, part in enumerate(parts):
+        path = list(spec.submodule_search_locations or []) if spec else [os.getcwd(), *sys.path]
+        # importlib.util.find_spec would import the packages that contain it
+        package, spec = spec, PathFinder.find_spec(".".join(parts[: number + 1]), path)
+        if spec is None:
+            beside = {each.name for each in pkgutil.iter_modules(path)}
+            close = nearest(part, beside if package else beside | sys.stdlib_module_names)
+            guess = ".".join([*parts[:number], close, *parts[number + 1 :]]) if close else None
+            cause = f"there is no module {'.'.join(parts[: number + 1])}, as seen from {os.getcwd()}"
+            raise ConfigError.of(key, value, cause, guess=guess and override(key, value.replace(name, guess)))
+    assert spec is not None, name
+    return spec
+
+
+def python_file(spec: ModuleSpec | None) -> Path | None:
+    """The Python file of a module; None for a compiled or built-in one."""
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+def check_files(job: Job) -> None:
+    """Raise ConfigError if a folder, a file, a store or a checkpoint that the settings name does not exist."""
+    object_store.check_url("storage", job.storage)
+    _check_resume(job)
+    if job.working_dir and not (folder := Path(job.working_dir).expanduser()).is_dir():
+        raise missing_path("working_dir", job.working_dir, folder, "working_dir=.", folder=True)
+    for line in job.pip:
+        if line.endswith(".txt") and not Path(line).is_file():
+            raise missing_path("pip", f"[{line}]", Path(line), "pip=[PACKAGE,PACKAGE]")
+
+
+def _check_resume(job: Job) -> None:
+    if job.resume in ("none", "auto"):
+        return
+    from raydist.state import checkpoint_files
+
+    object_store.check_url("resume", job.resume)
+    with object_store.environment(job.env):
+        try:
+            checkpoint_files.find_resume(job.resume, Path())
+        except RaydistError:
+            raise
+        except Exception as error:
+            cause = f"it cannot be read ({object_store.reason(error)})"
+            raise ConfigError.of("resume", job.resume, cause, "resume=none") from error

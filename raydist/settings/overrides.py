@@ -1,0 +1,224 @@
+"""Overrides as typed -> overrides in Hydra's grammar; those without a meaning are refused. (pure)
+
+`model.num_classes=10` gets the `++` and `env.FLAGS=--a=b,c` the quotes that Hydra needs, and secrets are taken out.
+Whether a choice exists and a value has the right type is left to Hydra.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import shlex
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+from raydist.settings.config import SECRET, Job
+from raydist.shared.errors import ConfigError
+
+VERBATIM = ("env", "scale.labels")
+"""Dictionaries of text. Their values are literal, so they are quoted for Hydra's grammar."""
+SPECIAL, ESCAPED = re.compile(r"([][(){}:=, ])"), r"\\\1"
+"""Characters that Hydra's grammar wants escaped in a key between braces."""
+NOT_A_NAME = re.compile(r"[+-]?[\d.]+|null|true|false", re.IGNORECASE)
+"""Text that Hydra reads as a number, a bool or null, where a choice must be a name."""
+ELEMENT = re.compile(r"\s*(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,]*)\s*(?=,|$)")
+"""One element of a list in Hydra's grammar."""
+
+
+class Override(NamedTuple):
+    """`sign` `key` = `value`; `value` is None if there is no `=`."""
+
+    text: str
+    sign: str
+    key: str
+    value: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        sign = next((each for each in ("++", "+", "~") if text.startswith(each)), "")
+        key, equals, value = text[len(sign) :].partition("=")
+        return cls(text, sign, key.strip(), value if equals else None)
+
+    def wrong(self, cause: str, *suggestions: str, **named: Any) -> ConfigError:
+        return ConfigError.of(self.key, self.value, cause, *suggestions, typed=self.text, **named)
+
+
+def setting_fields(kind: type = Job, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Every setting with its full name, as `optim.lr`, in the order of the dataclasses."""
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from setting_fields(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field
+
+
+SETTINGS = dict(setting_fields())
+PARTS = frozenset(name[: dot.start()] for name in SETTINGS for dot in re.finditer(r"\.", name))
+OPEN = tuple(name for name, field in SETTINGS.items() if str(field.type).startswith("dict["))
+"""The dictionaries: settings that take any key."""
+
+
+def dictionary_of(key: str) -> str | None:
+    """The dictionary that `key` is an entry of, or None."""
+    return next((name for name in OPEN if key.startswith(f"{name}.")), None)
+
+
+def example(key: str) -> str:
+    """A valid override of a setting: its default, or a value of its type."""
+    field = SETTINGS.get(key)
+    kind = str(field.type).partition(" | ")[0] if field else ""
+    if kind.startswith("dict"):
+        return f"{key}.NAME=VALUE"
+    default = field.default if field and field.default not in (None, "") else None
+    value = default if isinstance(default, int | float | str) else {"int": 1, "float": 1.0}.get(kind, "VALUE")
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def translate_overrides(
+    texts: Sequence[str], groups: Collection[str], multirun: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """The overrides in Hydra's grammar, and the secrets in them by the name of their environment variable.
+
+    `groups`: the config groups. ConfigError for an override that has no meaning.
+    """
+    overrides = [Override.parse(text) for text in spread(texts)]
+    chosen: dict[str, Override] = {}
+    for override in overrides:
+        if override.key in groups and (first := chosen.setdefault(override.key, override)) is not override:
+            typed = f"{first.text} {override.text}"
+            raise ConfigError.of(override.key, override.value, "chosen twice", override.text, typed=typed)
+    secrets: dict[str, str] = {}
+    return [_translate(override, groups, multirun, secrets) for override in overrides], secrets
+
+
+def spread(texts: Sequence[str]) -> Iterator[str]:
+    """Replace `scale.nodes=2..8` by the two settings that it stands for."""
+    for text in texts:
+        if span := re.fullmatch(r"(?:\+\+)?scale\.nodes=(\d+)\.\.(\d+)", text):
+            yield from (f"scale.nodes={span[1]}", f"scale.max_nodes={span[2]}")
+        else:
+            yield text
+
+
+def _translate(override: Override, groups: Collection[str], multirun: bool, secrets: dict[str, str]) -> str:
+    text, sign, key, value = override
+    if key.startswith(("hydra.", "hydra/")) or "@" in key:
+        return text
+    if not key:
+        raise override.wrong("an override is key=value", "backend=gloo")
+    dictionary = dictionary_of(key)
+    if key not in groups and key not in SETTINGS and key not in PARTS and not dictionary:
+        raise unknown(key, value, groups, text)
+    if value is None and sign != "~":
+        raise override.wrong("its value is missing", f"{key}=CHOICE" if key in groups else example(key))
+    if key in groups:
+        return _choice(override)
+    if dictionary:
+        return _entry(override, dictionary, multirun, secrets)
+    if key == "dir":
+        raise override.wrong("raydist sets dir itself", f"hydra.run.dir={value}")
+    if key in PARTS and not (value or "").startswith("{"):
+        inside = [name for name in SETTINGS if name.startswith(f"{key}.")]
+        raise override.wrong(f"{key} has the settings {', '.join(inside)}", example(inside[0]))
+    if value is None or sign == "~":
+        raise override.wrong("a setting cannot be removed", example(key))
+    if sign == "+":
+        raise override.wrong("the setting exists already", f"{key}={value}")
+    if key in ("args", "pip"):
+        return f"{key}={as_list(key, value)}"
+    if key == "watch.output":
+        return f"watch.output={quote(_unquote(value))}"  # ranks, not the values of a sweep
+    return f"{sign}{key}={_quote_home(value)}"
+
+
+def as_list(key: str, value: str) -> str:
+    """`--rank {rank} --lr 0.1`, as typed in a shell, or `[--rank,{rank}]`, as a list whose elements are quoted."""
+    if value.startswith("[") and value.endswith("]"):
+        elements = [_unquote(each.strip()) for each in ELEMENT.findall(value[1:-1]) if each.strip()]
+    else:
+        try:
+            elements = shlex.split(value)
+        except ValueError as error:
+            raise ConfigError.of(key, value, str(error), f"{key}=[VALUE,VALUE]") from error
+    return f"[{','.join(map(quote, elements))}]"
+
+
+def _choice(override: Override) -> str:
+    sign, key, value = override[1:]
+    if sign in ("+", "++"):
+        raise override.wrong("the group exists already", f"{key}={value}")
+    if value is None:
+        return override.text
+    if value.startswith(("[", "{")):
+        raise override.wrong("a group takes one choice", f"{key}={value.strip('[]{}').partition(',')[0]}")
+    # each value of a sweep may look like a number
+    choices = (f"'{each}'" if NOT_A_NAME.fullmatch(each) else _quote_home(each) for each in value.split(","))
+    return f"{sign}{key}={','.join(choices)}"
+
+
+def _entry(override: Override, dictionary: str, multirun: bool, secrets: dict[str, str]) -> str:
+    """An entry of a dictionary: Hydra wants `++` before a key that the schema does not name."""
+    name, value = override.key[len(dictionary) + 1 :], override.value
+    if not name:
+        raise override.wrong(f"{dictionary} is a dictionary", f"{dictionary}.NAME={value}")
+    if override.sign == "~" or value is None:
+        return override.text
+    if dictionary == "env" and SECRET.search(name) and not value.startswith("${"):
+        secrets[name] = _unquote(value)
+        value = f"${{raydist.secret:{name}}}"
+    elif (
+        dictionary in VERBATIM
+        and not (multirun and "," in value and dictionary == "env")
+        and not value.startswith(("'", '"', "${"))
+    ):
+        value = quote(value)
+    else:
+        value = _quote_home(value)
+    if dictionary.startswith("scale.") and not re.fullmatch(r"[A-Za-z_][\w-]*", name):
+        # labels of Ray such as ray.io/market-type: Hydra's grammar allows these characters only in braces
+        return f"++{dictionary}={{{SPECIAL.sub(ESCAPED, name)}:{value}}}"
+    return f"++{override.key}={value}"
+
+
+def quote(value: str) -> str:
+    """The value in quotes, for Hydra's grammar."""
+    # a backslash is escaped only before a quote and at the end
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"
+
+
+def _unquote(value: str) -> str:
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+
+
+def _quote_home(value: str) -> str:
+    """Hydra's grammar has no `~`, and not every shell expands it after a `=`."""
+    return quote(value) if value.startswith("~/") else value
+
+
+def unknown(key: str, value: str | None, groups: Collection[str] = (), typed: str = "") -> ConfigError:
+    """The error for a setting that does not exist, with the one that was probably meant."""
+    known = sorted(name for name in {*SETTINGS, *PARTS, *groups} if not name.startswith("hydra"))
+    parent = key.rpartition(".")[0]
+    beside = [name for name in known if name.rpartition(".")[0] == parent] if parent in PARTS else []
+    close = nearest_key(key, known, beside)
+    guess = f"{close}={value}" if close and value else close
+    listed = beside or [name for name in known if "." not in name]
+    return ConfigError.of(key, value, f"there is no setting {key}", guess=guess, known=listed, typed=typed)
+
+
+def nearest_key(key: str, known: Sequence[str], beside: Sequence[str] = ()) -> str | None:
+    """The setting that was meant: one with the same last part, one beside it with a similar name, or a similar one."""
+    last = key.rpartition(".")[2]
+    by_last: dict[str, str] = {}
+    for name in known:
+        by_last.setdefault(name.rpartition(".")[2], name)
+    if last in by_last:
+        return by_last[last]
+    for names in ({name.rpartition(".")[2]: name for name in beside}, by_last):
+        if close := difflib.get_close_matches(last, names, n=1, cutoff=0.6):
+            return names[close[0]]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return close[0] if close else None

@@ -1,0 +1,14 @@
+"""The place of a run's checkpoints and records. (either side)"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raydist.settings.config import Job
+from raydist.state.object_store import StoragePath, parse_path
+
+
+def run_folder(job: Job) -> StoragePath:
+    """The place of a run's checkpoints and records: the run folder, or NAME/RUN in `storage=`."""
+    here = Path(job.dir)
+    return parse_path(job.storage) / (job.name or here.parent.name) / here.name if job.storage else here

@@ -1,0 +1,51 @@
+"""The program of `script=`: found before anything starts. (driver)"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from raydist.settings.lookup import find_module, missing_path, python_file
+from raydist.shared.errors import ConfigError
+
+
+def resolve_script(script: str) -> str:
+    """A file as an absolute path. `-m module` and a bare command stay: each node finds them by itself."""
+    if script.startswith("-m"):
+        return _resolve_module(script)
+    path = Path(os.path.abspath(Path(script).expanduser()))
+    if path.is_file():
+        return str(path)
+    if "/" not in script and not script.endswith(".py"):
+        return script
+    raise missing_path("script", script, path)
+
+
+def _resolve_module(script: str) -> str:
+    name = script.removeprefix("-m").strip()
+    if not name or " " in name:
+        example = 'script="-m package.module"'
+        raise ConfigError.of("script", script, "one module name follows -m; args= has its arguments", example)
+    find_module("script", script, name)
+    if file_of(f"-m {name}") is None:
+        raise ConfigError.of("script", script, f"{name} is a package without __main__", f'script="-m {name}.MODULE"')
+    return f"-m {name}"
+
+
+def file_of(script: str) -> Path | None:
+    """The Python file that a resolved script starts with; None if it starts with another command."""
+    if not script.startswith("-m "):
+        return Path(script) if script.endswith(".py") else None
+    name = script.removeprefix("-m ")
+    try:
+        spec = find_module("script", script, name)
+        if spec.submodule_search_locations is not None:
+            spec = find_module("script", script, f"{name}.__main__")
+    except ConfigError:
+        return None
+    return python_file(spec)
+
+
+def script_stem(script: str) -> str:
+    """The short name of a resolved script."""
+    return script.rpartition(".")[2] if script.startswith("-m ") else Path(script).stem

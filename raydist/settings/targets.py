@@ -1,0 +1,133 @@
+"""The function of `job=`: found by name, and its arguments checked, without importing its file. (driver)
+
+digits                     jobs/digits.py, in this folder or in raydist's; its function `job`
+path/to/file.py[:function]
+package.module:function
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import tokenize
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from raydist.settings.lookup import find_module, missing_path, python_file
+from raydist.shared.errors import ConfigError, nearest
+
+HERE = Path(__file__).parents[1]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def shipped(name: str) -> Path:
+    """A folder that is part of raydist: in the installed package, or beside the package in a source checkout."""
+    inside = HERE / name
+    return inside if inside.is_dir() else HERE.parent / name
+
+
+def job_files() -> dict[str, Path]:
+    """The file of each job that has a name; ./jobs wins over raydist's own."""
+    folders = (shipped("jobs"), Path("jobs").absolute())
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.py")) if file.stem[0] not in "._"}
+
+
+def is_name(target: str) -> bool:
+    """Whether it is the bare name of a job, neither a path nor a module."""
+    return not any(mark in target for mark in "/:.")
+
+
+def target_stem(target: str) -> str:
+    """The short name of a target: of its file, or the last part of its module."""
+    where = target.rpartition(":")[0] or target
+    return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
+
+
+def resolve_target(target: str, args: Mapping[str, object]) -> str:
+    """`/abs/file.py:function` or `module:function`; ConfigError if it does not exist or does not take `args`."""
+    where, name = split_target(target)
+    if where.endswith(".py"):
+        where = os.path.abspath(Path(where).expanduser())
+        file: Path | None = Path(where)
+        if not Path(where).is_file():
+            raise missing_path("job", target, Path(where))
+    else:
+        file = python_file(find_module("job", target, where))
+    if file is not None:
+        check_function(target, file, name, args)
+    return f"{where}:{name}"
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """The file or module, and the function's name."""
+    if is_name(target):
+        if target not in (files := job_files()):
+            raise ConfigError.unknown("job", target, files, "there is no such job")
+        return str(files[target]), "job"
+    where, colon, name = (target, ":", "job") if target.endswith(".py") else target.rpartition(":")
+    if not where.endswith(".py") and "/" in target:
+        right = f"job={where or name}.py" + (f":{name}" if colon else "")
+        raise ConfigError.of("job", target, "a path must end in .py", right)
+    if not where or not name:
+        example = (where or name).rstrip(":") or "path/to/file.py"
+        raise ConfigError.of("job", target, "it names no function", f"job={example}:job")
+    return where, name
+
+
+def check_function(target: str, file: Path, name: str, args: Mapping[str, object]) -> None:
+    """Raise ConfigError if the file does not define the function, or the function does not take `args`."""
+    names = defined(parse_source(target, file))
+    if name not in names and "*" not in names:
+        functions = [each for each, node in names.items() if isinstance(node, Function)]
+        guess = nearest(name, functions, f"job={target.removesuffix(f':{name}')}:")
+        raise ConfigError.of("job", target, f"{file} has no function {name}", guess=guess, known=functions)
+    node = names.get(name)
+    # A decorator may change the arguments; those of an assigned or imported function are not known here.
+    if isinstance(node, Function) and not node.decorator_list:
+        check_args(target, node.args, args)
+
+
+def parse_source(target: str, file: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    try:
+        with tokenize.open(file) as source:
+            return ast.parse(source.read(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        cause = f"{file}{f', line {line}' if line else ''} is not Python: {error}"
+        raise ConfigError.of("job", target, cause) from error
+
+
+def defined(tree: ast.AST) -> dict[str, ast.AST | None]:
+    """The names that a file's top level defines, with the node of a function or class; `*` for a star import."""
+    names: dict[str, ast.AST | None] = {}
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function | ast.ClassDef):
+            names[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name.partition(".")[0], None) for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names.update((each, None) for each in _assigned(node))
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            names.update(defined(node))
+    return names
+
+
+def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[str]:
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        yield from (part.id for part in ast.walk(target) if isinstance(part, ast.Name))
+
+
+def check_args(target: str, signature: ast.arguments, args: Mapping[str, object]) -> None:
+    """Raise ConfigError for a keyword that the function does not take, and for a required one that is missing."""
+    known = [arg.arg for arg in (*signature.args, *signature.kwonlyargs) if arg.arg != "config"]
+    for name, value in args.items():
+        if name not in known and signature.kwarg is None:
+            guess = nearest(name, known, "job.args.")
+            cause = f"job={target} has no argument {name}"
+            raise ConfigError.of(f"job.args.{name}", value, cause, guess=guess and f"{guess}={value}", known=known)
+    optional = {arg.arg for arg in signature.args[len(signature.args) - len(signature.defaults) :]}
+    optional |= {arg.arg for arg, default in zip(signature.kwonlyargs, signature.kw_defaults, strict=True) if default}
+    if missing := [name for name in known if name not in optional and name not in args]:
+        overrides = " ".join(f"job.args.{name}=VALUE" for name in missing)
+        raise ConfigError.of("job", target, f"it needs {', '.join(missing)}", overrides)

@@ -1,0 +1,226 @@
+"""torchrun's flags -> raydist's overrides: each is translated, reported as needless, or refused. (driver)
+
+The names, defaults and environment variables (PET_…) are those of torch/distributed/run.py (2.15), repeated here
+because importing that file takes seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+from raydist.shared import arguments
+from raydist.shared.errors import ConfigError, nearest
+
+VALUES = (
+    ("nnodes", "1:1", "number of nodes, or MIN:MAX: as many as there is room for at the start"),
+    ("nproc-per-node", "1", "ranks on each node: a number, or gpu, cpu, auto"),
+    ("max-restarts", "0", "number of failures after which the ranks are restarted"),
+    ("role", "", "ROLE_NAME of the ranks"),
+    ("log-dir", "", "folder of the runs, with a log of each rank"),
+    ("redirects", "0", "1, 2, 3, or LOCAL_RANK:…: output that goes to the log only"),
+    ("tee", "0", "1, 2, 3, or LOCAL_RANK:…: output that goes to the log and to the screen"),
+    ("local-ranks-filter", "", "local ranks whose output goes to the screen"),
+    ("rdzv-id", "", "TORCHELASTIC_RUN_ID of the ranks"),
+)
+SWITCHES = {
+    "module": "the script is a module: python -m",
+    "no-python": "the script is a program, not a Python file",
+    "run-path": "accepted: every script runs in the rank's own process",
+    "standalone": "accepted",
+}
+SHORT = {"module": "-m", "redirects": "-r", "tee": "-t"}
+STORE = "raydist starts the store in which ranks rendezvous"
+NEEDLESS = {
+    "rdzv-backend": STORE,
+    "rdzv-endpoint": STORE,
+    "rdzv-conf": f"{STORE}; set backend.timeout_s=SECONDS",
+    "master-addr": "raydist chooses it",
+    "master-port": "raydist chooses a free one",
+    "local-addr": "it is the node's address in Ray; set fabric.interface=NAME for another",
+    "monitor-interval": "the end of a rank is known at once",
+    "start-method": "a script always runs in a process of its own; set start=spawn for a new interpreter",
+    "event-log-handler": "events are in events.jsonl of the run folder",
+    "log-line-prefix-template": "lines are shown as [RANK] line",
+    "shutdown-timeout": "the ranks of a failed run are ended at once",
+    "signals-to-handle": "SIGINT, SIGTERM and SIGHUP stop the run in order",
+    "duplicate-stdout-filters": "each rank's log has its whole output",
+    "duplicate-stderr-filters": "each rank's log has its whole output",
+}
+"""Flags with a value that have no effect here, and why."""
+REFUSED = {
+    "virtual-local-rank": "every rank sees all GPUs of its node; call torch.cuda.set_device(LOCAL_RANK)",
+    "numa-binding": "raydist does not bind ranks to cores",
+    "logs-specs": "raydist writes the logs of the ranks itself",
+}
+
+
+class TorchrunParser(argparse.ArgumentParser):
+    """Raises ConfigError instead of exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        if unknown := re.match(r"unrecognized arguments: (--?[\w-]+)", message):
+            flags = [flag for action in self._actions for flag in action.option_strings if "_" not in flag]
+            raise ConfigError.of(unknown[1], None, "torchrun has no such flag", guess=nearest(unknown[1], flags))
+        raise ConfigError(message)
+
+
+def torchrun_parser(environ: Mapping[str, str]) -> TorchrunParser:
+    """torchrun's command line: flags with - or _, then the script, then the script's arguments."""
+    parser = TorchrunParser(
+        prog="python -m raydist.tools.launch",
+        usage="%(prog)s [torchrun's flags] [raydist's settings, as in scale.cpus=4] script [the script's arguments]",
+        description="Runs a torchrun program on the nodes of a Ray cluster. Start it once, on any node of the cluster.",
+        allow_abbrev=False,
+    )
+
+    for name, default, text in VALUES:
+        parser.add_argument(*spellings(name), default=environ.get(variable(name), default), help=text, metavar="…")
+    for name, text in SWITCHES.items():
+        on = environ.get(variable(name), "0") not in ("", "0")
+        parser.add_argument(*spellings(name), action="store_true", default=on, help=text)
+    for name, why in NEEDLESS.items():
+        parser.add_argument(*spellings(name), default=environ.get(variable(name)), help=f"needless: {why}", metavar="…")
+    for name in REFUSED:
+        parser.add_argument(*spellings(name), nargs="?", const="", help=argparse.SUPPRESS)
+    parser.add_argument(*spellings("node-rank"), default="0", help="needless: raydist is started once", metavar="…")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def spellings(name: str) -> list[str]:
+    """A flag as torchrun accepts it."""
+    short = [SHORT[name]] if name in SHORT else []
+    return [*short, *dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))]
+
+
+def variable(name: str) -> str:
+    """The environment variable that has a flag's default."""
+    return f"PET_{name.replace('-', '_').upper()}"
+
+
+class Translated(NamedTuple):
+    """torchrun's command line in raydist's terms."""
+
+    overrides: list[str]
+    notes: list[str]
+    """What to print before the run."""
+    runs: str
+    """The folder of all runs; empty if none was named."""
+
+
+def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Translated:
+    """Overrides for torchrun's command line; ConfigError for what raydist cannot do."""
+    typed = vars(torchrun_parser(environ).parse_args(list(argv)))
+    flags = {name.replace("_", "-"): value for name, value in typed.items()}
+    own = list(itertools.takewhile(is_override, flags["rest"]))
+    program = flags["rest"][len(own) :]
+    if not program:
+        example = "python -m raydist.tools.launch [flags] train.py [its arguments]"
+        raise ConfigError(f"no script is named; type {example}", "script", None, example)
+    for name, why in REFUSED.items():
+        if flags[name] is not None:
+            raise ConfigError.of(f"--{name}", flags[name] or None, f"{why}; leave this flag out")
+    if flags["node-rank"] != "0":
+        raise ConfigError.of(
+            "--node-rank", flags["node-rank"], "raydist is started once, not on every node", "--nnodes N"
+        )
+    notes = [f"--{name} is not needed: {why}" for name, why in NEEDLESS.items() if flags[name] is not None]
+    overrides = [
+        "backend=script",
+        *node_overrides(flags["nnodes"]),
+        *rank_overrides(flags["nproc-per-node"]),
+        *restart_overrides(flags["max-restarts"]),
+        *([f"env.ROLE_NAME={flags['role']}"] if flags["role"] else []),
+        *([f"env.TORCHELASTIC_RUN_ID={flags['rdzv-id']}"] if flags["rdzv-id"] else []),
+        f"watch.output={output_ranks(flags)}",
+    ]
+    if any(text.startswith("scale.max_nodes=") for text in overrides):
+        notes.append(f"--nnodes {flags['nnodes']}: the script is restarted when a node joins, as torchrun does")
+    typed_keys = {text.partition("=")[0] for text in own}
+    overrides = [text for text in overrides if text.partition("=")[0] not in typed_keys]
+    overrides += [*own, *program_overrides(program, module=flags["module"], python=not flags["no-python"])]
+    return Translated(overrides, notes, flags["log-dir"])
+
+
+def is_override(text: str) -> bool:
+    """Whether it is an override of raydist, as scale.cpus=4, not the script's name."""
+    return re.match(r"[+~]*[a-z_][\w./@-]*=", text) is not None
+
+
+def node_overrides(nnodes: str) -> list[str]:
+    """--nnodes 2, or 2:4."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
+    if not match:
+        raise ConfigError.of("--nnodes", nnodes, "must be a number, or MIN:MAX", "--nnodes 2", "--nnodes 2:4")
+    least, most = int(match[1]), int(match[2] or match[1])
+    return [f"scale.nodes={least}"] + ([f"scale.max_nodes={most}"] if most != least else [])
+
+
+def rank_overrides(per_node: str) -> list[str]:
+    """--nproc-per-node 8, gpu, cpu or auto (gpu if there are GPUs, else cpu)."""
+    if per_node.isdecimal():
+        return [f"scale.per_node={int(per_node)}"]
+    choices = {"cpu": ["scale.gpus=0", f"scale.per_node={os.cpu_count() or 1}"], "gpu": ["scale.gpus=1"], "auto": []}
+    if per_node not in choices:
+        cause = "must be a number, gpu, cpu or auto"
+        raise ConfigError.of("--nproc-per-node", per_node, cause, "--nproc-per-node auto")
+    return choices[per_node]
+
+
+def restart_overrides(max_restarts: str) -> list[str]:
+    """--max-restarts 3: in the whole run, however long it takes."""
+    if not max_restarts.isdecimal():
+        raise ConfigError.of("--max-restarts", max_restarts, "must be a number", "--max-restarts 3")
+    return [f"restart.max={int(max_restarts)}", "restart.window_s=null"]
+
+
+def output_ranks(flags: Mapping[str, str]) -> str:
+    """The ranks whose output goes to the screen: those neither redirected (unless teed) nor filtered out.
+
+    raydist keeps stdout and stderr of a rank together, so redirecting one of them redirects both.
+    """
+    redirected, teed = local_ranks("redirects", flags), local_ranks("tee", flags)
+    only = flags["local-ranks-filter"]
+    if not only and (not redirected or "all" in teed):
+        return "all"
+    if "all" in redirected and not teed:
+        return "none"
+    per_node, nodes = flags["nproc-per-node"], int(flags["nnodes"].rpartition(":")[2])
+    if not per_node.isdecimal():
+        cause = "must be a number if only some ranks' output is shown"
+        raise ConfigError.of("--nproc-per-node", per_node, cause, "--nproc-per-node 8")
+    local = [rank for rank in map(str, range(int(per_node))) if not only or rank in only.split(",")]
+    shown = [rank for rank in local if {"all", rank} & teed or not {"all", rank} & redirected]
+    return ",".join(str(node * int(per_node) + int(rank)) for node in range(nodes) for rank in shown) or "none"
+
+
+def local_ranks(flag: str, flags: Mapping[str, str]) -> set[str]:
+    """The local ranks of `3`, which means "all", or of `0:1,1:2`."""
+    value = flags[flag]
+    if value in ("0", "1", "2", "3"):
+        return set() if value == "0" else {"all"}
+    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", value):
+        cause = "must be 0, 1, 2, 3, or LOCAL_RANK:STREAMS"
+        raise ConfigError.of(f"--{flag}", value, cause, f"--{flag} 3", f"--{flag} 0:3,1:2")
+    return {rank for rank, _, streams in (pair.partition(":") for pair in value.split(",")) if streams != "0"}
+
+
+def program_overrides(program: Sequence[str], module: bool, python: bool) -> list[str]:
+    """script= and args=, each argument unchanged."""
+    name, args = program[0], list(program[1:])
+    if module and not python:
+        raise ConfigError.of("--no-python", None, "only one of these flags", "--module", typed="--module --no-python")
+    if module:
+        name = f"-m {name}"
+    elif python and not name.endswith(".py"):
+        name, args = sys.executable, ["-u", name, *args]
+    elif not python and name.endswith(".py"):
+        name, args = "/usr/bin/env", [name if "/" in name else f"./{name}", *args]
+    return [f"script={name}", f"args={shlex.join(map(arguments.keep_braces, args))}"]

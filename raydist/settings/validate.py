@@ -1,0 +1,122 @@
+"""Values of a Job that cannot be right: a ConfigError with the value and a suggestion. (pure)"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from raydist.settings.config import Backend, Job, Scale
+from raydist.shared import arguments
+from raydist.shared.errors import ConfigError
+
+
+def validate(job: Job) -> Job:
+    """The job itself; ConfigError for the first value that cannot be right."""
+    _check_fields(job, "")
+    if (best := job.checkpoint.best) is not None:
+        mode, _, metric = best.partition(":")
+        if mode not in ("max", "min") or not metric:
+            example = f"checkpoint.best=max:{metric or mode or 'accuracy'}"
+            raise ConfigError.of("checkpoint.best", best, "must be max:METRIC or min:METRIC", example)
+    if not re.fullmatch(r"auto|all|none|\d+(,\d+)*", job.watch.output):
+        cause = "must be auto, all, none, or ranks"
+        raise ConfigError.of("watch.output", job.watch.output, cause, "watch.output=0,3")
+    if job.backend.name == "mpi" and job.restart.max:
+        raise ConfigError.of("restart.max", job.restart.max, "mpirun cannot restart its ranks", "restart=none")
+    if job.backend.name == "horovod":
+        _check_horovod(job.backend, job.init_method)
+    _check_size(job)
+    batch, passes = job.data.global_batch, job.train.accumulate
+    if batch is not None and batch % passes:
+        near = round(batch / passes) * passes or passes
+        cause = f"it cannot be split into train.accumulate={passes} equal parts"
+        raise ConfigError.of("data.global_batch", batch, cause, f"data.global_batch={near}")
+    if job.fabric.kind in ("ethernet", "site") and job.fabric.strict:
+        cause = f"it requires RDMA, which fabric.kind={job.fabric.kind} does not use"
+        raise ConfigError.of("fabric.strict", "true", cause, "fabric.kind=auto", "fabric.strict=false")
+    arguments.check_arguments(job.args, job.init_method)
+    return job
+
+
+def _check_fields(node: Any, prefix: str) -> None:
+    """The checks that a field itself has: one of a few values, or a least value."""
+    for field in dataclasses.fields(node):
+        value, name = getattr(node, field.name), prefix + field.name
+        choices, least, below = (field.metadata.get(key) for key in ("choices", "least", "below"))
+        if dataclasses.is_dataclass(value):
+            _check_fields(value, f"{name}.")
+        elif choices is not None and value not in choices:
+            raise ConfigError.unknown(name, value, choices)
+        elif value is not None and least is not None and value < least:
+            raise ConfigError.of(name, value, f"must be {least} or more", f"{name}={least}")
+        elif value is not None and below is not None and value <= below:
+            default = field.default if field.default is not None else 1
+            raise ConfigError.of(name, value, f"must be more than {below}", f"{name}={default}")
+
+
+def _check_horovod(backend: Backend, init_method: str) -> None:
+    settings, name = backend.horovod, "backend.horovod"
+    if init_method != "env":
+        raise ConfigError.of("init_method", init_method, "Horovod has its own rendezvous", "init_method=env")
+    if 0 < settings.stall_fail_s <= settings.stall_warn_s:
+        cause, example = "must be 0, or more than stall_warn_s", f"{name}.stall_fail_s={2 * settings.stall_warn_s}"
+        raise ConfigError.of(f"{name}.stall_fail_s", settings.stall_fail_s, cause, example)
+    for ranks in settings.process_sets:
+        if not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks):
+            example = f"{name}.process_sets=[[0,1],[2,3]]"
+            raise ConfigError.of(f"{name}.process_sets", ranks, "must be lists of different ranks", example)
+
+
+def _check_size(job: Job) -> None:
+    """A size that may change, or spare nodes: what else the job must be for that."""
+    scale = job.scale
+    override = size_override(scale)
+    if not override:
+        return
+    key, _, size = override.partition("=")
+
+    def wrong(cause: str, *suggestions: str) -> ConfigError:
+        return ConfigError.of(key, size, cause, *suggestions)
+
+    if scale.max_nodes is not None and (scale.nodes or 1) > scale.max_nodes:
+        raise wrong("the minimum is more than the maximum", f"scale.nodes={scale.max_nodes}..{scale.nodes}")
+    if scale.max_nodes is not None and scale.spares:
+        cause = f"scale.nodes={scale.nodes or 1}..{scale.max_nodes} uses every node itself"
+        raise ConfigError.of("scale.spares", scale.spares, cause, "scale.spares=0")
+    if scale.nodes is None and scale.spares:
+        raise wrong("scale=cluster uses all nodes already", f"scale.nodes=1 {override}")
+    if scale.nodes is None:
+        raise ConfigError.of("scale.max_nodes", scale.max_nodes, "scale=cluster uses all nodes already", override)
+    if job.backend.name == "mpi":
+        right = "scale.spares=0" if scale.spares else "scale.max_nodes=null"
+        raise wrong("the ranks of mpirun cannot join, leave or move", right)
+    if job.group == "inline":
+        raise wrong("group=inline runs on this machine only", "group=ray")
+    if scale.placement != "STRICT_SPREAD":
+        raise wrong(f"scale.placement={scale.placement} does not count nodes", "scale.placement=STRICT_SPREAD")
+    if scale.spares and job.restart.max == 0:
+        raise wrong("restart.max=0 restarts no rank on a spare node", "restart.max=1", "scale.spares=0")
+    if scale.max_nodes is not None and job.data.resize == "keep" and not job.script:
+        _check_batch(job, scale.max_nodes)
+    if scale.max_nodes is not None and job.data.resize == "scale" and job.data.global_batch is not None:
+        cause = f"data.global_batch={job.data.global_batch} fixes the samples per step"
+        raise ConfigError.of("data.resize", "scale", cause, "data.resize=keep", "data.batch_size=N")
+
+
+def _check_batch(job: Job, max_nodes: int) -> None:
+    """A global batch, that of the initial ranks, must have a sample for each of the most ranks."""
+    least, per_node = job.scale.nodes or 1, job.scale.per_node or 1
+    batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * least * per_node
+    ranks = max_nodes * per_node
+    if batch < ranks:
+        cause = f"{batch} samples per step are too few for {ranks} ranks"
+        key, _, size = size_override(job.scale).partition("=")
+        raise ConfigError.of(key, size, cause, f"data.global_batch={ranks}", "data.resize=scale")
+
+
+def size_override(scale: Scale) -> str:
+    """The override that makes the number of nodes variable or asks for spare nodes; empty if there is none."""
+    if scale.max_nodes is not None:
+        return f"scale.nodes={scale.nodes or 1}..{scale.max_nodes}"
+    return f"scale.spares={scale.spares}" if scale.spares else ""

@@ -1,0 +1,23 @@
+"""The names of the environment variables that raydist sets for its processes, or reads. (either side)
+
+Not among them: those between an agent and mpirun's child (node/mpi_child.py), which runs without this package.
+"""
+
+from __future__ import annotations
+
+CACHE = "RAYDIST_CACHE"
+"""The folder in which raydist.tools.horovod keeps its builds, for all runs of a user."""
+CHECKPOINTS = "RAYDIST_CHECKPOINTS"
+"""Where the checkpoints of the run are, if not in the run folder: a folder, or a URL."""
+LEDGER = "RAYDIST_LEDGER"
+"""The file in which lost and slow nodes are noted."""
+RENDEZVOUS_FILE = "RAYDIST_RENDEZVOUS_FILE"
+"""init_method=file: the file in which the ranks meet."""
+RESUME = "RAYDIST_RESUME"
+"""The checkpoint from which a rank resumes; empty: none."""
+RUNS = "RAYDIST_RUNS"
+"""The folder in which run folders are made."""
+RUN_DIR = "RAYDIST_RUN_DIR"
+"""The run folder."""
+SCRATCH = "RAYDIST_SCRATCH"
+"""The folder of the node's agents, on its own disk; the ranks of a node share it."""

@@ -1,0 +1,150 @@
+"""The errors that end a run, and the exit code of each. All can be pickled. (either side)
+
+RaydistError             1    something that raydist can name went wrong
+├── ConfigError          2    a setting is wrong, or names something that does not exist; nothing was started
+├── LaunchError          1    the cluster, a node or a rank could not be started
+├── RunFailed            1    a rank failed; it has the Result, with the first cause and the exception of each rank
+└── Stopped          128+n    stopped by signal n
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import signal
+from collections.abc import Iterable
+from typing import Any
+
+
+class RaydistError(Exception):
+    """Base class of the errors that raydist raises.
+
+    `message` is its text; `exit_code` is that of the command. It can be pickled.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = facts
+        self.__dict__.update(facts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Unpickling calls an exception with its positional arguments only, which loses keyword arguments.
+        return _rebuild, (type(self), self.message, self.facts)
+
+
+def _rebuild(kind: type[RaydistError], message: str, facts: dict[str, Any]) -> RaydistError:
+    return kind(message, **facts)
+
+
+class ConfigError(RaydistError):
+    """A setting, value, file or size is wrong. Exit code 2. The message has the value, the cause and what to type.
+
+    It is raised before anything is started, unless only a node or a rank can know.
+
+    - `key`: the setting, group or flag, as in `optim.lr`; empty if the error concerns none.
+    - `value`: the wrong value, as typed or as read; None if there is none.
+    - `suggestion`: what to type instead, as in `optim.lr=0.05`; empty if raydist has no suggestion.
+    """
+
+    exit_code = 2
+    key: str
+    value: Any
+    suggestion: str
+
+    def __init__(self, message: str, key: str = "", value: Any = None, suggestion: str = "") -> None:
+        super().__init__(message, key=key, value=value, suggestion=suggestion)
+
+    @classmethod
+    def of(
+        cls,
+        key: str,
+        value: Any,
+        cause: str,
+        *suggestions: str,
+        guess: str | None = None,
+        known: Iterable[str] | None = None,
+        typed: str = "",
+    ) -> ConfigError:
+        """`key=value: cause; set SUGGESTION or SUGGESTION`.
+
+        `guess`: what was probably meant: "did you mean …?". `known`: names to list. `typed`: how the setting was typed,
+        if not as `key=value`.
+        """
+        suggestion = guess or next(iter(suggestions), "")
+        message = (
+            typed or (key if value is None else f"{key}{' ' if key.startswith('-') else '='}{value}")
+        ) + f": {cause}"
+        if guess:
+            message += f"; did you mean {guess}?"
+        elif suggestions:
+            message += f"; {'use' if suggestion.startswith('-') else 'set'} {' or '.join(suggestions)}"
+        return cls(message + (f" ({known_names(known)})" if known else ""), key, value, suggestion)
+
+    @classmethod
+    def unknown(cls, key: str, value: object, known: Iterable[str], cause: str = "unknown value") -> ConfigError:
+        """`key=value: cause; did you mean key=NEAREST? (known: …)`."""
+        known = [*known]
+        guess = nearest(str(value), known, f"{key} " if key.startswith("-") else f"{key}=")
+        return cls.of(key, value, cause, guess=guess, known=known)
+
+
+class LaunchError(RaydistError):
+    """Ray, a node, the fork server or the rendezvous could not be started. Exit code 1."""
+
+
+class RunFailed(RaydistError):
+    """At least one rank failed, and the run was not restarted, or not again. Exit code 1.
+
+    `result` is the whole Result. `exceptions` maps each failed rank to its exception: the object itself where it could
+    be pickled, otherwise a RaydistError with its text.
+    """
+
+    result: Any
+    exceptions: dict[int, BaseException]
+
+
+class Stopped(RaydistError):
+    """A signal stopped the run: SIGINT (Ctrl-C) or SIGTERM. `signum` is its number, the exit code 128 + `signum`."""
+
+    def __init__(self, signum: int, **facts: Any) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}", **facts)
+        self.signum = signum
+        self.exit_code = 128 + signum
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.signum,)
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str | None:
+    """The known name that `name` was most likely meant to be, with `prefix` before it; None if none is near."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return prefix + by_lower[close[0]] if close else None
+
+
+def known_names(known: Iterable[str]) -> str:
+    """`known: a, b, c`, at most 40 of them."""
+    names = sorted(known)
+    return f"known: {', '.join(names[:40])}" + (f", … ({len(names)} in all)" if len(names) > 40 else "")
+
+
+def out_of_memory(error: BaseException) -> str:
+    """The text for an actor that Ray's memory monitor ended; empty for any other error."""
+    if type(error).__name__ != "OutOfMemoryError":
+        return ""
+    used = re.search(r"was (\S+ used / \S+ limit)", str(error))
+    figures = f" ({used[1]})" if used else ""
+    return f"out of memory: Ray's memory monitor ended its actor, because the node had no more{figures}"
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's text, without the traceback that Ray adds before it."""
+    if by_ray := out_of_memory(error):
+        return by_ray
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else type(error).__name__
+    missing = "No module named 'raydist'" in last
+    return last + (": install raydist on every node, for the Python that Ray runs with" if missing else "")

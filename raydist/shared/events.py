@@ -1,0 +1,132 @@
+"""The events of a run: one append-only file of JSON lines, and readers that get each event live. (either side)
+
+Every event has `t` (seconds since the epoch, where it happened) and `kind`; its other fields depend on the kind:
+
+    run        name, dir, target, pages          the run began; `pages`: failure pages that earlier runs left
+    cluster    address, nodes, started           connected to Ray; `started`: raydist started it
+    wait       text                              waiting for nodes, and for which
+    plan       backend, world_size, seats        for each rank: rank, host, ip, local_rank, gpus
+    avoid      node, avoided, text               a node with incidents was left out, or there was no room to do so
+    phase      name, s                           a phase of the launch ended: connect, place, actors, warm-up, …
+    warning    text, [rank]                      a warning
+    joined     rank, pid, [network]              the rank joined the process group
+    begin      rank, [steps, epochs, samples, resumed]   a training loop began; `resumed`: the step it continues from
+    report     rank, [step], values              what a job reported; of ranks other than 0 only the newest per batch
+    spent      rank, what, s                     an evaluation or a save took `s` seconds
+    saved      rank, step, path, s               a checkpoint is complete on disk
+    raised     rank, type, message, traceback, step      the job raised an exception
+    done       rank, [spent]                     the job's function returned; spent: {step, evaluate, save: seconds}
+    ended      rank, code, signal, step          the rank's process ended
+    hang       text, ranks, certain, s           ranks are silent for `s` seconds, and which ranks they wait for
+    slow       text, ranks                       slow ranks: rank, host, own_s, others_s, step_s, share
+    work       ranks                             at the end, of each rank: [seconds of its own work per step, per step]
+    network    text, nodes                       what carried a run of several nodes: port counters, NCCL's log
+    notice     text, ranks, hosts, s             nodes will be taken away in `s` seconds
+    stop       reason                            the other ranks are being ended
+    failure    cause, text, reason, reached, others, ended, attempt     all ranks ended because this rank ended
+    restart    number, most, rank, host, how, step, text    the next attempt begins, because of this failure
+    placed     number, moved, [seats]            every rank has a slot for it; `moved`: the ranks that changed theirs
+    restarted  number, step, s, repeated         its first step is done, `s` after the failure; `repeated`: steps lost
+    result     status, …                         the last line of the file
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from raydist.shared.errors import Stopped
+
+Event = dict[str, Any]
+Reader = Callable[[Event], None]
+OWED_MOST = 1 << 24
+"""Bytes of events that are kept while the disk is full. Later events go to the readers only."""
+
+
+def event(kind: str, **facts: Any) -> Event:
+    """An event with the current time."""
+    return {"t": time.time(), "kind": kind, **facts}
+
+
+class Events(AbstractContextManager["Events"]):
+    """The event stream of one run: each event is appended to a file, then given to the readers.
+
+    A reader that raises is dropped, with a warning event: a reader cannot break a run.
+    """
+
+    def __init__(self, path: Path, readers: tuple[Reader, ...] = ()) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._owed = bytearray()
+        self._full = False
+        self._readers = list(readers)
+        self._lock = threading.RLock()
+        """Monitors add events from threads of their own; a reader that fails adds one while it is called."""
+
+    def add(self, new: Event) -> None:
+        """Append one event. When this returns the kernel has the line, so it survives a SIGKILL of the driver.
+
+        A full disk does not end the run: up to `OWED_MOST` bytes of lines are kept in memory until they can be written.
+        """
+        line = json.dumps(new, default=str)
+        with self._lock:
+            self._write(line.encode() + b"\n")
+            self._tell(json.loads(line))  # readers see the same live as in the file: no tuples, keys are text
+
+    def _write(self, line: bytes) -> None:
+        if len(self._owed) < OWED_MOST:
+            self._owed += line
+        try:
+            while self._owed:
+                del self._owed[: self._file.write(self._owed) or 0]
+        except OSError as error:
+            if not self._full:
+                self._full = True
+                text = f"{self.path.parent} cannot be written ({error.strerror}): the run continues without it"
+                self.say("warning", text=text)
+
+    def all(self) -> Iterator[Event]:
+        """All events up to now."""
+        return read_events(self.path, bytes(self._owed))
+
+    def show(self, rank: int, output: bytes) -> None:
+        """Give a rank's output to the readers only: the rank's log has it already."""
+        if output:
+            with self._lock:
+                self._tell(event("output", rank=rank, output=output))
+
+    def _tell(self, new: Event) -> None:
+        for reader in list(self._readers):
+            try:
+                reader(new)
+            except Stopped:
+                raise  # a signal arrived while the reader ran: the driver handles it
+            except Exception as error:
+                self._readers.remove(reader)
+                self.say("warning", text=f"a reader of events was dropped: {type(error).__name__}: {error}")
+
+    def say(self, kind: str, **facts: Any) -> None:
+        """Append an event with the current time."""
+        self.add(event(kind, **facts))
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read_events(path: Path, owed: bytes = b"") -> Iterator[Event]:
+    """The events of a file and of the bytes still to be written to it. A last line cut off by a crash is left out."""
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+            else:
+                owed = line + owed
+    for line in owed.splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            yield json.loads(line)

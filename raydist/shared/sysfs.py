@@ -1,0 +1,43 @@
+"""Read small files of /sys and /proc; a missing file reads as empty. (actor)"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def read_text(path: Path) -> str:
+    """The file's text, stripped; empty if it cannot be read (sysfs returns EINVAL for attributes that do not apply)."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def read_number(path: Path, default: int) -> int:
+    """The file's number, decimal or hexadecimal with 0x; `default` if it has none."""
+    try:
+        return int(read_text(path), 0)
+    except ValueError:
+        return default
+
+
+def names(path: Path) -> list[str]:
+    """The names in a folder, mlx5_2 before mlx5_10; empty if the folder does not exist."""
+    try:
+        found = [entry.name for entry in path.iterdir()]
+    except OSError:
+        return []
+    return sorted(found, key=lambda name: [(not part.isdigit(), int(part) if part.isdigit() else 0, part)
+                                           for part in re.split(r"(\d+)", name) if part])  # fmt: skip
+
+
+def pci_path(device: Path, root: Path) -> str:
+    """A device's real path below /sys/devices; empty for a virtual or missing device."""
+    if not device.exists():
+        return ""
+    try:
+        found = device.resolve().relative_to((root / "sys/devices").resolve()).as_posix()
+    except (OSError, ValueError):
+        return ""
+    return "" if found.startswith("virtual/") else found

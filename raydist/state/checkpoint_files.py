@@ -1,0 +1,334 @@
+"""Find, verify, load, write and prune checkpoints; none runs code when it is loaded. (either side)
+
+    RUN_DIR/checkpoints/step-00000120/state.pt     torch.save of the state
+                                      meta.json    step, world size, metrics, size and checksum of each file
+                                      __3_0.distcp, .metadata    in place of state.pt: distributed_checkpoint.py
+
+A checkpoint is complete when its meta.json can be read and all files in it exist, with that size and that checksum.
+With `storage=` they are below a folder or a URL. On object stores meta.json is uploaded last and deleted first, so its
+presence marks a complete checkpoint, and checksums are compared when a node fetches a file. Nothing here is a
+collective, and only `write_and_prune` and `load` need torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from raydist.shared import env_names
+from raydist.shared.errors import ConfigError, RaydistError
+from raydist.state import object_store
+from raydist.state.object_store import Remote, StoragePath, parse_path
+from raydist.state.snapshot_layout import State
+from raydist.state.write import META, STATE, Meta, SaveRequest, file_sizes, put_back, replaced_in, write
+
+PAUSES_S = (1.0,)
+"""Seconds between tries to write to a store that can't be reached; its driver makes several within each."""
+QUIET_S = 60.0
+"""Seconds after a failure during which a store is not tried again: a try takes half a minute."""
+LISTINGS = 10
+"""Tries to list a folder while another process writes to it; in a read-only folder all fail alike."""
+Warn = Callable[[str], None]
+
+
+class Retention(Protocol):
+    """Which checkpoints stay; config.Checkpoint and SaveRequest say so."""
+
+    @property
+    def keep(self) -> int:
+        """How many of the newest."""
+
+    @property
+    def best(self) -> str | None:
+        """`max:METRIC` or `min:METRIC`; None for the newest only."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete."""
+
+    path: StoragePath
+    meta: Meta
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        return self.meta.step
+
+    @property
+    def sharded(self) -> bool:
+        """Whether it holds a sharded state, which `raydist.sharded.load` loads."""
+        return self.meta.sharded
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that were given to `save`."""
+        return dict(self.meta.metrics)
+
+    @cached_property
+    def state(self) -> State:
+        """The state that was saved, with all tensors on the CPU; read on first access.
+
+        RaydistError if it is a sharded state: `raydist.sharded.load` reads that.
+        """
+        if self.sharded:
+            raise RaydistError(
+                f"{self.path} holds a sharded state: load it with raydist.sharded.load(state), or with "
+                "torch.distributed.checkpoint"
+            )
+        return load(self.path)
+
+    def random(self, rank: int, world_size: int) -> Any:
+        """The random generators of a rank, for `raydist.fit`; None if another number of ranks saved it."""
+        drawn = self.state["random"]
+        return drawn[rank] if len(drawn) == world_size else None
+
+
+def load(path: StoragePath) -> State:
+    """Return the state of a checkpoint. All tensors are on the CPU.
+
+    - `path`: the folder of the checkpoint, as in `latest().path`, or a `pathlib.Path`.
+
+    It is `torch.load(weights_only=True)`: a file that would run code is refused with pickle.UnpicklingError.
+    FileNotFoundError: there is no such file. At a URL the file is fetched, and its checksum is checked.
+    """
+    import torch
+
+    with local_copy(path, STATE) as file:
+        state: State = torch.load(file, map_location="cpu", weights_only=True)
+    return state
+
+
+@contextmanager
+def local_copy(path: StoragePath, name: str) -> Iterator[Path]:
+    """A file of a checkpoint; of a URL a copy, one for all ranks of a node where they have a folder in common."""
+    if isinstance(path, Path):
+        yield path / name
+        return
+    checksum = Meta.read(path).files[name].xxh3_128
+    if shared := os.environ.get(env_names.SCRATCH):
+        yield (path / name).fetch(Path(shared) / f"{checksum}.pt", checksum)
+        return
+    with tempfile.TemporaryDirectory(prefix="raydist-") as own:
+        yield (path / name).fetch(Path(own) / name, checksum)
+
+
+def saved_at(path: StoragePath) -> Saved:
+    """The checkpoint at this path, which must be complete."""
+    return Saved(path, Meta.read(path))
+
+
+def newest_step(folder: StoragePath) -> int:
+    """The step of the newest checkpoint in a folder, complete or not; -1 if there is none."""
+    return max((int(path.name[5:]) for path in _paths(folder)), default=-1)
+
+
+def newest(folder: StoragePath, warn: Warn = lambda text: None) -> Saved | None:
+    """The newest complete checkpoint in a folder; a warning for each newer one that is not complete."""
+    for path in reversed(_paths(folder)):
+        try:
+            return verify(path)
+        except Flaw as why:
+            warn(f"checkpoint {path} is passed over: {why}")
+    return None
+
+
+def find_resume(resume: str, run_dir: StoragePath, warn: Warn = lambda text: None) -> StoragePath | None:
+    """The checkpoint that `resume=` means for a run in `run_dir`; None: a new start.
+
+    auto: the newest complete one of this run folder, otherwise of the newest run folder beside it that has one.
+    A path or URL: a checkpoint, or a run folder; ConfigError if nothing complete is there.
+    """
+    if resume == "none":
+        return None
+    if resume != "auto":
+        return _named(parse_path(resume), warn)
+    beside = sorted((run for run in run_dir.parent.glob("*") if run != run_dir), key=lambda run: run.name, reverse=True)
+    for run in (run_dir, *beside):
+        if found := newest(run / "checkpoints", warn):
+            return found.path.absolute()
+    return None
+
+
+def _named(path: StoragePath, warn: Warn) -> StoragePath:
+    if (path / META).exists() or (path / STATE).exists():
+        try:
+            return verify(path).path
+        except Flaw as why:
+            found = newest(path.parent, warn)
+            others = [f"resume={found.path}"] if found else []
+            raise ConfigError.of("resume", str(path), f"this checkpoint is not complete: {why}", *others) from why
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if found := newest(folder, warn):
+        return found.path
+    there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else None
+    seen = f"it holds {', '.join(there[:8]) or 'nothing'}" if there is not None else "there is no such folder"
+    cause = f"no complete checkpoint is there ({seen})"
+    raise ConfigError.of(
+        "resume",
+        str(path),
+        cause,
+        "resume=auto",
+        "resume=none",
+        "resume=RUN_FOLDER",
+        "resume=RUN_FOLDER/checkpoints/step-…",
+    )
+
+
+class Flaw(Exception):
+    """A checkpoint is not complete; the message says why."""
+
+
+def verify(path: StoragePath) -> Saved:
+    """A checkpoint, after reading all of it (at a URL only the sizes). Flaw: it is not complete."""
+    while True:
+        before = _identity(path)
+        try:
+            return _examine(path)
+        except Flaw:
+            if isinstance(path, Path) and not path.exists() and path.name in replaced_in(path.parent):
+                put_back(path.parent)  # a writer is between its two renames, or was killed there
+            elif _identity(path) == before:
+                raise
+            # another one has replaced it meanwhile: some files were read from each
+
+
+def _identity(path: StoragePath) -> int:
+    """The inode of a folder, by which a replaced one is recognised; 0 if there is none, or at a URL."""
+    try:
+        return path.stat().st_ino if isinstance(path, Path) else 0
+    except OSError:
+        return 0
+
+
+def _examine(path: StoragePath) -> Saved:
+    try:
+        meta = Meta.read(path)
+    except (OSError, ValueError) as error:
+        raise Flaw(f"{META} can't be read ({type(error).__name__}: {error})") from error
+    there = file_sizes(path)
+    for name, facts in meta.files.items():
+        if name not in there:
+            raise Flaw(f"{name} is missing")
+        if there[name] != facts.bytes:
+            raise Flaw(f"{name} has {there[name]} bytes instead of {facts.bytes}")
+        if isinstance(path, Path) and _hashed(path / name) != facts.xxh3_128:
+            raise Flaw(f"{name} has another checksum than when it was written")
+    return Saved(path, meta)
+
+
+def _hashed(file: Path) -> str:
+    try:
+        return object_store.checksum_of(file)
+    except OSError as error:
+        raise Flaw(f"{file.name} can't be read ({type(error).__name__}: {error})") from error
+
+
+def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:
+    """Write a checkpoint and prune; its path, and a warning or "".
+
+    A store that can't be reached is tried again; then the checkpoint goes to the run folder on this machine.
+    """
+    folder = request.folder
+    if isinstance(folder, Path):
+        write(request)
+        prune(folder, request)
+        return request.path, ""
+    if why := _try_store(request):
+        path, _ = write_and_prune(request.local)
+        return path, (
+            f"the checkpoint of step {request.step} could not be written to {folder} ({why}): it is in {path} on "
+            f"{socket.gethostname()}, and what was saved there before is as it was"
+        )
+    try:
+        prune(folder, request)
+    except Exception as error:
+        return request.path, f"old checkpoints in {folder} could not be removed: {object_store.reason(error)}"
+    return request.path, ""
+
+
+def _try_store(request: SaveRequest) -> str:
+    """Write to a store; empty, or why that could not be done. After a failure a file in the run folder says so."""
+    failed = Path(request.run_dir) / ".storage-failed"
+    if failed.exists() and 0 <= time.time() - failed.stat().st_mtime < QUIET_S:
+        return failed.read_text()
+    for pause in (*PAUSES_S, 0.0):
+        try:
+            write(request)
+        except TypeError:
+            raise  # no network would mend that
+        except Exception as error:
+            why = object_store.reason(error)
+            time.sleep(pause)
+        else:
+            failed.unlink(missing_ok=True)
+            return ""
+    failed.parent.mkdir(parents=True, exist_ok=True)
+    failed.write_text(why)
+    return why
+
+
+def prune(folder: StoragePath, settings: Retention) -> None:
+    """Delete all but the newest `keep` and the best one, and the leftovers of killed writers."""
+    paths = _paths(folder)
+    kept = {*paths[-settings.keep :], best(folder, settings.best)}
+    if isinstance(folder, Remote):
+        for old in set(folder.glob("step-*")) - kept:
+            (old / META).drop()  # first: a reader must never find half a checkpoint
+            old.drop()
+        return
+    for path in paths:
+        if path not in kept and isinstance(path, Path):
+            # Renamed first: a reader must never find half a checkpoint.
+            shutil.rmtree(path.rename(folder / f".dropped-{path.name}"), ignore_errors=True)
+    for left in folder.glob(".*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def best(folder: StoragePath, rule: str | None) -> StoragePath | None:
+    """The checkpoint with the best value by `max:METRIC` or `min:METRIC`; of equal ones the newest."""
+    if rule is None:
+        return None
+    mode, _, metric = rule.partition(":")
+    sign = 1 if mode == "max" else -1
+    scored = [(sign * value, path.name) for path in _paths(folder) if (value := _metric(path, metric)) is not None]
+    return folder / max(scored)[1] if scored else None
+
+
+def _metric(path: StoragePath, name: str) -> float | None:
+    try:
+        value = Meta.read(path).metrics.get(name)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, int | float) and value == value else None
+
+
+def _paths(folder: StoragePath) -> list[StoragePath]:
+    """All checkpoints in a folder, oldest first; at a URL those with a meta.json: others are being uploaded."""
+    if isinstance(folder, Remote):
+        files = (file.split("/") for file in folder.sizes())
+        found: list[StoragePath] = [folder / parts[0] for parts in files if parts[1:] == [META]]
+    else:
+        found = listed(folder)
+    steps = (path for path in found if path.name.startswith("step-") and path.name[5:].isdigit())
+    return sorted(steps, key=lambda path: int(path.name[5:]))
+
+
+def listed(folder: Path) -> list[StoragePath]:
+    """The folders of checkpoints; listed again if a writer was replacing one meanwhile."""
+    found: list[StoragePath] = []
+    for _ in range(LISTINGS):
+        put_back(folder)
+        found = list(folder.glob("step-*"))
+        if replaced_in(folder).keys() <= {path.name for path in found}:
+            break
+    return found

@@ -1,0 +1,250 @@
+"""Sharded states on disk, in the format of torch.distributed.checkpoint (DCP). (rank side)
+
+    step-00000120/__3_0.distcp    rank 3's shards; what all ranks have alike is in rank 0's file
+                  .metadata       where each shard of each tensor is
+                  meta.json       as in every checkpoint
+
+A state that N ranks saved loads on any number of ranks, and with `torch.distributed.checkpoint.load` in one process.
+The rank plans what it writes and keeps the plan beside its shards in memory. Another process can then write its file
+when the rank is dead. DCP's own `.metadata` and values are pickles that may run code: here nothing else is unpickled
+than what ADMITTED names, and values only with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.tensor import DTensor
+
+from raydist.shared.errors import RaydistError
+from raydist.state.checkpoint_files import local_copy
+from raydist.state.object_store import StoragePath
+from raydist.state.snapshot import take_apart
+from raydist.state.snapshot_layout import State
+from raydist.state.write import FileFacts, drop, file_facts, hashed_file
+
+METADATA = ".metadata"
+SAME = "give both keep and load what torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returns"
+"""What to do where the keys of two states differ."""
+DCP = "torch.distributed.checkpoint"
+ADMITTED = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    (f"{DCP}.filesystem", "_StorageInfo"),
+    *((f"{DCP}.metadata", name) for name in (
+        "_MEM_FORMAT_ENCODING", "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+        "TensorProperties", "TensorStorageMetadata",
+    )),
+    *((f"{DCP}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
+    (f"{DCP}.storage", "WriteResult"),
+}  # fmt: skip
+"""What may be unpickled beside torch's dtypes: data classes of DCP, in all versions from torch 2.8 on."""
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What a rank keeps of a sharded state: its own shards, and the plan by which they go to the disk."""
+
+    rank: int
+    world_size: int
+    state: Any
+    """The state with this rank's local tensor in place of each DTensor."""
+    plan: bytes
+    """A pickled SavePlan: the global shape and this rank's offsets of each tensor that the rank is to write."""
+
+
+class RankPlanner:
+    """Plans what a rank writes of its states; the plan stays the same until the keys, shapes or shards change."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._layout: Any = None
+        self._plan = b""
+
+    def plan(self, state: Mapping[str, Any]) -> bytes:
+        """The pickled SavePlan of this rank."""
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(state), is_coordinator=self._rank == 0)
+        layout = planner.mappings, {name: _layout_of(value) for name, value in planner.state_dict.items()}
+        if layout != self._layout:
+            _refuse_hidden(planner.state_dict)
+            plan = planner.create_local_plan()
+            items = [item for item in plan.items if self._writes(planner.state_dict[item.index.fqn])]
+            self._layout, self._plan = layout, pickle.dumps(replace(plan, items=items))
+        return self._plan
+
+    def _writes(self, value: Any) -> bool:
+        """Whether it is this rank that writes a value: of equal copies only the first rank's is written."""
+        if not isinstance(value, DTensor):
+            return self._rank == 0
+        coordinate = value.device_mesh.get_coordinate()
+        if coordinate is None:  # this rank has no part of it
+            return False
+        return not any(at for at, placed in zip(coordinate, value.placements, strict=True) if placed.is_replicate())
+
+
+def _refuse_hidden(state: Mapping[str, Any]) -> None:
+    """DCP sees no DTensors inside of other values: of these it would save the local tensor of one rank."""
+    for name, value in state.items():
+        inside: list[torch.Tensor] = []
+        take_apart(value, inside)
+        if not isinstance(value, torch.Tensor) and any(isinstance(each, DTensor) for each in inside):
+            raise RaydistError(
+                f"{name} is a {type(value).__name__} with DTensors in it, which torch.distributed.checkpoint does not "
+                "shard: use a list or a dict"
+            )
+
+
+def _layout_of(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.shape, value.dtype, value.placements, value.device_mesh
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and (module, name) not in ADMITTED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no sharded checkpoint holds")
+        return super().find_class(module, name)
+
+
+class _Stream(io.RawIOBase):
+    """A hashed file with what DCP needs of a file beside `write`."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        return int(self._file.write(data))
+
+    def tell(self) -> int:
+        return int(self._file.bytes)
+
+
+class _Files(FileSystem):
+    """The files of one checkpoint, as DCP opens them: hashed when written, and fetched from a store when read."""
+
+    def __init__(self, folder: StoragePath) -> None:
+        self._folder = folder
+        self.written: dict[str, FileFacts] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        name = Path(path).name
+        if mode == "rb":
+            with local_copy(self._folder, name) as copy, copy.open("rb") as stream:
+                yield stream
+            return
+        with hashed_file(self._folder / name) as file:
+            yield _Stream(file)
+        self.written[name] = file_facts(file)
+
+
+class _PartPlanner(DefaultSavePlanner):
+    """Finds the local tensors of a RankPart, which are no DTensors any more."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn]
+
+
+def write_part(folder: StoragePath, part: RankPart) -> dict[str, FileFacts]:
+    """Write a rank's file, and beside it what `write_metadata` needs to know of it; the file by its name."""
+    writer = FileSystemWriter("", sync_files=False, per_thread_copy_ahead=0)
+    files = writer.fs = _Files(folder)
+    plan, planner = _Unpickler(io.BytesIO(part.plan)).load(), _PartPlanner()
+    planner.set_up_planner(part.state)
+    named = writer.prepare_global_plan([SavePlan([])] * part.rank + [plan])[-1]  # files are numbered by plan
+    results = writer.write_data(named, planner).value()
+    with hashed_file(folder / _plan_name(part.rank)) as stream:
+        stream.write(pickle.dumps((plan, results)))
+    return files.written
+
+
+def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
+    """Write `.metadata` of the files of so many ranks, and drop what they have left for it; its file by name.
+
+    ValueError: the shards of a tensor leave a gap.
+    """
+    files, plans, results = _Files(folder), [], []
+    for name in map(_plan_name, range(ranks)):
+        plan, written = _Unpickler(io.BytesIO((folder / name).read_bytes())).load()
+        plans.append(plan)
+        results += written
+        drop(folder / name)
+    _, metadata = DefaultSavePlanner().create_global_plan(plans)
+    metadata.storage_data = {result.index: result.storage_data for result in results}
+    with files.create_stream(METADATA, "wb") as stream:
+        pickle.dump(metadata, stream)
+    return files.written
+
+
+def load_into(path: StoragePath, state: State) -> None:
+    """Load a sharded checkpoint into a state, on any number of ranks; not a collective, each rank reads what it needs.
+
+    Tensors are filled in place (of a DTensor this rank's shards), all other values are replaced.
+
+    RaydistError: the checkpoint has other keys or other global shapes. pickle.UnpicklingError: it would run code.
+    """
+    reader, planner = _Reader(path), _LoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    if why := _misfit(planner.state_dict, metadata.state_dict_metadata):
+        raise RaydistError(f"{path}: {why}")
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def _misfit(state: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """Why a state can't be loaded from what was saved, both by flattened keys; empty if it can."""
+    if odd := sorted(state.keys() ^ saved.keys()):
+        return f"the state and the checkpoint differ in {', '.join(odd[:4])}: {SAME}"
+    for name, value in state.items():
+        here = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        there = tuple(saved[name].size) if isinstance(saved[name], TensorStorageMetadata) else None
+        if there not in (here, None):
+            return f"{name} is {'no tensor' if here is None else here} in the state, and {there} in the checkpoint"
+    return ""
+
+
+class _Reader(FileSystemReader):
+    def __init__(self, folder: StoragePath) -> None:
+        super().__init__("")
+        self.fs = _Files(folder)
+
+    def read_metadata(self) -> Metadata:
+        with self.fs.create_stream(METADATA, "rb") as stream:
+            found = _Unpickler(stream).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"{METADATA} holds a {type(found).__name__}, not DCP's Metadata")
+        return found
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
+        *way, last = self.mappings[read_item.dest_index.fqn]
+        into: Any = self.original_state_dict
+        for step in way:
+            into = into[_key(into, step)]
+        into[_key(into, last)] = torch.load(value, map_location="cpu", weights_only=True)
+
+
+def _key(container: Any, step: str | int) -> Any:
+    """The key that DCP calls `step`: it makes text of all keys of a dict."""
+    return next(key for key in container if str(key) == step) if isinstance(container, Mapping) else step
+
+
+def _plan_name(rank: int) -> str:
+    """What a rank's writer leaves for `write_metadata`: its plan, and where in its file each item is."""
+    return f"__{rank}.plan"

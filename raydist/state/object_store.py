@@ -1,0 +1,250 @@
+"""The place of checkpoints: a folder, or a URL of an object store with pathlib's methods. (either side)
+
+    s3://bucket/runs, gs://bucket/runs, abfs://container@account…/runs, or any other URL that fsspec has a driver for
+
+fsspec is installed with torch; the driver of a store is a package of its own. Credentials come from the environment,
+a file in the home folder or the machine's role, as for the store's own tools, never from a URL, which is printed and
+saved.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from xxhash import xxh3_128
+
+from raydist.shared.errors import ConfigError, RaydistError
+
+DRIVERS = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
+}  # fmt: skip
+"""The package that reads and writes the URLs of a store."""
+CLAIM = "settings.json"
+"""The settings of the run, without secrets. It is written first, so a node that sees it sees the storage."""
+BLOCK = 1 << 22
+
+
+class Remote:
+    """A folder or a file of an object store, which has no real folders: only names with slashes in them."""
+
+    def __init__(self, url: str, store: Any = None) -> None:
+        """`store`: the fsspec file system, if there is one already."""
+        self.url = url.rstrip("/")
+        self._store = store
+
+    @property
+    def store(self) -> Any:
+        """The connection, made at first use and never shared with a forked process; listings are not cached."""
+        if self._store is None:
+            import fsspec
+
+            self._store = fsspec.filesystem(scheme(self.url), skip_instance_cache=True, use_listings_cache=False)
+        return self._store
+
+    def __truediv__(self, name: str) -> Remote:
+        return Remote(f"{self.url}/{name}", self._store)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"Remote({self.url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Remote:
+        return Remote(self.url.rpartition("/")[0], self._store)
+
+    def absolute(self) -> Remote:
+        return self
+
+    def iterdir(self) -> Iterator[Remote]:
+        """The direct children; none if the folder does not exist."""
+        with suppress(FileNotFoundError):
+            for path in self.store.ls(self.url, detail=False):
+                yield self / path.rstrip("/").rpartition("/")[2]
+
+    def glob(self, pattern: str) -> Iterator[Remote]:
+        """The direct children whose names match."""
+        return (path for path in self.iterdir() if fnmatch.fnmatch(path.name, pattern))
+
+    def sizes(self) -> dict[str, int]:
+        """All files below, in one listing: their relative paths, and their sizes in bytes."""
+        found = self.store.find(self.url, detail=True)
+        root = self.store._strip_protocol(self.url).rstrip("/") + "/"
+        return {path.removeprefix(root): int(facts["size"]) for path, facts in found.items()}
+
+    def exists(self) -> bool:
+        return bool(self.store.exists(self.url))
+
+    def is_dir(self) -> bool:
+        return next(self.iterdir(), None) is not None
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def read_bytes(self) -> bytes:
+        return bytes(self.store.cat_file(self.url))
+
+    def write_text(self, text: str) -> None:
+        self.store.pipe_file(self.url, text.encode())
+
+    def put(self, file: Path) -> None:
+        """Upload a file of this machine."""
+        self.store.put_file(str(file), self.url)
+
+    def drop(self) -> None:
+        """Remove the file, or all files below; nothing is wrong if it is not there."""
+        with suppress(FileNotFoundError):
+            self.store.rm(self.url, recursive=True)
+
+    @contextmanager
+    def writing(self) -> Iterator[Any]:
+        """A file to write to. It exists after the block; after an exception in the block it does not."""
+        file = self.store.open(self.url, "wb")
+        try:
+            yield file
+            file.close()
+        except BaseException:
+            with suppress(Exception):
+                file.discard()
+            file.closed = True  # otherwise its finalizer would upload what it has
+            raise
+
+    def fetch(self, to: Path, checksum: str) -> Path:
+        """A copy on this machine, made by the first process that asks. RaydistError: its checksum is another one."""
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{to}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not to.exists():
+                coming = Path(f"{to}.coming")
+                self.store.get_file(self.url, str(coming))
+                if checksum_of(coming) != checksum:
+                    coming.unlink()
+                    raise RaydistError(f"{self.url} has another checksum than when it was written")
+                coming.rename(to)
+        return to
+
+
+StoragePath = Path | Remote
+
+
+class Hashing:
+    """A file to write to that counts its bytes, and hashes them with XXH3-128."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._hash, self.bytes = file, xxh3_128(), 0
+
+    def write(self, block: bytes) -> int:
+        self._hash.update(block)
+        self.bytes += len(block)
+        self._file.write(bytes(block))
+        return len(block)
+
+    def flush(self) -> None:
+        """Nothing: the file is uploaded when it is closed."""
+
+    @property
+    def checksum(self) -> str:
+        return self._hash.hexdigest()
+
+
+def checksum_of(path: Path) -> str:
+    """The XXH3-128 of a file."""
+    total = xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            total.update(block)
+    return total.hexdigest()
+
+
+def scheme(text: str) -> str:
+    """`s3` of s3://bucket; empty for a path."""
+    return text.partition("://")[0] if "://" in text else ""
+
+
+def parse_path(text: str) -> StoragePath:
+    """A Path, or a Remote for a URL."""
+    kind = scheme(text)
+    return Remote(text) if kind not in ("", "file") else Path(text.removeprefix("file://")).expanduser().absolute()
+
+
+def check_url(word: str, text: str) -> None:
+    """Raise ConfigError for a URL that can't be right, or must not be saved. `word`: the setting it was typed for."""
+    kind = scheme(text)
+    if kind in ("", "file"):
+        return
+    parts = urlsplit(text)
+    if parts.password or parts.query:
+        cause = "a password or signature in it would be saved and printed; put credentials into env_file="
+        raise ConfigError.of(word, f"{kind}://…", cause, f"{word}={kind}://{parts.hostname or 'bucket'}{parts.path}")
+    if not parts.netloc:
+        raise ConfigError.of(word, text, "it names no bucket", f"{word}={kind}://BUCKET/FOLDER")
+    import fsspec
+
+    if "::" in text or kind == "memory" or kind not in {*DRIVERS, *fsspec.available_protocols()}:
+        cause = f"runs cannot be stored at {kind}://, but at s3://, gs://, abfs:// or a path"
+        raise ConfigError.of(word, text, cause, f"{word}=s3://BUCKET/FOLDER")
+    try:
+        fsspec.get_filesystem_class(kind)
+    except ImportError as error:
+        package = DRIVERS.get(kind)
+        mend = f"pip install {package}, here and on every node" if package else str(error)
+        raise ConfigError(f"{word}={text}: no driver for {kind}:// is installed; {mend}", word, text, mend) from error
+
+
+def reason(error: BaseException) -> str:
+    """An error of a store, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the block, and restore the former ones after it."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name not in before]:
+            del os.environ[name]
+        os.environ.update(before)  # no variable is missing at any time: another thread may read it
+
+
+def why_blind(text: str) -> str:
+    """Why this process can't see a file, by path or URL; empty if it can."""
+    try:
+        check_url("storage", text)
+        return "" if parse_path(text).exists() else f"there is no {text}"
+    except ConfigError as error:
+        return error.message
+    except Exception as error:
+        return reason(error)
+
+
+def main() -> None:
+    """`python -m raydist.state.object_store FILE`: print why this machine can't see the file, or nothing."""
+    import sys
+
+    print(why_blind(sys.argv[1]), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""States in memory that outlive the rank that wrote them; the next attempt reads them. (rank side)
+
+The memory of a rank is an anonymous file (memfd) that the node's fork server creates and holds open: it outlives the
+rank, and ends with the server. Its first page says where each slot is (snapshot_layout.py). A slot holds
+
+    the bytes of all tensors | their description, as torch.save writes it, read with weights_only
+
+A slot's step is removed from the page before its first byte changes, and written there after the last: a slot whose
+step is on the page is complete. Two slots take turns; the third is used only while one of them is being written to the
+disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raydist.state.snapshot_layout import (
+    ALL_SLOTS,
+    LOCK,
+    PAGE,
+    REPLICA_SLOTS,
+    SAVE_SLOT,
+    SLOT_WORDS,
+    SLOTS,
+    State,
+    at_slot,
+    complete_slots,
+    read_words,
+    write_words,
+)
+from raydist.state.write import SaveRequest
+
+TENSOR = "\0tensor"
+"""The key of a dict that stands for a tensor in the description of a slot."""
+ALIGN = 64
+SLACK = 1 << 16
+"""Bytes by which the description may grow before a slot has to move."""
+MOST = 0.4
+"""The share of the free memory that one slot may take: there are two, and the job needs memory too."""
+
+CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+"""The files with a container's memory limit and use: cgroup v2, v1."""
+
+
+class NoRoom(Exception):
+    """A state does not fit into memory; the message says why."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The place of a tensor in a slot, its shape and its type."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    begin: int
+
+    def view(self, memory: Any) -> torch.Tensor:
+        """The tensor in this memory (anything with Python's buffer protocol), with a storage of its own.
+
+        torch.save writes whole storages: a view of the whole memory would be written with all of it.
+        """
+        count = torch.Size(self.shape).numel()
+        if count == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.begin)
+        return flat.as_strided(self.shape, self.stride)
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """The fields, in a form that torch.load(weights_only=True) accepts."""
+        return self.dtype, self.shape, self.stride, self.begin
+
+
+def unpack(memory: Any, size: int, length: int, clone: bool = True) -> State:
+    """The state in the memory of a slot: `size` bytes of tensors, then `length` bytes of their description.
+
+    Without `clone` its tensors share that memory.
+    """
+    described = torch.load(io.BytesIO(bytes(memoryview(memory)[size : size + length])), weights_only=True)
+    found = [TensorSpec(*plain).view(memory) for plain in described["spots"]]
+    state: State = put_together(described["tree"], [each.clone() for each in found] if clone else found)
+    return state
+
+
+class SnapshotBuffer:
+    """The slots of one rank."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._page = mmap.mmap(descriptor, PAGE)
+        self._maps: dict[int, tuple[tuple[int, int], mmap.mmap]] = {}
+        self._views: dict[int, tuple[list[TensorSpec], list[torch.Tensor]]] = {}
+        self._coming: tuple[int, int, torch.cuda.Event] | None = None
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """The slot of each step that is complete."""
+        return complete_slots(self._page)
+
+    @property
+    def locked(self) -> int:
+        """The slot that is being written to the disk, -1 for none."""
+        return read_words(self._page, LOCK, 1)[0]
+
+    def lock(self, slot: int) -> None:
+        """Do not overwrite this slot until the fork server unlocks it: it is then on the disk."""
+        write_words(self._page, LOCK, slot)
+
+    def fill_request(self, slot: int, request: SaveRequest, snapshot: int = -1) -> None:
+        """Put a request into its slot; `snapshot`: the slot with the rest of its state. NoRoom as in `write`."""
+        self.fill(slot, request.step, {"request": vars(request), "snapshot": snapshot})
+
+    def request_save(self, request: SaveRequest, snapshot: int = -1) -> None:
+        """Ask for a checkpoint, and leave alone what it is made of until it is on the disk. NoRoom as in `write`."""
+        self.settle()
+        self.fill_request(SAVE_SLOT, request, snapshot)
+        self.settle()
+        self.lock(SAVE_SLOT if snapshot < 0 else snapshot)
+
+    def read_request(self, slot: int, snapshot: int | None = None) -> SaveRequest:
+        """The request of a slot, its state completed by that of a snapshot (None: of the slot that it names).
+
+        Its tensors are the memory itself.
+        """
+        kept = self.read(slot, clone=False)
+        request, snapshot = SaveRequest(**kept["request"]), kept["snapshot"] if snapshot is None else snapshot
+        whole = self.read(snapshot, clone=False) if snapshot >= 0 else {}
+        whole.pop("own", None)
+        return replace(request, state={**whole, **request.state})
+
+    @property
+    def replicas(self) -> dict[int, int]:
+        """The slot of each step of another rank of which this memory has a copy."""
+        return complete_slots(self._page, REPLICA_SLOTS)
+
+    def open_replica(self, size: int, length: int) -> int:
+        """Open a slot for such a copy; `size` and `length` as in `unpack`. NoRoom as in `write`."""
+        slot = REPLICA_SLOTS[max(self.replicas.items(), default=(-1, REPLICA_SLOTS[-1]))[1] == REPLICA_SLOTS[0]]
+        self._open(slot, size, length, False)
+        return slot
+
+    def open_own(self, size: int, length: int) -> int:
+        """Open a slot for a state of this rank that another rank sends back."""
+        slot = next(free for free in range(SLOTS) if free not in self.steps.values())
+        self._open(slot, size, length, False)
+        return slot
+
+    def complete(self, slot: int, step: int) -> None:
+        """Mark an opened slot as complete."""
+        write_words(self._page, at_slot(slot), step)
+
+    def size(self, slot: int) -> tuple[int, int]:
+        """Bytes of a slot's tensors, and of their description."""
+        _, _, _, size, length, _ = read_words(self._page, at_slot(slot), SLOT_WORDS)
+        return size, length
+
+    def raw(self, slot: int) -> torch.Tensor:
+        """The used bytes of a slot, without a copy."""
+        return torch.frombuffer(self.bytes_of(slot), dtype=torch.uint8, count=sum(self.size(slot)))
+
+    def forget_after(self, step: int) -> None:
+        """Drop the states of later steps: an earlier attempt made them, and this one makes its own."""
+        for later, slot in [*self.steps.items(), *self.replicas.items()]:
+            if later > step:
+                write_words(self._page, at_slot(slot), -1)
+
+    def write(self, step: int, state: Mapping[str, Any]) -> int:
+        """Keep the state of a step; return its slot. NoRoom: the machine has too little memory.
+
+        Copies from a GPU run while the rank continues; the slot is complete after `settle`.
+        """
+        self.settle()
+        newest = max(self.steps.items(), default=(-1, -1))[1]
+        slot = next(free for free in range(SLOTS) if free not in (newest, self.locked))
+        self.fill(slot, step, state)
+        return slot
+
+    def fill(self, slot: int, step: int, state: Mapping[str, Any]) -> None:
+        """Write a state to this slot."""
+        tensors: list[torch.Tensor] = []
+        tree = take_apart(state, tensors)
+        spots, size = layout_of(tensors)
+        described = io.BytesIO()
+        torch.save({"tree": tree, "spots": [spot.plain for spot in spots]}, described)
+        text = described.getvalue()
+        memory = self._open(slot, size, len(text), set(state) != {"own"})
+        memory[size : size + len(text)] = text
+        for view, tensor in zip(self._tensors_of(slot, memory, spots), tensors, strict=True):
+            view.copy_(tensor.detach(), non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors):
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._coming = slot, step, copied
+        else:
+            write_words(self._page, at_slot(slot), step)
+
+    def rest(self) -> None:
+        """Wait until the locked slot is on the disk."""
+        while self.locked >= 0:
+            time.sleep(0.001)
+
+    def drop(self) -> None:
+        """Free the memory with all its slots; none may be locked."""
+        for slot in ALL_SLOTS:
+            write_words(self._page, at_slot(slot), -1, 0, 0, 0, 0, 0)
+        self._maps.clear()
+        self._views.clear()
+        os.ftruncate(self._descriptor, PAGE)
+
+    def settle(self) -> None:
+        """Wait for copies from the GPU, and mark their slot as complete."""
+        if self._coming is not None:
+            slot, step, copied = self._coming
+            copied.synchronize()
+            self._coming = None
+            write_words(self._page, at_slot(slot), step)
+
+    def offers(self) -> list[tuple[int, int, int, int]]:
+        """The newest states first: step, whether it is a whole one, bytes of its description, of its tensors."""
+        found = sorted(self.steps.items(), reverse=True)
+        rows = [(step, *read_words(self._page, at_slot(slot), SLOT_WORDS)[3:]) for step, slot in found]
+        return [(step, whole, text, tensors) for step, tensors, text, whole in rows]
+
+    def read(self, slot: int, clone: bool = True) -> State:
+        """The state of a slot; without `clone` its tensors share the memory of the slot."""
+        _, _, _, size, length, _ = read_words(self._page, at_slot(slot), SLOT_WORDS)
+        return unpack(self.bytes_of(slot), size, length, clone)
+
+    def bytes_of(self, slot: int) -> mmap.mmap:
+        """The bytes of a slot, without a copy."""
+        _, begin, room, *_ = read_words(self._page, at_slot(slot), SLOT_WORDS)
+        return self._map(slot, begin, room)
+
+    def _open(self, slot: int, size: int, length: int, whole: bool) -> mmap.mmap:
+        """Remove a slot's step from the page, and make it large enough; return its bytes."""
+        _, begin, room, *_ = read_words(self._page, at_slot(slot), SLOT_WORDS)
+        write_words(self._page, at_slot(slot), -1)
+        if (need := size + length) > room:
+            if need > MOST * (left := memory_left()):
+                raise NoRoom(f"a state takes {need / 2**20:.0f} MiB, and {left / 2**20:.0f} MiB of memory are free")
+            begin, room = os.fstat(self._descriptor).st_size, -(-(need + SLACK) // PAGE) * PAGE
+            os.ftruncate(self._descriptor, begin + room)
+        write_words(self._page, at_slot(slot), -1, begin, room, size, length, whole)
+        return self._map(slot, begin, room)
+
+    def _map(self, slot: int, begin: int, room: int) -> mmap.mmap:
+        """The bytes of a slot."""
+        known = self._maps.get(slot)
+        if known is None or known[0] != (begin, room):
+            known = self._maps[slot] = (begin, room), mmap.mmap(self._descriptor, room, offset=begin)
+            self._views.pop(slot, None)
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                # page-locked: otherwise a copy from the GPU would block the rank until it is done
+                address = torch.frombuffer(known[1], dtype=torch.uint8).data_ptr()
+                torch.cuda.cudart().cudaHostRegister(address, room, 0)  # type: ignore[no-untyped-call]
+        return known[1]
+
+    def _tensors_of(self, slot: int, memory: mmap.mmap, spots: list[TensorSpec]) -> list[torch.Tensor]:
+        known = self._views.get(slot)
+        if known is None or known[0] != spots:
+            known = self._views[slot] = spots, [spot.view(memory) for spot in spots]
+        return known[1]
+
+
+def layout_of(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], int]:
+    """A spec for each tensor, with its own strides where they leave no gaps; and the bytes of all."""
+    spots, end = [], 0
+    for tensor in tensors:
+        dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+        spots.append(TensorSpec(tensor.dtype, tuple(tensor.shape), tuple(stride), end))
+        end += -(-tensor.numel() * tensor.dtype.itemsize // ALIGN) * ALIGN
+    return spots, end
+
+
+def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value with a marker in place of each tensor; the tensors are appended to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {TENSOR: len(tensors) - 1}
+    return rebuilt(value, lambda inner: take_apart(inner, tensors))
+
+
+def put_together(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The reverse of `take_apart`."""
+    if type(tree) is dict and TENSOR in tree:
+        return tensors[tree[TENSOR]]
+    return rebuilt(tree, lambda inner: put_together(inner, tensors))
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A dict, list or tuple with `change` applied to each item; any other value unchanged."""
+    if type(value) in (dict, OrderedDict):
+        made = type(value)((key, change(inner)) for key, inner in value.items())
+        if type(value) is OrderedDict:
+            made.__dict__.update(value.__dict__)  # the versions of a state_dict's modules
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(change(inner) for inner in value)
+    return value
+
+
+def memory_left(root: Path = Path("/")) -> int:
+    """Free bytes of this machine or of its container, the smaller of both; 2**62 where neither can be read."""
+    left = [1 << 62]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        left.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    for most, now in CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            limit = int((root / "sys/fs/cgroup" / most).read_text())
+            left.append(limit - int((root / "sys/fs/cgroup" / now).read_text()))
+    return max(0, min(left))

@@ -1,0 +1,78 @@
+"""The first page of a snapshot memory: its slots, and what each of them holds. (either side)"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Iterable
+
+State = dict[str, Any]
+"""A state dict: tensors, numbers and text, in dicts and lists."""
+
+PAGE = 4096
+"""Bytes of the first page of a rank's snapshot memory; slots begin at multiples of it."""
+
+SLOTS = 3
+"""Two for states that take turns, a third while one of them is being written to the disk."""
+
+LAST_SLOT = SLOTS
+"""A SaveRequest for the last state of an attempt: all but what the newest snapshot holds."""
+
+SAVE_SLOT = LAST_SLOT + 1
+"""The SaveRequest that is being written now: with all of its state, or with what a snapshot lacks."""
+
+REPLICA_SLOTS = (SAVE_SLOT + 1, SAVE_SLOT + 2)
+"""The slots for copies of the states of a rank on another node; they take turns too."""
+
+ALL_SLOTS = range(REPLICA_SLOTS[-1] + 1)
+
+WORD = 8
+"""Bytes of each number on the page. The first is the slot that is being written to the disk, or -1."""
+LOCK = 0
+"""Its offset."""
+SLOT_WORDS = 6
+"""Then per slot: step (-1: not complete), offset in the file, size in bytes, bytes used by tensors, bytes used by their
+description, and whether it holds a whole state (1) or only a rank's own part (0)."""
+
+
+def at_slot(slot: int) -> int:
+    """The offset on the page of the description of a slot."""
+    return WORD * (1 + slot * SLOT_WORDS)
+
+
+def write_words(page: bytearray | mmap.mmap, offset: int, *words: int) -> None:
+    """Write numbers to the page, each by one store of the processor.
+
+    struct.pack_into sets all bytes to 0 first: a process that is killed meanwhile would leave a step 0 that is none.
+    """
+    view = memoryview(page).cast("q")
+    for place, word in enumerate(words, offset // WORD):
+        view[place] = word
+
+
+def read_words(page: bytes | mmap.mmap, offset: int, count: int) -> list[int]:
+    """Numbers of the page, each by one load."""
+    return memoryview(page)[offset : offset + WORD * count].cast("q").tolist()
+
+
+def blank_page() -> bytes:
+    """The first page of an empty memory."""
+    page = bytearray(PAGE)
+    write_words(page, LOCK, -1)
+    for slot in ALL_SLOTS:
+        write_words(page, at_slot(slot), -1)
+    return bytes(page)
+
+
+def complete_slots(page: bytes | mmap.mmap, slots: Iterable[int] = range(SLOTS)) -> dict[int, int]:
+    """The slot of each step that is complete."""
+    steps = {read_words(page, at_slot(slot), 1)[0]: slot for slot in slots}
+    return {step: slot for step, slot in steps.items() if step >= 0}
+
+
+def whole_slots(page: bytes | mmap.mmap) -> dict[int, int]:
+    """Those that hold a whole state, not only a rank's own part."""
+    complete = complete_slots(page).items()
+    return {step: slot for step, slot in complete if read_words(page, at_slot(slot), SLOT_WORDS)[-1]}

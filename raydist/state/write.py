@@ -1,0 +1,256 @@
+"""Write checkpoints: complete or not at all, and loadable without running code. (either side)"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+from raydist.state.direct_io import DirectFile
+from raydist.state.object_store import Hashing, Remote, StoragePath, parse_path
+
+STATE, META = "state.pt", "meta.json"
+REPLACED = ".replaced-"
+"""The prefix of a checkpoint's name while another one replaces it."""
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""From linux/fcntl.h and linux/fs.h."""
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """A checkpoint to be written: state, description, folder, and how many others stay.
+
+    The rank makes it. The rank itself writes it, or the writer process of its node does.
+    """
+
+    step: int
+    """Optimizer steps done."""
+    state: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    world_size: int
+    checkpoints: str
+    """The folder or URL of the run's checkpoints."""
+    run_dir: str
+    """The run folder on this machine: its `checkpoints/` takes what a store can't."""
+    keep: int
+    best: str | None
+    """As in config.Checkpoint."""
+
+    @property
+    def folder(self) -> StoragePath:
+        return parse_path(self.checkpoints)
+
+    @property
+    def path(self) -> StoragePath:
+        """The checkpoint, once it is written."""
+        return self.folder / f"step-{self.step:08d}"
+
+    @property
+    def local(self) -> SaveRequest:
+        """The same, in the run folder on this machine."""
+        return replace(self, checkpoints=str(Path(self.run_dir) / "checkpoints"))
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """One file of a checkpoint, as meta.json lists it."""
+
+    bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json holds."""
+
+    step: int
+    world_size: int
+    metrics: Mapping[str, float]
+    files: Mapping[str, FileFacts]
+    sharded: bool
+    """The state is in torch.distributed.checkpoint's format (distributed_checkpoint.py)."""
+    time: float
+    """Seconds since the epoch."""
+    torch: str
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        world_size: int,
+        metrics: Mapping[str, float],
+        files: Mapping[str, FileFacts],
+        sharded: bool = False,
+    ) -> Meta:
+        """With the current time and the version of torch."""
+        import torch
+
+        return cls(step, world_size, dict(metrics), files, sharded, time.time(), torch.__version__)
+
+    @classmethod
+    def read(cls, path: StoragePath) -> Meta:
+        """Read it. OSError: there is no such file, or it can't be read; ValueError: it holds something else."""
+        plain = json.loads((path / META).read_text(encoding="utf-8"))
+        try:
+            known = {each.name: plain[each.name] for each in fields(cls)}
+            return cls(**known | {"files": {name: FileFacts(**facts) for name, facts in known["files"].items()}})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def write(request: SaveRequest) -> None:
+    """Write a checkpoint: a reader sees a complete one or none at any time. TypeError: it could not be loaded."""
+    if why := next(unloadable(request.state, "state"), None):
+        raise TypeError(why)
+    path = request.path
+    if isinstance(path, Remote):
+        (path / META).drop()  # deleted first and uploaded last: it marks a complete checkpoint
+        _write_into(path, request)
+        return
+    beside = path.parent / f".{path.name}-{os.getpid()}"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        _write_into(beside, request)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
+        raise
+
+
+def _write_into(beside: StoragePath, request: SaveRequest) -> None:
+    import torch
+
+    with hashed_file(beside / STATE) as file:
+        torch.save(dict(request.state), cast("Any", file))
+    meta = Meta.of(request.step, request.world_size, request.metrics, {STATE: file_facts(file)})
+    complete(beside, request.path, meta)
+
+
+@contextmanager
+def hashed_file(path: StoragePath) -> Iterator[DirectFile | Hashing]:
+    """A file to write to, at a URL with no copy of it on this machine's disk. After the block it is complete."""
+    if isinstance(path, Remote):
+        with path.writing() as file:
+            yield Hashing(file)
+        return
+    with closing(DirectFile(path)) as direct:
+        yield direct
+        direct.end()
+
+
+def file_facts(file: DirectFile | Hashing) -> FileFacts:
+    """What was written to it."""
+    return FileFacts(file.bytes, file.checksum)
+
+
+def file_sizes(folder: StoragePath) -> dict[str, int]:
+    """The files of a folder, each with its size in bytes."""
+    if isinstance(folder, Remote):
+        return folder.sizes()
+    found = {}
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
+        for file in files:
+            with suppress(FileNotFoundError):  # another process has just replaced or deleted the folder
+                found[file.name] = file.stat().st_size
+    return found
+
+
+def complete(beside: StoragePath, path: StoragePath, meta: Meta) -> None:
+    """Turn the files in the folder `beside` into the checkpoint `path`. At a URL both are the same folder."""
+    (beside / META).write_text(json.dumps(asdict(meta), indent=1))
+    if isinstance(beside, Path) and isinstance(path, Path):
+        for synced in (beside / META, beside):
+            _sync(synced)
+        put_in_place(beside, path)
+        _sync(path.parent)
+
+
+def drop(path: StoragePath) -> None:
+    """Remove a file, or a folder with all that is in it; nothing is wrong if it does not exist."""
+    if isinstance(path, Remote):
+        path.drop()
+    elif path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def put_in_place(beside: Path, path: Path) -> None:
+    """Rename a folder to `path`. A folder of that name gets another name, and `prune` deletes it.
+
+    Where the file system can't exchange two names (NFS), a writer that is killed in between leaves the former one as
+    `.replaced-…`; a reader puts it back (`put_back`). A reader may do so at this moment too, hence the loop.
+    """
+    aside = path.parent / f"{REPLACED}{path.name}-{os.getpid()}"
+    while True:
+        try:
+            beside.rename(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if exchanged(beside, path):
+            return
+        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            path.rename(aside)
+
+
+def exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names in one step, as renameat2(2) does; False where the file system or the kernel can't."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    here = ctypes.c_int(AT_FDCWD)
+    return bool(libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), RENAME_EXCHANGE) == 0)
+
+
+def put_back(folder: Path) -> None:
+    """Give checkpoints their names back whose writer was killed while it replaced them (`put_in_place`)."""
+    for name, replaced in replaced_in(folder).items():
+        with suppress(OSError):  # the new one exists, or the folder is read-only
+            replaced.rename(folder / name)
+
+
+def replaced_in(folder: Path) -> dict[str, Path]:
+    """The checkpoints that are being replaced, or were, by their former names."""
+    found = folder.glob(f"{REPLACED}step-*")
+    return {path.name.removeprefix(REPLACED).rpartition("-")[0]: path for path in found}
+
+
+def unloadable(value: Any, where: str) -> Iterator[str]:
+    """The values that torch.load(weights_only=True) would refuse: found when they are saved, not when needed."""
+    import torch
+
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        for key, inner in value.items():
+            yield from unloadable(inner, f"{where}[{key!r}]")
+    elif kind in (list, tuple, set, torch.Size):
+        for index, inner in enumerate(value):
+            yield from unloadable(inner, f"{where}[{index}]")
+    # By exact type: numpy's float64 is a float too, and is refused when it is loaded.
+    elif kind not in PLAIN and not isinstance(value, torch.Tensor | torch.dtype | torch.device):
+        yield (
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which can't be loaded without running code: save "
+            "tensors, numbers, text, and lists and dicts of them (torch.as_tensor(…), float(…), .state_dict())"
+        )
+
+
+def _sync(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

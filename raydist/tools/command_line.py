@@ -1,0 +1,66 @@
+"""Command lines of the tools: flags anywhere between overrides, exit codes, errors in raydist's form. (driver)"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from raydist.shared.errors import ConfigError, RaydistError, nearest
+from raydist.train import Parser, print_error
+
+
+class ToolParser(Parser):
+    """The parser of `python -m raydist.tools.NAME [flags] [overrides]`; errors are ConfigErrors.
+
+    `remainder`: all arguments after the first override are for another program, also those that look like flags.
+    """
+
+    def __init__(self, name: str, description: str, remainder: bool = False) -> None:
+        super().__init__(
+            prog=f"python -m raydist.tools.{name}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self._remainder = remainder
+        self.add_argument(
+            "overrides",
+            nargs=argparse.REMAINDER if remainder else "*",
+            metavar="OVERRIDE",
+            help="settings as for python -m raydist.train: backend=nccl scale=2x8 job=resnet ...",
+        )
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The flags and `overrides`; ConfigError for an unknown flag, SystemExit after --help."""
+        parse = self.parse_known_args if self._remainder else self.parse_known_intermixed_args
+        typed, unknown = parse(list(argv))
+        if wrong := [text for text in unknown if text.startswith("-")]:
+            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            after = " (flags of raydist.train come after a --)" if self._remainder else ""
+            cause = f"there is no such flag{after}"
+            raise ConfigError.of(wrong[0], None, cause, guess=nearest(wrong[0], flags), known=flags)
+        if typed.overrides[:1] == ["--"]:
+            typed.overrides = typed.overrides[1:]
+        return typed
+
+
+def run_tool(command: Callable[[], int]) -> int:
+    """Run a command; its exit code, or that of the error that it raised."""
+    try:
+        return command()
+    except RaydistError as error:
+        return print_error(error)
+    except SystemExit as ended:  # --help
+        return int(ended.code or 0)
+
+
+def number(flag: str, text: str, low: float, high: float = 1e9, whole: bool = False) -> float:
+    """The value of a flag; ConfigError unless it is a number from `low` to `high`."""
+    try:
+        value = float(int(text) if whole else float(text))
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError.of(flag, text, f"must be {kind} from {low:g}", f"{flag} {max(2, round(low)):g}")
+    return value

@@ -1,0 +1,94 @@
+"""watch.job_metadata=true: writes the result into the metadata of the Ray job, for `ray job list`. (driver)"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from raydist.cluster import ray_private
+from raydist.settings.config import Watch
+from raydist.shared.events import Event
+
+OVERRIDES = "raydist.words"
+"""Key of the job's command line, which tools.submit sets."""
+MOST = 40
+"""Most metrics that are written; result.json has all."""
+LONGEST = 300
+"""Most characters of the culprit's line."""
+ANSWER_S = 5.0
+"""Longest wait for the GCS, for each of two calls."""
+
+
+def result_metadata(result: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata of a result (the dict of result.json): names with the prefix raydist. -> text."""
+    texts = {
+        "result": result["status"],
+        "run_dir": result["dir"],
+        "attempts": str(1 + len(result["restarts"])),
+        "goodput": f"{result['goodput']:.3f}",
+        "checkpoint": result["checkpoint"] or "",
+        "signal": str(result["signal"] or ""),
+        "culprit": result["failure"].partition("\n")[0][:LONGEST],
+    }
+    numbers = [(name, value) for name, value in result["metrics"].items() if is_number(value)]
+    texts |= {f"metrics.{name}": f"{float(value):.6g}" for name, value in numbers[:MOST]}
+    return {f"raydist.{name}": text for name, text in texts.items() if text}
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number, or the text that stands in JSON for one that JSON does not have."""
+    return isinstance(value, int | float) or value in ("nan", "inf", "-inf")
+
+
+def merged(entry: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    """A job's entry with this metadata in place of an earlier run's; None if Ray has recorded the job's end."""
+    if entry["status"] != "RUNNING":
+        return None
+    before = entry.get("metadata") or {}
+    kept = {name: text for name, text in before.items() if name == OVERRIDES or not name.startswith("raydist.")}
+    return {**entry, "metadata": {**kept, **metadata}}
+
+
+class JobMetadata:
+    """A reader of events. It does nothing without watch.job_metadata, or outside of a job submitted to Ray.
+
+    Ray has no API to change a job's metadata, so this reads the job's entry from the GCS and writes it back. Ray itself
+    writes the entry only before the job's process starts and after it has ended (job_supervisor.py, Ray 2.60). If a Ray
+    stores its jobs in another way, this reader raises: the run drops it with a warning, and continues.
+    """
+
+    def __init__(self, settings: Watch) -> None:
+        self._id, self._dir = submission_id() if settings.job_metadata else "", ""
+
+    def __call__(self, event: Event) -> None:
+        if not self._id:
+            return
+        match event["kind"]:
+            case "run":
+                self._dir = event["dir"]
+            case "cluster":
+                self._write({"raydist.run_dir": self._dir})
+            case "result":
+                self._write(result_metadata(event))
+
+    def _write(self, metadata: Mapping[str, str]) -> None:
+        import grpc
+
+        def change(entry: bytes) -> bytes | None:
+            changed = merged(json.loads(entry), metadata)
+            return None if changed is None else json.dumps(changed).encode()
+
+        with contextlib.suppress(grpc.RpcError):  # the GCS does not answer: other parts of the run report that
+            # Ray's job server sets RAY_ADDRESS to the address of the GCS
+            ray_private.change_job_entry(os.environ["RAY_ADDRESS"], self._id, change, ANSWER_S)
+
+
+def submission_id() -> str:
+    """The id under which this program was submitted to Ray as a job; empty if it was not."""
+    try:
+        return str(json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"])
+    except (KeyError, ValueError, TypeError):
+        return ""

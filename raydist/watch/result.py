@@ -1,0 +1,277 @@
+"""What a run came to: figures out of its events, and the Result that a person holds. (pure)"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from raydist.recovery.blame import describe_end, first_cause, where
+from raydist.shared.errors import RaydistError, RunFailed, Stopped
+from raydist.shared.events import Event
+from raydist.shared.outcome import Attempt, End
+from raydist.shared.rank_names import rank_ranges
+from raydist.state.object_store import Remote, StoragePath, scheme
+from raydist.watch.failures import Failures
+from raydist.watch.goodput import Spent, apart
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Result(Generic[T]):
+    """The result of a run. `result.json` in the run folder has all of it but `values` and `exceptions`."""
+
+    status: str
+    """finished, failed or stopped."""
+    dir: Path
+    """The run folder."""
+    world_size: int
+    """Number of ranks."""
+    values: tuple[T | None, ...] = ()
+    """What the job's function returned, by rank."""
+    exceptions: Mapping[int, BaseException] = field(default_factory=dict)
+    """Of each rank that failed, its exception; a RaydistError with its text if the object could not be pickled."""
+    ends: tuple[End, ...] = ()
+    """How each rank ended, by rank."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """The last value of each name that rank 0 reported."""
+    launch: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each part of the launch: connect, place, actors, warm-up, rendezvous, first step."""
+    wall_s: float = 0.0
+    """Seconds from the beginning of the run to its end."""
+    goodput: float = 0.0
+    """Time in training steps that counted, as a fraction of the time of the run: 0 to 1."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each part of the run: steps, launch, failures, steps done again, evaluation, saves, rest."""
+    recovery: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each part of the failures: detect, kill, place, fork, rendezvous, restore, first step."""
+    throughput: float = 0.0
+    """Samples per second of all ranks together during training steps; 0 if the job did not report `samples`."""
+    checkpoint: StoragePath | None = None
+    """The newest checkpoint that was saved."""
+    network: str = ""
+    """Which network carried the traffic of the ranks; empty for a run on one node."""
+    work: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By rank, as text: seconds of the rank's own work in a step, and seconds of the whole step (medians)."""
+    slow: Mapping[str, Any] = field(default_factory=dict)
+    """`text` and `ranks` of ranks that slowed the others, from the last such report; empty without one."""
+    warnings: tuple[str, ...] = ()
+    """Each warning once, with its ranks or its count."""
+    signal: int = 0
+    """The number of the signal that stopped the run; 0 without one."""
+    error: RaydistError | None = None
+    """The error that ended the run from outside the ranks: no cluster, no place, a signal."""
+    restarts: tuple[End, ...] = ()
+    """The first cause of each failure after which the run was restarted."""
+    why_last: str = ""
+    """Why a failed run was not restarted, or not again."""
+    failure: str = ""
+    """Why the run failed, as text for a person; empty if it did not fail."""
+
+    @property
+    def cause(self) -> End | None:
+        """How the rank ended that failed first; None if no rank failed."""
+        return first_cause(self.ends)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts of result.json and of the last event; plain JSON, so no NaN."""
+        facts = {
+            "status": self.status, "dir": str(self.dir), "world_size": self.world_size, "metrics": dict(self.metrics),
+            "launch": dict(self.launch), "wall_s": self.wall_s, "goodput": self.goodput,
+            "spent": dict(self.spent), "recovery": dict(self.recovery), "throughput": self.throughput,
+            "checkpoint": self.checkpoint and str(self.checkpoint), "warnings": list(self.warnings),
+            "network": self.network, "work": dict(self.work), "slow": dict(self.slow),
+            "signal": self.signal, "error": type(self.error).__name__ if self.error else "", "failure": self.failure,
+            "cause": self.cause and asdict(self.cause), "restarts": [asdict(end) for end in self.restarts],
+            "why_last": self.why_last,
+        }  # fmt: skip
+        return {name: _plain(value) for name, value in facts.items()}
+
+    def save(self) -> None:
+        """Write result.json into the run folder; on a full disk there is none rather than half of one."""
+        self.dir.mkdir(parents=True, exist_ok=True)
+        path = self.dir / "result.json"
+        try:
+            path.write_text(json.dumps(self.to_json(), indent=2, default=str) + "\n", encoding="utf-8")
+        except OSError:
+            path.unlink(missing_ok=True)
+
+    def or_raise(self) -> Result[T]:
+        """This very Result; RunFailed if the run failed."""
+        if self.status == "failed":
+            raise RunFailed(self.failure, result=self, exceptions=self.exceptions)
+        return self
+
+
+def make_result(folder: Path, tried: Attempt, figures: Figures, now: float | None = None) -> Result[Any]:
+    """The Result of a run: what its ranks did, and what its events add up to.
+
+    `now`: the end of the run in seconds since the epoch; None: now.
+    """
+    figures.ended = time.time() if now is None else now
+    failed = [end for end in tried.ends if end.failed]
+    texts = {end.rank: RaydistError(f"{where(end)} {describe_end(end)}") for end in failed}
+    return Result(
+        status=_status(tried.error, bool(failed)),
+        dir=folder,
+        world_size=len(tried.ends) or figures.world_size,
+        values=tuple(tried.values),
+        exceptions={**texts, **tried.exceptions},
+        ends=tuple(tried.ends),
+        metrics=figures.metrics,
+        launch=figures.launch,
+        wall_s=figures.wall_s,
+        goodput=figures.goodput,
+        spent=figures.spent.parts(figures.wall_s, figures.ended),
+        recovery=figures.spent.recovery,
+        throughput=figures.throughput,
+        checkpoint=_saved(figures.saved) if figures.saved else None,
+        network=figures.network,
+        work=figures.work,
+        slow=figures.slow,
+        warnings=_warnings(figures.warned),
+        signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,
+        error=tried.error,
+        restarts=tuple(first for each in tried.earlier if (first := first_cause(each.ends)) is not None),
+        why_last=tried.why_last,
+        failure=_failure(tried),
+    )
+
+
+def _status(error: RaydistError | None, failed: bool) -> str:
+    if isinstance(error, Stopped):
+        return "stopped"
+    return "failed" if error or failed else "finished"
+
+
+def _failure(tried: Attempt) -> str:
+    if tried.error is not None:
+        return "" if isinstance(tried.error, Stopped) else tried.error.message
+    not_again = f"\n  not restarted: {tried.why_last}" if tried.failure and tried.why_last else ""
+    return tried.failure + not_again
+
+
+@dataclass
+class Figures:
+    """What the events of a run add up to; a stream of any length in a few numbers."""
+
+    world_size: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    launch: dict[str, float] = field(default_factory=dict)
+    saved: str = ""
+    network: str = ""
+    work: dict[str, list[float]] = field(default_factory=dict)
+    slow: dict[str, Any] = field(default_factory=dict)
+    spent: Spent = field(default_factory=Spent)
+    began: float | None = None
+    """When the first event came, in seconds since the epoch."""
+    ended: float = 0.0
+    """When the run ended, or the last event so far came."""
+    done: int = 0
+    """Samples of the steps of the last attempt over all ranks, as the loop itself counted."""
+    samples: tuple[Event, ...] = ()
+    """The first and the last of them that told its `samples`."""
+    warned: dict[str, list[int | None]] = field(default_factory=dict)
+    """The ranks that gave each warning; None where it came from no rank."""
+
+    def add(self, happened: Event) -> None:
+        """Take in one event. Of the ranks only 0 counts, except that all may warn."""
+        rank = happened.get("rank")
+        self.began, self.ended = happened["t"] if self.began is None else self.began, happened["t"]
+        self.spent.add(happened)
+        match happened["kind"]:
+            case "warning":
+                self.warned.setdefault(happened["text"], []).append(rank)
+            case "plan":
+                self.world_size = happened["world_size"]
+            case "phase" if not self.spent.failures.found:  # later ones are part of a restart
+                self.launch[happened["name"]] = self.launch.get(happened["name"], 0.0) + happened["s"]
+            case "report" if rank == 0:
+                self._add_report(happened)
+            case "network":
+                self.network = happened["text"]
+            case "work":
+                self.work = happened["ranks"]
+            case "slow":
+                self.slow = {"text": happened["text"], "ranks": happened["ranks"]}
+            case "saved":
+                self.saved = happened["path"]
+            case "done" if rank == 0 and "step" in (happened.get("spent") or {}):
+                self.done = happened.get("samples", 0)
+
+    def _add_report(self, report: Event) -> None:
+        self.metrics.update(report["values"])
+        if "step" in report and isinstance(report["values"].get("samples"), int | float):
+            self.samples = (*self.samples[:1], report)
+
+    @property
+    def failures(self) -> Failures:
+        """The failures of the run: the one place where its events are folded to them."""
+        return self.spent.failures
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first event to the end."""
+        return 0.0 if self.began is None else max(0.0, self.ended - self.began)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds in training steps that counted."""
+        return self.spent.step_s
+
+    @property
+    def goodput(self) -> float:
+        return min(1.0, self.step_s / self.wall_s) if self.wall_s > 0 else 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second, by the loop's own count, else between the first and the last report.
+
+        Of what was reported only the difference counts: `samples` of a resumed run include those before it.
+        """
+        if self.done and self.spent.counted_s:
+            return self.done / self.spent.counted_s
+        took = apart(self.samples)
+        return (self.samples[-1]["values"]["samples"] - self.samples[0]["values"]["samples"]) / took if took else 0.0
+
+
+def fold_figures(events: Iterable[Event], now: float | None = None) -> Figures:
+    """Add up the events of a run. `now`: its end in seconds since the epoch; without it the last event's time."""
+    figures = Figures()
+    for happened in events:
+        if happened["kind"] == "run":  # a folder may be used again: only its last run counts
+            figures = Figures()
+        figures.add(happened)
+    figures.ended = figures.ended if now is None else now
+    return figures
+
+
+def _saved(text: str) -> StoragePath:
+    """A checkpoint as it was told of."""
+    return Remote(text) if scheme(text) else Path(text)
+
+
+def _warnings(warned: Mapping[str, Sequence[int | None]]) -> tuple[str, ...]:
+    return tuple(text + _from(ranks) for text, ranks in warned.items())
+
+
+def _from(ranks: Sequence[int | None]) -> str:
+    """Which ranks said it, or how often it was said."""
+    named = {rank for rank in ranks if rank is not None}
+    if named:
+        return f" (rank{'s' if len(named) > 1 else ''} {rank_ranges(named)})"
+    return f" ({len(ranks)} times)" if len(ranks) > 1 else ""
+
+
+def _plain(value: Any) -> Any:
+    """The value as strict JSON can hold it: a loss of NaN is told in words."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,93 @@
+"""The table of backends: by name its module, which only a rank imports. (either side)"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+from raydist.shared.errors import ConfigError
+from raydist.worker import context
+
+if TYPE_CHECKING:
+    import torch
+
+    from raydist.settings.config import Job
+
+BACKENDS = {
+    "gloo": "raydist.worker.backends.ddp",
+    "nccl": "raydist.worker.backends.ddp",
+    "mpi": "raydist.worker.backends.ddp",
+    "ucc": "raydist.worker.backends.ddp",
+    "horovod": "raydist.worker.backends.horovod",
+}
+"""By backend: a module with a function `join(job, env)`, a context manager that gives this rank's `Comm`."""
+
+
+class Comm(Protocol):
+    """The operations of a backend that the loop uses. All ranks call them in the same order."""
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap a model so that its gradients are averaged; parameters and buffers become those of rank 0."""
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Wrap its optimizer; the state becomes that of rank 0."""
+
+    def accumulating(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Inside the block, backward accumulates gradients without communication."""
+
+    def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait until every gradient is the average over all ranks (before clipping)."""
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """Enclose optimizer.step() after finish_gradients."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum over all ranks, on every rank."""
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor (one shape and type), in order of rank, on every rank."""
+
+
+def check_installed(name: str, script: str = "") -> None:
+    """Raise ConfigError for an unknown or missing backend. `script`: the program, if the job is one."""
+    if name == "script" and not script:
+        raise ConfigError.of("backend", "script", "no script is set", "script=train.py", "backend=auto")
+    if name not in ("auto", "script", *BACKENDS):
+        raise ConfigError.unknown("backend", name, BACKENDS)
+    if name == "horovod" and find_spec("horovod") is None:
+        build = "python -m raydist.tools.horovod build"
+        raise ConfigError(f"backend=horovod: Horovod is not installed here; run {build}", "backend", "horovod", build)
+    if name in ("mpi", "ucc") and not (name == "mpi" and script) and not torch_has(name):
+        cause = f"torch {version('torch')} was built without {name.upper()}, as on PyPI"
+        cause += " (an MPI program runs with backend=mpi script=FILE)" if name == "mpi" else ""
+        raise ConfigError.of("backend", name, cause, "backend=gloo", "backend=nccl")
+
+
+def torch_has(name: str) -> bool:
+    """Whether this torch was built with mpi or ucc; checked in another process, as the driver never imports torch."""
+    code = f"import torch.distributed as d; raise SystemExit(not d.is_{name}_available())"
+    return subprocess.run([sys.executable, "-c", code], check=False, stderr=subprocess.DEVNULL).returncode == 0
+
+
+@contextmanager
+def join(name: str, job: Job, env: Mapping[str, str]) -> Iterator[Comm]:
+    """Join the ranks of this job, with equal seeds on all; leaving the block leaves them."""
+    from raydist.worker.loop import random_state
+
+    check_installed(name)
+    random_state.seed_everything(job.seed, job.deterministic)
+    with import_module(BACKENDS[name]).join(job, env) as comm:
+        current = context.here()
+        current.comm, current.checkpoint = comm, job.checkpoint
+        try:
+            yield comm
+            for wait in current.leaving:
+                wait()
+        finally:
+            current.comm = None

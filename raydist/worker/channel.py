@@ -1,0 +1,110 @@
+"""A rank's channel to its agent: events over a socket, and a heartbeat page that outlives the process. (rank side)"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+
+from raydist.shared.events import Event, event
+from raydist.worker import context, protocol, stacks
+from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time
+from raydist.worker.protocol import Collectives, Holding, HoldRank, StopAfter, TellCollectives
+
+FLUSH_S = 0.1
+"""Longest time that a report waits in the rank before it is sent."""
+
+
+class Channel:
+    """The rank's end of the socket. A thread sends the queued reports; other events are sent at once."""
+
+    def __init__(self, sock: socket.socket, beat_fd: int) -> None:
+        self._sock = sock
+        self._page = mmap.mmap(beat_fd, BEAT_PAGE)
+        self._queue: deque[Event] = deque()
+        self._send_lock = threading.Lock()
+        self._open = True
+        self._reported_gap = ""
+        threading.Thread(target=self._serve, name="raydist-channel", daemon=True).start()
+        # A forked DataLoader worker has no such thread, and may inherit a held lock, so it sends nothing.
+        os.register_at_fork(after_in_child=self.shut)
+
+    def emit(self, event: Event) -> None:
+        """Send an event; a report is only queued, which takes a microsecond and never blocks."""
+        self._queue.append(event)
+        if event["kind"] != "report" and self._open:
+            self.flush()
+
+    def beat(self, step: int, phase: int) -> None:
+        """Write the heartbeat, with the time, to memory that the agent reads. `phase`: an index in PHASES."""
+        write_beat(self._page, step, phase, time.time())
+
+    def note_compute_time(self, steps: int, compute_s: float, step_s: float) -> None:
+        """Write the compute time and the whole time of one step beside the heartbeat; `steps`: steps timed so far."""
+        write_compute_time(self._page, steps, compute_s, step_s)
+
+    def flush(self) -> None:
+        """Send the queued events."""
+        with self._send_lock:
+            lines = []
+            while self._queue:
+                lines.append(json.dumps(self._queue.popleft(), default=str))
+            if lines:
+                self._send(("\n".join(lines) + "\n").encode())
+
+    def _send(self, data: bytes) -> None:
+        # OSError: the agent is gone, and the fork server is about to end this rank.
+        with contextlib.suppress(OSError):
+            self._sock.sendall(data)
+
+    def reply(self, message: protocol.RankReply) -> None:
+        """Send a message, after all queued events."""
+        self.flush()
+        with self._send_lock:
+            self._send(protocol.encode(message) + b"\n")
+
+    def shut(self) -> None:
+        """Send nothing any more."""
+        self._open = False
+        self._queue = deque(maxlen=0)
+
+    def _serve(self) -> None:
+        """Send queued events every FLUSH_S, and handle the messages of the agent, one per line."""
+        readable, rest = [self._sock], b""
+        while self._open:
+            if select.select(readable, [], [], FLUSH_S)[0]:
+                data = self._sock.recv(4096)
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._handle(protocol.decode(line))
+                if not data:
+                    readable = []  # the agent is gone
+            if self._queue:
+                self.flush()
+
+    def _handle(self, message: protocol.Message) -> None:
+        here = context.here()
+        match message:
+            case TellCollectives():
+                self._tell_collectives()
+            case HoldRank():
+                self.reply(Holding(here.stop_request.hold()))
+            case StopAfter(step):
+                here.stop_request.stop_after(step)
+
+    def _tell_collectives(self) -> None:
+        """Reply with the last collectives. If torch records none, rank 0 warns once for all ranks."""
+        try:
+            entries, gap = stacks.collectives()
+        except Exception as error:  # another torch has other private functions; this thread must go on
+            entries, gap = [], f"torch's flight recorder could not be read ({type(error).__name__}: {error})"
+        self.reply(Collectives(entries))
+        if gap and not self._reported_gap and context.rank().rank == 0:
+            self.emit(event("warning", text=gap))
+        self._reported_gap = gap

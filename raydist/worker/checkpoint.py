@@ -1,0 +1,148 @@
+"""A job's own checkpoints: save a state, find the one to continue from. (rank side)"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raydist.settings.config import Checkpoint
+from raydist.shared import env_names
+from raydist.state.checkpoint_files import Saved, load, newest, saved_at, write_and_prune
+from raydist.state.object_store import StoragePath, parse_path
+from raydist.state.write import SaveRequest, unloadable
+from raydist.worker import context
+
+if TYPE_CHECKING:
+    from raydist.state.snapshot import SnapshotBuffer
+
+__all__ = ["Saved", "latest", "load", "save"]
+
+
+def save(
+    step: int,
+    state: Mapping[str, Any],
+    metrics: Mapping[str, float] | None = None,
+    settings: Checkpoint | None = None,
+    *,
+    wait: bool = False,
+) -> StoragePath | None:
+    """Save a state as the checkpoint of a step, and delete the checkpoints that are not to be kept. Rank 0 writes.
+
+    It is not a collective: all ranks may call it, and ranks other than 0 return None at once. Rank 0 returns the path,
+    `checkpoints/step-00000400` in the run folder or below `storage=`.
+
+    - `step`: optimizer steps done so far. A checkpoint of the same step is replaced.
+    - `state`: a dict of tensors (on any device), None, bool, int, float, complex, str, bytes, torch.Size, torch.dtype,
+      torch.device, and dicts, lists, tuples and sets of them: what `torch.load(weights_only=True)` can read. NumPy
+      scalars are not among them.
+    - `metrics`: name -> number, for `checkpoint.best=max:NAME`.
+    - `settings`: how many checkpoints to keep. None: `checkpoint.keep` and `checkpoint.best` of the run.
+    - `wait`: write before returning.
+
+    Over Ray the state is copied in memory, and another process writes it while the training continues; the next `save`
+    and the end of the job wait for it. A checkpoint on the disk is complete. It is written before `save` returns with
+    `wait`, under torchrun, in a program (`script=`), with one rank of `group=inline`, and if the state has tensors that
+    are sharded, sparse or Parameters, or does not fit into memory.
+
+    TypeError: the state has a value of another type; the message names it. OSError: the disk is full, if rank 0 writes
+    before returning. An error of a write in the background is a warning; the checkpoints before it stay. An object
+    store that cannot be reached is a warning too: the checkpoint is then in the run folder on rank 0's node.
+    """
+    if context.rank().rank != 0:
+        return None
+    context.phase("save")
+    began, request = time.perf_counter(), save_request(step, state, metrics, settings)
+    settle()
+    if not wait and hand_over(request):
+        return request.path
+    path, trouble = write_and_prune(request)
+    if trouble:
+        context.emit_event("warning", text=trouble)
+    context.emit_event("saved", step=step, path=str(path), s=time.perf_counter() - began)
+    return path
+
+
+def home() -> StoragePath:
+    """The folder or URL of this run's checkpoints."""
+    named = os.environ.get(env_names.CHECKPOINTS)
+    return parse_path(named) if named else context.rank().run_dir / "checkpoints"
+
+
+def save_request(
+    step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None, settings: Checkpoint | None = None
+) -> SaveRequest:
+    """The request for a checkpoint of this run."""
+    here = context.here()
+    kept, world_size = settings or here.checkpoint, here.rank.world_size
+    return SaveRequest(
+        step, dict(state), dict(metrics or {}), world_size, str(home().absolute()), str(here.rank.run_dir), kept.keep,
+        kept.best,
+    )  # fmt: skip
+
+
+def hand_over(request: SaveRequest, snapshot: int = -1) -> bool:
+    """Have the node's writer process write a checkpoint while the training continues; whether that is possible.
+
+    `snapshot`: the slot of the snapshot that has the rest of the request's state.
+    """
+    import torch
+
+    from raydist.state.snapshot import NoRoom, take_apart
+
+    if (memory := own_memory()) is None:
+        return False
+    if why := next(unloadable(request.state, "state"), None):
+        raise TypeError(why)
+    tensors: list[torch.Tensor] = []
+    take_apart(request.state, tensors)
+    if not all(type(each) is torch.Tensor and each.layout == torch.strided for each in tensors):
+        return False  # a sparse or sharded tensor, or a Parameter, would not come back as what it was
+    try:
+        memory.request_save(request, snapshot)
+    except NoRoom:
+        return False
+    context.emit_event("save")
+    return True
+
+
+def own_memory() -> SnapshotBuffer | None:
+    """This rank's snapshot memory; None where no process outlives the rank to read it."""
+    from raydist.state.snapshot import SnapshotBuffer
+
+    here = context.here()
+    if here.memory is None or here.memory[0] < 0 or here.comm is None:
+        return None
+    if here.buffer is None:
+        here.buffer = SnapshotBuffer(here.memory[0])
+        here.leaving.append(here.buffer.rest)
+    return here.buffer
+
+
+def settle() -> None:
+    """Wait until the checkpoint that the first rank of this node asked for is on the disk."""
+    here = context.here()
+    if here.memory is not None and here.memory[1] >= 0 and here.comm is not None:
+        from raydist.state.snapshot import SnapshotBuffer
+
+        SnapshotBuffer(here.memory[1]).rest()
+
+
+def latest() -> Saved | None:
+    """Return the checkpoint to continue from, or None for a new start.
+
+    After a restart it is the newest complete checkpoint of this run, otherwise what `resume=` chose. All ranks may
+    call it; it is not a collective. `Saved.step` is the number of optimizer steps done, `Saved.state` what `save` got.
+    """
+    named = os.environ.get(env_names.RESUME)
+    if named is None:
+        return newest(home(), lambda text: context.emit_event("warning", text=text))
+    return saved_at(parse_path(named)) if named else None
+
+
+def resumed_step() -> int:
+    """The step of the checkpoint that `latest` returns, by its name alone; 0 for a new start."""
+    name = Path(os.environ.get(env_names.RESUME, "")).name
+    return int(name[5:]) if name.startswith("step-") else 0

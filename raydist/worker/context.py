@@ -1,0 +1,239 @@
+"""The rank's context, for jobs: its rank, its reports, its step. It works under plain torchrun too. (rank side)"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+
+from raydist.settings.config import Checkpoint
+from raydist.shared import env_names
+from raydist.shared.events import Event, event
+from raydist.worker.heartbeat import PHASES
+
+if TYPE_CHECKING:
+    import torch
+
+    from raydist.state.snapshot import SnapshotBuffer
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The rank of this process, with torchrun's names and meanings."""
+
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    run_dir: Path = Path("runs/here")
+    """The run folder, where checkpoints go."""
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device: the GPU of its local rank where the job has GPUs, the CPU otherwise."""
+        import torch
+
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if gpus == "" or not torch.cuda.is_available():
+            return torch.device("cpu")
+        each = torch.cuda.device_count() / self.local_world_size
+        return torch.device("cuda", int(self.local_rank * each))
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Rank:
+        """The rank in torchrun's variables; without them rank 0 of 1."""
+        return cls(
+            rank=int(env.get("RANK", "0")),
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            node_rank=int(env.get("GROUP_RANK", env.get("NODE_RANK", "0"))),
+            world_size=int(env.get("WORLD_SIZE", "1")),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", "1"))),
+            run_dir=Path(env.get(env_names.RUN_DIR, "runs/here")),
+        )
+
+
+class StopRequest:
+    """The request to stop after a step that is the same on all ranks, so that other ranks can continue after it.
+
+    Each rank replies with the step that it is making, and makes no step after it until it knows the common one, which
+    is the largest of these. So no rank is beyond the common step, not even where a host runs ahead of its device; and
+    the reply comes from another thread, so it comes from a rank that waits in a collective too.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = 0
+        self._limit: int | None = None
+        self._common = 0
+        self._known = threading.Event()
+
+    def begin(self, step: int) -> None:
+        """So many steps are done at the beginning."""
+        with self._lock:
+            self._done = step
+
+    def hold(self) -> int:
+        """Have the rank stand still after the step that it is making; that step. Another thread may call it."""
+        with self._lock:
+            if self._limit is None:
+                self._limit = self._done + 1
+            return self._limit
+
+    def stop_after(self, step: int) -> None:
+        """Have the rank go on to this step, and stop after it."""
+        self._common = step
+        self._known.set()
+
+    def due(self, step: int) -> bool:
+        """Note that a step is done; whether to stop after it. Stands still where that is not known yet."""
+        with self._lock:
+            self._done = step
+            if self._limit is None or step < self._limit:
+                return False
+        self._known.wait()
+        return step >= self._common
+
+    def stopped(self, step: int) -> NoReturn:
+        """The state of this step is kept: emit `left`, and wait for the end."""
+        emit_event("left", step=step)
+        while True:
+            signal.pause()
+
+
+@dataclass
+class Context:
+    """The state of this rank. A process has one; `enter` replaces it."""
+
+    rank: Rank
+    emit: Callable[[Event], None]
+    """Sends an event; never blocks, never raises."""
+    beat: Callable[[int, int], None]
+    """Notes (step, index in PHASES) in memory that the agent can read even after the process has ended."""
+    flush: Callable[[], None] = lambda: None
+    """Returns once all emitted events are sent."""
+    step: int = 0
+    comm: Any = None
+    """The backend's Comm, while the rank has joined the others."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """The run's settings of checkpoints."""
+    memory: tuple[int, int] | None = None
+    """Descriptors of this rank's snapshot memory and of that of the node's first rank, -1 for a missing one; None: no
+    other process could read them after this one has ended."""
+    stop_request: StopRequest = field(default_factory=StopRequest)
+
+    buffer: SnapshotBuffer | None = None
+    """The snapshot memory of this rank, once it is used."""
+    sharded: Any = None
+    """Keeps sharded states in memory, from the first on."""
+    leaving: list[Callable[[], None]] = field(default_factory=list)
+    """Functions that wait for unfinished work, called when the job has returned, before the rank leaves the others."""
+
+
+def _context_from_env() -> Context:
+    """The context of a process that raydist did not start: torchrun's variables; rank 0 prints its events."""
+    rank = Rank.from_env(os.environ)
+
+    def emit(event: Event) -> None:
+        if rank.rank == 0 and event["kind"] in ("report", "saved", "warning"):
+            print(report_line(event), flush=True)
+
+    return Context(rank=rank, emit=emit, beat=lambda step, phase: None)
+
+
+def report_line(event: Event) -> str:
+    """`step 4 · loss 0.25`, from an event."""
+    values = event.get("values", {k: v for k, v in event.items() if k not in ("t", "kind", "rank", "step")})
+    parts = [f"step {event['step']}"] if "step" in event else []
+    parts += [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()]
+    return " · ".join(parts)
+
+
+_here: Context | None = None
+
+
+def here() -> Context:
+    """The context of this process."""
+    global _here
+    if _here is None:
+        _here = _context_from_env()
+    return _here
+
+
+def enter(context: Context | None) -> None:
+    """Make `context` that of this process; None: the one that torchrun's variables give."""
+    global _here
+    _here = context
+
+
+def rank() -> Rank:
+    """Return the Rank of this process: its number, its local rank, its device, the run folder.
+
+    It works under `python -m raydist.train`, under torchrun (from torchrun's variables), and in a plain process, which
+    is rank 0 of 1.
+    """
+    return here().rank
+
+
+def report(step: int | None = None, **values: Any) -> None:
+    """Report numbers of a training step: report(step=3, loss=0.1). It is not a collective and takes microseconds.
+
+    - `step`: optimizer steps done so far. It is also the rank's heartbeat, from which hangs are detected. None: the
+      values belong to no step.
+    - `values`: numbers, or tensors with one element. `.item()` reads a tensor, which waits for its GPU.
+
+    Four names have a meaning for the progress bar: `steps` (optimizer steps in all), `epoch` (from 1), `epochs`, and
+    `samples` (training samples used so far by all ranks), from which the throughput in samples per second follows.
+
+    The last value of each name that rank 0 reported is in `Result.metrics`. All reports of rank 0 are in
+    `events.jsonl`; of the other ranks only the newest since the driver last asked, at most every 0.5 s. Without
+    raydist's launcher rank 0 prints its reports.
+    """
+    context = here()
+    if step is not None:
+        context.step = step
+        context.beat(step, PHASES.index("end"))
+    plain = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    facts = {"rank": context.rank.rank, "values": plain} | ({} if step is None else {"step": step})
+    context.emit(event("report", **facts))
+
+
+def phase(name: str) -> None:
+    """Note the current activity of this rank, one of PHASES, for the report of a hang or a failure."""
+    context = here()
+    context.beat(context.step, PHASES.index(name))
+
+
+def set_step(step: int) -> None:
+    """Set the step at which this rank starts, without a report: an earlier attempt or run has reported it."""
+    here().step = step
+    phase("start")
+
+
+class ExceptionFacts(TypedDict):
+    """An exception as an event has it."""
+
+    type: str
+    message: str
+    traceback: str
+    step: int
+    """The step of the rank."""
+
+
+def exception_facts(error: BaseException) -> ExceptionFacts:
+    """The facts of the event `raised`."""
+    return {
+        "type": type(error).__name__, "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)), "step": here().step,
+    }  # fmt: skip
+
+
+def emit_event(kind: str, **facts: Any) -> None:
+    """Emit an event of this rank."""
+    context = here()
+    context.emit(event(kind, rank=context.rank.rank, **facts))

@@ -1,0 +1,49 @@
+"""The heartbeat page and the signal that a rank and its agent share beside messages. (either side)"""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import mmap
+
+PHASES = ("start", "data", "forward", "backward", "collective", "evaluate", "save", "end")
+"""The activities of a rank; its heartbeat holds the index of one of them."""
+
+STACKS_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 5
+"""Requests the stacks of a rank: a real-time signal, because programs use SIGUSR1 and SIGUSR2 themselves."""
+
+BEAT_PAGE = 48
+"""Bytes of the heartbeat page: step, index in PHASES (64-bit integers), seconds since the epoch (double); then the
+number of steps that were timed (integer), compute seconds of one step, seconds of one step (doubles).
+Each is written by one store of the processor: struct.pack_into sets all bytes to 0 first, which a reader could see."""
+
+
+def write_beat(page: mmap.mmap, step: int, phase: int, at: float) -> None:
+    """Write the heartbeat."""
+    view = memoryview(page)
+    integers, doubles = view.cast("q"), view.cast("d")
+    integers[0], integers[1], doubles[2] = step, phase, at
+
+
+def write_compute_time(page: mmap.mmap, steps: int, compute_s: float, step_s: float) -> None:
+    """Write, beside the heartbeat, the compute time and the whole time of one step."""
+    view = memoryview(page)
+    doubles = view.cast("d")
+    doubles[4], doubles[5] = compute_s, step_s
+    view.cast("q")[3] = steps
+
+
+def read_compute_time(page: mmap.mmap) -> tuple[int, float, float]:
+    """(steps timed, compute seconds of one step, seconds of one step), all 0 before the first note."""
+    view = memoryview(page)
+    doubles = view.cast("d")
+    return view.cast("q")[3], doubles[4], doubles[5]
+
+
+def read_beat(page: mmap.mmap) -> tuple[int, str, float]:
+    """(step, phase, seconds since the epoch) of the last heartbeat; (0, "", 0.0) before the first."""
+    view = memoryview(page)
+    integers, at = view.cast("q"), view.cast("d")[2]
+    return integers[0], PHASES[integers[1]] if at else "", at

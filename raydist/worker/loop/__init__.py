@@ -1,0 +1,1 @@
+"""The training loop of raydist.fit: samples, steps, precision, schedules, evaluation. (rank side)"""

@@ -1,0 +1,52 @@
+"""Metrics over the test samples; each sample counts once, whatever the number of ranks. (rank side)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from raydist.worker.backends import Comm
+
+Metric = Callable[[Any, Any], torch.Tensor]
+"""(output, target) -> one value per sample, or their mean as a tensor without dimensions."""
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """1 for each sample whose highest score is that of its target, else 0.
+
+    `output`: scores of shape [B, classes]. `target`: int64 of shape [B]. Returns float of shape [B].
+    """
+    return (output.argmax(dim=1) == target).float()
+
+
+def evaluate(
+    model: torch.nn.Module, batches: Iterable[Any], metrics: Mapping[str, Metric], comm: Comm, device: torch.device
+) -> dict[str, float]:
+    """The mean of each metric over all samples of all ranks; it leaves the model in training mode."""
+    total = torch.zeros(len(metrics) + 1, dtype=torch.float64, device=device)
+    model.eval()
+    with torch.no_grad():
+        for *inputs, target in batches:
+            output, count = model(*inputs), len(target)
+            for index, metric in enumerate(metrics.values()):
+                value = metric(output, target).double()
+                total[index] += value.sum() if value.dim() else value * count
+            total[-1] += count
+    model.train()
+    *sums, count = comm.sum(total).tolist()
+    return {name: value / count for name, value in zip(metrics, sums, strict=True)}
+
+
+def same_buffers(model: torch.nn.Module, comm: Comm, rank: int) -> None:
+    """Copy rank 0's buffers, which a checkpoint holds, to every rank: batch norm's statistics differ after a step."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in model.buffers():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for dtype, buffers in by_dtype.items():
+        flat = torch.cat([buffer.detach().flatten() for buffer in buffers])
+        flat = flat.to(torch.uint8) if dtype == torch.bool else flat
+        first = comm.sum(flat if rank == 0 else torch.zeros_like(flat)).to(dtype)
+        for buffer, part in zip(buffers, torch.split(first, [buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))

@@ -1,0 +1,222 @@
+"""When a state is kept in memory, which one all ranks return to, and how one is written to the disk. (rank side)"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+
+from raydist.settings.config import Job, as_saved
+from raydist.state.object_store import StoragePath
+from raydist.state.snapshot import NoRoom, SnapshotBuffer, unpack
+from raydist.state.snapshot_layout import LAST_SLOT, State
+from raydist.state.write import SaveRequest
+from raydist.worker import checkpoint, context
+from raydist.worker.backends import Comm
+
+SHARE = 0.01
+"""The share of a step's time that snapshots may take, unless `snapshot.every` is set."""
+FIRST_LOOK = 8
+"""Steps after which the cost of a snapshot is measured first; again after 16, 32, …"""
+OFFERS = 2
+"""How many of its newest states a rank offers: no rank is more than one step ahead of another."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state from memory."""
+
+    step: int
+    state: State
+    own: State | None
+    """This rank's own part; None on all ranks if one of them has lost its own."""
+    path: StoragePath = Path("a snapshot in memory")
+
+    @property
+    def mine(self) -> State:
+        """This rank's own part, or that of the rank that sent the state."""
+        return self.own or cast("State", self.state["own"])
+
+    def random(self, rank: int, world_size: int) -> torch.Tensor | None:
+        """The state of this rank's random generators, if each rank has its own."""
+        return None if self.own is None else self.own["random"]
+
+
+class Offer(NamedTuple):
+    """One state that a rank has, as numbers for a collective."""
+
+    step: int = -1
+    whole: int = 0
+    """1: the whole state, 0: only the rank's own part."""
+    text: int = 0
+    """Bytes of the description of its tensors."""
+    tensors: int = 0
+    """Bytes of its tensors."""
+
+
+class Snapshotter:
+    """The snapshots of one rank: of the whole state on the first rank of a node, of its own part on all others."""
+
+    def __init__(self, job: Job, comm: Comm) -> None:
+        here = context.here()
+        self._me, self._comm, self._job = here.rank, comm, job
+        # the same on all ranks: choosing a snapshot is a collective
+        self.on = here.memory is not None and job.snapshot.every != 0
+        _, lead = here.memory or (-1, -1)
+        self._memory = checkpoint.own_memory() if self.on else None
+        self._lead = SnapshotBuffer(lead) if self.on and lead >= 0 else None
+        self._every, self._fixed = job.snapshot.every or 1, job.snapshot.every is not None
+        self._costs: list[float] = []
+        self._steps: list[float] = []
+        self._count, self._look, self._since = 0, FIRST_LOOK, 0.0
+
+    def begin(self, step: int) -> None:
+        """Describe the checkpoint of the last state, and drop the states of steps after this one."""
+        if self._memory is not None and self._me.local_rank == 0:
+            self._memory.fill_request(LAST_SLOT, self._request(0, {}, {}))
+        if self._memory is not None:
+            self._memory.forget_after(step)
+        self.go_on()
+
+    def _request(self, step: int, state: State, metrics: dict[str, float]) -> SaveRequest:
+        described = {**state, "config": as_saved(self._job)}
+        return checkpoint.save_request(step, described, metrics, self._job.checkpoint)
+
+    def go_on(self) -> None:
+        """The time since the last step belongs to no step."""
+        self._since = time.perf_counter()
+
+    def step(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:
+        """After a step: keep it, if it is due. `own`: what differs from rank to rank, `state`: everything else."""
+        if not self.on:
+            return
+        began = time.perf_counter()
+        self._steps.append(began - self._since)
+        if step % self._every == 0:
+            self._keep(step, own, state)
+            self._costs.append(time.perf_counter() - began)
+        self._count += 1
+        if not self._fixed and self._count == self._look:
+            self._reckon()
+        self.go_on()
+
+    def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
+        """Keep a state now; return its slot, or None if there is too little memory."""
+        if self._memory is None:
+            return None
+        context.here().flush()  # a restart does not repeat this step: its report must be sent first
+        try:
+            return self._memory.write(step, {"own": own(), **(state() if self._me.local_rank == 0 else {})})
+        except NoRoom as why:
+            if self._memory.locked < 0:  # otherwise two slots may be enough once the checkpoint is on the disk
+                self._memory.drop()
+                self._memory = None
+                context.emit_event("warning", text=f"no more snapshots: {why}; a restart continues from a checkpoint")
+            return None
+
+    def hold(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> bool:
+        """Keep the state of this step, due or not; whether it is in memory."""
+        if self._memory is None:
+            return False
+        self._memory.settle()
+        if step not in self._memory.steps:
+            self._keep(step, own, state)
+        if self._memory is not None:
+            self._memory.settle()
+        return self._memory is not None
+
+    def to_disk(
+        self, step: int, own: Callable[[], State], state: Callable[[], State], beside: State, metrics: dict[str, float]
+    ) -> bool:
+        """Have the snapshot of this step written as a checkpoint while the training continues; whether it can.
+
+        `beside`: what the checkpoint has instead of the snapshot's values, or in addition.
+        """
+        self.rest()
+        if self._memory is None:
+            return False
+        self._memory.settle()
+        slot = self._memory.steps.get(step)
+        if slot is None:
+            slot = self._keep(step, own, state)
+        if slot is None or self._memory is None:
+            return False
+        self._memory.settle()
+        return checkpoint.hand_over(self._request(step, beside, metrics), slot)
+
+    def rest(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk."""
+        if self._memory is not None:
+            self._memory.rest()
+
+    def find(self) -> Restored | None:
+        """The newest state that all ranks can return to. A collective; all ranks find the same."""
+        if not self.on or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            return None
+        mine = [] if self._memory is None else [Offer(*told) for told in self._memory.offers()[:OFFERS]]
+        padded = [*mine, *[Offer()] * (OFFERS - len(mine))]
+        rows = self._comm.gather(torch.tensor([self._me.node_rank, *(number for offer in padded for number in offer)]))
+        nodes = [int(row[0]) for row in rows]
+        offers = [[Offer(*four) for four in row[1:].view(OFFERS, -1).tolist()] for row in rows]
+        if (chosen := choose_snapshot(offers)) is None:
+            return None
+        step, source = chosen
+        own = None
+        if all(step in (offer.step for offer in each) for each in offers) and self._memory is not None:
+            own = self._memory.read(self._memory.steps[step])["own"]
+        if own is not None and own["world_size"] != self._me.world_size:
+            own = None  # the number of ranks is another one now
+        return Restored(step, self._whole(step, source, nodes, offers), own)
+
+    def _whole(self, step: int, source: int, nodes: Sequence[int], offers: Sequence[Sequence[Offer]]) -> State:
+        """The state of a step, from the memory of this node if every node has it, otherwise from the rank `source`."""
+        there = {node for node, each in zip(nodes, offers, strict=True) if of_step(each, step).whole}
+        if there == set(nodes) and self._lead is not None:
+            return self._lead.read(self._lead.steps[step])
+        offer = of_step(offers[source], step)
+        # as int64: not every backend can sum bytes
+        words = torch.zeros(-(-(offer.tensors + offer.text) // 8), dtype=torch.int64)
+        if self._me.rank == source and self._memory is not None:
+            raw = self._memory.bytes_of(self._memory.steps[step])[: offer.tensors + offer.text]
+            words.view(torch.uint8)[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        # the others add zeros
+        return unpack(self._comm.sum(words).view(torch.uint8).numpy(), offer.tensors, offer.text)
+
+    def _reckon(self) -> None:
+        """Set the spacing of snapshots from their measured cost, the same on all ranks."""
+        mine = statistics.median(self._costs) / statistics.median(self._steps) if self._costs else 0.0
+        shares = self._comm.gather(torch.tensor([mine], dtype=torch.float64))
+        self._every = spacing([float(share) for share in shares])
+        self._look *= 2
+        self._steps.clear()
+        del self._costs[:-FIRST_LOOK]
+
+
+def spacing(shares: Sequence[float]) -> int:
+    """Steps between snapshots, from the cost of one on each rank as a share of a step; at least 1."""
+    return max(1, math.ceil(max(shares) / SHARE))
+
+
+def of_step(offers: Sequence[Offer], step: int) -> Offer:
+    return next((offer for offer in offers if offer.step == step), Offer())
+
+
+def choose_snapshot(offers: Sequence[Sequence[Offer]]) -> tuple[int, int] | None:
+    """(step, a rank with the whole state) of the newest state that qualifies, from the offers of each rank.
+
+    A step qualifies if some rank has the whole state, and every other rank has its own part of it or no state at all: a
+    rank without any is new, and takes the state of the others.
+    """
+    held = [{offer.step: offer for offer in each if offer.step >= 0} for each in offers]
+    for step in sorted({step for each in held for step in each}, reverse=True):
+        whole = [rank for rank, each in enumerate(held) if step in each and each[step].whole]
+        if whole and all(step in each for each in held if each):
+            return step, whole[0]
+    return None

@@ -1,0 +1,148 @@
+"""One optimizer step: forward, backward, gradient averaging, clipping, update; and its state. (rank side)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from raydist.settings.config import Job
+from raydist.shared.errors import ConfigError
+from raydist.state.object_store import StoragePath
+from raydist.state.snapshot_layout import State
+from raydist.worker import context
+from raydist.worker.backends import Comm
+from raydist.worker.loop import optim
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""(output, target) -> the mean over the batch, a tensor without dimensions."""
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Stepper:
+    """A model with its optimizer, schedule and precision."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: torch.nn.Module,
+        loss: Loss,
+        comm: Comm,
+        device: torch.device,
+        rate: float,
+        steps: int,
+        shares: Sequence[float] = (),
+    ) -> None:
+        """`shares`: the weight of each micro-batch, if their sizes differ among ranks."""
+        self.shares = shares
+        self.settings, self.device, self.loss, self.comm = job.train, device, loss, comm
+        self.format = torch.channels_last if job.train.channels_last else torch.preserve_format
+        self.model = model.to(device).to(memory_format=self.format)
+        optimizer = optim.optimizer(job.optim, [p for p in model.parameters() if p.requires_grad], rate)
+        self.wrapped = comm.wrap(self.model)
+        self.optimizer = comm.wrap_optimizer(optimizer, self.model)
+        self.schedule = optim.schedule(job.optim, self.optimizer, steps)
+        if job.train.compile:
+            self.wrapped.compile()
+        half = HALF.get(job.train.precision)
+        self.cast = nullcontext() if half is None else torch.autocast(device.type, half)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=half is torch.float16)
+        self.wrapped.train()
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def step(self, batches: Iterator[Any]) -> torch.Tensor:
+        """Make one optimizer step from the next micro-batches; this rank's mean loss, detached, of shape []."""
+        loss = self._gradients(batches)
+        self.comm.finish_gradients(self.optimizer)
+        if self.settings.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        with self.comm.stepping(self.optimizer):
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        return loss
+
+    def rehearse(self, batches: Iterator[Any]) -> None:
+        """Run forward and backward without a step, before a state is loaded.
+
+        DDP rebuilds its buckets after the first backward, and their layout determines the order in which three or more
+        ranks sum gradients. The first real step of a resumed run must have the layout of an uninterrupted run.
+        """
+        self._gradients(batches)
+        self.comm.finish_gradients(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _gradients(self, batches: Iterator[Any]) -> torch.Tensor:
+        shares = self.shares or [1 / self.settings.accumulate] * self.settings.accumulate
+        full = sum(self.shares) or 1.0
+        if len(shares) == 1:
+            return self._backward(next_batch(batches), shares[0]) / full
+        with self.comm.accumulating(self.wrapped):
+            total = self._backward(next_batch(batches), shares[0])
+            for share in shares[1:-1]:
+                total += self._backward(next_batch(batches), share)
+        return (total + self._backward(next_batch(batches), shares[-1])) / full
+
+    def _backward(self, batch: Any, share: float) -> torch.Tensor:
+        *inputs, target = self.to_device(batch)
+        context.phase("forward")
+        with self.cast:
+            loss = self.loss(self.wrapped(*inputs), target)
+            if share != 1:
+                loss = loss * share
+        context.phase("backward")
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def to_device(self, value: Any) -> Any:
+        """A batch, or a part of one, on the device and in the memory format of the model."""
+        if self.device.type == "cpu" and self.format is torch.preserve_format:
+            return value
+        if isinstance(value, torch.Tensor):
+            memory_format = self.format if value.dim() == 4 else torch.preserve_format
+            return value.to(self.device, non_blocking=True, memory_format=memory_format)
+        if isinstance(value, dict):
+            return {key: self.to_device(inner) for key, inner in value.items()}
+        return [self.to_device(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    def state(self) -> State:
+        """The state that the next step depends on, except for the data and the random generators."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load(self, state: State, path: StoragePath) -> None:
+        """Load a state. Settings override it: another learning rate or weight decay applies from here on."""
+        settings = [
+            {k: v for k, v in group.items() if k not in ("params", "lr")} for group in self.optimizer.param_groups
+        ]
+        rates = self.schedule.base_lrs
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            cause = f"this state does not fit the model and the optimizer: {error}"
+            raise ConfigError.of("resume", str(path), cause, "resume=none") from error
+        self.schedule.load_state_dict({**state["schedule"], "base_lrs": rates})
+        if state["scaler"]:  # it is empty if the run had none
+            self.scaler.load_state_dict(state["scaler"])
+        groups = zip(self.optimizer.param_groups, settings, rates, self.schedule.lr_lambdas, strict=True)
+        for group, group_settings, base_rate, factor in groups:
+            group.update(group_settings, lr=base_rate * factor(self.schedule.last_epoch))
+
+
+def next_batch(batches: Iterator[Any]) -> Any:
+    """The next batch; the phase of the rank is `data` while it waits for it."""
+    context.phase("data")
+    return next(batches)

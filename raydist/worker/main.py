@@ -1,0 +1,204 @@
+"""Start and end of a rank process: become the rank, run the job, report how it ended. (rank side)"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from raydist.settings import config
+from raydist.worker import backends, context, program, protocol, stacks, target
+from raydist.worker.channel import Channel
+from raydist.worker.protocol import ProgramSpec, RankSpec
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have Linux SIGKILL this process when the thread that forked it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become_rank(spec: RankSpec, log_fd: int) -> None:
+    """Turn a fresh child into the rank: own session, own log, the planned environment, folder and import path."""
+    os.setsid()  # a process group of its own, so that its children can be ended with it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    redirect(log_fd)
+    # line by line: the output of a rank that dies is complete
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    faulthandler.enable()
+    stacks.answer_signal(f"{spec.value}.stacks")
+    os.environ.clear()
+    os.environ.update(spec.env)
+    with contextlib.suppress(OSError):
+        os.chdir(spec.cwd)
+    sys.path[:] = spec.sys_path
+    sys.argv = list(spec.argv)
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:
+        # libgomp read the variable when the fork server loaded it
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def run_rank(
+    spec: RankSpec, log_fd: int, channel_fd: int, beat_fd: int, own: int, lead: int, pmi_fd: int = -1
+) -> NoReturn:
+    """Run a rank in a new process, from its beginning to its end.
+
+    `own`, `lead`: the snapshot memories, as in context.Context. `pmi_fd`: its connection to MPICH's process manager,
+    if mpirun passed one.
+    """
+    become_rank(spec, log_fd)
+    if spec.cpus is not None:
+        os.sched_setaffinity(0, spec.cpus)
+    if pmi_fd >= 0:
+        os.set_inheritable(pmi_fd, True)
+        os.environ["PMI_FD"] = str(pmi_fd)
+    channel = Channel(socket.socket(fileno=channel_fd), beat_fd)
+    rank = context.Rank.from_env(os.environ)
+    context.enter(context.Context(rank, emit=channel.emit, beat=channel.beat, flush=channel.flush, memory=(own, lead)))
+    code = run_in_rank(spec, channel.note_compute_time)
+    channel.flush()
+    end_process(code, whole=bool(spec.script))
+
+
+def redirect(log_fd: int) -> None:
+    """Make /dev/null the standard input of this process, and the log its output."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target_fd in ((null, 0), (log_fd, 1), (log_fd, 2)):
+        os.dup2(source, target_fd)
+
+
+def run_program(spec: ProgramSpec, log_fd: int) -> NoReturn:
+    """Run a program of MPI in a new child, with its own process group, log and environment."""
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        redirect(log_fd)
+        os.chdir(spec.cwd)
+        os.execvpe(spec.argv[0], spec.argv, spec.env)
+    except BaseException as error:  # an exception must not unwind into the fork server's code
+        os.write(2, f"{spec.argv[0]}: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def run_in_rank(spec: RankSpec, note_compute_time: Callable[[int, float, float], None]) -> int:
+    """Join, call the job, leave; the exit code: 0, the code of the job's sys.exit, or 1 for an exception.
+
+    A script joins by itself, or not at all, so it counts as joined when it begins. It has no heartbeat until it
+    reports. `note_compute_time`: as step_timer.NoteComputeTime.
+    """
+    try:
+        job = config.from_dict(json.loads(spec.job))
+        if spec.script:
+            context.emit_event("joined", pid=os.getpid())
+            time_steps(job, note_compute_time)
+            program.run_script(spec.script, list(spec.argv[1:]))
+            return 0
+        context.phase("start")
+        with backends.join(job.backend.name, job, os.environ):
+            context.emit_event("joined", pid=os.getpid())
+            time_steps(job, note_compute_time)
+            write_pickle(spec.value, call_job(spec, job))
+        return 0
+    except SystemExit as exit_:
+        if exit_.code is None or isinstance(exit_.code, int):
+            return exit_.code or 0
+        print(exit_.code, file=sys.stderr)
+        context.emit_event("raised", **context.exception_facts(exit_))
+        return 1
+    except BaseException as error:
+        error.__traceback__ = frames_of_job(error.__traceback__)
+        if spec.script:
+            sys.excepthook(type(error), error, error.__traceback__)
+        else:
+            traceback.print_exception(error)
+        context.emit_event("raised", **context.exception_facts(error))
+        if not spec.script:  # a script has no caller that could catch the exception
+            error.__traceback__ = None  # frames can't be pickled
+            write_pickle(f"{spec.value}.error", error)
+        return program.NOT_FOUND if spec.script and isinstance(error, program.ProgramNotFound) else 1
+
+
+def time_steps(job: config.Job, note_compute_time: Callable[[int, float, float], None]) -> None:
+    """Time the rank's computation, if `watch.slow` is set and the job has other ranks to compare with."""
+    if job.watch.slow and "torch" in sys.modules and context.rank().world_size > 1:
+        from raydist.worker import step_timer
+
+        step_timer.time_steps_of_process(note_compute_time)
+
+
+def frames_of_job(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback without raydist's frames before the job's own."""
+    own_files = (__file__, target.__file__, program.__file__, runpy.__file__, "<frozen runpy>")
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in own_files:
+        frames = frames.tb_next
+    return frames
+
+
+def call_job(spec: RankSpec, job: config.Job) -> Any:
+    """Call the job: a function by its name, or a pickled one with its arguments."""
+    if spec.call is None:
+        return target.call_function(target.load_target(job.job.target), job)
+    import cloudpickle
+
+    function, args, kwargs = cloudpickle.loads(Path(spec.call).read_bytes())
+    return target.call_function(function, job, *args, **kwargs)
+
+
+def write_pickle(path: str, value: Any) -> None:
+    """Write a pickled value to a file for the agent; a value that can't be pickled becomes a warning."""
+    import cloudpickle
+
+    if value is None:
+        return
+    try:
+        Path(path).write_bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        context.emit_event("warning", text=f"a {type(value).__name__} can't be pickled for the driver: {error}")
+
+
+def end_process(code: int, whole: bool = False) -> NoReturn:
+    """End as a Python program does, without returning into the code of the fork server.
+
+    `whole`: run all of an interpreter's finalization, also after a failure (for scripts). A failed job just exits.
+    """
+    with contextlib.suppress(BaseException):
+        if whole:
+            program.finish(code)
+        elif code == 0:
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def main() -> NoReturn:
+    """Run a rank that was spawned, not forked: its spec is a file, its five descriptors are inherited."""
+    die_with_parent()
+    spec = protocol.decode(Path(sys.argv[1]).read_bytes())
+    assert isinstance(spec, RankSpec), spec
+    run_rank(spec, *(int(fd) for fd in sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Runs an existing program (script=) in a rank's process, as a shell would. (rank side)"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import random
+import runpy
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import NoReturn
+
+FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+NOT_FOUND = 127
+"""A shell's exit code for a program that it does not find."""
+ADVICE = "set working_dir=. to send this folder, or put the file where all nodes see it"
+
+
+class ProgramNotFound(FileNotFoundError):
+    """The program does not exist on this host, or is not executable."""
+
+
+def run_script(script: str, args: Sequence[str]) -> None:
+    """Run a Python file or `-m module` in this process as Python would; for any other command exec it."""
+    if not script.startswith("-m ") and not script.endswith(".py"):
+        execute([script, *args])
+    reset_interpreter()
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    if "__mp_main__" in sys.modules:
+        # multiprocessing's name of the main module, by which it unpickles results of spawned processes
+        sys.modules["__mp_main__"] = main
+    main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        main.__dict__["__annotations__"] = {}  # noqa: RUF063 - it is set here, not read
+    if script.startswith("-m "):
+        run_module(script[3:].strip(), args)
+    else:
+        run_file(script, args, main)
+
+
+def reset_interpreter() -> None:
+    """Replace the state that a fork has from the fork server by that of a new interpreter."""
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # both took a seed when the server imported them, so all forks would draw the same numbers
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+    if process := sys.modules.get("multiprocessing.process"):
+        process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+        process.current_process().authkey = os.urandom(32)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
+    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # the launcher was started with -m, which puts the current folder there; `python file.py` does not
+    sys.path[:] = [path for path in sys.path if path in python_path or path not in ("", os.getcwd())]
+
+
+def run_file(script: str, args: Sequence[str], main: ModuleType) -> None:
+    """`python script args`: its folder is first on sys.path, and `__spec__` None, so that multiprocessing finds it."""
+    path = os.path.abspath(script)
+    if not os.path.isfile(path):
+        raise ProgramNotFound(f"there is no {path} on {socket.gethostname()}: {ADVICE}")
+    sys.argv = [script, *args]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    facts = {"__file__": path, "__cached__": None, "__spec__": None, "__loader__": SourceFileLoader("__main__", path)}
+    main.__dict__.update(facts)
+    with io.open_code(path) as source:
+        code = compile(source.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def run_module(name: str, args: Sequence[str]) -> None:
+    """`python -m name args`."""
+    sys.argv = ["-m", *args]
+    sys.orig_argv = [sys.executable, "-m", name, *args]
+    sys.path.insert(0, os.getcwd())
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def execute(argv: Sequence[str]) -> NoReturn:
+    """Exec a command that is found as a shell finds it."""
+    if shutil.which(argv[0]) is None:
+        host = socket.gethostname()
+        if os.path.exists(argv[0]):
+            raise ProgramNotFound(f"{os.path.abspath(argv[0])} on {host} is not executable: chmod +x {argv[0]}")
+        raise ProgramNotFound(f"there is no program {argv[0]} on {host}: {ADVICE}")
+    sys.stdout.flush()
+    os.execvp(argv[0], list(argv))
+
+
+def finish(code: int) -> None:
+    """Finalize as an interpreter does: join threads, call atexit functions, flush files. `code`: the exit code."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for each in gc.get_objects():
+        # this process ends without tear-down, in which an open file would be flushed
+        if issubclass(type(each), FILES):  # isinstance would call __class__ of proxies, which may warn
+            try:
+                each.flush()
+            except ValueError:
+                continue  # it is closed already
+            except OSError as error:
+                print(f"{each.name} could not be written: {error}", file=sys.stderr)
+    ctypes.CDLL(None).fflush(None)  # C's own streams
+    if code == 0:  # after a failure the other ranks do not call MPI_Finalize
+        leave_mpi()
+
+
+def leave_mpi() -> None:
+    """Call MPI_Finalize and exit, as mpi4py does in the tear-down of an interpreter, which a fork does not have."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None:
+        return
+    if mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    # MPICH signs off from its process manager in an exit handler of C; without it the rank counts as killed
+    ctypes.CDLL(None).exit(0)

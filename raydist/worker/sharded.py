@@ -1,0 +1,272 @@
+"""Sharded states (FSDP) in memory: each rank keeps its own shards, the next node a copy of them. (rank side)
+
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))  # torch.distributed.checkpoint's
+    begin = sharded.load(state)            # the step whose tensors are now in `state`; 0 if nothing was kept
+    ...
+    sharded.keep(step, state_of_now)       # after a step; the copy travels while the training goes on
+
+All ranks call both, with the same keys. The death of a rank or of a node loses nothing: the copies of its shards are on
+the next node. They go from rank to rank over gloo, as gradients do on a CPU. No port listens for them, and nothing is
+unpickled from them without a list of the classes that may be in it.
+
+A restart with as many ranks as before loads from memory. When the run can't continue, or continues with another number
+of ranks, the newest state that is complete in the memories becomes a checkpoint in torch.distributed.checkpoint's
+format, which `load` loads on any number of ranks. Under torchrun, where no process outlives the ranks, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raydist.shared.errors import RaydistError
+from raydist.state.distributed_checkpoint import SAME, RankPart, RankPlanner, load_into
+from raydist.state.snapshot import NoRoom, SnapshotBuffer, rebuilt
+from raydist.state.snapshot_layout import State
+from raydist.worker import checkpoint, context
+
+OFFERS = 2
+"""How many of its newest states a rank offers: it has two slots for its own, and two for copies."""
+
+
+def keep(step: int, state: Mapping[str, Any]) -> None:
+    """Keep this rank's shards of a state in the memory of its node, and a copy of them on the next node.
+
+    All ranks must call it, with the same step and the same keys. It returns when the shards are in memory; the copy
+    travels in the background, and the next `keep` waits for it. A node needs about four times the bytes of its shards.
+
+    - `step`: optimizer steps done so far.
+    - `state`: nested dicts and lists of tensors, numbers and text, as `get_state_dict` of
+      `torch.distributed.checkpoint.state_dict` returns. Of a DTensor this rank's local tensor is kept, other tensors
+      whole. A checkpoint on disk holds rank 0's value of everything that is no DTensor.
+
+    It does nothing under torchrun and with one rank of `group=inline`. If memory is short on any node, a warning says
+    so once, and from then on it does nothing. With one node, or with unequal numbers of ranks on the nodes, there are
+    no copies.
+
+    RaydistError: torch.distributed is not initialised, as with backend=horovod. An error in the background copy is
+    raised by the next call.
+    """
+    if (ring := _ring()) is not None:
+        ring.keep(step, state)
+
+
+def load(state: dict[str, Any]) -> int:
+    """Load the newest kept state that is complete into `state`, in place; return its step, or 0 for none.
+
+    All ranks must call it, with the keys that `keep` gets. After a restart with as many ranks as before the state comes
+    from memory; otherwise from the checkpoint that the run continues from, saved by any number of ranks.
+
+    - `state`: as for `keep`. Tensors are filled in place, all other values are replaced. Pass it to `set_state_dict`
+      afterwards.
+
+    RaydistError: the kept state has other keys or shapes (another model, or a state without the optimizer's).
+    """
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    step = ring.load(state) if restarted and (ring := _ring()) is not None else 0
+    return step or _from_disk(state)
+
+
+def _from_disk(state: State) -> int:
+    """Load from the checkpoint that the run continues from, if that is a sharded one."""
+    found = checkpoint.latest()
+    if found is None or not found.sharded:
+        return 0
+    load_into(found.path, state)
+    context.set_step(found.step)
+    return found.step
+
+
+def _ring() -> Ring | None:
+    here = context.here()
+    if here.memory is None or here.memory[0] < 0:
+        return None
+    if not dist.is_initialized():
+        raise RaydistError("sharded states need torch.distributed: set backend=gloo or backend=nccl")
+    if here.sharded is None:
+        here.sharded = Ring(SnapshotBuffer(here.memory[0]), here.rank)
+        here.leaving.append(here.sharded.rest)
+    made: Ring = here.sharded
+    return made
+
+
+class Ring:
+    """The nodes in a ring: each has copies of the shards of the one before it."""
+
+    def __init__(self, memory: SnapshotBuffer, me: context.Rank) -> None:
+        self._memory: SnapshotBuffer | None = memory
+        self._rank, self._world = me.rank, me.world_size
+        self._planner = RankPlanner(me.rank)
+        self._group: Any = dist.new_group(backend="gloo")
+        self._holders = holders([int(row[0]) for row in self._gather(me.node_rank)])
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    def keep(self, step: int, state: Mapping[str, Any]) -> None:
+        """As the module's `keep`."""
+        self.rest()
+        if self._memory is None:
+            return
+        try:
+            part = RankPart(self._rank, self._world, local(state), self._planner.plan(state))
+            slot, why = self._memory.write(step, {"own": vars(part)}), ""
+        except NoRoom as error:
+            slot, why = -1, str(error)
+        self._thread = threading.Thread(target=self._copy_in_background, args=(step, slot, why), name="raydist-sharded")
+        self._thread.start()
+
+    def rest(self) -> None:
+        """Wait until the copy is complete; an error of it is raised here."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failed is not None:
+            raise self._failed
+
+    def _copy_in_background(self, step: int, slot: int, why: str) -> None:
+        try:
+            self._copy(step, slot, why)
+        except BaseException as error:
+            self._failed = error
+
+    def _copy(self, step: int, slot: int, why: str) -> None:
+        """Send the shards to the next node. Once it returns on a rank, all ranks have this step and all copies exist.
+
+        So no rank overwrites the step before while another one may need it.
+        """
+        assert self._memory is not None
+        self._memory.settle()
+        rows = self._gather(*((step, *self._memory.size(slot)) if slot >= 0 else (-1, 0, 0)))
+        if any(row[0] < 0 for row in rows):
+            self._give_up(why)
+            return
+        if self._holders is None:
+            return
+        source, into, why = self._holders.index(self._rank), -1, ""
+        try:
+            into = self._memory.open_replica(*rows[source][1:])
+        except NoRoom as error:
+            why = str(error)
+        if any(row[0] < 0 for row in self._gather(into)):
+            self._give_up(why)
+            return
+        sent = dist.isend(self._memory.raw(slot), self._holders[self._rank], group=self._group)
+        dist.recv(self._memory.raw(into), source, group=self._group)
+        sent.wait()  # type: ignore[union-attr]
+        self._memory.complete(into, step)
+        dist.barrier(group=self._group)
+
+    def _give_up(self, why: str) -> None:
+        """Keep nothing more, on all ranks: one has too little memory."""
+        self._memory = None
+        if why:
+            context.emit_event("warning", text=f"no more snapshots of the sharded state: {why}")
+
+    def load(self, state: State) -> int:
+        """As the module's `load`, from memory only."""
+        assert self._memory is not None
+        source = self._holders.index(self._rank) if self._holders else -1
+        own, copies = self._parts(self._memory.steps, self._rank), self._parts(self._memory.replicas, source)
+        rows = self._gather(*own, *copies)
+        step = common([row[:OFFERS] for row in rows], [row[OFFERS:] for row in rows], self._holders)
+        if step < 0:
+            self._memory.forget_after(0)
+            return 0
+        for rank, row in enumerate(rows):
+            if step not in row[:OFFERS] and self._holders is not None:
+                self._send_back(step, rank, self._holders[rank])
+        put_into(state, self._memory.read(self._memory.steps[step], clone=False)["own"]["state"], "state")
+        self._memory.forget_after(step)
+        context.set_step(step)
+        return step
+
+    def _parts(self, slots: Mapping[int, int], rank: int) -> list[int]:
+        """The newest steps among these slots that hold the shards of `rank`, one of as many ranks as now."""
+        assert self._memory is not None
+        found = {step: self._memory.read(slot, clone=False)["own"] for step, slot in slots.items()}
+        mine = [step for step, own in found.items() if (own.get("rank"), own["world_size"]) == (rank, self._world)]
+        return newest_common_steps(mine)
+
+    def _send_back(self, step: int, rank: int, holder: int) -> None:
+        """A new rank gets its shards from the rank that has the copy."""
+        assert self._memory is not None
+        if self._rank == holder:
+            slot = self._memory.replicas[step]
+            dist.send(torch.tensor(self._memory.size(slot)), rank, group=self._group)
+            dist.send(self._memory.raw(slot), rank, group=self._group)
+        elif self._rank == rank:
+            size = torch.zeros(2, dtype=torch.int64)
+            dist.recv(size, holder, group=self._group)
+            slot = self._memory.open_own(*size.tolist())
+            dist.recv(self._memory.raw(slot), holder, group=self._group)
+            self._memory.complete(slot, step)
+
+    def _gather(self, *numbers: int) -> list[list[int]]:
+        """The numbers of all ranks, by rank."""
+        mine = torch.tensor(numbers)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine, group=self._group)
+        return [each.tolist() for each in every]
+
+
+def holders(nodes: Sequence[int]) -> list[int] | None:
+    """By rank the rank with its copy: of the same local rank on the next node. None for one node, or unequal ones."""
+    ranks: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks.setdefault(node, []).append(rank)
+    order = sorted(ranks)
+    if len(order) < 2 or len({len(own) for own in ranks.values()}) > 1:
+        return None
+    after = {node: ranks[order[(place + 1) % len(order)]] for place, node in enumerate(order)}
+    return [after[node][ranks[node].index(rank)] for rank, node in enumerate(nodes)]
+
+
+def common(own: Sequence[Sequence[int]], copies: Sequence[Sequence[int]], held_by: Sequence[int] | None) -> int:
+    """The newest step of which the shards of every rank exist, its own or the copy; -1 if there is none."""
+    exist = [{*steps, *(copies[held_by[rank]] if held_by else ())} for rank, steps in enumerate(own)]
+    return max(set.intersection(*exist) - {-1}, default=-1)
+
+
+def newest_common_steps(steps: Sequence[int]) -> list[int]:
+    """The newest steps, padded with -1."""
+    return [*sorted(steps, reverse=True), *[-1] * OFFERS][:OFFERS]
+
+
+def local(value: Any) -> Any:
+    """The value with this rank's local tensor in place of each DTensor."""
+    return _part(value) if isinstance(value, torch.Tensor) else rebuilt(value, local)
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach()
+
+
+def put_into(into: Any, kept: Any, where: str) -> Any:
+    """Load `kept` into `into`, and return the result: tensors are filled in place, other values are replaced.
+
+    `where`: its name in errors.
+    """
+    if isinstance(into, torch.Tensor) and isinstance(kept, torch.Tensor):
+        part = _part(into)
+        if part.shape != kept.shape:
+            raise RaydistError(f"{where} is {tuple(part.shape)} on this rank, and was kept as {tuple(kept.shape)}")
+        with torch.no_grad():
+            part.copy_(kept)
+        return into
+    if isinstance(into, dict) and isinstance(kept, Mapping):
+        if into.keys() != kept.keys():
+            odd = ", ".join(map(str, sorted(map(str, into.keys() ^ kept.keys()))[:4]))
+            raise RaydistError(f"{where} and the kept state differ in {odd}: {SAME}")
+        for key, inner in kept.items():
+            into[key] = put_into(into[key], inner, f"{where}[{key!r}]")
+        return into
+    if isinstance(into, list) and isinstance(kept, list) and len(into) == len(kept):
+        into[:] = [put_into(*pair, f"{where}[{index}]") for index, pair in enumerate(zip(into, kept, strict=True))]
+        return into
+    return kept.clone() if isinstance(kept, torch.Tensor) else kept  # it shares the memory

@@ -1,0 +1,134 @@
+"""Runs a job's file as a program: `python jobs/digits.py …`, `torchrun jobs/digits.py …`. (rank side)"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from raydist.settings.config import Job
+from raydist.settings.run_folder import run_folder
+from raydist.shared import env_names
+from raydist.shared.errors import RaydistError
+from raydist.shared.events import Event
+from raydist.state import checkpoint_files, object_store
+from raydist.worker import backends, context, target
+
+PATH_BYTES = 4096
+"""PATH_MAX of Linux."""
+
+
+def main(function: Callable[..., Any]) -> Any:
+    """Run a job's function in this process, with the settings of its command line; return what the function returns.
+
+    For the last line of a job's file, under `if __name__ == "__main__":`. The settings are those of
+    `python -m raydist.train`. The rank is that of torchrun's variables; without them it is rank 0 of 1.
+
+    - `function`: called with `config=` if it has a parameter of that name, and with `job.args` as keyword arguments.
+
+    A RaydistError is printed as one line, and ends the process with its exit code (2 for a wrong setting). Any other
+    exception is raised. In a process group it is printed instead, and the process ends with exit code 1, because a
+    failed rank must not wait for the others.
+    """
+    try:
+        return run_standalone(function, standalone_job(function, sys.argv[1:]))
+    except RaydistError as error:
+        print(f"error: {error}", file=sys.stderr)
+        end_program(error.exit_code)
+    except Exception:
+        if not in_group():
+            raise
+        traceback.print_exc()
+        end_program(1)
+
+
+def in_group() -> bool:
+    """Whether this rank has joined a process group and not left it."""
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
+def end_program(code: int) -> NoReturn:
+    """End with this exit code, in a process group too, where Python's own exit waits for gloo's threads or aborts."""
+    if not in_group():
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def standalone_job(function: Callable[..., Any], overrides: list[str]) -> Job:
+    """The Job of these overrides, with the function as its target and a backend that this machine has."""
+    import torch
+
+    from raydist.settings.compose import compose
+
+    job = compose(overrides, target=f"{Path(function.__code__.co_filename).absolute()}:{function.__name__}")
+    if job.backend.name != "auto":
+        return job
+    return replace(job, backend=replace(job.backend, name="nccl" if torch.cuda.is_available() else "gloo"))
+
+
+def run_standalone(function: Callable[..., Any], job: Job) -> Any:
+    """Join the other ranks, call the function, leave."""
+    rank = context.Rank.from_env(os.environ)
+    context.enter(context.Context(rank=rank, emit=printer(job.watch.every_s), beat=lambda step, phase: None))
+    try:
+        with backends.join(job.backend.name, job, os.environ) as comm, in_run_folder(job, rank0_folder(job, comm)):
+            return target.call_function(function, job)
+    finally:
+        context.enter(None)
+
+
+def rank0_folder(job: Job, comm: backends.Comm) -> Path:
+    """Rank 0's run folder, for all ranks: each has composed its own, with the time in its name."""
+    import torch
+
+    if folder := os.environ.get(env_names.RUN_DIR):
+        return Path(folder)
+    raw = os.fsencode(Path(job.dir).absolute())
+    padded = torch.zeros(PATH_BYTES, dtype=torch.uint8)
+    padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return Path(os.fsdecode(comm.gather(padded)[0].numpy().tobytes().rstrip(b"\0")))
+
+
+@contextmanager
+def in_run_folder(job: Job, run_dir: Path) -> Iterator[None]:
+    """Set the run folder of this rank, and the variables of the checkpoint to resume from."""
+    current = context.here()
+    current.rank = replace(current.rank, run_dir=run_dir)
+    variables: dict[str, str] = {}
+    if env_names.RESUME not in os.environ:
+        folder = run_folder(replace(job, dir=str(run_dir)))
+        with object_store.environment(job.env):
+            checkpoint = checkpoint_files.find_resume(
+                job.resume, folder, lambda text: context.emit_event("warning", text=text)
+            )
+        variables = {env_names.RESUME: str(checkpoint or ""), env_names.CHECKPOINTS: str(folder / "checkpoints")}
+    with object_store.environment(variables):
+        yield
+
+
+def printer(every_s: float) -> Callable[[Event], None]:
+    """A function that prints rank 0's events: one step every `every_s` seconds and the last one, all others at once."""
+    last = time.monotonic() - every_s
+
+    def emit(event: Event) -> None:
+        nonlocal last
+        values = event.get("values", {})
+        if event["rank"] != 0 or event["kind"] not in ("report", "saved", "warning"):
+            return
+        if "steps" in values and event.get("step") != values["steps"]:
+            if time.monotonic() - last < every_s:
+                return
+            last = time.monotonic()
+        print(context.report_line(event), flush=True)
+
+    return emit

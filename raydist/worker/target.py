@@ -1,0 +1,44 @@
+"""Loads the job's function by its name, and calls it with its arguments. (rank side)"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raydist.settings.config import Job
+
+
+def load_target(target: str) -> Callable[..., Any]:
+    """The function of `/path/file.py:function` or `package.module:function`."""
+    path, _, name = target.rpartition(":")
+    module = _load_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
+    function = getattr(module, name)
+    assert callable(function), f"{target} is a {type(function).__name__}, not a function"
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(path: Path) -> Any:
+    """Import a file by its path, with its folder on sys.path, as for `python file.py`."""
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, f"{path} is no Python file"
+    assert spec.loader is not None, f"{path} is no Python file"
+    module = importlib.util.module_from_spec(spec)
+    # DataLoader workers and pickle find the module by its name.
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def call_function(function: Callable[..., Any], job: Job, *args: Any, **kwargs: Any) -> Any:
+    """Call the job's function with `config` if it has that parameter, and with job.args as keyword arguments."""
+    parameters = inspect.signature(function).parameters
+    config = {"config": job} if "config" in parameters and "config" not in kwargs else {}
+    return function(*args, **config, **job.job.args, **kwargs)

@@ -1,0 +1,302 @@
+"""What tests/test_golden.py shows: runs, failures, machines and findings that never were, the same each time."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raydist.cluster import placement
+from raydist.cluster.nodes import Node
+from raydist.network import checks_node
+from raydist.network.facts import Facts
+from raydist.network.finding import Finding
+from raydist.node import probe
+from raydist.recovery import blame, hang_verdict, policy, straggler
+from raydist.settings.config import Backend, Job, Scale
+from raydist.shared.errors import LaunchError, RaydistError, Stopped
+from raydist.shared.events import Event
+from raydist.shared.outcome import Attempt, End, Slow
+from raydist.tools import doctor_findings as found
+from raydist.tools.doctor_findings import Host
+from raydist.tools.doctor_report import Report
+from raydist.watch.result import fold_figures, make_result
+from raydist.worker.protocol import Trip
+from tests import machines
+
+FOLDER = "/data/runs/digits/2026-11-21_02-30-00"
+INTERFACES = {"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "10.0.0.2")}
+VERSIONS = {"raydist": "0.1.0", "torch": "2.15.0", "ray": "2.60.0", "nccl": "2.30.1", "cuda": "13.2.0"}
+
+# Nodes and machines
+
+
+def nodes(count: int, gpus: int = 0) -> list[Node]:
+    """Nodes of a cluster, with 16 CPUs each."""
+    have = {"CPU": 16.0, **({"GPU": float(gpus)} if gpus else {})}
+    return [Node(f"id-{i}", f"10.0.0.{i}", f"node-{i}", have, have) for i in range(1, count + 1)]
+
+
+def facts(root: Path, box: machines.Box, node: Node, gpus: Sequence[str] | None = None) -> Facts:
+    """What that machine would tell of itself as this node; it is built below `root`."""
+    if not (own := root / node.host).exists():
+        machines.build(own, box)
+    told = probe.read_facts(node.ip, None, gpus, own)
+    limits = replace(told.limits, shm=2**34)
+    return replace(told, hostname=node.host, cpus=16, python="3.11.7", versions=VERSIONS, limits=limits)
+
+
+# A run, event by event
+
+
+def at(t: float, kind: str, **facts: Any) -> Event:
+    return {"t": t, "kind": kind, **facts}
+
+
+def seats(ranks: int, per_node: int, gpus: bool = False) -> list[dict[str, Any]]:
+    return [
+        {"rank": rank, "host": f"node-{node}", "ip": f"10.0.0.{node}", "node": f"id-{node}",
+         "local_rank": rank % per_node, "gpus": [rank % per_node] if gpus else 0}
+        for rank in range(ranks) for node in [1 + rank // per_node]
+    ]  # fmt: skip
+
+
+def launch() -> list[Event]:
+    """From the first word to the ranks in their group, in 8 seconds."""
+    return [
+        at(0, "run", name="digits", dir=FOLDER, pages=0),
+        at(0, "cluster", address="10.0.0.1:6379", started=False, nodes=3),
+        at(1, "phase", name="connect", s=1.0),
+        at(1, "avoid", node="id-9", avoided=True, text="node-9 (10.0.0.9) is avoided: as the ledger says"),
+        at(1, "wait", text="waiting for 1 more node with 2 CPU: 1 of 2 ready"),
+        at(4, "phase", name="place", s=3.0),
+        at(4, "plan", backend="gloo", world_size=3, seats=seats(3, 1), spares=[{"host": "node-4"}]),
+        *[at(6, "began", rank=rank, host=f"node-{rank + 1}", pid=7) for rank in range(3)],
+        *[at(8, "joined", rank=rank, pid=7) for rank in range(3)],
+        at(8, "phase", name="rendezvous", s=2.0),
+        at(8, "begin", rank=0, steps=60, epochs=2, resumed=None),
+    ]
+
+
+def steps(first: int, last: int, t: float) -> Iterator[Event]:
+    """Reports as the loop makes them, half a second apart, from `t` on."""
+    for step in range(first, last + 1):
+        words = {"steps": 60, "epoch": 1 + (step - 1) // 30, "epochs": 2, "samples": 64 * step, "loss": 1 / step}
+        yield at(t + 0.5 * (step - first), "report", rank=0, step=step, values=words)
+
+
+def again(t: float, end: End, step: int) -> list[Event]:
+    """A restart after that failure, with a step done again, in 2 seconds."""
+    told = policy.Retry((Attempt(ends=[end]),)).as_event(Job(restart=replace(Job().restart, max=3)).restart)
+    there, moved = seats(3, 1), [end.rank] if end.how == "lost" else []
+    for rank in moved:
+        there[rank] |= {"host": "node-4", "ip": "10.0.0.4", "node": "id-4"}
+    return [
+        at(t, "restart", **told),
+        at(t + 0.5, "placed", number=1, moved=moved, seats=there),
+        *[at(t + 1, "began", rank=rank, host="h", pid=8) for rank in range(3)],
+        *[at(t + 1.5, "joined", rank=rank, pid=8) for rank in range(3)],
+        at(t + 1.75, "begin", rank=0, steps=60, epochs=2, resumed=step - 1),
+        *steps(step, step, t + 2),
+        at(t + 2, "restarted", number=1, step=step, s=t + 2 - end.at, repeated=1),
+    ]
+
+
+def over(events: list[Event], t: float, error: RaydistError | None = None, why: str = "", *ends: End) -> list[Event]:
+    """The events with the result that they add up to."""
+    told = ends or tuple(End(rank, f"node-{rank + 1}", "finished", t, 60) for rank in range(3))
+    tried = Attempt(ends=told, failure=blame.failure_text(told), error=error, why_last=why)
+    done = make_result(Path(FOLDER), tried, fold_figures(events), t)
+    return [*events, at(t, "result", **done.to_json())]
+
+
+def finished() -> list[Event]:
+    """All that a person may see of a run that ends well."""
+    slow = straggler.as_event([Slow(2, "node-3", 0.062, 0.05, 0.08)])
+    saved = at(27, "saved", rank=0, step=30, path=f"{FOLDER}/checkpoints/step-30", s=0.2)
+    events = [
+        *launch(),
+        *steps(1, 20, 8.5),
+        at(18, "warning", rank=1, text="the disk is slow"),
+        at(18, "warning", rank=2, text="the disk is slow"),
+        *broken(KILLED, ECHO),
+        *again(18.7, KILLED, 20),
+        *steps(21, 30, 21),
+        at(26, "report", rank=0, step=30, values={"accuracy": 0.91, "test_loss": 0.3}),
+        at(26, "spent", rank=0, what="evaluate", s=0.5),
+        saved,
+        at(27, "slow", **slow),
+        at(27, "notice", text="Ray drains node-2: it is to be taken away in 120 s", ranks=[1], hosts=["node-2"], s=120),
+        at(28, "takeover", node="id-4", host="node-4", ip="10.0.0.4", instead="id-1", of="node-2"),
+        at(28, "resize", nodes=2, before=3, backend="gloo", world_size=2, seats=seats(2, 1)),
+        at(29, "restarted", number=2, step=31, s=1.25, repeated=0, resized=True),
+        *steps(31, 60, 29),
+        at(44, "report", rank=0, step=60, values={"accuracy": 0.978, "test_loss": 0.1}),
+        at(44, "network", text="2 nodes over eth0 (TCP); no node has InfiniBand", nodes=[]),
+        {**saved, "t": 45, "step": 60, "path": f"{FOLDER}/checkpoints/step-60"},
+    ]
+    return over(events, 46)
+
+
+def failed() -> list[Event]:
+    """One that hangs, and is ended."""
+    return over([*launch(), *steps(1, 20, 8.5), hang(), *broken(HUNG)], 19, None, "", HUNG)
+
+
+def stopped() -> list[Event]:
+    """One that somebody ends."""
+    saved = at(19, "saved", rank=0, step=20, path=f"{FOLDER}/checkpoints/step-20", s=0.1)
+    ended = Stopped(signal.SIGINT)
+    return over([*launch(), *steps(1, 20, 8.5), at(18.6, "stop", reason=str(ended)), saved], 19, ended)
+
+
+def never_placed() -> list[Event]:
+    """One for which there is no place."""
+    return over(launch()[:5], 31, LaunchError("gave up after 30 s (scale.wait_s): waiting for 1 more node"))
+
+
+def program() -> list[Event]:
+    """A program's own output, on so many ranks that each node is one row."""
+    lines = [at(2, "output", rank=rank, output=f"loss {rank}\n".encode()) for rank in range(2)]
+    placed = at(1, "plan", backend="nccl", world_size=24, seats=seats(24, 8, gpus=True))
+    return [*launch()[:2], placed, *lines, at(3, "output", rank=1, output=b"no end of line"), *over([], 4)]
+
+
+# Failures
+
+KILLED = End(1, "node-2", "killed", 18.1, 20, "forward", signal=signal.SIGKILL, log=f"{FOLDER}/logs/rank-1.log")
+ECHO = End(0, "node-1", "raised", 18.2, 20, type="RuntimeError", message="Connection closed by peer [::1]:1")
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "train.py", line 31, in job\n    loss.backward()\nValueError: nan'
+)
+RAISED = replace(KILLED, how="raised", signal=0, type="ValueError", message="loss is nan", traceback=TRACEBACK)
+KERNEL = "out of memory: the kernel's out-of-memory killer chose it; the machine had no more"
+MONITOR = "out of memory: Ray's memory monitor ended its actor, because the node had no more (7.9GB used / 8GB limit)"
+LOST = replace(KILLED, how="lost", signal=0)
+LOOKS = [
+    hang_verdict.RankState(0, "node-1", 20, "backward", state="S", collectives=[{"profiling_name": "gloo:all_reduce",
+               "input_sizes": [[3]], "collective_seq_id": 10, "p2p_seq_id": 0, "process_group": ["0", "default_pg"],
+               "is_p2p": False, "state": "scheduled"}]),
+    hang_verdict.RankState(1, "node-2", 20, "forward", pid=42, state="T"),
+]  # fmt: skip
+HUNG = replace(KILLED, how="hung", signal=9, message=hang_verdict.diagnose(LOOKS).text)
+GLOO = "op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't match expected size."
+FAILURES = {
+    "a killed rank": (KILLED, [ECHO, End(2, "node-3", "stopped", 18.3, 20)]),
+    "an exception": (RAISED, [replace(RAISED, rank=2, at=18.11), ECHO]),
+    "a hang": (HUNG, []),
+    "out of memory, as the kernel finds": (replace(KILLED, why=KERNEL, oom="kernel"), [ECHO]),
+    "out of memory, as Ray finds": (replace(LOST, why=MONITOR, oom="ray"), []),
+    "a GPU out of memory": (replace(RAISED, type="OutOfMemoryError", message="CUDA out of memory."), []),
+    "a lost node": (LOST, [ECHO]),
+    "different collectives": (replace(KILLED, signal=signal.SIGABRT, message=GLOO), [ECHO]),
+    "a crash in native code": (replace(KILLED, signal=signal.SIGSEGV), []),
+    "a full /dev/shm": (replace(KILLED, signal=signal.SIGBUS), []),
+    "an exit": (replace(KILLED, how="exited", signal=0, code=3), []),
+    "only victims": (ECHO, [End(1, "node-2", "finished", 18.3, 20), End(2, "node-3", "stopped", 18.3, 20)]),
+}
+"""The first cause, and the ends of the others."""
+RESTARTED = ("a killed rank", "a lost node")
+
+
+def hang() -> Event:
+    verdict = hang_verdict.diagnose(LOOKS)
+    return at(18.3, "hang", text=verdict.text, ranks=list(verdict.culprits), certain=verdict.certain, s=3.0)
+
+
+def broken(first: End, *others: End) -> list[Event]:
+    """The ranks have ended because of `first`."""
+    told = blame.failure_facts(first, [first, *others])
+    return [at(18.4, "stop", cause="failure", reason="a rank failed"), at(18.6, "failure", **told, attempt=0)]
+
+
+def failure(what: str) -> list[Event]:
+    """A run with that failure, which is restarted or ends with it."""
+    first, others = FAILURES[what]
+    saved = at(18.5, "saved", rank=0, step=16, path=f"{FOLDER}/checkpoints/step-16", s=0.1)
+    events = [*launch(), *steps(1, 20, 8.5), saved, *broken(first, *others)]
+    if what in RESTARTED:
+        return [*events, *again(18.7, first, 20)]
+    return over(events, 19, None, "2 failures within 3600 s, restart.max=1", first, *others)
+
+
+# What the doctor finds
+
+
+def healthy() -> Report:
+    report = Report([Host("node-1", "10.0.0.1", "eth0")], "2 ranks on 1 node, backend gloo, over eth0")
+    for check in found.CHECKS:
+        report.passed(check)
+    return report
+
+
+def unplaced() -> Report:
+    report = Report()
+    report.add("launch", Finding("launch", "fail", (), "gave up after 600 s (scale.wait_s)"))
+    return report
+
+
+def sick() -> Report:
+    """Each check of the doctor's own, and what it finds."""
+    hosts = [Host(f"node-{i}", f"10.0.0.{i}", "eth0") for i in range(1, 7)]
+    report = Report(hosts, "6 ranks on 6 nodes, backend gloo, over eth0", gpus=True)
+    report.measured(trips := calls(len(hosts)), 1.25)
+    same = {"python": "3.11.7", **VERSIONS}
+    other, none = {**same, "python": "3.11.2", "torch": "2.14.0"}, {"python": "3.11.7"}
+    tried: list[dict[str, Any]] = [
+        {"gloo": {"error": "Unable to find address for: eth0"}, "nccl": {"addresses": ["127.0.0.1"]}},
+        {"gloo": {"addresses": ["10.9.0.1"], "interface": "ib0"}},
+    ]
+    told = [
+        *found.check_answers("listen", {"no answer within 60 s": ["node-6"]}),
+        *found.check_rendezvous(hosts, ["", "", "", "no answer within 3 s", "", None], 40123),
+        *found.check_peers(hosts, trips),
+        *found.check_latency(hosts, trips),
+        *found.check_clocks(hosts, trips),
+        *found.check_loaded_libraries(hosts[:2], tried),
+        *found.check_imports(hosts, [{}, {"timm": "ModuleNotFoundError: No module named 'timm'"}, {}, {}, {}, {}]),
+        *found.check_shm(hosts, ["No space left on device", "", "", "", "", None]),
+        *found.check_run_folder(hosts, [True, False, True, True, True, None], "/data/runs"),
+        *found.check_hostnames(hosts, [["127.0.1.1"], [], ["10.0.0.3"], None, None, None]),
+        *found.compare_versions(hosts, [same, same, other, same, same, none]),
+    ]
+    for check in found.CHECKS:
+        report.add(check, *(finding for finding in told if finding.check == check))
+    return report
+
+
+def calls(n: int) -> list[list[Trip]]:
+    """Each node calls each other: one way to fail for every pair of neighbours."""
+    fine, late = Trip("fine", "", 1e-4), Trip("fine", "", 1e-4, 90.0)
+    ways = [
+        Trip("silent", "no answer within 3 s"),
+        Trip("refused", "connection refused"),
+        Trip("unreachable", "No route to host"),
+        Trip("stalled", "64 KiB did not come back within 3 s", 1e-4),
+        Trip("fine", "", 0.045),
+    ]
+    return [[ways[i] if j == i + 1 else late if j == n - 1 else fine for j in range(n)] for i in range(n)]
+
+
+def ill(root: Path) -> Report:
+    """What the machines tell of themselves, where much is wrong."""
+    there, job = nodes(2, gpus=8), Job(backend=Backend("nccl"), scale=Scale(nodes=2, per_node=1))
+    plan = placement.assign_ranks(placement.resources_for(job, there), there)
+    told = [facts(root, box, node) for node, box in zip(there, (worn(), machines.efa_box()), strict=True)]
+    told[1] = replace(told[1], limits=replace(told[1].limits, shm=2**26, nofile=1024), versions={"torch": "2.14.0"})
+    report = Report([Host(node.host, node.ip, "eth0") for node in there], "2 ranks on 2 nodes, backend nccl", gpus=True)
+    for finding in checks_node.findings(job, plan, told):
+        report.add(finding.check, finding)
+    return report
+
+
+def worn() -> machines.Box:
+    """A machine whose cards came up badly, without libraries for them, and with traps in its settings."""
+    link, dgx = machines.Link, machines.dgx()
+    bad = (link(sm_lid=0), link(state="1: DOWN", phys="2: Polling"), link(state="2: INIT"))
+    cards = [replace(card, ports=(port,), width=(8, 16)) for card, port in zip(dgx.cards, bad, strict=False)]
+    limits = machines.LIMITS.replace("unlimited            unlimited ", "65536                65536     ")
+    files = {"etc/nccl.conf": "NCCL_IB_DISABLE=1\n", "etc/hosts": "127.0.1.1 node-1\n", "proc/self/limits": limits}
+    return replace(dgx, cards=(*cards, *dgx.cards[3:]), libraries=(), nodes=False, files=files)

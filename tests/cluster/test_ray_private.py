@@ -1,0 +1,75 @@
+"""Ray's private parts, each as the installed Ray has it; and what a run says where one is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import raydist
+from raydist.cluster import ray_private
+from raydist.shared.errors import LaunchError
+from raydist.shared.events import read_events
+from tests.conftest import ROOT
+
+
+def test_no_other_file_reaches_into_ray() -> None:
+    parts = ("ray._private", "ray.core", "ray._raylet", "ray.experimental.internal_kv", "torch._C")
+    reach = {path.name for path in (ROOT / "raydist").rglob("*.py") if any(part in path.read_text() for part in parts)}
+    assert reach == {"ray_private.py", "torch_private.py"}
+
+
+def test_this_ray_lacks_nothing() -> None:
+    assert ray_private.missing_parts() == []
+
+
+def test_what_is_needed_and_missing_is_named() -> None:
+    assert ray_private.find_part("ray._private.worker:no_such") is None
+    with pytest.raises(LaunchError, match=r"ray .* has no ray\._private\.no_such:thing, which raydist needs"):
+        ray_private.require("ray._private.no_such:thing")
+
+
+@pytest.mark.ray
+def test_each_part_answers(on_ray: Path, ray_address: str) -> None:
+    import ray
+
+    (node,) = ray.nodes()
+    assert ray_private.current_node() is not None
+    assert ray_private.default_address() == ray_address
+    assert set(ray_private.free_resources()) == {node["NodeID"]}
+    assert ray_private.free_resources()[node["NodeID"]]["CPU"] <= 4
+    assert ray_private.draining_nodes() == {}
+    assert ray_private.count_gpus() >= 0
+    assert ray_private.cluster_config() is None
+    assert ray_private.internal_kv("no such key") is None
+    (on_ray / "send").mkdir()
+    (on_ray / "send" / "file.txt").write_text("x")
+    assert ray_private.upload_folder(str(on_ray / "send"), include_gitignore=True).startswith("gcs://")
+    ray_private.check_alive(ray_address, 10)
+
+
+@pytest.mark.ray
+def test_a_jobs_entry_is_changed(on_ray: Path, ray_address: str) -> None:
+    from ray.dashboard.modules.job.common import JobInfoStorageClient
+    from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+
+    key, namespace = JobInfoStorageClient.JOB_DATA_KEY.format(job_id="here"), "job"
+    _internal_kv_put(key, json.dumps({"status": "RUNNING"}), namespace=namespace)
+    ray_private.change_job_entry(ray_address, "here", lambda entry: entry.replace(b"RUNNING", b"CHANGED"), 5)
+    assert json.loads(_internal_kv_get(key, namespace=namespace)) == {"status": "CHANGED"}
+    ray_private.change_job_entry(ray_address, "here", lambda entry: None, 5)
+    assert json.loads(_internal_kv_get(key, namespace=namespace)) == {"status": "CHANGED"}
+    _internal_kv_del(key, namespace=namespace)
+
+
+@pytest.mark.ray
+def test_a_run_on_a_ray_that_lacks_a_part_says_so_once_and_goes_on(
+    on_ray: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ray_private.OPTIONAL, "ray._private.state:state.gone", "drained nodes are not noticed")
+    done = raydist.run(os.getpid, "scale=1x2", "watch.progress=none")
+    assert done.status == "finished"
+    warnings = [each["text"] for each in read_events(done.dir / "events.jsonl") if each["kind"] == "warning"]
+    assert len([text for text in warnings if "has no ray._private.state:state.gone: drained nodes" in text]) == 1

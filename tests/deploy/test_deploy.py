@@ -1,0 +1,200 @@
+"""What deploy/ ships: manifests, image, compose file and scripts, each held against what would read it, or run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import compose_spec
+import pytest
+import yaml
+from jsonschema import ValidationError
+
+from tests import kuberay
+from tests.conftest import ROOT
+from tests.leftovers import gone, processes_of
+from tests.rig import hosts, requires_root
+
+DEPLOY = ROOT / "deploy"
+BIN = Path(sys.executable).parent
+KUSTOMIZE = sorted((DEPLOY / "kubernetes").glob("overlays/*")) + [DEPLOY / "kubernetes" / n for n in ("cluster", "job")]
+PARTS = sorted((DEPLOY / "kubernetes" / "parts").iterdir())
+
+
+def tool(name: str, *words: str, text: str | None = None) -> str:
+    """What a linter says; nothing, if all is well."""
+    done = subprocess.run([BIN / name, *words], input=text, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZE, ids=lambda folder: folder.name)
+def test_kubernetes_would_take_them(folder: Path) -> None:
+    made = kuberay.build(folder)
+    assert {"PersistentVolumeClaim"} < {each["kind"] for each in made}
+    for resource in made:
+        kuberay.check(resource)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+@pytest.mark.parametrize("base", ["cluster", "job"])
+def test_each_part_fits_both_bases(part: Path, base: str, tmp_path: Path) -> None:
+    plain = kuberay.build(DEPLOY / "kubernetes" / base)[0]
+    (tmp_path / "kustomization.yaml").write_text(f"resources: [{DEPLOY}/kubernetes/{base}]\ncomponents: [{part}]\n")
+    made = kuberay.build(tmp_path)[0]
+    kuberay.check(made)
+    assert made != plain
+
+
+def test_a_field_that_is_misspelt_is_found() -> None:
+    made = kuberay.build(DEPLOY / "kubernetes" / "cluster")[0]
+    made["spec"]["enableInTreeAutoscaler"] = True
+    with pytest.raises(ValidationError, match="enableInTreeAutoscaler"):
+        kuberay.check(made)
+
+
+def test_what_a_training_needs_of_a_pod() -> None:
+    (job, _) = kuberay.build(DEPLOY / "kubernetes" / "overlays" / "infiniband")
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    pod = kuberay.groups(job)[1]["template"]["spec"]
+    (worker,) = pod["containers"]
+    assert worker["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert worker["resources"]["limits"] == worker["resources"]["requests"]
+    assert worker["resources"]["limits"]["rdma/hca_shared_devices_a"] == "1"
+    shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"]["medium"] == "Memory"
+    drain = worker["lifecycle"]["preStop"]["exec"]["command"]
+    assert drain[0] == (DEPLOY / "docker" / "raydist-drain").name
+    assert int(drain[1]) < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_cluster_of_a_job_is_the_cluster() -> None:
+    """Both are written out, so that each can be read alone."""
+    cluster, job = (kuberay.build(DEPLOY / "kubernetes" / name)[0] for name in ("cluster", "job"))
+    assert job["spec"]["rayClusterSpec"] == cluster["spec"]
+
+
+def test_the_image_and_the_scripts_are_clean() -> None:
+    assert tool("hadolint", str(DEPLOY / "docker" / "Dockerfile")) == ""
+    scripts = [DEPLOY / "docker" / "raydist-drain", DEPLOY / "slurm" / "train.sbatch"]
+    assert tool("shellcheck", *map(str, scripts)) == ""
+    assert all(os.access(script, os.X_OK) for script in scripts[:1])
+
+
+def test_the_image_copies_what_is_there_and_starts_what_there_is() -> None:
+    text = (DEPLOY / "docker" / "Dockerfile").read_text()
+    copied = re.findall(r"^COPY (?:--\S+ )*(\S+) ", text, re.MULTILINE)
+    assert copied == [".", "deploy/docker/raydist-drain"]
+    assert all((ROOT / path).exists() for path in copied)
+    lines = text.replace("\\\n", "").splitlines()
+    script = "\n".join(line.removeprefix("RUN ") for line in lines if line.startswith("RUN "))
+    assert tool("shellcheck", "--shell=sh", "--exclude=SC2154", "-", text=script) == ""
+    ((module, command),) = re.findall(r"python -m (raydist\S+) (\S+)", script)
+    asked = subprocess.run(
+        [sys.executable, "-m", module, command, "--help"], capture_output=True, text=True, check=False
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert re.findall(r"^ARG HOROVOD=(.*)", text, re.MULTILINE)[0] in asked.stdout
+
+
+def test_compose_would_take_its_file() -> None:
+    text = (DEPLOY / "docker" / "compose.yaml").read_text()
+    offered = (DEPLOY / "docker" / "example.env").read_text()
+    values = dict(re.findall(r"^(\w+)=(.*)$", offered, re.MULTILINE))
+    assert set(re.findall(r"\$\{(\w+)", text)) == set(values)
+    assert "RAY_AUTH_TOKEN" not in re.findall(r"\$\{(\w+):-", text), "no token that everybody knows"
+    filled = re.sub(r"\$\{(\w+)[^}]*\}", lambda found: values[found[1]] or "a", text)
+    # what reads it here knows neither variables nor YAML's `<<`
+    compose = compose_spec.PyCompose.from_yaml(yaml.safe_dump(yaml.safe_load(filled), sort_keys=False))
+    compose.validate()
+    assert sorted(compose.service_names()) == ["head", "worker"]
+
+
+SRUN = """#!/bin/bash
+# a stand-in for Slurm's: the command once for each node of the allocation, all on this machine
+echo "$@" >> "$SLURM_SUBMIT_DIR/srun.txt"
+while [ "${1#--}" != "$1" ]; do shift; done
+for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & done
+trap 'kill $(jobs -p)' TERM
+wait
+wait
+"""
+JOB = """
+import time
+import torch
+import raydist
+
+
+def job(config):
+    step = 0
+    while step < 2000:
+        step += 1
+        raydist.report(step=step, loss=1.0)
+        time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def allocation(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a batch script on two nodes."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(SRUN)
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    yield {
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+        "PATH": f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_CPUS_ON_NODE": "1",
+        "SLURM_SUBMIT_DIR": str(tmp_path), "HEAD_ADDRESS": "127.0.0.1", "RAYDIST_TEST": f"slurm-{tmp_path}",
+    }  # fmt: skip
+    assert gone(f"slurm-{tmp_path}") == []
+
+
+def batch(folder: Path, env: dict[str, str], *words: str) -> subprocess.Popen[str]:
+    screen = (folder / "screen.txt").open("w")
+    script = str(DEPLOY / "slurm" / "train.sbatch")
+    return subprocess.Popen(["bash", script, *words], cwd=folder, env=env, stdout=screen, stderr=screen, text=True)
+
+
+@pytest.mark.ray
+def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(JOB)
+    job = batch(tmp_path, allocation, "job=slow.py", "watch.progress=lines", "watch.every_s=0.5")
+    until = time.monotonic() + 90
+    while not any("began" in path.read_text() for path in tmp_path.glob("runs/*/*/events.jsonl")):
+        assert job.poll() is None, (tmp_path / "screen.txt").read_text()
+        assert time.monotonic() < until, (tmp_path / "screen.txt").read_text()
+        time.sleep(0.2)
+    assert len(processes_of(f"slurm-{tmp_path}")) > 2
+    job.send_signal(signal.SIGTERM)  # as --signal=B:TERM does, before the time is up
+    assert job.wait(60) == 128 + signal.SIGTERM, (tmp_path / "screen.txt").read_text()
+    (result,) = tmp_path.glob("runs/slow/*/result.json")
+    assert '"signal": 15' in result.read_text()
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1" in (tmp_path / "srun.txt").read_text()
+    assert '"world_size": 2' in result.read_text()
+
+
+ALIVE = "import ray; ray.init(log_to_driver=False); print(sum(node['Alive'] for node in ray.nodes()))"
+
+
+@pytest.mark.root
+@pytest.mark.ray
+@requires_root
+def test_a_node_is_drained_and_waits_for_its_ranks() -> None:
+    with hosts(2) as rig:
+        rig.ray_up(cpus=1)
+        first, second = rig.hosts
+        busy = second.folder / "tmp" / "raydist-of-a-run"
+        busy.mkdir(parents=True)
+        draining = second.popen(["sh", str(DEPLOY / "docker" / "raydist-drain"), "600"])
+        until = time.monotonic() + 90
+        while first.run(["python", "-c", ALIVE]).stdout.split()[-1] != "1":  # an idle node that is drained goes
+            assert time.monotonic() < until
+        assert draining.poll() is None
+        busy.rmdir()
+        assert draining.wait(60) == 0

@@ -1,0 +1,256 @@
+"""backend=mpi through the whole of raydist on this machine: real programs, how they end, what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import raydist
+from raydist.launch import mpi
+from raydist.launch.worker_group import WorkerGroup
+from raydist.node.probe import Facts
+from raydist.shared.errors import ConfigError, LaunchError, RunFailed
+from raydist.watch.result import Result
+from tests.leftovers import gone
+from tests.mpi_programs import (
+    HOROVOD_MPI,
+    MPICH,
+    SUM,
+    requires_daemons,
+    requires_horovod_mpi,
+    requires_mpich,
+    requires_openmpi,
+)
+from tests.programs import Program
+
+OPENMPI: tuple[str, ...] = ()
+HYDRA = (f"backend.mpi.mpirun={MPICH}/bin/mpiexec", f"env.LD_LIBRARY_PATH={MPICH}/lib", "env.MPI4PY_MPIABI=mpich")
+WORDS = ("backend=mpi", "group=inline", "scale=1x3", "watch.progress=none")
+both = pytest.mark.parametrize(
+    "mpi_words",
+    [
+        pytest.param(OPENMPI, id="openmpi", marks=requires_openmpi),
+        pytest.param(HYDRA, id="mpich", marks=requires_mpich),
+    ],
+)
+FAIL = """
+import os, sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+world.Barrier()
+if world.rank == 1:
+    if sys.argv[1] == "raise":
+        raise ValueError("the third bolt is loose")
+    if sys.argv[1] == "exit":
+        sys.exit(7)
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), 9)
+    world.Abort(9)
+world.Barrier()
+"""
+C = """
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+int main(int argc, char **argv) {
+    int rank, size, sum;
+    MPI_Init(&argc, &argv);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    MPI_Allreduce(&rank, &sum, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+    printf("%d %d %d %s %s\\n", rank, size, sum, argv[1], getenv("RANK"));
+    MPI_Finalize();
+    return 0;
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sum.py").write_text(SUM)
+    (tmp_path / "fail.py").write_text(FAIL)
+    return tmp_path
+
+
+def run(*words: str) -> Result[None]:
+    return raydist.run("digits", *WORDS, *words)
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*") if path.name.startswith(("mpich_shm", "sm_segment"))}
+
+
+def log(done: Result[None], rank: int) -> str:
+    return (done.dir / "logs" / f"rank-{rank}.log").read_text()
+
+
+@both
+def test_collectives_and_torchruns_variables(mpi_words: tuple[str, ...]) -> None:
+    done = run("script=sum.py", *mpi_words)
+    assert [log(done, rank).split()[:3] for rank in range(3)] == [[str(rank), "3", "3"] for rank in range(3)]
+    assert [log(done, rank).split()[4] for rank in range(3)] == ["0", "1", "2"]
+    said = done.dir / "logs" / "mpirun.log"
+    words = said.read_text() if said.exists() else ""
+    assert "BAD TERMINATION" not in words
+    assert "has exited due to" not in words
+
+
+@both
+@pytest.mark.parametrize(
+    ("way", "how", "code", "number"),
+    [("raise", "raised", 1, 0), ("exit", "exited", 7, 0), ("kill", "killed", 0, 9), ("abort", "exited", 9, 0)],
+)
+def test_the_failed_rank_is_the_cause(mpi_words: tuple[str, ...], way: str, how: str, code: int, number: int) -> None:
+    before = segments()
+    with pytest.raises(RunFailed) as failed:
+        run("script=fail.py", f"args=[{way}]", *mpi_words)
+    cause = failed.value.result.cause
+    assert (cause.rank, cause.how, cause.code, cause.signal) == (1, how, code, number), failed.value
+    assert segments() <= before
+
+
+@both
+def test_a_c_program(own_folder: Path, mpi_words: tuple[str, ...]) -> None:
+    folder = Path(sys.executable).parent if mpi_words is OPENMPI else MPICH / "bin"
+    compiler = folder / "mpicc"
+    if not compiler.exists() or shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    (own_folder / "sum.c").write_text(C)
+    library = folder.parent / "lib"
+    # the wheels' wrappers name the folder that they were built in
+    subprocess.run(
+        ["gcc", "sum.c", "-o", "sum", f"-I{folder.parent}/include", f"-L{library}", f"-Wl,-rpath,{library}", "-lmpi"],
+        check=True,
+    )
+    done = run("script=./sum", "args=[hello]", *mpi_words)
+    assert [log(done, rank).strip() for rank in range(3)] == [f"{rank} 3 3 hello {rank}" for rank in range(3)]
+
+
+@requires_openmpi
+def test_torch_joins_a_process_group_beside_mpi(own_folder: Path) -> None:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are there too, and a store behind them."""
+    (own_folder / "both.py").write_text(
+        "from mpi4py import MPI\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "one = torch.ones(1) * MPI.COMM_WORLD.rank\n"
+        "dist.all_reduce(one)\n"
+        "print(dist.get_rank() == MPI.COMM_WORLD.rank, float(one))\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = run("script=both.py")
+    assert [log(done, rank).splitlines()[-1] for rank in range(3)] == ["True 3.0"] * 3
+
+
+@requires_openmpi
+@requires_horovod_mpi
+def test_horovod_built_with_mpi(own_folder: Path) -> None:
+    (own_folder / "both.py").write_text(
+        "import horovod.torch as hvd\nimport torch\nhvd.init()\n"
+        "print(hvd.mpi_enabled(), hvd.gloo_enabled(), float(hvd.allreduce(torch.ones(1) * hvd.rank(), op=hvd.Sum)))\n"
+    )
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # where mpirun is
+    command = [HOROVOD_MPI, "-m", "raydist.train", *WORDS, "script=both.py"]
+    subprocess.run(command, env={**os.environ, "PATH": path}, check=True, timeout=120)
+    for rank in range(3):
+        (text,) = own_folder.glob(f"runs/*/*/logs/rank-{rank}.log")
+        assert text.read_text().split() == ["True", "False", "3.0"]
+
+
+@requires_openmpi
+def test_further_arguments_go_to_mpirun() -> None:
+    """A rank stands where mpirun's child stood: on the cores that mpirun bound it to."""
+    Path("cores.py").write_text("from mpi4py import MPI\nimport os\nprint(sorted(os.sched_getaffinity(0)))\n")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core")
+    done = run("script=cores.py", "scale.per_node=2", "backend.mpi.args=[--bind-to,core]")
+    cores = [json.loads(log(done, rank)) for rank in range(2)]
+    assert cores[0] != cores[1]
+    with pytest.raises(LaunchError, match="mpirun ended with code"):
+        run("script=sum.py", "backend.mpi.args=[--no-such-word]")
+
+
+@requires_openmpi
+def test_a_program_without_mpi_runs() -> None:
+    done = run("script=hostname")
+    assert len({log(done, rank) for rank in range(3)}) == 1
+
+
+@requires_openmpi
+def test_a_missing_program_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"there is no file .*/summ.py; did you mean script=sum.py\?"):
+        run("script=summ.py")
+    with pytest.raises(RunFailed, match="there is no program no_such_command on "):
+        run("script=no_such_command")
+
+
+def test_a_missing_or_unknown_mpirun_is_refused(own_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"backend.mpi.mpirun=/no/mpirun: no such program on .*openmpi"):
+        run("script=sum.py", "backend.mpi.mpirun=/no/mpirun")
+    with pytest.raises(ConfigError, match="neither Open MPI nor MPICH nor Intel MPI"):
+        run("script=sum.py", "backend.mpi.mpirun=/bin/true")
+    assert not list(own_folder.glob("runs/*/*/logs/rank-*"))
+
+
+def test_hosts_with_different_mpis_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raydist.cluster.nodes import Node, ResourceRequest
+    from raydist.cluster.placement import assign_ranks
+
+    there = [Node(id=name, ip="10.0.0.1", host=name, total={}, free={}) for name in ("host0", "host1")]
+    plan = assign_ranks(ResourceRequest("mpi", 2, ({},) * 2, 1, "PACK", {}, {}), there)
+    mpis = [{"kind": "openmpi", "version": version, "mpirun": "/usr/bin/mpirun"} for version in ("5.0.11", "4.1.6")]
+    group = WorkerGroup(plan, lambda *_: None, None)  # type: ignore[arg-type]
+    group.facts = tuple(Facts("a", "10.0.0.1", "eth0", "10.0.0.1", mpi=own) for own in mpis)
+    with pytest.raises(ConfigError, match=r"host1 has openmpi 4.1.6 \(/usr/bin/mpirun\), and host0 has openmpi 5.0.11"):
+        mpi.check_same_mpi(group)
+
+
+@requires_openmpi
+@requires_daemons
+@pytest.mark.ray
+def test_a_run_on_ray_leaves_nothing(ray_address: str, own_folder: Path) -> None:
+    words = ("backend=mpi", "scale=1x3", "watch.progress=none")
+    good = Program(own_folder, *words, "script=sum.py", address=ray_address)
+    assert good.wait() == 0, good.screen
+    assert gone(str(good.tmp)) == []
+    bad = Program(own_folder, *words, "script=fail.py", "args=[kill]", address=ray_address)
+    assert bad.wait() == 1, bad.screen
+    assert bad.result()["cause"]["signal"] == signal.SIGKILL
+    assert gone(str(bad.tmp)) == []
+
+
+@requires_openmpi
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_driver_that_is_stopped_or_killed_leaves_nothing(own_folder: Path, number: signal.Signals) -> None:
+    before = segments()
+    program = Program(own_folder, *WORDS, "script=sum.py", "args=[0,wait]")
+    logs = [f"runs/sum/*/logs/rank-{rank}.log" for rank in range(3)]
+    while not all(any(path.read_text() for path in own_folder.glob(each)) for each in logs):
+        assert program.process.poll() is None, program.screen
+    program.signal(number)
+    assert program.wait(20) == (130 if number == signal.SIGINT else -9)
+    assert gone(str(program.tmp)) == []
+    assert segments() <= before
+
+
+@requires_openmpi
+def test_ranks_end_with_an_mpirun_that_dies() -> None:
+    Path("orphan.py").write_text(
+        "import os, signal, time, psutil\n"
+        "from mpi4py import MPI\n"
+        "MPI.COMM_WORLD.Barrier()\n"
+        "if MPI.COMM_WORLD.rank == 0:\n"
+        "    mark = os.environ['PMIX_NAMESPACE'].partition('@')[0].rpartition('-')[2]\n"
+        "    os.kill(int(mark), signal.SIGKILL)\n"
+        "time.sleep(600)\n"
+    )
+    with pytest.raises(RunFailed, match="ended by mpirun; mpirun was killed by signal 9"):
+        run("script=orphan.py")

@@ -1,0 +1,75 @@
+"""The runtime_env of a job: packages and a folder."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.launch import runtime_env
+from raydist.run import run_job
+from raydist.settings import compose
+from raydist.settings.config import Job
+from raydist.shared.errors import LaunchError
+from raydist.watch.result import Result
+
+SEES = """
+import os, pathlib, sys
+import beside
+print(beside.WORD, os.getcwd(), sys.argv[0], sorted(path.name for path in pathlib.Path().iterdir()))
+"""
+
+
+def test_a_job_without_packages_or_folder_has_no_runtime_env() -> None:
+    assert runtime_env.actor_options(Job()) == {}
+    assert runtime_env.root(Job()) == ""
+    assert runtime_env.root(Job(working_dir=".", group="inline")) == ""  # its ranks stand here anyway
+
+
+def test_requirements_are_names_or_the_lines_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "needed.txt"
+    file.write_text("# all of it\n\neinops==0.8.0  # shapes\ntimm\n")
+    assert runtime_env.actor_options(Job(pip=[str(file), "rich"])) == {
+        "runtime_env": {"pip": ["einops==0.8.0", "timm", "rich"]}
+    }
+
+
+@pytest.mark.ray
+def test_ranks_run_in_a_copy_of_the_folder_without_ignored_files(on_ray: Path) -> None:
+    (on_ray / "project" / "sub").mkdir(parents=True)
+    (on_ray / "project" / "sub" / "sees.py").write_text(SEES)
+    (on_ray / "project" / "sub" / "beside.py").write_text("WORD = 'sent'")
+    (on_ray / "project" / ".gitignore").write_text("big\n")
+    (on_ray / "project" / "big").write_text("x")
+    words = ["script=project/sub/sees.py", "working_dir=project", "scale=1x2", "watch.progress=none"]
+    done = run_job(compose.compose([*words, "watch.output=none"], claim=True))
+    for rank in range(2):
+        sent, folder, argv, *listed = (done.dir / "logs" / f"rank-{rank}.log").read_text().split()
+        assert (sent, argv) == ("sent", "sub/sees.py")
+        assert Path(folder) != on_ray / "project"
+        assert "'sub']" in listed
+        assert not any("big" in name for name in listed)
+
+
+def install(project: Path, *words: str) -> Result[Any]:
+    (project / "uses.py").write_text("import needed\nprint(needed.__file__)")
+    return run_job(compose.compose(["script=uses.py", "scale=1x1", "watch.progress=none", *words], claim=True))
+
+
+@pytest.mark.ray
+def test_packages_are_installed_for_the_ranks_only(on_ray: Path) -> None:
+    package = on_ray / "package"
+    package.mkdir()
+    (package / "pyproject.toml").write_text('[project]\nname = "needed"\nversion = "1"\n')
+    (package / "needed.py").write_text("")
+    done = install(on_ray, f"pip=[{package}]", "watch.output=none")
+    assert "/runtime_resources/pip/" in (done.dir / "logs" / "rank-0.log").read_text()
+    assert find_spec("needed") is None
+
+
+@pytest.mark.ray
+def test_a_missing_package_is_named(on_ray: Path) -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 on .*no-such-package-of-raydist"):
+        install(on_ray, "pip=[no-such-package-of-raydist]")

@@ -1,0 +1,158 @@
+"""The fork server of the driver's own machine: shared by the runs of one program, and gone with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import raydist
+from raydist.launch import preload, warm_server
+from raydist.node import fork_launcher
+from raydist.settings.config import Job, Target
+from raydist.shared.events import read_events
+from raydist.worker import protocol
+from tests.leftovers import alive, ended, folders_of, gone
+
+pytestmark = pytest.mark.ray
+WORDS = ("scale=1x2", "watch.progress=none")
+
+
+def parent() -> int:
+    return os.getppid()
+
+
+def servers(*words: str) -> set[int]:
+    """The fork servers that the ranks of a run came from."""
+    return {pid for pid in raydist.run(parent, *WORDS, *words).values if pid}
+
+
+@pytest.mark.parametrize("group", ["group=ray", "group=inline"])
+def test_two_runs_of_a_program_have_one_server(on_ray: Path, group: str) -> None:
+    first = servers(group)
+    assert len(first) == 1
+    assert servers(group) == first
+    assert alive(first.pop())  # it stays
+
+
+def test_ranks_with_other_threads_have_another_server(on_ray: Path) -> None:
+    assert servers() != servers("scale.cpus=2")
+
+
+def test_an_agent_with_other_limits_starts_its_own_server(on_ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_home = servers()
+    monkeypatch.setattr(warm_server, "heritage", lambda: [*fork_launcher.heritage(), "another limit of memlock"])
+    elsewhere = servers()
+    assert elsewhere != at_home
+    assert ended(elsewhere.pop())  # with the run
+
+
+def test_processes_and_files_of_ranks_are_gone_after_the_run(on_ray: Path) -> None:
+    def job() -> int:
+        return subprocess.Popen(["sleep", "300"], start_new_session=True).pid
+
+    left = raydist.run(job, *WORDS).values
+    assert not [pid for pid in left if pid and alive(pid)]
+    kept = [path.name for one in warm_server._servers.values() if one.alive() for path in one.folder.iterdir()]
+    assert set(kept) == {"fork", "server.log"}
+
+
+def test_a_dead_server_is_replaced(on_ray: Path) -> None:
+    first = servers("group=inline")
+    for one in warm_server._servers.values():
+        one.end()
+    assert servers("group=inline") != first
+
+
+def test_an_idle_server_ends(tmp_path: Path) -> None:
+    one = fork_launcher.ForkServer.launch(tmp_path / "f", "fork", (), 1, idle_s=0.2)
+    until = time.monotonic() + 30
+    while one.alive() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not one.alive()
+    assert not one.folder.exists()
+
+
+def test_a_server_with_an_agent_is_not_idle(tmp_path: Path) -> None:
+    import socket
+
+    one = fork_launcher.ForkServer.launch(tmp_path / "f", "fork", (), 1, idle_s=0.2)
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.connect(str(one.folder / "fork"))
+    line.settimeout(1)
+    assert isinstance(protocol.decode(line.recv(1 << 16)), protocol.Warm)
+    with pytest.raises(TimeoutError):
+        line.recv(1)
+    assert one.alive()
+    one.end()
+
+
+def test_spawned_ranks_need_no_server() -> None:
+    assert warm_server.acquire(Job(start="spawn", job=Target(target="json:dumps"))) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "installed"), [("torch", True), ("json", True), ("sys", True), ("raydist", True), ("mine", False)]
+)
+def test_only_installed_modules_are_preloaded(
+    name: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert preload.is_installed(name) is installed
+
+
+PROGRAM = """
+    import json, raydist
+    from pathlib import Path
+
+    def job(path):
+        import os, mine
+        return os.getppid(), mine.VALUE
+
+    Path("mine.py").write_text("VALUE = 1")
+    found = [raydist.run("train.py:job", {words}).values]
+    Path("mine.py").write_text("VALUE = 22")
+    found += [raydist.run("train.py:job", {words}, {more}).values]
+    print("FOUND", json.dumps(found))
+"""
+TRAIN = """
+    import os
+    import mine
+
+    def job():
+        return os.getppid(), mine.VALUE
+"""
+
+
+@pytest.mark.parametrize(("group", "more"), [("group=ray", ""), ("group=ray", "'scale=1x5'"), ("group=inline", "")])
+def test_two_runs_in_one_program_see_edited_files_and_leave_nothing(tmp_path: Path, group: str, more: str) -> None:
+    """With Ray: the one that the first run has started serves the second too, unless that needs a larger one."""
+    import json
+    import tempfile
+
+    words = f"'{group}', 'backend=gloo', 'watch.progress=none'" + ("" if more else ", 'scale=1x2'")
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM).format(words=words, more=more))
+    with tempfile.TemporaryDirectory(prefix="p-") as tmp:
+        env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        env |= {"TMPDIR": tmp, "PYTHONPATH": str(Path(raydist.__file__).parent.parent)}
+        done = subprocess.run(
+            [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        first, second = json.loads(re.findall(r"FOUND (.*)", done.stdout)[0])
+        assert [value for _, value in first] == [1] * len(first)
+        assert [value for _, value in second] == [22] * (5 if more else 2)
+        assert {pid for pid, _ in first} == {pid for pid, _ in second}
+        assert gone(tmp, within=90) == []  # a Ray worker that is still starting notices late that its raylet is gone
+        assert folders_of(Path(tmp)) == []
+    started = [event["started"] for path in sorted(tmp_path.glob("runs/*/*/events.jsonl"))
+               for event in read_events(path) if event["kind"] == "cluster"]  # fmt: skip
+    assert started == ([] if "inline" in group else [True, bool(more)])

@@ -1,0 +1,370 @@
+"""The worker group, with a transport whose replies the tests choose: no agent, no Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from raydist.cluster import placement
+from raydist.cluster.nodes import Node, ResourceRequest
+from raydist.cluster.placement import Plan, assign_ranks
+from raydist.launch import worker_group
+from raydist.launch.standby import StandbyNodes
+from raydist.launch.worker_group import WorkerGroup
+from raydist.network import checks_node
+from raydist.network.facts import Facts
+from raydist.network.names import EnvVar
+from raydist.settings.config import Backend, Job, Target
+from raydist.shared.errors import ConfigError, LaunchError
+from raydist.shared.events import Events, read_events
+from raydist.worker.protocol import (
+    Close,
+    FindUnreachablePaths,
+    GetNetworkUse,
+    GetValue,
+    IsOpen,
+    Open,
+    Opened,
+    OpenStore,
+    RankValue,
+    Request,
+    StartRank,
+    StopRank,
+    StoreAddress,
+    WaitForWriter,
+    Warm,
+    WarmServer,
+)
+
+JOB = Job(name="digits", backend=Backend(name="gloo"), job=Target(target="json:dumps"))
+
+
+def node(number: int) -> Node:
+    return Node(f"id-{number}", f"10.0.0.{number}", f"host{number}", {}, {})
+
+
+def two_nodes() -> Plan:
+    """Ranks 0 and 1 on host1, 2 and 3 on host2."""
+    return assign_ranks(ResourceRequest("gloo", 4, ({}, {}), 2, "STRICT_SPREAD", {}), [node(1), node(2)])
+
+
+@dataclass
+class FakeTransport:
+    """Replies as healthy agents do, or by `replies`; after a reply of NotImplemented the future stays pending."""
+
+    calls: list[tuple[int, Request[Any], Future[Any]]] = field(default_factory=list)
+    replies: dict[type[Any], Callable[[int, Any], Any]] = field(default_factory=dict)
+    stores: int = 0
+
+    def __call__(self, rank: int, request: Request[Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.calls.append((rank, request, future))
+        try:
+            choose: Callable[[int, Any], Any] = self.replies.get(type(request), self.reply)
+            reply = choose(rank, request)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            if reply is not NotImplemented:
+                future.set_result(reply)
+        return future
+
+    def reply(self, rank: int, request: Request[Any]) -> Any:
+        """The reply of a healthy agent."""
+        match request:
+            case Open():
+                facts = Facts(request.node_id, request.node_ip, "eth0", request.node_ip) if request.lead else None
+                store = self.open_store() if request.store else None
+                return Opened(facts, 1.0, Warm({f"missing{rank}": "ImportError"}), store, {} if request.lead else None)
+            case OpenStore():
+                return self.open_store()
+            case IsOpen():
+                return True
+            case FindUnreachablePaths():
+                return {}
+            case StartRank():
+                return 1000 + rank
+            case GetValue():
+                return RankValue(value=bytes([rank]))
+        return None
+
+    def open_store(self) -> StoreAddress:
+        self.stores += 1
+        return StoreAddress(4000 + self.stores, "")
+
+    def sent(self, kind: type[Request[Any]]) -> list[tuple[int, Any]]:
+        """The requests of a type, each with its rank."""
+        return [(rank, request) for rank, request, _ in self.calls if isinstance(request, kind)]
+
+
+def silent(rank: int, request: Request[Any]) -> Any:
+    return NotImplemented
+
+
+def gone_from(*ranks: int) -> Callable[[int, Any], Any]:
+    """Agents of these ranks are gone; the others are open."""
+
+    def reply(rank: int, request: Request[Any]) -> bool:
+        if rank in ranks:
+            raise ConnectionError("actor died")
+        return True
+
+    return reply
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Iterator[Events]:
+    with Events(tmp_path / "events.jsonl") as stream:
+        yield stream
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return replace(JOB, dir=str(tmp_path))
+
+
+@pytest.fixture
+def transport() -> FakeTransport:
+    return FakeTransport()
+
+
+def opened(transport: FakeTransport, events: Events, job: Job, **options: Any) -> WorkerGroup:
+    group = WorkerGroup(two_nodes(), transport, events, **options)
+    group.open(job, ("torch",))
+    return group
+
+
+def test_each_agent_gets_its_own_open_request(transport: FakeTransport, events: Events, job: Job) -> None:
+    opened(transport, events, job)
+    requests = transport.sent(Open)
+    assert [rank for rank, _ in requests] == [0, 1, 2, 3]
+    fields = [(r.rank, r.node_id, r.node_ip, r.lead, r.store) for _, r in requests]
+    assert fields == [
+        (0, "id-1", "10.0.0.1", True, "tcp"),
+        (1, "id-1", "10.0.0.1", False, None),
+        (2, "id-2", "10.0.0.2", True, None),
+        (3, "id-2", "10.0.0.2", False, None),
+    ]
+    assert {(r.run, r.secret, r.modules) for _, r in requests} == {
+        (requests[0][1].run, requests[0][1].secret, ("torch",))
+    }
+
+
+def test_the_group_knows_the_facts_of_each_rank_and_the_rendezvous(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
+    gpus = [("0",), ("1",), ("0",), ("1",)]
+    group = opened(transport, events, job, gpus=lambda: gpus)
+    assert [facts.hostname for facts in group.facts] == ["id-1", "id-1", "id-2", "id-2"]
+    assert [facts.gpus for facts in group.facts] == gpus
+    assert [list(failed) for failed in group.failed_imports] == [["missing0"]] * 2 + [["missing2"]] * 2
+    assert (group.rendezvous.address, group.rendezvous.port, group.rendezvous.file) == ("10.0.0.1", 4001, None)
+
+
+def test_ranks_that_meet_in_a_file_have_no_store(transport: FakeTransport, events: Events, job: Job) -> None:
+    group = opened(transport, events, replace(job, init_method="file"))
+    assert [request.store for _, request in transport.sent(Open)] == [None] * 4
+    assert group.rendezvous.port is None
+    assert group.rendezvous.file == str(Path(job.dir) / "rendezvous")
+    group.prepare_attempt(replace(job, init_method="file"), 1)
+    assert group.rendezvous.file == str(Path(job.dir) / "rendezvous-1")
+
+
+@pytest.mark.parametrize("kind", [ConfigError, LaunchError])
+def test_an_agent_that_fails_is_named_by_rank_and_host(
+    transport: FakeTransport, events: Events, job: Job, kind: type[Exception]
+) -> None:
+    def fail(rank: int, request: Open) -> Any:
+        if rank == 2:
+            raise kind("no interface eth7")
+        return NotImplemented  # the others still import torch
+
+    transport.replies[Open] = fail
+    with pytest.raises(kind, match=r"rank 2 on host2 \(10\.0\.0\.2\): .*no interface eth7"):
+        opened(transport, events, job)
+
+
+def test_agents_that_do_not_answer_are_counted(
+    transport: FakeTransport, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group, "OPEN_S", 0.05)
+    transport.replies[Open] = lambda rank, request: NotImplemented if rank in (1, 3) else transport.reply(rank, request)
+    with pytest.raises(LaunchError, match=r"2 of 4 agents .* Open within 0\.05 s.* rank 1 on host1"):
+        opened(transport, events, job)
+
+
+def test_replies_come_in_the_order_of_the_requests(transport: FakeTransport, events: Events) -> None:
+    group = WorkerGroup(two_nodes(), transport, events)
+
+    class Late(FakeTransport):
+        """Resolves all futures with the last call, the last future first."""
+
+        def __call__(self, rank: int, request: Request[Any]) -> Future[Any]:
+            future = super().__call__(rank, request)
+            if len(self.calls) == 2:
+                for called, _, pending in reversed(self.calls):
+                    pending.set_result(called)
+            return future
+
+    late = Late(replies={GetValue: silent})
+    group.call = late
+    assert cast("list[int]", group.call_each([GetValue(), GetValue()], ranks=[3, 1])) == [3, 1]
+
+
+def test_only_the_first_agent_of_a_node_looks_for_paths(transport: FakeTransport, events: Events, job: Job) -> None:
+    stored = replace(job, storage="/shared/runs")
+    transport.replies[FindUnreachablePaths] = lambda rank, _: {"storage": "no such file"} if rank == 2 else {}
+    with pytest.raises(ConfigError, match=r"storage=/shared/runs: host2 .*no such file"):
+        opened(transport, events, stored)
+    assert [rank for rank, _ in transport.sent(FindUnreachablePaths)] == [0, 2]
+
+
+def test_a_file_that_a_setting_names_must_be_visible_on_all_nodes(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
+    group = opened(transport, events, job)
+    group.require_visible("resume=/data/x", "/data/x/meta.json", "each rank reads it")
+    transport.replies[FindUnreachablePaths] = lambda rank, _: {"file": "no such file"} if rank == 0 else {}
+    with pytest.raises(ConfigError, match=r"resume=/data/x: host1 .*each rank reads it"):
+        group.require_visible("resume=/data/x", "/data/x/meta.json", "each rank reads it")
+
+
+def test_each_rank_starts_with_its_own_variables(
+    transport: FakeTransport, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks_node, "check_nodes", lambda *_: None)
+    group = opened(transport, events, job)
+    group.start(job, [[EnvVar("RANK", str(rank), "")] for rank in range(4)], b"pickled")
+    requests = transport.sent(StartRank)
+    assert [(rank, request.rank, dict(request.env)) for rank, request in requests] == [
+        (rank, rank, {"RANK": str(rank)}) for rank in range(4)
+    ]
+    assert {request.call for _, request in requests} == {b"pickled"}
+    assert json.loads(requests[0][1].job)["name"] == "digits"
+    began = [event for event in read_events(events.path) if event["kind"] == "began"]
+    assert [(event["rank"], event["host"], event["pid"]) for event in began] == [
+        (0, "host1", 1000), (1, "host1", 1001), (2, "host2", 1002), (3, "host2", 1003)
+    ]  # fmt: skip
+
+
+def test_another_attempt_on_the_same_nodes_has_a_new_store(transport: FakeTransport, events: Events, job: Job) -> None:
+    group = opened(transport, events, job)
+    assert group.prepare_attempt(job, 1) == []
+    assert [rank for rank, _ in transport.sent(WaitForWriter)] == [0]
+    assert (group.rendezvous.port, group.rendezvous.attempt) == (4002, 1)
+    assert len(transport.sent(Open)) == 4
+
+
+def test_lost_agents_are_replaced_on_another_node(transport: FakeTransport, events: Events, job: Job) -> None:
+    asked: list[Sequence[int]] = []
+
+    def replace_nodes(lost: Sequence[int]) -> Plan:
+        asked.append(lost)
+        del transport.replies[IsOpen]
+        return placement.replace_nodes(group.plan, [node(1), node(3)])
+
+    group = WorkerGroup(two_nodes(), transport, events, replace_nodes=replace_nodes)
+    group.open(job, ("torch",), WarmServer("/tmp/warm", ()))
+    transport.replies[IsOpen] = gone_from(2, 3)
+    assert group.prepare_attempt(job, 1) == [2, 3]
+    assert asked == [[2, 3]]
+    first, new = transport.sent(Open)[:4], transport.sent(Open)[4:]
+    assert [(rank, request.node_id, request.lead) for rank, request in new] == [(2, "id-3", True), (3, "id-3", False)]
+    assert len({request.run for _, request in new}) == 1  # one fork server for both
+    assert {request.run for _, request in new}.isdisjoint(request.run for _, request in first)
+    assert {request.secret for _, request in new} == {request.secret for _, request in first}
+    assert {request.warm_server for _, request in new} == {None}
+    assert [facts.hostname for facts in group.facts] == ["id-1", "id-1", "id-3", "id-3"]
+
+
+def test_an_agent_that_is_new_and_not_open_counts_as_lost(transport: FakeTransport, events: Events) -> None:
+    transport.replies[IsOpen] = lambda rank, request: rank != 1
+    assert WorkerGroup(two_nodes(), transport, events).lost_ranks() == [1]
+
+
+def test_without_other_nodes_a_lost_agent_ends_the_run(transport: FakeTransport, events: Events, job: Job) -> None:
+    group = opened(transport, events, job)
+    transport.replies[IsOpen] = gone_from(3)
+    with pytest.raises(LaunchError, match="rank 3"):
+        group.prepare_attempt(job, 1)
+
+
+def test_a_writer_that_is_gone_is_a_warning(transport: FakeTransport, events: Events, job: Job) -> None:
+    group = opened(transport, events, job)
+    transport.replies[WaitForWriter] = gone_from(0)
+    group.prepare_attempt(job, 1)
+    (warning,) = (event["text"] for event in read_events(events.path) if event["kind"] == "warning")
+    assert "host1" in warning
+    assert "actor died" in warning
+
+
+def test_values_of_agents_that_are_gone_or_silent_are_empty(
+    transport: FakeTransport, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group, "ANSWER_S", 0.05)
+
+    def reply(rank: int, request: GetValue) -> Any:
+        if rank == 1:
+            raise ConnectionError("actor died")
+        return NotImplemented if rank == 2 else transport.reply(rank, request)
+
+    transport.replies[GetValue] = reply
+    values = WorkerGroup(two_nodes(), transport, events).values()
+    assert values == [RankValue(value=b"\0"), RankValue(), RankValue(), RankValue(value=b"\3")]
+
+
+class FakeStandby:
+    """Standby nodes that are enough, or not."""
+
+    def __init__(self, enough: bool) -> None:
+        self.enough = enough
+        self.request: Open | None = None
+
+    def set_request(self, request: Open) -> None:
+        self.request = request
+
+    def enough_remain(self) -> bool:
+        return self.enough
+
+    def close(self) -> list[Future[Any]]:
+        return []
+
+
+@pytest.mark.parametrize(("enough", "ranks"), [(True, [2, 3]), (False, [])])
+def test_ranks_of_draining_nodes_move_if_enough_nodes_remain(
+    transport: FakeTransport, events: Events, job: Job, enough: bool, ranks: list[int]
+) -> None:
+    standby = FakeStandby(enough)
+    group = opened(transport, events, job, standby=cast("StandbyNodes", standby), draining=lambda: {"id-2": 0.0})
+    assert group.draining_ranks() == ranks
+    assert standby.request is not None
+    assert standby.request.modules == ("torch",)
+
+
+def test_a_run_on_one_node_has_no_network_to_report(transport: FakeTransport, events: Events, job: Job) -> None:
+    group = WorkerGroup(
+        assign_ranks(ResourceRequest("gloo", 2, ({},), 2, "STRICT_SPREAD", {}), [node(1)]), transport, events
+    )
+    group.open(job, ())
+    group.report_network()
+    assert transport.sent(GetNetworkUse) == []
+
+
+def test_a_network_of_which_a_node_is_gone_is_not_reported(transport: FakeTransport, events: Events, job: Job) -> None:
+    group = opened(transport, events, job)
+    transport.replies[GetNetworkUse] = gone_from(3)
+    group.report_network()
+    assert "network" not in {event["kind"] for event in read_events(events.path)}
+
+
+def test_ranks_are_stopped_and_agents_closed(transport: FakeTransport, events: Events, job: Job) -> None:
+    with opened(transport, events, job) as group:
+        group.stop([1, 3], 2.5)
+    assert transport.sent(StopRank) == [(1, StopRank(2.5)), (3, StopRank(2.5))]
+    assert [rank for rank, _ in transport.sent(Close)] == [0, 1, 2, 3]

@@ -1,0 +1,257 @@
+"""Each rank's variables: their values, their reasons, and what is never overruled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raydist.cluster import placement
+from raydist.cluster.nodes import Node
+from raydist.cluster.placement import Plan
+from raydist.network import variables
+from raydist.network.names import RANK_FOLDER, EnvVar
+from raydist.network.variables import Rendezvous
+from raydist.node.probe import Facts
+from raydist.settings.config import Backend, Fabric, Job, Restart, Scale
+
+MEET = Rendezvous(address="10.0.0.1", port=41234)
+
+
+def node(i: int, gpu: float = 0) -> Node:
+    have = {"CPU": 16.0, **({"GPU": gpu} if gpu else {})}
+    return Node(f"id-{i}", f"10.0.0.{i}", f"node-{i}", have, have)
+
+
+def facts(i: int, interface: str = "eth0", gpus: tuple[str, ...] | None = None, **more: Any) -> Facts:
+    return Facts(f"node-{i}", f"10.0.0.{i}", interface, f"10.0.0.{i}", gpus=gpus, **more)
+
+
+def job(**more: Any) -> Job:
+    return Job(name="digits", dir="/runs/digits/2026", **{"backend": Backend("gloo"), **more})
+
+
+def plan(*nodes: Node, **scale: Any) -> Plan:
+    asked = placement.resources_for(Job(scale=Scale(nodes=len(nodes), **scale)), nodes)
+    return placement.assign_ranks(asked, nodes)
+
+
+def planned(
+    asked: Job, where: Plan, *each: Facts, meet: Rendezvous = MEET
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The values and the reasons, by rank; `each`: one for every rank."""
+    found = variables.plan_variables(asked, where, each, meet)
+    for own in found:
+        assert len({var.name for var in own}) == len(own), "a variable is there twice"
+        assert all(var.reason for var in own)
+    return [{v.name: v.value for v in own} for own in found], [{v.name: v.reason for v in own} for own in found]
+
+
+def test_the_words_of_torchrun_on_uneven_nodes() -> None:
+    asked = placement.resources_for(Job(scale=Scale(nodes=1, per_node=3, placement="PACK")), [node(1), node(2)])
+    uneven = placement.assign_ranks(asked, [node(2), node(1), node(2)])
+    values, _ = planned(job(), uneven, facts(1), facts(2), facts(2))
+    names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_RANK",
+             "ROLE_WORLD_SIZE", "ROLE_NAME"]  # fmt: skip
+    assert [[own[name] for name in names] for own in values] == [
+        ["0", "0", "0", "1", "3", "2", "0", "3", "default"],
+        ["1", "0", "1", "2", "3", "2", "1", "3", "default"],
+        ["2", "1", "1", "2", "3", "2", "2", "3", "default"],
+    ]
+
+
+def test_everything_that_torchrun_exports_is_there() -> None:
+    """The names are read from torch's own launcher, so that a new one is noticed."""
+    import inspect
+    import re
+
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    source = inspect.getsource(LocalElasticAgent)
+    exported = set(re.findall(r'"([A-Z_]+)": (?:str|spec|worker)', source)) | {"LOCAL_RANK"}
+    (values,), _ = planned(job(), plan(node(1), per_node=1), facts(1))
+    assert len(exported) > 10
+    assert exported <= set(values)
+
+
+def test_where_the_ranks_meet() -> None:
+    ours = replace(job(), restart=Restart(max=3))
+    (first, second), _ = planned(ours, plan(node(1), per_node=2), facts(1), facts(1))
+    for own in (first, second):
+        assert (own["MASTER_ADDR"], own["MASTER_PORT"]) == ("10.0.0.1", "41234")
+        assert own["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # torch takes this very word
+        assert own["TORCHELASTIC_RUN_ID"] == "digits_2026"
+        assert (own["TORCHELASTIC_RESTART_COUNT"], own["TORCHELASTIC_MAX_RESTARTS"]) == ("0", "3")
+        assert own["RAYDIST_RUN_DIR"] == "/runs/digits/2026"
+        assert "RAYDIST_RENDEZVOUS_FILE" not in own
+
+
+def test_where_the_ranks_meet_in_a_file() -> None:
+    asked = job(init_method="file")
+    (own,), _ = planned(
+        asked, plan(node(1), per_node=1), facts(1), meet=Rendezvous("10.0.0.1", file="/shared/rendezvous")
+    )
+    assert own["RAYDIST_RENDEZVOUS_FILE"] == "/shared/rendezvous"
+    assert not {"MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(own)
+
+
+def test_a_port_that_is_not_open_yet_says_so() -> None:
+    (own,), _ = planned(job(), plan(node(1), per_node=1), facts(1), meet=Rendezvous("10.0.0.1"))
+    assert own["MASTER_PORT"] == variables.LATER
+
+
+def test_the_interface_may_differ_from_node_to_node() -> None:
+    values, reasons = planned(job(), plan(node(1), node(2), per_node=1), facts(1, "eth0"), facts(2, "ens3"))
+    assert [own["GLOO_SOCKET_IFNAME"] for own in values] == ["eth0", "ens3"]
+    assert [own["NCCL_SOCKET_IFNAME"] for own in values] == ["=eth0", "=ens3"]
+    assert "10.0.0.2" in reasons[1]["GLOO_SOCKET_IFNAME"]
+
+
+def test_an_interface_that_was_asked_for_is_the_reason() -> None:
+    asked = job(fabric=Fabric(interface="ib0"))
+    (own,), (why,) = planned(asked, plan(node(1), per_node=1), facts(1, "ib0"))
+    assert own["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert why["NCCL_SOCKET_IFNAME"].startswith("fabric.interface")
+
+
+@pytest.mark.parametrize(
+    ("held", "visible"),
+    [
+        ([("1",), ("0",)], "0,1"),
+        ([("10",), ("9",)], "9,10"),
+        ([("3", "2"), ("1", "0")], "0,1,2,3"),
+        ([("0",), ("0",)], "0"),
+        ([("GPU-b",), ("GPU-a",)], "GPU-a,GPU-b"),
+        ([("MIG-x",), ("7",)], "7,MIG-x"),
+    ],
+)
+def test_all_ranks_of_a_node_see_all_its_gpus_in_one_order(held: list[tuple[str, ...]], visible: str) -> None:
+    where = plan(node(1, gpu=8), per_node=2, gpus=1)
+    # Ray's own mask on the actor is no setting of the site
+    each = [facts(1, gpus=own, environment={"CUDA_VISIBLE_DEVICES": own[0]}) for own in held]
+    values, _ = planned(job(), where, *each)
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == [visible, visible]
+
+
+def test_each_node_has_its_own_gpus() -> None:
+    where = plan(node(1, gpu=2), node(2, gpu=2), per_node=2)
+    each = [facts(1, gpus=("0",)), facts(1, gpus=("1",)), facts(2, gpus=("5",)), facts(2, gpus=("4",))]
+    values, _ = planned(job(), where, *each)
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == ["0,1", "0,1", "4,5", "4,5"]
+
+
+def test_a_job_without_gpus_sees_none_and_one_that_nobody_counted_for_sees_all() -> None:
+    (own,), _ = planned(
+        job(), plan(node(1, gpu=2), per_node=1, gpus=0), facts(1, environment={"CUDA_VISIBLE_DEVICES": "1"})
+    )
+    assert own["CUDA_VISIBLE_DEVICES"] == ""
+    (own,), _ = planned(job(), plan(node(1, gpu=2), per_node=1), facts(1, gpus=None))
+    assert "CUDA_VISIBLE_DEVICES" not in own
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(0.5, "1"), (1.0, "1"), (3.9, "3"), (4, "4")])
+def test_threads_follow_the_cpus(cpus: float, threads: str) -> None:
+    (own,), _ = planned(job(scale=Scale(cpus=cpus)), plan(node(1), per_node=1), facts(1))
+    assert own["OMP_NUM_THREADS"] == threads
+
+
+def test_what_the_site_has_set_stands_and_is_told() -> None:
+    site = {"NCCL_SOCKET_IFNAME": "=bond0", "OMP_NUM_THREADS": "12"}
+    values, reasons = planned(job(), plan(node(1), node(2), per_node=1), facts(1, environment=site), facts(2))
+    assert (values[0]["NCCL_SOCKET_IFNAME"], values[0]["OMP_NUM_THREADS"]) == ("=bond0", "12")
+    why = reasons[0]["NCCL_SOCKET_IFNAME"]
+    assert "node-1" in why
+    assert "env.NCCL_SOCKET_IFNAME==eth0" in why
+    # only on that node, and only what was set there
+    assert values[0]["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert values[1]["NCCL_SOCKET_IFNAME"] == "=eth0"
+
+
+def test_what_ray_has_set_to_the_same_is_no_news() -> None:
+    _, (why,) = planned(job(), plan(node(1), per_node=1), facts(1, environment={"OMP_NUM_THREADS": "1"}))
+    assert why["OMP_NUM_THREADS"] == "scale.cpus=1"
+
+
+def test_ncclls_own_file_stands_too_but_below_the_environment() -> None:
+    conf = {"NCCL_SOCKET_IFNAME": ("bond", "/etc/nccl.conf"), "GLOO_SOCKET_IFNAME": ("eth0", "/etc/nccl.conf")}
+    where = plan(node(1), per_node=1)
+    (own,), (why,) = planned(job(), where, facts(1, nccl_conf=conf))
+    assert own["NCCL_SOCKET_IFNAME"] == "bond"
+    assert "/etc/nccl.conf on node-1" in why["NCCL_SOCKET_IFNAME"]
+    assert "env.NCCL_SOCKET_IFNAME==eth0" in why["NCCL_SOCKET_IFNAME"]
+    assert "env." not in why["GLOO_SOCKET_IFNAME"]  # the same value: no override is offered
+    (own,), _ = planned(job(), where, facts(1, nccl_conf=conf, environment={"NCCL_SOCKET_IFNAME": "ib0"}))
+    assert own["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_what_the_person_types_wins_over_all() -> None:
+    asked = job(env={"NCCL_SOCKET_IFNAME": "=eth7", "MASTER_PORT": "1", "FLAGS": "-v"})
+    site = facts(1, environment={"NCCL_SOCKET_IFNAME": "=bond0"})
+    values, reasons = planned(asked, plan(node(1), per_node=2), site, site)
+    for own, why in zip(values, reasons, strict=True):
+        assert (own["NCCL_SOCKET_IFNAME"], own["MASTER_PORT"], own["FLAGS"]) == ("=eth7", "1", "-v")
+        assert why["NCCL_SOCKET_IFNAME"] == "env.NCCL_SOCKET_IFNAME"
+
+
+def log_of(asked: Job, here: Facts, nodes: int = 1, gpu: float = 8) -> dict[str, tuple[str, str]]:
+    """NCCL's own log in rank 0's variables, with the reasons."""
+    where = plan(*(node(i + 1, gpu=gpu) for i in range(nodes)), per_node=1)
+    every = variables.plan_variables(asked, where, [here, *(facts(i + 1) for i in range(1, nodes))], MEET)
+    return {var.name: (var.value, var.reason) for var in every[0] if var.name.startswith("NCCL_DEBUG")}
+
+
+def test_nccls_log_is_asked_for_where_somebody_reads_it_and_never_lands_in_the_ranks_own() -> None:
+    nccl = job(backend=Backend("nccl"))
+    several = log_of(nccl, facts(1), nodes=2)
+    assert {name: value for name, (value, _) in several.items()} == {
+        "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV",
+        "NCCL_DEBUG_FILE": f"{RANK_FOLDER}/rank-0.nccl"}  # fmt: skip
+
+    assert log_of(nccl, facts(1)) == {}
+    strict = log_of(replace(nccl, fabric=Fabric(strict=True)), facts(1))
+    assert strict["NCCL_DEBUG"][0] == "INFO"
+    assert "fabric.strict" in strict["NCCL_DEBUG"][1]
+    assert log_of(nccl, facts(1, environment={"NCCL_DEBUG": "WARN"}), nodes=2) == {}
+
+
+def test_debug_has_a_file_of_its_own_on_any_job_and_the_sites_stands() -> None:
+    aloud = job(fabric=Fabric(debug=True))
+    told = log_of(aloud, facts(1), gpu=0)
+    assert told["NCCL_DEBUG"][0] == "INFO"
+    assert "fabric.debug" in told["NCCL_DEBUG"][1]
+    assert "NET" in told["NCCL_DEBUG_SUBSYS"][0].split(",")
+    assert told["NCCL_DEBUG_FILE"][0] == f"{RANK_FOLDER}/rank-0.nccl"
+    site = log_of(aloud, facts(1, environment={"NCCL_DEBUG_FILE": "/var/log/nccl.%p"}), gpu=0)
+    assert (site["NCCL_DEBUG"][0], site["NCCL_DEBUG_FILE"][0]) == ("INFO", "/var/log/nccl.%p")
+
+
+def test_values_are_text_whatever_yaml_made_of_them() -> None:
+    asked = replace(job(), env={"DEPTH": 3})  # type: ignore[dict-item]
+    (own,) = variables.plan_variables(asked, plan(node(1), per_node=1), [facts(1)], MEET)
+    assert EnvVar("DEPTH", "3", "env.DEPTH") in own
+
+
+def test_variables_are_in_one_order_on_every_rank() -> None:
+    asked = job(env={"B": "1", "A": "2", "C": "3"})
+    first, second = variables.plan_variables(asked, plan(node(1), per_node=2), [facts(1)] * 2, MEET)
+    assert [var.name for var in first] == [var.name for var in second]
+    assert [var.name for var in first][-3:] == ["B", "A", "C"]
+
+
+def test_nccl_writes_down_its_network_where_gpus_talk_between_nodes() -> None:
+    two = plan(node(1, gpu=1), node(2, gpu=1), per_node=1)
+    asked = job(backend=Backend("nccl"))
+    names = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
+    values, _ = planned(asked, two, facts(1, gpus=("0",)), facts(2, gpus=("0",)))
+    assert [own["NCCL_DEBUG"] for own in values] == ["INFO", "INFO"]
+    assert [own["NCCL_DEBUG_FILE"].rpartition("/")[2] for own in values] == ["rank-0.nccl", "rank-1.nccl"]
+
+    theirs = [facts(i, gpus=("0",), environment={"NCCL_DEBUG": "WARN"}) for i in (1, 2)]
+    values, _ = planned(asked, two, *theirs)
+    assert not names & set(values[0])
+    values, _ = planned(job(backend=Backend("nccl"), env={"NCCL_DEBUG": "TRACE"}), two, facts(1), facts(2))
+    assert names & set(values[0]) == {"NCCL_DEBUG"}
+    for elsewhere in (plan(node(1, gpu=1), per_node=1), plan(node(1), per_node=1)):
+        values, _ = planned(asked, elsewhere, facts(1))
+        assert not names & set(values[0])

@@ -1,0 +1,365 @@
+"""The agent of one rank alone: a real fork server and real ranks, in this process's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+import pytest
+
+from raydist.node.agent import RankAgent
+from raydist.node.fork_launcher import node_folder
+from raydist.settings.config import Backend, Job, as_dict
+from raydist.shared.events import Event
+from raydist.worker.protocol import (
+    Close,
+    Examine,
+    GetNews,
+    GetValue,
+    IsOpen,
+    Open,
+    Opened,
+    OpenStore,
+    RankActivity,
+    RankEnd,
+    RankValue,
+    Request,
+    StartRank,
+    StopRank,
+)
+from tests.leftovers import alive
+
+Result = TypeVar("Result")
+TIMEOUT_S = 60.0
+MODULES = ("torch", "raydist.worker.backends.ddp", "cloudpickle")
+
+
+def open_request(run: str, modules: tuple[str, ...] = (), lead: bool = True) -> Open:
+    """The request for an agent on this machine."""
+    return Open(
+        run=run, start="fork", modules=modules, env={}, interface=None, threads=1, mpirun="auto", secret="",
+        rank=0, node_id="this-node", node_ip="127.0.0.1", lead=lead, store="tcp" if lead else None,
+    )  # fmt: skip
+
+
+def start_request(job: Callable[[], Any], rank: int = 0) -> StartRank:
+    """The request for a rank that calls a function, alone in its process group."""
+    return StartRank(
+        rank=rank, env={"CUDA_VISIBLE_DEVICES": ""}, job=json.dumps(as_dict(Job(backend=Backend(name="gloo")))),
+        argv=("job",), script="", cwd="/", sys_path=tuple(sys.path), nccl_aloud=False, nccl_strict=False,
+        call=cloudpickle.dumps((job, (), {})),
+    )  # fmt: skip
+
+
+def program_request(*argv: str) -> StartRank:
+    """The request for a rank that runs a program."""
+    return StartRank(
+        rank=0, env={}, job=json.dumps(as_dict(Job())), argv=argv, script=argv[0], cwd="/", sys_path=tuple(sys.path),
+        nccl_aloud=False, nccl_strict=False,
+    )  # fmt: skip
+
+
+@dataclass
+class History:
+    """All news of a rank."""
+
+    events: list[Event] = field(default_factory=list)
+    log: bytes = b""
+    end: RankEnd | None = None
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.events]
+
+
+async def follow(agent: RankAgent, until: str = "") -> History:
+    """The news of a rank until an event of this kind, or until its end."""
+    history = History()
+    while history.end is None and until not in history.kinds():
+        news = await agent.handle(GetNews(0.05))
+        history.events += news.events
+        history.log += news.log
+        history.end = news.end
+    return history
+
+
+class Node:
+    """A fork server that the first agent of a node has started, for the agents of all tests."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.run_name = os.urandom(4).hex()
+        self.lead = RankAgent()
+        self.opened: Opened = self.run(self.lead.handle(open_request(self.run_name, MODULES)))
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self.loop.run_until_complete(asyncio.wait_for(work, TIMEOUT_S))
+
+    def agent(self) -> RankAgent:
+        """A further agent of this node, open."""
+        agent = RankAgent()
+        self.run(agent.handle(open_request(self.run_name, lead=False)))
+        return agent
+
+    def close(self) -> None:
+        self.run(self.lead.handle(Close()))
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    one = Node()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def agent(node: Node) -> Iterator[RankAgent]:
+    one = node.agent()
+    yield one
+    node.run(one.handle(Close()))
+
+
+def test_the_first_agent_reads_facts_and_opens_a_store(node: Node) -> None:
+    assert node.opened.facts is not None
+    assert node.opened.facts.address == "127.0.0.1"
+    assert node.opened.ports is not None
+    assert dict(node.opened.warm.failed) == {}
+    assert node.opened.store is not None
+    socket.create_connection(("127.0.0.1", node.opened.store.port)).close()
+
+
+def test_another_agent_of_the_node_shares_its_server(node: Node, agent: RankAgent) -> None:
+    assert agent.folder == node.lead.folder
+    assert node.run(agent.handle(IsOpen()))
+
+
+def test_a_job_runs_to_its_end_and_returns_a_value(node: Node, agent: RankAgent) -> None:
+    def job() -> int:
+        import raydist
+
+        raydist.report(step=3, loss=0.5)
+        print("hello")
+        return 42
+
+    pid = node.run(agent.handle(start_request(job)))
+    history = node.run(follow(agent))
+    assert history.kinds() == ["joined", "report"]
+    assert history.events[0]["pid"] == pid
+    assert history.events[1]["values"] == {"loss": 0.5}
+    assert history.log == b"hello\n"
+    assert history.end is not None
+    assert (history.end.code, history.end.signal, history.end.step, history.end.phase) == (0, 0, 3, "end")
+    value = node.run(agent.handle(GetValue()))
+    assert value.value is not None
+    assert cloudpickle.loads(value.value) == 42
+    assert value.error is None
+
+
+def test_an_exception_is_an_event_and_a_pickle(node: Node, agent: RankAgent) -> None:
+    def job() -> None:
+        raise ValueError("no such layer")
+
+    node.run(agent.handle(start_request(job)))
+    history = node.run(follow(agent))
+    (raised,) = (event for event in history.events if event["kind"] == "raised")
+    assert (raised["type"], raised["message"], raised["step"]) == ("ValueError", "no such layer", 0)
+    assert history.end is not None
+    assert history.end.code == 1
+    value = node.run(agent.handle(GetValue()))
+    assert value.value is None
+    assert value.error is not None
+    assert repr(cloudpickle.loads(value.error)) == "ValueError('no such layer')"
+
+
+def test_only_the_newest_report_of_another_rank_than_0_is_kept(node: Node, agent: RankAgent) -> None:
+    def job() -> None:
+        import raydist
+
+        for step in range(1, 10):
+            raydist.report(step=step)
+
+    async def run_and_read() -> list[Event]:
+        await agent.handle(start_request(job, rank=1))
+        while agent._end is None:
+            await asyncio.sleep(0.01)
+        return (await follow(agent)).events
+
+    reports = [event["step"] for event in node.run(run_and_read()) if event["kind"] == "report"]
+    assert reports == [9]
+
+
+def test_a_rank_is_examined_while_it_runs(node: Node, agent: RankAgent) -> None:
+    def stuck() -> None:
+        time.sleep(300)
+
+    async def run_and_examine() -> tuple[int, RankActivity | None]:
+        pid = await agent.handle(start_request(stuck))
+        await follow(agent, until="joined")
+        return pid, await agent.handle(Examine())
+
+    pid, activity = node.run(run_and_examine())
+    assert activity is not None
+    assert (activity.pid, activity.state) == (pid, "S")
+    assert activity.busy < 0.5
+    assert "in stuck" in activity.stack
+
+
+def test_a_rank_that_has_ended_is_not_examined(node: Node, agent: RankAgent) -> None:
+    assert node.run(agent.handle(Examine())) is None
+    node.run(agent.handle(start_request(lambda: None)))
+    node.run(follow(agent))
+    assert node.run(agent.handle(Examine())) is None
+
+
+@pytest.mark.parametrize(("grace", "number"), [(30.0, signal.SIGTERM), (0.0, signal.SIGKILL)])
+def test_a_rank_is_stopped(node: Node, agent: RankAgent, grace: float, number: signal.Signals) -> None:
+    async def run_and_stop() -> RankEnd | None:
+        await agent.handle(start_request(lambda: time.sleep(300)))
+        await follow(agent, until="joined")
+        await agent.handle(StopRank(grace))
+        return (await follow(agent)).end
+
+    end = node.run(run_and_stop())
+    assert end is not None
+    assert (end.code, end.signal) == (0, number)
+    assert end.why == ""  # the driver knows who stopped it
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(node: Node, agent: RankAgent) -> None:
+    def stubborn() -> None:
+        import raydist
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raydist.report(step=1)
+        time.sleep(300)
+
+    async def run_and_stop() -> tuple[float, RankEnd | None]:
+        await agent.handle(start_request(stubborn))
+        await follow(agent, until="report")
+        began = time.monotonic()
+        await agent.handle(StopRank(0.5))
+        return time.monotonic() - began, (await follow(agent)).end
+
+    waited_s, end = node.run(run_and_stop())
+    assert end is not None
+    assert end.signal == signal.SIGKILL
+    assert 0.5 <= waited_s < 5
+
+
+def test_an_agent_without_a_rank_has_nothing_to_stop(node: Node, agent: RankAgent) -> None:
+    node.run(agent.handle(StopRank(30.0)))
+
+
+def test_a_rank_that_another_process_kills(node: Node, agent: RankAgent) -> None:
+    def job() -> None:
+        import raydist
+        from raydist.worker import context
+
+        raydist.report(step=7)
+        context.phase("backward")
+        context.here().flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    node.run(agent.handle(start_request(job)))
+    history = node.run(follow(agent))
+    end = history.end
+    assert end is not None
+    assert (end.code, end.signal, end.step, end.phase) == (0, signal.SIGKILL, 7, "backward")
+    assert (end.oom, end.lost, end.by_mpirun) == ("", "", False)
+    assert [event["step"] for event in history.events if event["kind"] == "report"] == [7]
+    assert node.run(agent.handle(GetValue())) == RankValue()
+
+
+def test_an_agent_starts_a_second_attempt_under_another_rank(node: Node, agent: RankAgent) -> None:
+    def fail() -> None:
+        raise ValueError("first attempt")
+
+    node.run(agent.handle(start_request(fail, rank=1)))
+    first = node.run(follow(agent)).end
+    pid = node.run(agent.handle(start_request(lambda: "second", rank=0)))
+    history = node.run(follow(agent))
+    assert first is not None
+    assert first.code == 1
+    assert history.kinds() == ["joined"]
+    assert history.events[0]["pid"] == pid
+    assert history.end is not None
+    assert history.end.code == 0
+    value = node.run(agent.handle(GetValue()))
+    assert value.value is not None
+    assert cloudpickle.loads(value.value) == "second"
+    assert value.error is None
+
+
+def test_a_store_replaces_the_one_before(node: Node) -> None:
+    first = node.run(node.lead.handle(OpenStore("tcp", "127.0.0.1")))
+    second = node.run(node.lead.handle(OpenStore("tcp", "127.0.0.1")))
+    socket.create_connection(("127.0.0.1", second.port)).close()
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            socket.create_connection(("127.0.0.1", first.port)).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.02)
+    pytest.fail("the first store still listens")
+
+
+def test_an_agent_that_closes_ends_its_rank_and_another_takes_its_place(node: Node) -> None:
+    first = RankAgent()
+    assert not node.run(first.handle(IsOpen()))
+    node.run(first.handle(open_request(node.run_name, lead=False)))
+    pid = node.run(first.handle(start_request(lambda: time.sleep(300))))
+    node.run(follow(first, until="joined"))
+    node.run(first.handle(Close()))
+    assert not alive(pid)
+    assert not node.run(first.handle(IsOpen()))
+    second = node.agent()
+    node.run(second.handle(start_request(lambda: None)))
+    end = node.run(follow(second)).end
+    assert end is not None
+    assert end.code == 0
+    node.run(second.handle(Close()))
+
+
+def test_an_unknown_request_is_refused(node: Node, agent: RankAgent) -> None:
+    with pytest.raises(TypeError):
+        node.run(agent.handle(Request[None]()))
+
+
+def test_a_program_is_lost_with_its_fork_server() -> None:
+    async def lose() -> tuple[int, RankEnd | None, bool]:
+        agent = RankAgent()
+        await agent.handle(open_request(os.urandom(4).hex()))
+        try:
+            pid = await agent.handle(program_request("sleep", "300"))
+            await follow(agent, until="joined")
+            server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(server, signal.SIGKILL)
+            end = (await follow(agent)).end
+            return pid, end, await agent.handle(IsOpen())
+        finally:
+            await agent.close()
+
+    pid, end, is_open = asyncio.run(asyncio.wait_for(lose(), TIMEOUT_S))
+    assert end is not None
+    assert end.signal == signal.SIGKILL
+    assert end.lost != ""
+    assert not is_open
+    assert not alive(pid)
+
+
+def test_a_folder_that_is_too_long_for_a_socket_is_in_tmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/" + "x" * 100)
+    assert node_folder("raydist-1") == Path("/tmp/raydist-1")
+    monkeypatch.setattr("tempfile.tempdir", "/short")
+    assert node_folder("raydist-1") == Path("/short/raydist-1")

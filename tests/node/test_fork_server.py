@@ -1,0 +1,342 @@
+"""A real fork server, with messages over its socket as an agent sends them."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+import psutil
+import pytest
+
+from raydist.settings.config import Job, as_dict
+from raydist.worker.heartbeat import BEAT_PAGE, read_beat
+from raydist.worker.protocol import (
+    PACKET,
+    Ended,
+    Forked,
+    OpenStore,
+    RankSpec,
+    ServerMessage,
+    SignalProcess,
+    StoreForked,
+    Warm,
+    decode,
+    encode,
+)
+from tests.leftovers import alive
+
+Kind = TypeVar("Kind")
+
+
+class Node:
+    """A fork server in a folder of its own."""
+
+    def __init__(self, folder: Path, start: str = "fork", modules: tuple[str, ...] = ("json",)) -> None:
+        self.folder = folder
+        folder.mkdir()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(folder / "fork"))
+        listener.listen()
+        self.lifeline, its = socket.socketpair()
+        self.lifeline.settimeout(30)
+        fds = (listener.fileno(), its.fileno())
+        command = [sys.executable, "-m", "raydist.node.fork_server", *map(str, fds), start, "0", *modules]
+        subprocess.run(command, pass_fds=fds, check=True)
+        its.close()
+        listener.close()
+
+    def dial(self) -> Line:
+        return Line(self.folder)
+
+    def close(self) -> None:
+        """Let go, and return when the server is gone."""
+        self.lifeline.shutdown(socket.SHUT_WR)
+        assert self.lifeline.recv(1) == b""
+        self.lifeline.close()
+
+
+class Line:
+    """An agent's connection."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(60)
+        self.socket.connect(str(folder / "fork"))
+        self.warm = self.receive(Warm)
+
+    def receive(self, kind: type[Kind]) -> Kind:
+        """The next message, which must be of this kind."""
+        message = decode(self.socket.recv(PACKET))
+        assert isinstance(message, kind), message
+        return message
+
+    def send(self, message: ServerMessage, fds: tuple[int, ...] = ()) -> None:
+        socket.send_fds(self.socket, [encode(message)], fds)
+
+    def fork(self, function: Callable[[], Any], rank: int = 0, env: dict[str, str] | None = None) -> int:
+        """A rank that calls `function` outside any process group (backend `here`); its pid."""
+        base = self.folder / f"rank-{rank}"
+        (self.folder / f"rank-{rank}.call").write_bytes(cloudpickle.dumps((function, (), {})))
+        beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(beat, BEAT_PAGE)
+        self.beat = mmap.mmap(beat, BEAT_PAGE)
+        log = os.open(f"{base}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        self.events, its = socket.socketpair()
+        job = as_dict(Job())
+        job["backend"]["name"] = "gloo"
+        spec = RankSpec(
+            rank=rank, job=json.dumps(job), cwd=str(self.folder), sys_path=tuple(sys.path), argv=("x",),
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MARK": "mine", **(env or {})},
+            script="", call=f"{base}.call", value=f"{base}.value",
+        )  # fmt: skip
+        self.send(spec, (log, its.fileno(), beat))
+        for descriptor in (log, beat):
+            os.close(descriptor)
+        its.close()
+        return self.receive(Forked).pid
+
+    def log(self, rank: int = 0) -> str:
+        return (self.folder / f"rank-{rank}.log").read_text(errors="replace")
+
+    def value(self, rank: int = 0) -> Any:
+        return cloudpickle.loads((self.folder / f"rank-{rank}.value").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A server with torch in it, for all tests that do not end it."""
+    node = Node(tmp_path_factory.mktemp("node") / "f", modules=("torch", "raydist.worker.backends.ddp", "cloudpickle"))
+    yield node
+    node.close()
+
+
+def soon(true: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 10
+    while not true() and time.monotonic() < until:
+        time.sleep(0.02)
+    return true()
+
+
+def test_a_rank_has_its_environment_folder_log_and_main_thread(warm: Node) -> None:
+    def job() -> tuple[Any, ...]:
+        import threading
+
+        import torch
+
+        print("out")
+        print("err", file=sys.stderr)
+        here = threading.current_thread() is threading.main_thread()
+        return os.environ["MARK"], os.getcwd(), sys.argv, here, torch.get_num_threads(), os.getsid(0) == os.getpid()
+
+    line = warm.dial()
+    pid = line.fork(job)
+    ended = line.receive(Ended)
+    assert (ended.pid, ended.code, ended.signal) == (pid, 0, 0)
+    assert line.value() == ("mine", str(warm.folder), ["x"], True, 1, True)
+    assert line.log() == "out\nerr\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "number"),
+    [("raise ValueError(1)", 1, 0), ("sys.exit(3)", 3, 0), ("sys.exit('no')", 1, 0), ("os._exit(7)", 7, 0),
+     ("os.kill(os.getpid(), 9)", 0, 9), ("ctypes.string_at(0)", 0, 11), ("os.abort()", 0, 6)],
+)  # fmt: skip
+def test_every_kind_of_end_is_reported(warm: Node, how: str, code: int, number: int) -> None:
+    def job() -> None:
+        import ctypes
+
+        exec(how, {"sys": sys, "os": os, "ctypes": ctypes})
+
+    line = warm.dial()
+    line.fork(job)
+    ended = line.receive(Ended)
+    assert (ended.code, ended.signal) == (code, number)
+
+
+def test_a_crash_in_native_code_leaves_its_stack_in_the_log(warm: Node) -> None:
+    def job() -> None:
+        import ctypes
+
+        ctypes.string_at(0)
+
+    line = warm.dial()
+    line.fork(job)
+    line.receive(Ended)
+    assert "Segmentation fault" in line.log()
+    assert "string_at" in line.log()
+
+
+def test_the_heartbeat_outlives_the_rank(warm: Node) -> None:
+    def job() -> None:
+        import raydist
+
+        raydist.report(step=42)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    line = warm.dial()
+    line.fork(job)
+    line.receive(Ended)
+    assert read_beat(line.beat)[0] == 42
+
+
+def test_atexit_of_the_job_runs_and_that_of_the_server_does_not_break_it(warm: Node) -> None:
+    def job() -> None:
+        import atexit
+
+        atexit.register(lambda: print("at exit"))
+
+    line = warm.dial()
+    line.fork(job)
+    assert line.receive(Ended).code == 0
+    assert line.log() == "at exit\n"
+
+
+def test_children_of_a_dead_rank_end_with_it(warm: Node) -> None:
+    def job() -> None:
+        subprocess.Popen(["sleep", "300"])
+        os.system("sleep 301 &")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    line = warm.dial()
+    pid = line.fork(job)
+    line.receive(Ended)
+    assert soon(lambda: not [p for p in psutil.process_iter() if _session(p.pid) == pid])
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def test_an_agent_that_disconnects_ends_only_its_own_rank(warm: Node) -> None:
+    one, other = warm.dial(), warm.dial()
+    first, second = one.fork(lambda: time.sleep(300), 1), other.fork(lambda: time.sleep(300), 2)
+    one.socket.close()
+    assert soon(lambda: not alive(first))
+    assert alive(second)
+    other.socket.close()
+    assert soon(lambda: not alive(second))
+
+
+def test_the_server_disconnects_once_all_processes_of_an_agent_are_gone(tmp_path: Path) -> None:
+    node = Node(tmp_path / "f", modules=("raydist.worker.backends.ddp",))
+    line = node.dial()
+
+    def job() -> None:
+        subprocess.Popen(["sleep", "300"], start_new_session=True)
+        time.sleep(300)
+
+    pid = line.fork(job)
+    assert soon(lambda: len(psutil.Process(pid).children()) == 1)
+    child = psutil.Process(pid).children()[0].pid
+    line.socket.shutdown(socket.SHUT_WR)
+    while line.socket.recv(PACKET):
+        pass
+    assert not alive(pid)
+    assert not alive(child)
+    node.dial()  # and is ready for the next
+    node.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_new_rank_can_be_ended_at_once(warm: Node, number: signal.Signals) -> None:
+    for _ in range(20):  # the server ignores SIGTERM, and a child that is a moment old is still like it
+        line = warm.dial()
+        pid = line.fork(lambda: time.sleep(300))
+        line.send(SignalProcess(pid, number))
+        assert line.receive(Ended).signal == number
+
+
+def test_only_processes_of_the_agent_are_killed(warm: Node) -> None:
+    stranger = subprocess.Popen(["sleep", "60"])
+    line = warm.dial()
+    line.send(SignalProcess(stranger.pid, signal.SIGKILL))
+    line.fork(lambda: None)
+    line.receive(Ended)
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+
+def test_the_store_listens_on_its_address_only_and_is_held(warm: Node) -> None:
+    line = warm.dial()
+    line.send(OpenStore("tcp", "127.0.0.1"))
+    store = line.receive(StoreForked)
+    held = [c.laddr for c in psutil.Process(store.pid).net_connections() if c.status == psutil.CONN_LISTEN]
+    assert held == [("127.0.0.1", store.port)]
+    line.socket.close()
+    assert soon(lambda: not alive(store.pid))
+
+
+def test_the_error_of_a_store_that_can_not_listen(warm: Node) -> None:
+    line = warm.dial()
+    line.send(OpenStore("tcp", "203.0.113.7"))  # TEST-NET-3: no machine's own
+    assert "Cannot assign requested address" in line.receive(StoreForked).error
+
+
+def test_the_server_never_touches_cuda_and_names_what_could_not_be_imported(tmp_path: Path) -> None:
+    node = Node(tmp_path / "f", modules=("raydist_no_such_module", "json"))
+    warm = node.dial().warm
+    assert warm.cuda is False
+    assert list(warm.failed) == ["raydist_no_such_module"]
+    node.close()
+
+
+def test_everything_ends_with_the_lifeline_and_the_folder_is_gone(tmp_path: Path) -> None:
+    node = Node(tmp_path / "f", modules=("raydist.worker.backends.ddp",))
+    line = node.dial()
+
+    def job() -> None:
+        subprocess.Popen(["sleep", "300"], start_new_session=True)  # escapes its group and its session
+        time.sleep(300)
+
+    pid = line.fork(job)
+    assert soon(lambda: len(psutil.Process(pid).children()) == 1)
+    child = psutil.Process(pid).children()[0].pid
+    node.close()
+    assert not alive(pid)
+    assert soon(lambda: not alive(child))
+    assert not node.folder.exists()
+
+
+def test_the_lifeline_ends_it_while_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raydist_slow_module.py").write_text("import time; time.sleep(300)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    node = Node(tmp_path / "f", modules=("raydist_slow_module",))
+    node.close()
+    assert not node.folder.exists()
+
+
+def test_ranks_end_with_a_killed_server(tmp_path: Path) -> None:
+    node = Node(tmp_path / "f", modules=("raydist.worker.backends.ddp",))
+    pid = node.dial().fork(lambda: time.sleep(300))
+    psutil.Process(pid).parent().kill()
+    assert soon(lambda: not alive(pid))
+
+
+def test_spawn_gives_a_fresh_interpreter(tmp_path: Path) -> None:
+    node = Node(tmp_path / "f", start="spawn")
+
+    def job() -> tuple[str, int]:
+        return os.environ["MARK"], os.getppid()
+
+    line = node.dial()
+    line.fork(job)
+    assert line.receive(Ended).code == 0
+    mark, parent = line.value()
+    assert mark == "mine"
+    assert "raydist.node.fork_server" in psutil.Process(parent).cmdline()
+    node.close()

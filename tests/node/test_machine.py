@@ -1,0 +1,76 @@
+"""Limits, host name, mounts, plug-ins: what the machine is beside its devices."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from raydist.network.facts import Machine
+from raydist.node.probe import machine
+from tests import machines
+from tests.machines import Box, build
+
+
+def test_limits_of_this_process() -> None:
+    found = machine.read_limits()
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert found.memlock == (-1 if soft == resource.RLIM_INFINITY else soft)
+    assert found.nofile == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert found.shm == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
+
+
+def test_limits_of_a_container(tmp_path: Path) -> None:
+    told = "Max open files            1024  4096  files\nMax locked memory         65536  65536  bytes"
+    root = build(tmp_path, Box(files={"proc/self/limits": told, "proc/self/status": "CapEff:\t0000000000004000"}))
+    found = machine.read_limits(root)
+    assert (found.memlock, found.nofile, found.ipc_lock) == (65536, 1024, True)
+    assert not machine.read_limits(build(tmp_path / "plain", Box())).ipc_lock
+    assert machine.read_limits(tmp_path / "plain").memlock == -1
+
+
+def test_nothing_there_is_nothing_known(tmp_path: Path) -> None:
+    found = machine.read_limits(tmp_path)
+    assert (found.memlock, found.nofile, found.ipc_lock, found.shm) == (None, None, False, None)
+    assert machine.machine("a", {}, tmp_path) == Machine()
+
+
+def test_kernel_driver_cloud_and_container(tmp_path: Path) -> None:
+    files = {"proc/driver/nvidia/version": machines.OPEN_DRIVER, "sys/class/dmi/id/sys_vendor": "Amazon EC2",
+             ".dockerenv": "", "sys/class/iommu/dmar0/x": ""}  # fmt: skip
+    found = machine.machine("a", {}, build(tmp_path, Box(files=files)))
+    assert (found.kernel, found.driver, found.cloud) == ("6.8.0-45-generic", "570.86.15", "Amazon EC2")
+    assert found.container
+    assert found.iommu
+    assert found.boot_id == "8f1c0a32-0000-4000-8000-000000000001"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "addresses"),
+    [
+        ("127.0.0.1 localhost\n127.0.1.1 node-1.site node-1", ["127.0.1.1"]),
+        ("10.0.0.5\tnode-1 # mine\n::1 node-1", ["10.0.0.5", "::1"]),
+        ("#127.0.1.1 node-1\n\n127.0.0.1 node-10", []),
+    ],
+)
+def test_the_hosts_own_name(hosts: str, addresses: list[str]) -> None:
+    assert list(machine.own_name(hosts, "node-1")) == addresses
+
+
+def test_file_servers_of_lustre_and_nfs() -> None:
+    mounts = (
+        "/dev/sda1 / ext4 rw 0 0\n10.1.0.5@o2ib:10.1.0.6@o2ib:/scratch /scratch lustre rw,flock 0 0\n"
+        "nas:/home /home nfs4 rw,proto=rdma,clientaddr=10.0.0.9,addr=10.3.0.7 0 0\n"
+        "10.4.0.5@tcp:/slow /slow lustre rw 0 0\n"
+    )
+    assert list(machine.slow_mounts(mounts)) == ["10.1.0.5", "10.1.0.6", "10.3.0.7"]
+
+
+def test_plug_ins_of_a_vendors_image_and_on_the_loaders_path(tmp_path: Path) -> None:
+    root = build(tmp_path, machines.efa_box())
+    machines.write(root / "opt/site/libnccl-net-own.so", "")
+    found = machine.machine("a", {"LD_LIBRARY_PATH": "/opt/site"}, root).plugins
+    assert found == ("/opt/site/libnccl-net-own.so", "/opt/amazon/ofi-nccl/lib/libnccl-net.so")
+    assert machine.machine("a", {}, build(tmp_path / "p", machines.plain_box())).plugins == ()

@@ -1,0 +1,36 @@
+"""Only unused segments of MPI and of this user are removed from /dev/shm."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from raydist.node import mpi_segments
+
+
+def test_only_unmapped_segments_are_removed(tmp_path: Path) -> None:
+    before = time.time() - 1
+    for name in ("mpich_shm_177869c5_0", "sm_segment.host0.0.9a.1", "torch_123", "mpich_shm_used_0"):
+        (tmp_path / name).write_bytes(b"x" * mmap.PAGESIZE)
+    with (tmp_path / "mpich_shm_used_0").open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        mpi_segments.remove_leftovers(before, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mpich_shm_used_0", "torch_123"]
+
+
+def test_older_ones_stay(tmp_path: Path) -> None:
+    (tmp_path / "mpich_shm_1_0").write_bytes(b"x")
+    mpi_segments.remove_leftovers(time.time() + 10, tmp_path)
+    assert (tmp_path / "mpich_shm_1_0").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+@pytest.mark.root
+def test_those_of_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "mpich_shm_1_0").write_bytes(b"x")
+    os.chown(tmp_path / "mpich_shm_1_0", 65534, 65534)
+    mpi_segments.remove_leftovers(0, tmp_path)
+    assert (tmp_path / "mpich_shm_1_0").exists()

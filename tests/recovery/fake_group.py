@@ -1,0 +1,132 @@
+"""A worker group without agents: its calls return futures that the test resolves."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from raydist.cluster import placement
+from raydist.launch.worker_group import WorkerGroup
+from raydist.network.variables import Rendezvous
+from raydist.recovery.blame import first_cause
+from raydist.recovery.policy import Retry
+from raydist.recovery.supervisor import Supervisor
+from raydist.settings.config import Backend, Job, Scale, Target
+from raydist.shared.events import Event, Events
+from raydist.shared.outcome import End
+from raydist.worker.protocol import GetNews, RankEnd, RankNews, Request
+from tests.cluster.test_placement import node
+
+PATIENCE_S = 10.0
+"""Longest wait of a test for something that takes no time."""
+
+
+def job(ranks: int = 2) -> Job:
+    return Job(job=Target("digits"), backend=Backend("gloo"), scale=Scale(nodes=ranks, per_node=1))
+
+
+class FakeGroup:
+    """Notes each request. GetNews stays open until the test answers it; `replies` answers others, or nothing does."""
+
+    def __init__(
+        self, ranks: int = 2, replies: Mapping[type[Any], Callable[[int], Any]] | None = None, reserve: Any = None
+    ) -> None:
+        there = [node(i) for i in range(1, ranks + 1)]
+        self.plan = placement.assign_ranks(placement.resources_for(job(ranks), there), there)
+        self.rendezvous, self.standby, self.first_world_size = Rendezvous(), reserve, ranks
+        self.replies = dict(replies or {})
+        self.calls: list[tuple[int, Request[Any]]] = []
+        self.stops: list[tuple[list[int], float]] = []
+        self.settled = 0
+        self.away: dict[str, float] = {}
+        """Nodes that are drained, each with its deadline."""
+        self.open: dict[int, queue.SimpleQueue[Future[Any]]] = {rank: queue.SimpleQueue() for rank in range(ranks)}
+        self.stopped = threading.Event()
+
+    def call(self, rank: int, request: Request[Any]) -> Future[Any]:
+        reply: Future[Any] = Future()
+        self.calls.append((rank, request))
+        if isinstance(request, GetNews):
+            self.open[rank].put(reply)
+        elif type(request) in self.replies:
+            reply.set_result(self.replies[type(request)](rank))
+        return reply
+
+    def stop(self, ranks: Iterable[int], grace: float) -> None:
+        self.stops.append(([*ranks], grace))
+        self.stopped.set()
+
+    def draining(self) -> dict[str, float]:
+        return self.away
+
+    def start_other_actors(self) -> None:
+        self.settled += 1
+
+    def made(self, kind: type[Any]) -> list[int]:
+        """The ranks that got a request of this type, in order."""
+        return [rank for rank, request in self.calls if isinstance(request, kind)]
+
+
+class Trial:
+    """A supervisor in a thread of its own, over ranks that the test plays."""
+
+    def __init__(
+        self, folder: Path, ranks: int = 2, retry: Retry | None = None, script: str = "", **group: Any
+    ) -> None:
+        self.group = FakeGroup(ranks, **group)
+        self.logs = folder / "logs"
+        self.seen: list[Event] = []
+        self.events = Events(folder / "events.jsonl", (self.seen.append,))
+        typed = replace(job(ranks), script=script)
+        self.supervisor = Supervisor(cast("WorkerGroup", self.group), self.events, self.logs, typed, retry)
+        self._ends: list[End] = []
+        self._thread = threading.Thread(target=lambda: self._ends.extend(self.supervisor.run()), daemon=True)
+
+    def __enter__(self) -> Trial:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.events.__exit__()
+
+    def answer(self, rank: int, *events: Event, step: int = 0, quiet: float = 0.0, **more: Any) -> None:
+        """The agent of this rank answers the call that is open."""
+        news = RankNews(events, b"", b"", (step, "forward", time.time()), quiet, (0, 0.0, 0.0))
+        self.group.open[rank].get(timeout=PATIENCE_S).set_result(replace(news, **more))
+
+    def end(self, rank: int, *events: Event, code: int = 0, signum: int = 0, step: int = 0, **more: Any) -> None:
+        """The agent of this rank answers that its process is gone."""
+        end = RankEnd(code, signum, time.time(), step=step, phase="forward")
+        self.answer(rank, *events, step=step, end=replace(end, **more))
+
+    def fail(self, rank: int, error: Exception) -> None:
+        """The call that is open fails."""
+        self.group.open[rank].get(timeout=PATIENCE_S).set_exception(error)
+
+    def stopped(self) -> tuple[list[int], float]:
+        """Wait for the next stop; its ranks and its grace period."""
+        assert self.group.stopped.wait(PATIENCE_S), "no stop was sent"
+        self.group.stopped.clear()
+        return self.group.stops[-1]
+
+    def ends(self) -> Sequence[End]:
+        """Wait for the supervisor to return."""
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the supervisor still waits"
+        return self._ends
+
+    def cause(self) -> End:
+        """The end of the rank that failed first."""
+        first = first_cause(self._ends)
+        assert first is not None, "no rank failed"
+        return first
+
+    def kinds(self, *kinds: str) -> list[Event]:
+        """The events of these kinds, in order."""
+        return [event for event in self.seen if event["kind"] in kinds]

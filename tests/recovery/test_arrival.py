@@ -1,0 +1,46 @@
+"""The first step after a restart: what it cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raydist.recovery.arrival import RestartCost
+from raydist.recovery.policy import Retry
+from raydist.shared.outcome import Attempt, End
+
+FAILED = Attempt(ends=[End(1, "b", "killed", 100.0, step=9), End(0, "a", "stopped", 101.0, step=9)])
+RESIZED = Attempt(ends=[End(rank, "a", "stopped", 100.0 + rank, step=9) for rank in (0, 1)], resize="3 nodes now")
+
+
+def begin(resumed: int | None) -> dict[str, Any]:
+    return {"t": 105.0, "kind": "begin", "rank": 0, "resumed": resumed}
+
+
+def report(step: int | None) -> dict[str, Any]:
+    return {"t": 110.0, "kind": "report", "rank": 0, **({} if step is None else {"step": step})}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "events", "cost"),
+    [
+        (FAILED, [begin(6), report(7)], (7, 10.0, 3, False)),
+        (FAILED, [begin(9), report(10)], (10, 10.0, 0, False)),
+        (FAILED, [begin(None), report(1)], (1, 10.0, 9, False)),
+        (FAILED, [report(4)], (4, 10.0, 6, False)),  # a loop of the user's own, which reports no begin
+        (FAILED, [begin(6), report(6), report(None)], None),  # an evaluation, and a report of no step
+        (FAILED, [begin(6)], None),
+        (RESIZED, [begin(9), report(10)], (10, 9.0, 0, True)),
+    ],
+)
+def test_the_first_new_step_ends_a_restart(attempt: Attempt, events: list[dict[str, Any]], cost: Any) -> None:
+    found = RestartCost(Retry((attempt,)))
+    costs = [facts for event in events if (facts := found.add(0, event))]
+    told = [(facts["step"], facts["s"], facts["repeated"], facts["resized"]) for facts in costs]
+    assert told == ([cost] if cost else [])
+    assert found.add(0, report(11)) is None or not cost  # once
+
+
+def test_only_rank_0_counts() -> None:
+    assert RestartCost(Retry((FAILED,))).add(1, report(7)) is None

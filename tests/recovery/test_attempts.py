@@ -1,0 +1,196 @@
+"""Attempts of a run: what follows each is decided once, and carried out where the decision says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from raydist.launch.worker_group import WorkerGroup
+from raydist.recovery import attempts, policy
+from raydist.recovery.attempts import Attempts
+from raydist.recovery.policy import GiveUp, Retry
+from raydist.settings.config import Job, Restart
+from raydist.shared.errors import LaunchError
+from raydist.shared.events import Event, Events
+from raydist.shared.outcome import Attempt, End
+from raydist.worker.protocol import RankValue
+
+JOB = Job(restart=Restart(max=3))
+KILLED = End(1, "b", "killed", 1.0, step=5, signal=9)
+DRAINED = End(1, "b", "drained", 1.0, step=5, preempted=True)
+GOOD = Attempt(ends=[End(0, "a", "finished", 9.0, 9), End(1, "b", "finished", 9.0, 9)])
+
+
+def failed(end: End, step: int = 5) -> Attempt:
+    return Attempt(ends=[End(0, "a", "stopped", 1.0, step), replace(end, step=step)])
+
+
+@dataclass
+class Group:
+    """A worker group that notes what it is asked for."""
+
+    replaceable: bool = False
+    lost: bool = False
+    """There are no nodes for another attempt."""
+    acts: list[str] = field(default_factory=list)
+    first_world_size: int = 0
+    plan: Any = field(default_factory=lambda: SimpleNamespace(world_size=2, as_event=lambda: {"seats": ["both"]}))
+
+    def draining_ranks(self) -> list[int]:
+        return [1] if self.replaceable else []
+
+    def flush(self) -> None:
+        self.acts.append("flush")
+
+    def prepare_attempt(self, job: Job, number: int, resize: bool) -> list[int]:
+        self.acts.append("again")
+        if self.lost:
+            raise LaunchError("no place for rank 1")
+        return [1]
+
+    def values(self) -> list[RankValue]:
+        return [RankValue(), RankValue()]
+
+    def report_network(self) -> None:
+        self.acts.append("say_network")
+
+
+@dataclass
+class Rig:
+    """Attempts whose ranks end as the test says, one after the other."""
+
+    history: Attempts
+    seen: list[Event]
+    retries: list[Retry | None]
+    decided: list[int]
+
+    def make(self, group: Group, job: Job = JOB) -> Retry | GiveUp:
+        return self.history.make(job, cast("WorkerGroup", group))
+
+    def leave(self, group: Group, job: Job = JOB) -> None:
+        self.history.leave(job, cast("WorkerGroup", group))
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.seen]
+
+
+def rig(folder: Path, patch: pytest.MonkeyPatch, *ends: Attempt) -> Rig:
+    seen: list[Event] = []
+    made, todo = Rig(Attempts(None, Events(folder / "e", (seen.append,))), seen, [], []), iter(ends)
+
+    def run(job: Job, call: Any, group: Any, events: Events, retry: Retry | None = None) -> Attempt:
+        made.retries.append(retry)
+        return next(todo)
+
+    def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool) -> Retry | GiveUp:
+        made.decided.append(len(past))
+        return choose(rule, past, replaceable)
+
+    choose = policy.decide
+    patch.setattr(attempts, "run_attempt", run)
+    patch.setattr(policy, "decide", decide)
+    return made
+
+
+def test_a_good_attempt_is_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it, group = rig(tmp_path, monkeypatch, GOOD), Group()
+    assert it.make(group) == GiveUp("")
+    it.leave(group)
+    assert it.history.outcome is not None
+    assert (it.history.outcome.ends, it.history.outcome.earlier, it.history.made) == (GOOD.ends, (), 1)
+    assert group.acts == ["say_network"]  # what went well needs no flush
+
+
+def test_a_retry_in_place_keeps_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it, group = rig(tmp_path, monkeypatch, failed(KILLED), GOOD), Group()
+    decision = it.make(group)
+    assert isinstance(decision, Retry)
+    assert not decision.elsewhere
+    assert it.make(group) == GiveUp("")
+    it.leave(group)
+    assert it.kinds == ["restart", "placed"]
+    assert (it.seen[1]["moved"], it.seen[1]["seats"]) == ([1], ["both"])
+    assert it.retries == [None, decision]
+    assert it.decided == [1, 2]  # once after each
+    assert it.history.outcome is not None
+    assert it.history.outcome.earlier == (failed(KILLED),)
+
+
+def test_drained_nodes_are_left_with_all_ranks_if_too_few_others_are_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, group, other = rig(tmp_path, monkeypatch, failed(DRAINED), GOOD), Group(), Group()
+    decision = it.make(group)
+    assert isinstance(decision, Retry)
+    assert decision.elsewhere
+    it.leave(group)
+    assert it.history.outcome is None
+    assert group.acts == ["flush"]
+    assert it.make(other) == GiveUp("")
+    it.leave(other)
+    assert it.kinds == ["restart", "placed"]
+    assert (it.seen[1]["number"], it.seen[1]["moved"]) == (1, [0, 1])
+    assert (it.retries, other.first_world_size) == ([None, decision], 2)
+    assert it.decided == [1, 2]
+    assert it.history.outcome is not None
+    assert it.history.outcome.earlier == (failed(DRAINED),)
+
+
+def test_drained_nodes_are_replaced_if_others_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it, group = rig(tmp_path, monkeypatch, failed(DRAINED), GOOD), Group(replaceable=True)
+    decision = it.make(group)
+    assert isinstance(decision, Retry)
+    assert not decision.elsewhere
+    it.make(group)
+    assert group.acts == ["flush", "again"]  # the nodes that stay may go too
+
+
+def test_another_number_of_nodes_is_a_retry_without_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resized = Attempt(ends=[End(rank, "a", "stopped", 1.0, 5) for rank in (0, 1)], resize="3 nodes now, 2 before")
+    it, group = rig(tmp_path, monkeypatch, resized, GOOD), Group()
+    assert isinstance(it.make(group), Retry)
+    it.make(group)
+    assert it.kinds == ["regroup", "placed"]
+    assert it.seen[0]["text"] == resized.resize
+    assert group.acts == ["again"]
+
+
+def test_a_retry_without_nodes_ends_the_run_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it, group = rig(tmp_path, monkeypatch, failed(KILLED)), Group(lost=True)
+    it.make(group)
+    assert it.make(group) == GiveUp("")
+    it.leave(group)
+    assert it.history.outcome is not None
+    assert (str(it.history.outcome.error), it.history.outcome.ends) == ("no place for rank 1", failed(KILLED).ends)
+    assert group.acts == ["again", "say_network", "flush"]
+
+
+def test_why_there_is_no_other_attempt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it, group = rig(tmp_path, monkeypatch, failed(KILLED), failed(KILLED, step=9)), Group()
+    once = replace(JOB, restart=Restart(max=1))
+    it.make(group, once)
+    decision = it.make(group, once)
+    it.leave(group, once)
+    assert isinstance(decision, GiveUp)
+    assert it.history.outcome is not None
+    assert it.history.outcome.why_last == decision.reason != ""
+
+
+def test_an_error_between_two_placements_keeps_the_attempts_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, error = rig(tmp_path, monkeypatch, failed(KILLED), failed(DRAINED)), LaunchError("no nodes")
+    with pytest.raises(LaunchError):
+        it.history.cut_short(error)
+    it.make(Group())
+    it.make(Group())
+    it.history.cut_short(error)
+    assert it.history.outcome is not None
+    assert (it.history.outcome.error, it.history.outcome.ends) == (error, failed(DRAINED).ends)
+    assert it.history.outcome.earlier == (failed(KILLED),)

@@ -1,0 +1,151 @@
+"""How a rank ended, from its agent's report and what the driver knew: one row for each way."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raydist.cluster.drain import DrainNotice
+from raydist.recovery.classify import AttemptRecord, RankRecord, classify_end, classify_lost, lost_at
+from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
+from raydist.shared.outcome import End
+from raydist.worker.protocol import RankEnd, RecordedError
+
+RAISED = {"t": 90.0, "kind": "raised", "type": "ValueError", "message": "nan", "traceback": "line 31", "step": 7}
+RANK = RankRecord(1, "node-1", "/logs/rank-1.log")
+STATES = (RankState(1, "node-1", stack='Current thread 0x1:\n  File "/home/me/train.py", line 31 in job\n'),)
+HANG = ConfirmedHang(Diagnosis("rank 1 is stopped", (1,), True, STATES), since=80.0)
+OTHER_HANG = replace(HANG, diagnosis=replace(HANG.diagnosis, culprits=(0,)))
+NOBODYS_HANG = ConfirmedHang(Diagnosis("none could be examined"), since=80.0)
+DRAIN, OTHER_DRAIN = DrainNotice((1,), ("node-1",), 30.0), DrainNotice((0,), ("node-0",), 30.0)
+STOPPED = AttemptRecord(stopped_at=95.0)
+
+
+def report(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
+    """What the agent of a rank reports whose process ended at 100 seconds."""
+    return RankEnd(code, signum, 100.0, step=8, phase="forward", **more)
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "attempt", "how", "at"),
+    [
+        (report(), RANK, AttemptRecord(), "finished", 100),
+        (report(3), RANK, AttemptRecord(), "exited", 100),
+        (report(signum=9), RANK, AttemptRecord(), "killed", 100),
+        # a stop explains a signal or a code, not an end before it or a good one
+        (report(signum=9), RANK, STOPPED, "stopped", 100),
+        (report(1), RANK, STOPPED, "stopped", 100),
+        (report(), RANK, STOPPED, "finished", 100),
+        (report(signum=9), RANK, AttemptRecord(stopped_at=101.0), "killed", 100),
+        # an exception counts from when it was raised, whatever became of the process
+        (report(1), replace(RANK, raised=RAISED), AttemptRecord(), "raised", 90),
+        (report(signum=9), replace(RANK, raised=RAISED), STOPPED, "raised", 90),
+        (report(), replace(RANK, raised=RAISED), AttemptRecord(hang=HANG), "raised", 90),
+        # so does one in an error file, if the process failed
+        (report(1, error=RecordedError("KeyError", "x", "")), RANK, AttemptRecord(), "raised", 100),
+        (report(0, error=RecordedError("KeyError", "x", "")), RANK, AttemptRecord(), "finished", 100),
+        # a hang is the end of its culprits, since they fell silent
+        (report(signum=9), RANK, replace(STOPPED, hang=HANG), "hung", 80),
+        (report(signum=9), RANK, replace(STOPPED, hang=NOBODYS_HANG), "hung", 80),
+        (report(signum=9), RANK, replace(STOPPED, hang=OTHER_HANG), "stopped", 100),
+        (report(signum=9), RANK, replace(STOPPED, hang=HANG, signalled=True), "stopped", 100),
+        # a drain is the end of ranks on drained nodes, once all were stopped
+        (report(signum=9), RANK, replace(STOPPED, drain=DRAIN), "drained", 100),
+        (report(), RANK, replace(STOPPED, drain=DRAIN), "drained", 100),
+        (report(signum=9), RANK, replace(STOPPED, drain=OTHER_DRAIN), "stopped", 100),
+        (report(signum=9), RANK, AttemptRecord(drain=DRAIN), "killed", 100),
+        (report(signum=9), RANK, replace(STOPPED, drain=DRAIN, signalled=True), "stopped", 100),
+        (report(1), replace(RANK, raised={**RAISED, "t": 96.0}), replace(STOPPED, drain=DRAIN), "drained", 100),
+        (report(1), replace(RANK, raised=RAISED), replace(STOPPED, drain=DRAIN), "raised", 90),
+        # mpirun ends a rank
+        (report(1, by_mpirun=True, lost="a rank failed"), RANK, AttemptRecord(), "ended", 100),
+        (report(1, by_mpirun=True, lost="a rank failed"), RANK, STOPPED, "stopped", 100),
+    ],
+)  # fmt: skip
+def test_each_way_to_end(given: RankEnd, rank: RankRecord, attempt: AttemptRecord, how: str, at: float) -> None:
+    end = classify_end(given, rank, attempt)
+    assert (end.how, end.at) == (how, at)
+    assert (end.rank, end.host, end.log, end.code, end.signal) == (
+        1, "node-1", "/logs/rank-1.log", given.code, given.signal
+    )  # fmt: skip
+
+
+def test_an_exception_keeps_its_own_words_and_step() -> None:
+    end = classify_end(report(1), replace(RANK, raised=RAISED), AttemptRecord())
+    assert (end.type, end.message, end.traceback, end.step) == ("ValueError", "nan", "line 31", 7)
+
+
+def test_a_hang_keeps_the_diagnosis_and_the_stack() -> None:
+    end = classify_end(report(signum=9), RANK, replace(STOPPED, hang=HANG))
+    assert (end.message, end.traceback) == (HANG.diagnosis.text, 'File "/home/me/train.py", line 31, in job')
+
+
+def test_a_drained_rank_uses_up_no_restart() -> None:
+    end = classify_end(report(signum=9), RANK, replace(STOPPED, drain=DRAIN))
+    assert (end.preempted, end.message) == (True, DRAIN.text)
+    assert not classify_end(report(signum=9), RANK, replace(STOPPED, drain=OTHER_DRAIN)).preempted
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (report(signum=signal.SIGABRT), "free(): invalid pointer"),
+        (report(signum=signal.SIGABRT, lost="its server is gone"), "its server is gone"),
+        (report(signum=signal.SIGSEGV), ""),
+    ],
+)
+def test_only_an_abort_is_explained_by_the_log(given: RankEnd, message: str) -> None:
+    assert classify_end(given, RANK, AttemptRecord(), "step 3\nfree(): invalid pointer\n").message == message
+
+
+def test_what_the_node_knows_of_memory_is_kept() -> None:
+    end = classify_end(report(signum=9, why="out of memory: …", oom="kernel"), RANK, AttemptRecord())
+    assert (end.how, end.why, end.oom) == ("killed", "out of memory: …", "kernel")
+
+
+class OutOfMemoryError(Exception):
+    """As Ray names its own."""
+
+
+class Preempted(Exception):
+    preempted = True
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "silent", "preempted", "oom"),
+    [
+        (None, "its agent stopped responding", True, False, ""),
+        (RuntimeError("Traceback\nThe actor died\n"), "The actor died", False, False, ""),
+        (Preempted("the node was taken"), "the node was taken", False, True, ""),
+        (OutOfMemoryError("was 7GB / 8GB"), None, False, False, "ray"),
+    ],
+)
+def test_a_lost_rank_keeps_its_last_heartbeat(
+    error: BaseException | None, message: str | None, silent: bool, preempted: bool, oom: str
+) -> None:
+    end = classify_lost(RANK, (5, "data", 42.0), 99.0, error)
+    assert (end.how, end.step, end.phase, end.at, end.log) == ("lost", 5, "data", 99.0, RANK.log)
+    assert message is None or end.message == message
+    assert (end.silent, end.preempted, end.oom, bool(end.why)) == (silent, preempted, oom, bool(oom))
+
+
+LOST = End(0, "node-1", "lost", 70.0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "answered", "alone", "at"),
+    [
+        ([], 99.5, True, 100.0),
+        ([], 97.0, True, 97.0),  # the node was cut off 3 seconds before Ray reported it
+        ([], 97.0, False, 100.0),  # another rank has failed: a late answer must not make this one the first
+        ([], None, True, 100.0),
+        ([LOST], 97.0, False, 70.0),  # with the other ranks of its node
+        ([replace(LOST, host="node-2")], 97.0, True, 97.0),
+        ([replace(LOST, how="killed")], 97.0, True, 97.0),
+    ],
+)
+def test_when_a_rank_was_lost(ends: list[End], answered: float | None, alone: bool, at: float) -> None:
+    assert lost_at("node-1", ends, answered, now=100.0, interval=1.0, alone=alone) == at

@@ -1,0 +1,171 @@
+"""The stall check at work: ranks are examined, a new finding is reported, and only a hang to end the run is posted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from raydist.launch.worker_group import WorkerGroup
+from raydist.recovery import hang
+from raydist.recovery.hang import HangMonitor
+from raydist.recovery.hang_verdict import ConfirmedHang
+from raydist.settings.config import Hang
+from raydist.shared.events import Event, Events
+from raydist.worker.protocol import Examine, RankActivity
+from tests.recovery.fake_group import PATIENCE_S, FakeGroup
+
+SLEEPS = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 31 in job\n'
+
+
+def state(name: str, busy: float = 0.0) -> RankActivity:
+    return RankActivity(42, name, busy, SLEEPS, ())
+
+
+@dataclass
+class Watched:
+    """A monitor over two ranks, of which rank 1 is in the state that the test sets."""
+
+    folder: Path
+    events: Events
+    found: dict[int, RankActivity]
+    settings: Hang = field(default_factory=Hang)
+    posted: list[ConfirmedHang] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.group = FakeGroup(replies={Examine: lambda rank: self.found[rank]})
+        group = cast("WorkerGroup", self.group)
+        self.monitor = HangMonitor(group, self.settings, self.events, self.folder, self.posted.append)
+
+    def silent(self, seconds: float = 100.0) -> None:
+        """Both agents answer, rank 1's heartbeat being that old. Returns when all was examined."""
+        self.monitor.note(0, (5, "forward", 1000.0), 0.0)
+        self.monitor.note(1, (5, "forward", 1000.0), seconds)
+        for thread in threading.enumerate():
+            if thread.name == "raydist-hang":
+                thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def reported() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def watched(tmp_path: Path, reported: list[Event], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    monkeypatch.setattr(hang, "CHECK_S", 0.0)
+    with Events(tmp_path / "e", (reported.append,)) as events:
+        yield Watched(tmp_path, events, {0: state("S"), 1: state("T")})
+
+
+def test_ranks_that_go_on_are_not_examined(watched: Watched) -> None:
+    watched.silent(seconds=1.0)
+    assert watched.group.calls == []
+
+
+def test_a_certain_hang_is_reported_and_posted(watched: Watched, reported: list[Event]) -> None:
+    watched.silent()
+    (posted,) = watched.posted
+    assert (posted.diagnosis.culprits, posted.diagnosis.certain) == ((1,), True)
+    assert time.time() - posted.since == pytest.approx(100, abs=2)
+    (event,) = reported
+    assert (event["kind"], event["ranks"], event["certain"]) == ("hang", [1], True)
+    assert event["s"] == pytest.approx(100, abs=2)
+    assert (watched.folder / "rank-1.stacks").read_text() == SLEEPS
+    assert watched.group.made(Examine) == [0, 1]
+
+
+def test_what_may_only_be_slow_is_reported_once_and_not_posted(
+    watched: Watched, reported: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched.found[1] = state("D")
+    clock = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    watched.silent()
+    clock += 99  # less than twice the silence
+    watched.silent()
+    assert watched.group.made(Examine) == [0, 1]
+    clock += 2
+    watched.silent()
+    assert watched.group.made(Examine) == [0, 1, 0, 1]
+    assert [event["certain"] for event in reported] == [False]
+    assert watched.posted == []
+
+
+def test_without_hang_end_a_certain_hang_is_only_reported(watched: Watched, reported: list[Event]) -> None:
+    watched.settings = Hang(end=False)
+    watched.__post_init__()
+    watched.silent()
+    assert [event["certain"] for event in reported] == [True]
+    assert watched.posted == []
+
+
+def test_beyond_the_limit_the_run_is_ended_whatever_was_found(watched: Watched, reported: list[Event]) -> None:
+    watched.settings = Hang(end=False, limit_s=90)
+    watched.found = {0: state("R", busy=1.0), 1: state("R", busy=1.0)}
+    watched.__post_init__()
+    watched.silent()
+    (posted,) = watched.posted
+    assert posted.diagnosis.culprits == (0, 1)
+    assert posted.diagnosis.text
+    assert [event["certain"] for event in reported] == [False]
+
+
+def test_ranks_that_went_on_while_they_were_examined_are_let_be(watched: Watched, reported: list[Event]) -> None:
+    def wakes(rank: int) -> RankActivity:
+        watched.monitor.note(1, (6, "forward", time.time()), 0.0)
+        return state("S")
+
+    watched.group.replies[Examine] = wakes
+    watched.silent()
+    assert watched.group.made(Examine) == [0, 1]
+    assert (reported, watched.posted) == ([], [])
+
+
+def test_an_agent_that_does_not_answer_is_left_out(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang, "EXAMINE_S", 0.05)
+    answers = {1: state("T")}
+
+    def call(rank: int, request: Examine) -> Any:
+        return FakeGroup(replies={Examine: answers.get} if rank in answers else {}).call(rank, request)
+
+    monkeypatch.setattr(watched.group, "call", call)
+    watched.silent()
+    (posted,) = watched.posted
+    assert [state.rank for state in posted.diagnosis.states] == [1]
+
+
+def test_a_rank_that_has_ended_is_not_silent_and_its_last_heartbeat_is_forgotten(watched: Watched) -> None:
+    watched.monitor.note(0, (7, "data", 1.0), 0.0)
+    assert watched.monitor.beat(0) == (7, "data", 1.0)
+    watched.monitor.ended(0)
+    assert watched.monitor.beat(0) == (0, "", 0.0)
+
+
+def test_a_full_disk_keeps_no_hang_from_being_ended(watched: Watched) -> None:
+    watched.folder /= "missing"
+    watched.__post_init__()
+    watched.silent()
+    assert len(watched.posted) == 1
+
+
+def test_nothing_is_reported_once_the_attempt_is_over(watched: Watched, reported: list[Event]) -> None:
+    with watched.monitor:
+        pass
+    watched.silent()
+    assert (reported, watched.posted) == ([], [])
+
+
+def test_ranks_are_examined_once_at_a_time(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(hang, "wait", lambda calls, timeout: go_on.wait(PATIENCE_S))
+    watched.monitor.note(1, (5, "forward", 1.0), 100.0)
+    watched.monitor.note(1, (5, "forward", 1.0), 101.0)
+    assert watched.group.made(Examine) == [1]
+    go_on.set()
+    watched.silent()

@@ -1,0 +1,152 @@
+"""All ranks stop after one step: what the driver sends, and what ranks do, also where hosts run ahead of devices."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from raydist.launch.worker_group import WorkerGroup
+from raydist.recovery.quiesce import Quiesce
+from raydist.shared.errors import LaunchError
+from raydist.shared.events import event
+from raydist.worker.context import StopRequest
+from raydist.worker.protocol import HoldRank, Request, StopAfter
+from tests.recovery.test_resize import planned
+
+SEVERAL = 3
+
+
+class Ranks:
+    """A group whose ranks are threads. Their steps wait for each other every `sync` steps, as collectives do."""
+
+    def __init__(self, sync: int, done: tuple[int, ...] = (0,) * SEVERAL) -> None:
+        self.plan = planned(SEVERAL, per_node=1)
+        self.requests = [StopRequest() for _ in done]
+        self.steps = list(done)
+        self._sync, self._barrier = sync, threading.Barrier(len(done))
+        self.threads = [threading.Thread(target=self._train, args=(rank,), daemon=True) for rank in range(len(done))]
+        for request, step in zip(self.requests, done, strict=True):
+            request.begin(step)
+
+    def _train(self, rank: int) -> None:
+        while True:
+            step = self.steps[rank] + 1
+            if step % self._sync == 0:
+                self._barrier.wait(10)
+            time.sleep(0.0005 * rank)
+            self.steps[rank] = step
+            if self.requests[rank].due(step):
+                return
+
+    def call(self, rank: int, request: Request[Any]) -> Future[Any]:
+        reply: Future[Any] = Future()
+        match request:
+            case HoldRank():
+                reply.set_result(self.requests[rank].hold())
+            case StopAfter(step):
+                self.requests[rank].stop_after(step)
+                reply.set_result(None)
+        return reply
+
+
+@pytest.mark.parametrize("sync", [1, 7, 50], ids=["every step", "a few steps ahead", "far ahead"])
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.05])
+def test_all_ranks_stop_after_the_same_step(sync: int, seconds: float) -> None:
+    ranks = Ranks(sync)
+    for thread in ranks.threads:
+        thread.start()
+    time.sleep(seconds)
+    Quiesce(cast("WorkerGroup", ranks), script=False).agree()
+    for thread in ranks.threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(set(ranks.steps)) == 1
+
+
+def test_ranks_that_have_not_begun_stop_where_the_others_do() -> None:
+    ranks = Ranks(sync=1000, done=(100, 100, 100))
+    ranks.requests[2] = StopRequest()  # it does not know yet that it continues after step 100
+    for thread in ranks.threads[:2]:
+        thread.start()
+    time.sleep(0.02)
+    Quiesce(cast("WorkerGroup", ranks), script=False).agree()
+    ranks.threads[2].start()
+    for thread in ranks.threads:
+        thread.join(10)
+    assert len(set(ranks.steps)) == 1
+
+
+class Recorder:
+    """A group that records requests. Rank 1 may have ended."""
+
+    def __init__(self, ended: bool = False) -> None:
+        self.plan = planned(2, per_node=1)
+        self.sent: list[tuple[int, Request[Any]]] = []
+        self._ended = ended
+        self.asked = threading.Event()
+
+    def call(self, rank: int, request: Request[Any]) -> Future[Any]:
+        reply: Future[Any] = Future()
+        if self._ended and rank == 1:
+            reply.set_exception(LaunchError("the rank has ended"))
+        else:
+            reply.set_result({0: 5, 1: 8}[rank])
+        self.sent.append((rank, request))
+        if len(self.sent) == 4 or (self._ended and len(self.sent) == 2):
+            self.asked.set()
+        return reply
+
+
+def quiesce(script: bool = False, ended: bool = False) -> tuple[Quiesce, Recorder]:
+    group = Recorder(ended)
+    return Quiesce(cast("WorkerGroup", group), script), group
+
+
+HOLD = [(0, HoldRank()), (1, HoldRank())]
+
+
+def test_a_program_can_be_stopped_at_once() -> None:
+    one, group = quiesce(script=True)
+    assert one.request()
+    assert group.sent == []
+
+
+def test_a_loop_of_ones_own_can_be_stopped_after_its_next_checkpoint() -> None:
+    one, group = quiesce()
+    assert not one.note(0, event("saved", step=3))
+    assert not one.request()
+    assert not one.note(1, event("report", step=4))
+    assert one.note(0, event("saved", step=5))
+    assert group.sent == []
+
+
+@pytest.mark.parametrize("sooner", [True, False], ids=["requested before it begins", "requested while it runs"])
+def test_fit_is_stopped_after_the_largest_step_that_a_rank_is_making(sooner: bool) -> None:
+    one, group = quiesce()
+    assert not (sooner and one.request())
+    assert not one.note(0, event("begin", steps=9))
+    assert not (not sooner and one.request())
+    assert group.asked.wait(10)
+    assert group.sent == [*HOLD, (0, StopAfter(8)), (1, StopAfter(8))]
+    assert not one.note(0, event("saved", step=3))
+    assert not one.note(1, event("left", step=8))
+    assert one.note(0, event("left", step=8))
+
+
+def test_a_second_request_asks_nothing_again() -> None:
+    one, group = quiesce()
+    one.note(0, event("begin", steps=9))
+    one.request()
+    one.request()
+    assert group.asked.wait(10)
+    assert group.sent == [*HOLD, (0, StopAfter(8)), (1, StopAfter(8))]
+
+
+def test_no_rank_is_told_a_step_where_one_has_ended() -> None:
+    one, group = quiesce(ended=True)
+    one.agree()
+    assert group.sent == HOLD

@@ -1,0 +1,264 @@
+"""The monitor loop over ranks that the test plays: what is stopped, when, and how each rank is said to have ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from raydist.recovery import deadlines, drain_monitor, hang, resize
+from raydist.recovery.policy import Retry
+from raydist.shared.events import Event, event
+from raydist.shared.outcome import Attempt, End
+from raydist.shared.signals import stoppable
+from raydist.worker.protocol import Examine, GetNews, HoldRank, RankActivity, StopAfter
+from tests.recovery.fake_group import Trial
+
+PEER_GONE = "[/gloo/transport/tcp/pair.cc:561] Connection closed by peer [::1]:1."
+
+
+def raised(rank: int, kind: str = "ValueError", message: str = "nan", step: int = 3) -> Event:
+    return event("raised", rank=rank, type=kind, message=message, traceback="line 31", step=step)
+
+
+def ways(trial: Trial) -> list[str]:
+    return [end.how for end in trial.ends()]
+
+
+def test_answers_are_taken_in_any_order_and_the_ends_are_by_rank(tmp_path: Path) -> None:
+    with Trial(tmp_path) as trial:
+        trial.answer(1, event("joined", rank=1, pid=1), log=b"one\n")
+        trial.answer(0, event("joined", rank=0, pid=0), log=b"zero\n", nccl=b"NCCL INFO\n")
+        trial.answer(1, event("report", rank=1, step=1, values={}), log=b"two\n", work=(30, 0.01, 0.02))
+        trial.end(1)
+        trial.end(0)
+        assert [(end.rank, end.how) for end in trial.ends()] == [(0, "finished"), (1, "finished")]
+    assert [event["rank"] for event in trial.kinds("ended")] == [1, 0]
+    assert [event["name"] for event in trial.kinds("phase")] == ["rendezvous", "first step"]
+    assert trial.kinds("work")[0]["ranks"] == {"1": [0.01, 0.02]}
+    assert trial.group.settled == 1
+    assert trial.group.stops == []
+    assert (trial.logs / "rank-1.log").read_bytes() == b"one\ntwo\n"
+    assert (trial.logs / "rank-0.nccl").read_bytes() == b"NCCL INFO\n"
+    # one call is open to each agent at a time, and none after the end of its rank
+    assert sorted(trial.group.made(GetNews)) == [0, 0, 1, 1, 1]
+
+
+def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
+    with Trial(tmp_path, ranks=3) as trial:
+        trial.end(1, code=3, step=7)
+        assert trial.stopped() == ([0, 2], 0.0)
+        trial.end(0, signum=9, step=7)
+        trial.end(2, signum=9, step=6)
+        assert ways(trial) == ["stopped", "exited", "stopped"]
+        assert trial.cause().rank == 1
+    assert trial.kinds("stop")[0]["cause"] == "failure"
+
+
+def test_an_exception_ends_the_others_even_if_its_process_hangs(tmp_path: Path) -> None:
+    with Trial(tmp_path) as trial:
+        began = time.monotonic()
+        trial.answer(1, raised(1), step=4)
+        assert trial.stopped() == ([0, 1], 0.0)
+        assert time.monotonic() - began >= deadlines.VICTIM_S
+        trial.end(1, signum=9, step=4)
+        trial.end(0, signum=9, step=4)
+        assert ways(trial) == ["stopped", "raised"]
+        cause = trial.cause()
+    assert (cause.rank, cause.type, cause.step, cause.traceback) == (1, "ValueError", 3, "line 31")
+
+
+def test_a_victim_before_its_culprit_is_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "VICTIM_S", 30.0)  # the culprit's end is what stops the others
+    with Trial(tmp_path, ranks=3) as trial:
+        trial.end(0, raised(0, "RuntimeError", PEER_GONE), code=1)
+        trial.answer(2, step=3)
+        assert trial.group.stops == []
+        trial.end(1, signum=9)
+        assert trial.stopped() == ([2], 0.0)
+        trial.end(2, signum=9)
+        assert ways(trial) == ["raised", "killed", "stopped"]
+        assert trial.cause().rank == 1
+    assert [event["kind"] for event in trial.kinds("stop", "ended")] == ["ended", "ended", "stop", "ended"]
+
+
+def test_a_victim_whose_culprit_does_not_show_ends_the_others_alone(tmp_path: Path) -> None:
+    with Trial(tmp_path) as trial:
+        trial.end(0, raised(0, "RuntimeError", PEER_GONE), code=1)
+        assert trial.stopped() == ([1], 0.0)
+        trial.end(1, signum=9)
+        assert ways(trial) == ["raised", "stopped"]
+
+
+def test_a_signal_stops_all_ranks_with_a_grace_period_and_is_no_failure(tmp_path: Path) -> None:
+    with Trial(tmp_path) as trial, stoppable():
+        trial.answer(0, step=1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert trial.stopped() == ([0, 1], deadlines.GRACE_S)
+        trial.end(0, signum=15)
+        trial.end(1, code=1)
+        assert ways(trial) == ["stopped", "stopped"]
+        assert trial.supervisor.stopped is not None
+        assert trial.supervisor.stopped.signum == signal.SIGTERM
+    assert trial.kinds("stop")[0]["cause"] == "signal"
+
+
+def test_an_agent_that_does_not_answer_after_the_stop_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "SILENT_S", 0.2)
+    with Trial(tmp_path) as trial:
+        trial.answer(1, step=5)
+        trial.end(0, signum=9, step=6)
+        trial.stopped()
+        ends = trial.ends()
+    assert [(end.how, end.silent) for end in ends] == [("killed", False), ("lost", True)]
+    assert (ends[1].step, ends[1].phase) == (5, "forward")
+    assert trial.cause().rank == 0
+
+
+def test_a_call_that_fails_means_that_the_agent_is_lost(tmp_path: Path) -> None:
+    with Trial(tmp_path) as trial:
+        trial.answer(0, step=2)
+        trial.fail(0, RuntimeError("The actor died\nbecause its node did"))
+        trial.stopped()
+        trial.end(1, signum=9)
+        ends = trial.ends()
+    assert [(end.how, end.silent) for end in ends] == [("lost", False), ("stopped", False)]
+    assert (ends[0].step, ends[0].message) == (2, "because its node did")
+
+
+def test_an_abort_is_explained_by_the_end_of_the_log(tmp_path: Path) -> None:
+    with Trial(tmp_path) as trial:
+        trial.answer(0, log=b"step 1\nfree(): invalid pointer\n")
+        trial.end(0, signum=signal.SIGABRT)
+        trial.stopped()
+        trial.end(1, signum=9)
+        assert trial.ends()[0].message == "free(): invalid pointer"
+
+
+def stopped_by_a_signal(rank: int) -> RankActivity:
+    return RankActivity(40 + rank, "T" if rank == 1 else "S", 0.0, "", ())
+
+
+def test_a_hang_that_is_certain_ends_the_run_and_names_the_culprit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang, "CHECK_S", 0.0)
+    with Trial(tmp_path, replies={Examine: stopped_by_a_signal}) as trial:
+        trial.answer(1, step=5)
+        trial.answer(0, step=5, quiet=100.0)
+        assert trial.stopped() == ([0, 1], 0.0)
+        trial.end(0, signum=9, step=5)
+        trial.end(1, signum=9, step=5)
+        ends = trial.ends()
+    assert [end.how for end in ends] == ["stopped", "hung"]
+    assert ends[1].at < time.time() - 99  # since it fell silent
+    assert [event["kind"] for event in trial.kinds("hang", "stop")] == ["hang", "stop"]
+    assert trial.kinds("stop")[0]["cause"] == "hang"
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monitors look at the nodes without waiting."""
+    monkeypatch.setattr(drain_monitor, "POLL_S", 0.01)
+    monkeypatch.setattr(resize, "LOOK_S", 0.01)
+
+
+STEPS = {HoldRank: lambda rank: 5 + rank, StopAfter: lambda rank: None}
+
+
+def test_drained_nodes_are_left_after_a_step_of_all_ranks(tmp_path: Path, often: None) -> None:
+    with Trial(tmp_path, replies=STEPS) as trial:
+        trial.answer(0, event("begin", rank=0, resumed=0))
+        trial.group.away = {trial.group.plan.seats[1].node.id: time.time() + 90}
+        while len(trial.group.made(StopAfter)) < 2:
+            time.sleep(0.01)
+        trial.answer(1, event("left", rank=1, step=6), step=6)
+        assert trial.group.stops == []
+        trial.answer(0, event("left", rank=0, step=6), step=6)
+        ranks, grace_s = trial.stopped()
+        assert (ranks, round(grace_s)) == ([0, 1], 30)
+        trial.end(0, signum=15, step=6)
+        trial.end(1, signum=15, step=6)
+        ends = trial.ends()
+    assert {(0, StopAfter(6)), (1, StopAfter(6))} <= set(trial.group.calls)
+    assert [(end.how, end.preempted) for end in ends] == [("stopped", False), ("drained", True)]
+    assert trial.kinds("stop")[0]["cause"] == "drain"
+
+
+def test_nodes_that_join_are_used_after_a_step_of_all_ranks(tmp_path: Path, often: None) -> None:
+    standby = SimpleNamespace(growth=lambda: "3 nodes now, 2 before")
+    with Trial(tmp_path, replies=STEPS, reserve=standby) as trial:
+        trial.answer(0, event("begin", rank=0, resumed=0))
+        while len(trial.group.made(StopAfter)) < 2:
+            time.sleep(0.01)
+        for rank in (0, 1):
+            trial.answer(rank, event("left", rank=rank, step=6), step=6)
+        assert trial.stopped() == ([0, 1], 0.0)
+        trial.end(0, signum=9)
+        trial.end(1, signum=9)
+        trial.ends()
+    assert trial.kinds("stop")[0]["cause"] == "resize"
+
+
+def test_a_program_leaves_drained_nodes_at_once(tmp_path: Path, often: None) -> None:
+    with Trial(tmp_path, script="train.py") as trial:
+        trial.group.away = {trial.group.plan.seats[1].node.id: time.time() + 90}
+        ranks, grace_s = trial.stopped()
+        assert (ranks, round(grace_s)) == ([0, 1], 30)
+        trial.end(0)
+        trial.end(1)
+        assert ways(trial) == ["stopped", "drained"]
+
+
+def test_drained_nodes_are_left_in_time_if_ranks_do_no_step(tmp_path: Path, often: None) -> None:
+    with Trial(tmp_path) as trial:
+        trial.group.away = {slot.node.id: time.time() + 0.6 for slot in trial.group.plan.seats}
+        ranks, grace_s = trial.stopped()
+        assert ranks == [0, 1]
+        assert 0 < grace_s < 0.3
+        trial.end(0, signum=15)
+        trial.end(1)
+        assert ways(trial) == ["drained", "drained"]
+
+
+def test_a_rank_that_fails_while_its_node_is_drained_is_a_failure(tmp_path: Path, often: None) -> None:
+    with Trial(tmp_path) as trial:
+        trial.group.away = {trial.group.plan.seats[1].node.id: time.time() + 90}
+        while not trial.kinds("notice"):
+            time.sleep(0.01)
+        trial.end(1, signum=11)
+        trial.stopped()
+        trial.end(0, signum=9)
+        assert ways(trial) == ["stopped", "killed"]
+    assert trial.kinds("stop")[0]["cause"] == "failure"
+
+
+def test_ranks_of_a_program_make_way_for_more_nodes_at_once(tmp_path: Path, often: None) -> None:
+    with Trial(tmp_path, script="train.py", reserve=SimpleNamespace(growth=lambda: "3 nodes now, 2 before")) as trial:
+        assert trial.stopped() == ([0, 1], 0.0)
+        trial.end(0, signum=9)
+        trial.end(1, signum=9)
+        assert ways(trial) == ["stopped", "stopped"]
+        assert trial.supervisor.resize == "3 nodes now, 2 before"
+    assert trial.kinds("stop")[0]["cause"] == "resize"
+
+
+def test_after_a_restart_its_cost_is_reported_once_and_no_launch(tmp_path: Path) -> None:
+    cause = End(1, "b", "killed", time.time() - 2, step=9, signal=9)
+    with Trial(tmp_path, retry=Retry((Attempt(ends=[cause]),))) as trial:
+        for rank in (0, 1):
+            trial.answer(rank, event("joined", rank=rank, pid=rank))
+        trial.answer(0, event("begin", rank=0, resumed=8), event("report", rank=0, step=8, values={}))
+        for step in (9, 10):
+            trial.answer(0, event("report", rank=0, step=step, values={}))
+        trial.end(0)
+        trial.end(1)
+        trial.ends()
+    (cost,) = trial.kinds("restarted")
+    assert (cost["number"], cost["step"], cost["repeated"], cost["resized"]) == (1, 9, 1, False)
+    assert 2 <= cost["s"] < 60
+    assert trial.kinds("phase") == []

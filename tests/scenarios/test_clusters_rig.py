@@ -1,0 +1,148 @@
+"""cluster.yaml as it is shipped: `ray up` over ssh from a person's own machine, a run on three hosts, `ray down`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tests.rig import Host, Rig, hosts, requires_root
+from tests.rig.namespaces import CAPTURED, finish
+from tests.rig.ssh import bring_packages, key_pair, open_door, requires_ssh, settle
+from tests.test_rig import wait_until
+
+pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.timeout(600), requires_root, requires_ssh]
+# `ray down` stops the head; the others end when they have not heard of it for a minute, here for five seconds.
+QUICK_END = "export RAY_gcs_rpc_server_reconnect_timeout_s=5"
+
+EXPECTED = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_JOB_STOP_WAIT_TIME_S": "300",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "6000",  # what the machine has set
+    "RAY_health_check_failure_threshold": "4",
+}
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    """Three hosts with nothing but Python, torch and sshd, and a fourth that is the person's: it has the key."""
+    with hosts(4, nics=("eth0",)) as rig:
+        for host in rig.hosts:
+            (host.folder / "home/.ray/auth_token").unlink()
+            settle(host, QUICK_END, "export RAY_health_check_timeout_ms=6000")
+            bring_packages(host)
+        *nodes, own = rig.hosts
+        _, public = key_pair(own.folder / "home/.ssh", "id_ed25519")
+        for node in nodes:
+            open_door(node, public)
+        check_out(own, rig)
+        yield rig
+
+
+def check_out(own: Host, rig: Rig) -> None:
+    """What `git clone` brings, as far as cluster.yaml sends it, and the three lines changed."""
+    folder = own.folder / "home/raydist"
+    shipped = yaml.safe_load((ROOT / "cluster.yaml").read_text())["file_mounts"].values()
+    for name in (name for name in shipped if not name.startswith("~")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    lines = (ROOT / "cluster.yaml").read_text()
+    head, *workers = (host.address() for host in rig.hosts[:-1])
+    for before, after in (
+        (r"head_ip: 10\.0\.0\.1\b", f"head_ip: {head}"),
+        (r"worker_ips: \[.*\]", f"worker_ips: [{', '.join(workers)}]"),
+        (r"ssh_user: ubuntu\b", "ssh_user: root"),
+    ):
+        lines, count = re.subn(rf"^([^#\n]*){before}", rf"\g<1>{after}", lines, flags=re.MULTILINE)
+        assert count == 1, before
+    (folder / "cluster.yaml").write_text(lines)
+
+
+def commands() -> list[str]:
+    """The lines of the README's part on clusters, as they are."""
+    (part,) = re.findall(
+        r"^## A cluster of your own$(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    return [line.strip() for line in part.splitlines() if line.startswith("    ")]
+
+
+def start(own: Host, *lines: str, **options: Any) -> subprocess.Popen[str]:
+    """Lines typed at the person's own machine, one after the other: with nothing set but a home."""
+    unset = [f"--unset={name}" for name in own.environment if name not in ("HOME", "PATH", "TERM", "LANG")]
+    there = own.folder / "home/raydist"
+    return own.popen(["env", *unset, "bash", "-e", "-c", "\n".join(lines)], cwd=there, **{**CAPTURED, **options})
+
+
+def typed(own: Host, *lines: str) -> str:
+    """The same, to their end; what was on the screen. An error fails the test."""
+    return finish(start(own, *lines, stderr=subprocess.STDOUT), timeout=200).stdout
+
+
+def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -> None:
+    *nodes, own = rig.hosts
+    token, up, status, dashboard, export, submit, down = commands()
+    typed(own, token, up)
+    wait_until(lambda: "3 local.cluster.node" in typed(own, status), "three nodes", 150)
+    tunnel = start(own, dashboard.removesuffix(" &"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    reached = "until (exec 3<>/dev/tcp/127.0.0.1/8265) 2>/dev/null; do sleep 0.2; done"
+    screen = typed(own, reached, export, submit)
+    patience(own, export)
+    tunnel.kill()
+    assert re.search(r"^  network +gloo over eth0 on 3 nodes", screen, re.MULTILINE), screen
+    assert "succeeded" in screen
+
+    assert (nodes[0].folder / "home/saved").exists()
+    (told,) = (nodes[0].folder / "home/raydist/runs").glob("*/*/result.json")
+    assert json.loads(told.read_text())["world_size"] == sum(1 for _ in told.parent.glob("logs/rank-*.log"))
+    for node in nodes:  # who has no key of the cluster's gets nothing, and others of the machine can't read it
+        key = node.folder / "home/.ray/auth_token"
+        assert key.read_text() == (own.folder / "home/.ray/auth_token").read_text()
+        assert key.stat().st_mode & 0o77 == 0
+    started = environment_of(nodes[0], "gcs_server")
+    assert {name: started.get(name) for name in EXPECTED} == EXPECTED
+
+    typed(own, down)
+    wait_until(lambda: [of_ray(node) for node in nodes] == [[], [], []], "three hosts without Ray", 100)
+
+
+LATE = """
+import pathlib, signal, time
+signal.signal(signal.SIGTERM, lambda *_: [time.sleep(6), pathlib.Path.home().joinpath("saved").touch(), exit()])
+print("begun", flush=True)
+while True: time.sleep(1)
+"""
+
+
+def patience(own: Host, export: str) -> None:
+    """`ray job stop` gives a job longer than Ray's own three seconds to save."""
+    (own.folder / "home/late").mkdir()
+    (own.folder / "home/late/late.py").write_text(LATE)
+    sent = "ray job submit --submission-id late --no-wait --working-dir ~/late -- python late.py"
+    typed(own, export, sent, "until ray job logs late | grep -q ^begun; do sleep 0.5; done", "ray job stop late")
+    assert "was stopped" in typed(own, export, "ray job status late")
+
+
+def environment_of(host: Host, program: str) -> dict[str, str]:
+    """What the first process of this name was started with."""
+    pid = next(pid for pid, line in host.processes().items() if program in line.split()[0])
+    entries = (host.root / "proc" / str(pid) / "environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def of_ray(host: Host) -> list[str]:
+    return [
+        line
+        for line in host.processes().values()
+        if "sshd" not in line and re.search(r"\bray(let|::|/)|gcs_server", line)
+    ]

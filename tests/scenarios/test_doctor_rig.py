@@ -1,0 +1,115 @@
+"""The doctor on three hosts with a network of their own: what is broken is found, and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.rig import Rig, hosts, requires_root
+
+pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    """Three hosts whose Ray says that each has a GPU: no rank is started, and NCCL's dry run needs none."""
+    with hosts(3) as made:
+        made.ray_up(cpus=1, env={"PYTHONPATH": str(ROOT), "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'})
+        yield made
+
+
+def doctor(rig: Rig, *words: str, code: int) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """The report that --json gives on the first host, and its findings by check."""
+    first = rig.hosts[0]
+    command = ["python", "-m", "raydist.tools.doctor", "--json", "--timeout=1", "scale=cluster", *words]
+    home = first.folder / "home"
+    done = first.run(command, check=False, cwd=home, env={"PYTHONPATH": str(ROOT)}, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert [path.name for path in home.iterdir()] == [".ray"]  # nothing of it stays
+    found: dict[str, list[dict[str, Any]]] = {}
+    for finding in report["findings"]:
+        found.setdefault(finding["check"], []).append(finding)
+    return report, found
+
+
+CPU = ("backend=gloo", "scale.gpus=0")
+
+
+def test_three_healthy_hosts_are_fine_and_their_loopback_names_only_a_warning(rig: Rig) -> None:
+    report, found = doctor(rig, code=0)
+    assert report["job"] == "3 ranks on 3 nodes, backend nccl, over eth0"
+    assert {"rendezvous", "peers", "mtu", "latency", "clock", "gloo", "nccl", "versions"} <= set(report["checks"])
+    assert report["network"]["calls"] == 6
+    assert [finding["level"] for finding in found.pop("hostname")] == ["warn"]
+    assert not {finding["check"] for own in found.values() for finding in own if finding["level"] != "note"} - {
+        "latency"  # a machine that is busy with other things
+    }
+
+
+def test_a_link_that_is_broken_between_two_hosts_is_found_and_named(rig: Rig) -> None:
+    _, second, third = rig.hosts
+    second.run(["ip", "route", "add", "blackhole", third.address()])
+    try:
+        report, found = doctor(rig, *CPU, code=1)
+    finally:
+        second.run(["ip", "route", "del", "blackhole", third.address()])
+    pair = [f"host1 ({second.address()})", f"host2 ({third.address()})"]
+    there, back = sorted(finding["text"] for finding in found["peers"])
+    assert there.startswith(f"{pair[0]} -> {pair[1]}: ")
+    assert back == f"{pair[1]} -> {pair[0]}: no answer within 1 s"
+    assert report["checks"]["peers"] == {"host0": "ok", "host1": "FAIL", "host2": "FAIL"}
+    assert report["verdict"].startswith("this job would break: peers (1 of ")
+
+
+def test_a_host_whose_packets_are_dropped_like_by_a_firewall_is_found(rig: Rig) -> None:
+    port = rig.hosts[2].port("ib0")
+    rig.switch.ip(f"link set {port} nomaster")  # its NIC has a carrier, and what it sends goes nowhere
+    try:
+        report, found = doctor(rig, *CPU, "fabric.interface=ib0", code=1)
+    finally:
+        rig.switch.ip(f"link set {port} master ib0")
+    assert {node for finding in found["peers"] for node in finding["nodes"]} == {"host2"}
+    assert found["rendezvous"][0]["nodes"] == ["host2"]
+    assert report["checks"]["peers"]["host1"] == "ok"
+
+
+def test_a_pulled_cable_is_named_as_train_would(rig: Rig) -> None:
+    first, _, last = rig.hosts
+    rig.cut(last, "ib0")
+    try:
+        command = ["python", "-m", "raydist.tools.doctor", "scale=cluster", *CPU, "fabric.interface=ib0"]
+        done = first.run(command, check=False, cwd=first.folder / "home", env={"PYTHONPATH": str(ROOT)})
+    finally:
+        rig.restore(last, "ib0")
+    assert done.returncode == 2
+    assert "host2 (10." in done.stderr
+    assert "fabric.interface=ib0" in done.stderr
+
+
+def test_a_path_that_loses_long_packets_is_told_from_one_that_loses_all(rig: Rig) -> None:
+    last = rig.hosts[2]
+    rig.switch.ip(f"link set {last.port('ib0')} mtu 1400")
+    for host in rig.hosts:
+        host.run(["ip", "link", "set", "ib0", "gso_max_segs", "1"])  # a veth lets a bundle pass that no wire would
+    try:
+        report, found = doctor(rig, *CPU, "fabric.interface=ib0", code=1)
+    finally:
+        rig.switch.ip(f"link set {last.port('ib0')} mtu 1500")
+    assert report["checks"]["mtu"] == {"host0": "ok", "host1": "ok", "host2": "FAIL"}
+    assert "ip link set dev ib0 mtu 1400" in found["mtu"][0]["fix"]
+    assert report["checks"]["peers"] == {"host0": "ok", "host1": "ok", "host2": "ok"}
+
+
+def test_words_that_lead_gloo_and_nccl_astray_and_a_folder_that_is_not_shared(rig: Rig) -> None:
+    words = ("env.GLOO_SOCKET_IFNAME=lo", "env.NCCL_SOCKET_IFNAME='^eth0,ib0,docker0'", "hydra.run.dir=/run/mine")
+    _, found = doctor(rig, *words, code=1)
+    (gloo,), (nccl,), (folder,) = found["gloo"], found["nccl"], found["run folder"]
+    assert (gloo["text"], gloo["level"]) == ("gloo would use 127.0.0.1, not eth0", "fail")
+    assert (nccl["text"], nccl["level"]) == ("nccl would use 127.0.0.1, not eth0", "fail")
+    assert gloo["nodes"] == nccl["nodes"] == ["host0", "host1", "host2"]
+    assert folder["nodes"] == ["host1", "host2"]

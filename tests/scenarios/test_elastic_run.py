@@ -1,0 +1,318 @@
+"""Nodes go and come while a job runs: it goes on with fewer, then with more, or a spare takes over. Real Ray nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raydist.state import checkpoint_files
+from raydist.worker import checkpoint
+from tests.horovod_ranks import requires_horovod
+from tests.leftovers import folders_of, gone
+from tests.programs import Program
+from tests.scenarios.test_drain import drain
+
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).parents[2]
+JOB = """
+import os, time, torch, raydist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def job(config):
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(256, 10, generator=generator), torch.randint(3, (256,), generator=generator)
+    torch.manual_seed(0)
+    model = nn.Linear(10, 3)  # convex: what rounding does to it dies away
+
+    def loss(output, target):
+        time.sleep(0 if os.path.exists("go") else 0.25)
+        return nn.functional.cross_entropy(output, target)
+
+    raydist.fit(config, model=model, train=TensorDataset(inputs, targets), loss=loss)
+"""
+WORDS = ("job=slow.py", "train.steps=400", "seed=5", "checkpoint.every=100000",
+         "data.global_batch=32", "optim=sgd", "optim.lr=0.005")  # fmt: skip
+SCRIPT = """
+import os, time, torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+step, go = int(open("at").read()) if os.path.exists("at") else 0, torch.zeros(1)
+while not go:
+    go += dist.get_rank() == 0 and os.path.exists("go")
+    dist.all_reduce(go)
+    step += 1
+    if dist.get_rank() == 0:
+        with open("log", "a") as log:
+            print(dist.get_world_size(), step, file=log)
+        with open("at.new", "w") as at:
+            at.write(str(step))
+        os.replace("at.new", "at")
+    time.sleep(0.05)
+"""
+QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 500}
+
+
+KNOWN = """
+import os, sys, time
+from raydist.cluster import node_history as ledger; from raydist import train
+
+# all nodes here have one address: what sets them apart is which of them the ledger means
+noted = [ledger.NodeIncident("", "", "", "lost", run, time.time()) for run in "ab"]
+bad = os.environ["BAD"]
+ledger.repeat_offenders = lambda all, cluster, nodes, now: {each.id: noted for each in nodes if each.id == bad}
+sys.exit(train.main())
+"""
+
+
+class Site:
+    """Nodes of one CPU each, the first of them the driver's; and the runs on them."""
+
+    def __init__(self, cluster: Any, tmp: Path) -> None:
+        self.cluster, self.tmp = cluster, tmp
+        self.added: list[Any] = []
+        self.runs: list[Program] = []
+
+    def add(self, cpus: int = 1) -> Any:
+        self.added.append(self.cluster.add_node(num_cpus=cpus))
+        return self.added[-1]
+
+    def remove(self, node: Any) -> None:
+        self.added.remove(node)
+        self.cluster.remove_node(node)
+
+    def start(self, folder: Path, *words: str, module: str = "raydist.train") -> Program:
+        folder.mkdir()
+        (folder / "own.py").write_text(SCRIPT)
+        (folder / "slow.py").write_text(JOB)
+        (folder / "known.py").write_text(KNOWN)
+        job = () if any(word.startswith("script=") for word in words) else WORDS
+        self.runs.append(
+            Program(folder, "watch.progress=none", *job, *words, address=self.cluster.address, module=module)
+        )
+        return self.runs[-1]
+
+    def servers_of(self, node: str) -> list[str]:
+        """The folders of the fork servers of a node."""
+        return [path for path in folders_of(self.tmp) if path.endswith(node[-8:])]
+
+    def tidy(self) -> None:
+        """Only the first node, and no run."""
+        for run in self.runs:
+            run.process.kill()
+            run.process.wait()
+        for node in list(self.added):
+            self.remove(node)
+
+
+@pytest.fixture(scope="module")
+def grounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    from ray.cluster_utils import Cluster
+
+    tmp = tmp_path_factory.mktemp("nodes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("TMPDIR", str(tmp))
+        args = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK}
+        site = Site(Cluster(initialize_head=True, head_node_args=args), tmp)
+        yield site
+        site.tidy()
+        site.cluster.shutdown()
+
+
+@pytest.fixture
+def site(grounds: Site) -> Iterator[Site]:
+    yield grounds
+    grounds.tidy()
+
+
+def ended(run: Program) -> dict[str, torch.Tensor]:
+    """The weights of a run that is told to make haste."""
+    (run.folder / "go").touch()
+    assert run.wait() == 0, run.screen
+    assert gone(str(run.tmp)) == []
+    model: dict[str, torch.Tensor] = checkpoint.load(Path(run.result()["checkpoint"]))["model"]
+    return model
+
+
+def sizes(run: Program) -> list[int]:
+    return [event["world_size"] for event in run.events("plan", "resize")]
+
+
+def resized(run: Program, *wanted: int) -> None:
+    """Return once the run has had these sizes, and goes on in the last of them."""
+    run.until(lambda: sizes(run) == list(wanted), f"size {wanted[-1]}")
+    run.until(lambda: len(run.events("restarted")) == len(wanted) - 1, "step after that")
+
+
+@pytest.fixture(scope="module")
+def whole(grounds: Site, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What an unbroken run of one size ends with."""
+    return ended(grounds.start(tmp_path_factory.mktemp("whole") / "run", "scale=1x1"))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two runs have seen the same samples: sums in another order differ in the last bits."""
+    return all(torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-5) for name in {**one, **other})
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_with_more(
+    site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    _, third = site.add(), site.add()
+    run = site.start(tmp_path / "run", "scale=1..3x1")
+    run.until_step(3)
+    assert sizes(run) == [3]
+    site.remove(third)
+    resized(run, 3, 2)
+    site.add()
+    resized(run, 3, 2, 3)
+    assert same(ended(run), whole)
+    lost, grown = run.events("restarted")
+    assert (lost["resized"], grown["resized"], grown["repeated"]) == (False, True, 0)
+    assert len(run.result()["restarts"]) == 1
+    page = (run.run_dir / "blame-1.txt").read_text()
+    assert "fewer nodes: 2 instead of 3" in page
+    assert "another node for" not in page
+    steps = [event["step"] for event in run.events("report") if event["rank"] == 0 and "loss" in event["values"]]
+    assert len(steps) - len(set(steps)) <= lost["repeated"]
+
+
+def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_disk(site: Site, tmp_path: Path) -> None:
+    second = site.add()
+    run = site.start(tmp_path / "run", "scale=2..3x1", "scale.wait_s=2", "snapshot.every=1")
+    run.until_step(3)
+    site.remove(second)
+    assert run.wait() == 1
+    (failure,), result = run.events("failure"), run.result()
+    saved = checkpoint_files.newest(run.run_dir / "checkpoints")
+    assert saved is not None
+    assert 0 <= failure["reached"] - saved.step <= 1  # the one in flight
+    assert result["error"] == "LaunchError"
+    assert "gave up after 2 s (scale.wait_s): waiting for 1 more node with 1 CPU" in result["failure"]
+    assert gone(str(run.tmp)) == []
+
+
+@requires_horovod
+def test_horovod_goes_on_with_more_ranks(site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
+    run = site.start(tmp_path / "run", "backend=horovod", "scale=1..2x2", "scale.cpus=0.5", "data.global_batch=30")
+    run.until_step(3)
+    site.add()
+    resized(run, 2, 4)
+    assert ended(run).keys() == whole.keys()
+    (grown,) = run.events("restarted")
+    assert (grown["resized"], grown["repeated"]) == (True, 0)
+
+
+def test_a_spare_takes_over_and_its_server_was_warm(site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
+    others = [site.add() for _ in range(2)]
+    run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1")
+    run.until_step(3)
+    (plan,) = run.events("plan")
+    lost = next(node for node in others if node.node_id in [seat["node"] for seat in plan["seats"]])
+    (spare,) = plan["spares"]
+    run.until(lambda: len(site.servers_of(spare["node"])) == 1, "server on the spare")
+    warm = site.servers_of(spare["node"])
+    site.remove(lost)
+    run.until(lambda: len(run.events("restarted")) == 1, "step after that")
+    assert site.servers_of(spare["node"]) == warm
+    (taken,) = run.events("takeover")
+    assert (taken["instead"], taken["node"]) == (lost.node_id, spare["node"])
+    assert same(ended(run), whole)
+    assert (sizes(run), len(run.result()["restarts"])) == ([2], 1)
+
+
+def test_a_run_grows_beside_a_node_that_the_ledger_avoids(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, third, bad = site.add(), site.add(), site.add(cpus=4)  # Ray takes the one with the most room first
+    monkeypatch.setenv("BAD", bad.node_id)
+    run = site.start(tmp_path / "run", "scale=1..2x1", module="known")
+    run.until_step(3)
+    used = [seat["node"] for seat in run.events("plan")[0]["seats"]]
+    site.remove(next(node for node in (second, third) if node.node_id in used))
+    resized(run, 2, 1, 2)
+    ended(run)
+    assert bad.node_id not in [seat["node"] for event in run.events("plan", "resize") for seat in event["seats"]]
+    assert {(event["node"], event["avoided"]) for event in run.events("avoid")} == {(bad.node_id, True)}
+
+
+def drained(run: Program, site: Site, node: Any) -> None:
+    """Return once Ray has drained that node, and the run goes on without it."""
+    drain(site.cluster.address, node.node_id)
+    run.until(lambda: len(run.events("restarted")) == 1, "step after the drain")
+    (told,), (back,), (failure,) = run.events("notice"), run.events("restarted"), run.events("failure")
+    assert told["hosts"]
+    assert (failure["cause"]["how"], failure["cause"]["preempted"]) == ("drained", True)
+    assert back["repeated"] == 0  # all ranks have stopped after the same step
+    # on the disk before anybody left, and never placed anew
+    happened = [each["kind"] for each in run.events("saved", "placed", "plan")]
+    assert happened == ["plan", "saved", "placed"]
+    assert run.events("saved")[0]["step"] == failure["reached"] - back["repeated"]
+
+
+def test_a_spare_takes_the_place_of_a_drained_node(site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
+    others = [site.add() for _ in range(2)]
+    run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1", "restart.max=1")
+    run.until_step(3)
+    (plan,) = run.events("plan")
+    left = next(node for node in others if node.node_id in [seat["node"] for seat in plan["seats"]])
+    drained(run, site, left)
+    (taken,) = run.events("takeover")
+    assert (taken["instead"], taken["node"]) == (left.node_id, plan["spares"][0]["node"])
+    assert same(ended(run), whole)
+    assert sizes(run) == [2]
+    assert [(end["how"], end["preempted"]) for end in run.result()["restarts"]] == [("drained", True)]
+
+
+def test_a_drained_node_leaves_a_run_that_goes_on_with_fewer_and_scales(site: Site, tmp_path: Path) -> None:
+    second = site.add()
+    words = ("data.resize=scale", "data.batch_size=16", "optim.scaling=linear", "optim.scaling_batch=32")
+    run = site.start(tmp_path / "run", "scale=1..2x1", *words, "data.global_batch=null", "train.steps=60")
+    run.until_step(3)
+    drained(run, site, second)
+    ended(run)
+    assert sizes(run) == [2, 1]
+    assert [(end["how"], end["preempted"]) for end in run.result()["restarts"]] == [("drained", True)]
+    # 16 samples of each rank, and a rate that goes with them: 0.005 is for 32
+    changed = run.events("failure")[0]["reached"] - run.events("restarted")[0]["repeated"]
+    reports = {
+        each["step"]: each["values"] for each in run.events("report") if each["rank"] == 0 and "lr" in each["values"]
+    }
+    for step, values in reports.items():
+        assert values["samples"] == 32 * min(step, changed) + 16 * max(0, step - changed)
+        assert values["lr"] == pytest.approx(0.005 if step <= changed else 0.0025)
+    assert max(reports) == 60
+
+
+def test_a_script_goes_on_from_its_own_checkpoint_at_another_size(site: Site, tmp_path: Path) -> None:
+    second = site.add()
+    run = site.start(tmp_path / "run", "script=own.py", "scale=1..2x1")
+    run.until(lambda: worlds(run) == [2], "step")
+    site.remove(second)
+    run.until(lambda: worlds(run) == [2, 1], "step with one rank")
+    site.add()
+    run.until(lambda: worlds(run) == [2, 1, 2], "step with two ranks")
+    (run.folder / "go").touch()
+    assert run.wait() == 0, run.screen
+    assert (sizes(run), len(run.result()["restarts"])) == ([2, 1, 2], 1)
+    steps = [step for _, step in logged(run)]
+    assert all(after - before in (0, 1) for before, after in pairwise(steps))
+
+
+def logged(run: Program) -> list[tuple[int, int]]:
+    """World size and number of each step of the script."""
+    path = run.folder / "log"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [(int(line.split()[0]), int(line.split()[1])) for line in lines if line.endswith("\n")]
+
+
+def worlds(run: Program) -> list[int]:
+    """The world sizes that the script has had."""
+    return [size for size, _ in groupby(size for size, _ in logged(run))]

@@ -1,0 +1,201 @@
+"""Ranks that hang, for real: who is named, and what becomes of the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raydist
+from raydist.recovery import hang_verdict, pace
+from raydist.recovery.hang_verdict import RankState
+from raydist.run import run_job
+from raydist.settings import compose
+from raydist.shared.errors import RunFailed
+from raydist.shared.events import Event, read_events
+from tests.horovod_ranks import requires_horovod
+from tests.leftovers import alive
+
+pytestmark = pytest.mark.ray
+WORDS = ("scale=1x3", "watch.progress=none", "hang.after_s=1", "restart=none")
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def another() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.broadcast(torch.ones(4), 0)
+
+
+def larger() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(5))
+
+
+def train(fault: Callable[[], None], at: int = 60, steps: int = 1_000_000) -> int:
+    """Steps that wait for all ranks; rank 1 has a fault in one of them."""
+    import torch
+    import torch.distributed as dist
+
+    for step in range(1, steps + 1):
+        time.sleep(0.01)
+        if step == at and dist.get_rank() == 1:
+            fault()
+        dist.all_reduce(torch.ones(3))
+        raydist.report(step=step)
+    return steps
+
+
+def hangs(folder: Path) -> list[Event]:
+    return [happened for happened in read_events(folder / "events.jsonl") if happened["kind"] == "hang"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (stop, ["rank 1 on", "stopped by a signal"]),
+        (another, ["ranks 0, 2 wait in all_reduce of [[3]], number 60", "waits in broadcast of [[4]], number 60"]),
+        (larger, ["wait in all_reduce of [[3]]", "waits in all_reduce of [[5]]"]),
+    ],
+)
+def test_what_can_not_get_better_ends_the_run_and_names_the_culprit(
+    on_ray: Path, fault: Callable[[], None], words: list[str]
+) -> None:
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(train, *WORDS, args=(fault,))
+    result = caught.value.result
+    assert (result.cause.rank, result.cause.how) == (1, "hung")
+    assert {end.how for end in result.ends if end.rank != 1} == {"stopped"}
+    for word in words:
+        assert word in str(caught.value)
+    (told,) = hangs(result.dir)
+    assert (told["ranks"], told["certain"]) == ([1], True)
+    assert "in train" in (result.dir / "logs" / "rank-0.stacks").read_text()
+    pids = [happened["pid"] for happened in read_events(result.dir / "events.jsonl") if happened["kind"] == "began"]
+    assert not [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("gloo", "killed by SIGABRT (native code aborted"),
+        pytest.param("horovod", "HorovodInternalError: Mismatched ALLREDUCE tensor shapes", marks=requires_horovod),
+    ],
+)
+def test_ranks_that_disagree_on_a_shape_are_told_as_that(on_ray: Path, backend: str, words: str) -> None:
+    """gloo aborts the one that gets more than it has room for, and says so in its log; Horovod raises on all ranks."""
+
+    def job() -> None:
+        import torch
+
+        size = 5 if raydist.rank().rank == 1 else 3
+        if backend == "horovod":
+            import horovod.torch as hvd
+
+            hvd.allreduce(torch.ones(size), name="grads")
+        else:
+            torch.distributed.all_reduce(torch.ones(size))
+
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(job, "scale=1x2", "group=inline", "watch.progress=none", "restart=none", f"backend={backend}")
+    page = (caught.value.result.dir / "blame-1.txt").read_text()
+    for each in (words, "only the job can tell which of the two is wrong", "all must call the same collectives"):
+        assert each in page
+    assert backend == "horovod" or "Received data size doesn't match expected size" in page
+
+
+def test_horovods_ranks_too(on_ray: Path) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not built: python -m raydist.tools.horovod build")
+
+    def job() -> None:
+        import horovod.torch as hvd
+        import torch
+
+        for step in range(1, 1_000_000):
+            time.sleep(0.01)
+            if step == 60 and hvd.rank() == 1:
+                stop()
+            hvd.allreduce(torch.ones(3), name="grads")
+            raydist.report(step=step)
+
+    with pytest.raises(RunFailed, match=r"rank 1 on .* is stopped by a signal"):
+        raydist.run(job, *WORDS, "backend=horovod")
+
+
+def test_who_only_takes_long_is_named_once_and_let_go_on(on_ray: Path) -> None:
+    done = raydist.run(train, *WORDS, args=(lambda: time.sleep(6),), steps=80)
+    assert done.values == (80, 80, 80)
+    (told,) = hangs(done.dir)
+    assert (told["ranks"], told["certain"]) == ([1], False)
+    assert "ranks 0, 2 wait in all_reduce of [[3]], number 60, but rank 1 on" in told["text"]
+
+
+def test_the_limit_ends_it_whatever_the_reason(on_ray: Path) -> None:
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(train, *WORDS, "hang.limit_s=3", args=(lambda: time.sleep(600),))
+    assert (caught.value.result.cause.rank, caught.value.result.cause.how) == (1, "hung")
+
+
+def test_the_limit_ends_ranks_that_all_compute_too_and_it_is_a_failure(on_ray: Path) -> None:
+    def job() -> None:
+        raydist.report(step=1)
+        while True:
+            pass
+
+    with pytest.raises(RunFailed, match=r"rank 0 on .* hangs: rank 0 on") as caught:
+        raydist.run(job, *WORDS, "hang.limit_s=3")
+    assert caught.value.result.cause.how == "hung"
+
+
+def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
+    def job() -> Any:
+        import threading
+
+        # somebody wakes it up again, from outside of Python
+        pid = os.getpid()
+        if os.fork() == 0:
+            time.sleep(6)
+            os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        threading.Event()
+        return train(stop, steps=80)
+
+    done = raydist.run(job, *WORDS, "hang.end=false")
+    assert done.values == (80, 80, 80)
+    assert [told["certain"] for told in hangs(done.dir)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("program", "args"),
+    [("sleep", "[9]"), ("python", "[-c,'import time; time.sleep(9)']"), ("quiet.py", "[]")],
+)
+def test_a_program_that_says_nothing_is_looked_at_and_lives(
+    on_ray: Path, program: str, args: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it does with signals of its own: this one would have taken SIGUSR2 for its word to save and leave."""
+    quiet = "import signal, sys, time\nsignal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))\ntime.sleep(9)\n"
+    (on_ray / "quiet.py").write_text(quiet + "print('whole')\n")
+    monkeypatch.setattr(pace, "UNKNOWN_S", 2.0)
+    looked: list[RankState] = []
+    judge = hang_verdict.diagnose
+
+    def note(looks: Sequence[RankState]) -> hang_verdict.Diagnosis:
+        looked.extend(looks)
+        return judge(looks)
+
+    monkeypatch.setattr(hang_verdict, "diagnose", note)
+    command = [f"script={program}", f"args={args}", "scale=1x1", "watch.progress=none"]
+    done = run_job(compose.compose(command, claim=True))
+    assert done.status == "finished"
+    assert looked

@@ -1,0 +1,241 @@
+"""Every job trains, from real files where it needs some; and the same file runs under torchrun and alone."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import md5
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.datasets  # noqa: F401  # once here, not in each forked rank
+
+from raydist.settings.compose import compose
+from raydist.settings.config import Backend, Job
+from raydist.state import checkpoint_files
+from raydist.worker import target
+from tests.conftest import ROOT
+from tests.ranks import Told, run_ranks
+
+JOBS = ROOT / "jobs"
+
+
+def composed(name: str, *words: str) -> tuple[Job, Callable[[Job], Any]]:
+    """A job of this project with its conf/, and what each rank calls."""
+    job = replace(compose([f"job={name}", *words]), backend=Backend(name="gloo"))
+
+    def call(job: Job) -> Any:
+        return target.call_function(target.load_target(f"{JOBS / name}.py:job"), job)
+
+    return job, call
+
+
+def trained(
+    name: str,
+    run_dir: Path,
+    *words: str,
+    world: int = 2,
+    env: dict[str, str] | None = None,
+    before: Callable[[], None] = lambda: None,
+) -> list[Told]:
+    job, call = composed(name, *words)
+
+    def prepared(job: Job) -> Any:
+        before()
+        return call(job)
+
+    told = run_ranks(world, job, prepared, run_dir, env)
+    assert [one.error for one in told] == [""] * world
+    return told
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_digits_are_learned_by_two_ranks(tmp_path: Path, seed: int) -> None:
+    one, two = trained("digits", tmp_path, f"seed={seed}")
+    assert one.value["accuracy"] >= 0.97
+    assert two.value["accuracy"] == one.value["accuracy"]
+
+
+def test_digits_take_another_model_and_optimizer(tmp_path: Path) -> None:
+    (told,) = trained("digits", tmp_path, "model=mlp", "optim=sgd", "job.args.test_size=0.5", world=1)
+    saved = checkpoint_files.newest(tmp_path / "checkpoints")
+    assert saved is not None
+    assert saved.state["model"]["1.weight"].shape == (64, 64)
+    assert saved.state["optimizer"]["param_groups"][0]["momentum"] == 0.9
+    assert told.kind("begin")[0]["samples"] == 898
+    assert told.value["accuracy"] > 0.9
+
+
+def test_synthetic_images_are_made_from_the_seed(tmp_path: Path) -> None:
+    words = ("job.args.samples=128", "job.args.size=8", "job.args.num_classes=3", "data.batch_size=16")
+    first, again, other = (
+        trained("synthetic", tmp_path / str(index), *words, f"seed={seed}", world=1)[0]
+        for index, seed in enumerate((0, 0, 1))
+    )
+    assert len(first.losses) == 8
+    assert first.losses == again.losses != other.losses
+
+
+def test_synthetic_feeds_any_of_torchvisions_models(tmp_path: Path) -> None:
+    words = ("model=resnet18", "job.args.samples=4", "job.args.size=32", "data.batch_size=2", "train.steps=2")
+    (told,) = trained("synthetic", tmp_path, *words, world=1)
+    assert len(told.losses) == 2
+
+
+def write_mnist(root: Path) -> None:
+    """MNIST's own format (yann.lecun.com/exdb/mnist), with bright squares in one of two corners."""
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", 64), ("t10k", 20)):
+        labels = np.arange(count, dtype=np.uint8) % 2
+        images = np.zeros((count, 28, 28), dtype=np.uint8)
+        images[labels == 1, :9, :9] = 255
+        images[labels == 0, 19:, 19:] = 255
+        header = struct.pack(">IIII", 0x803, count, 28, 28)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+
+
+def test_mnist_from_its_files(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    words = (f"data.root={tmp_path}", "data.batch_size=8", "train.epochs=4", "optim.warmup=0")
+    one, _ = trained("mnist", tmp_path / "run", *words)
+    assert one.value["accuracy"] == 1.0
+    assert one.kind("begin")[0]["samples"] == 64
+
+
+def write_cifar(root: Path) -> Callable[[], None]:
+    """CIFAR-10's own format (pickled rows of 3 x 32 x 32), in two colours; torchvision is told their checksums."""
+    from torchvision.datasets import CIFAR10
+
+    folder = root / CIFAR10.base_folder
+    folder.mkdir(parents=True)
+    sums = {}
+    for name in [entry[0] for entry in (*CIFAR10.train_list, *CIFAR10.test_list)]:
+        labels = [index % 2 for index in range(10)]
+        rows = np.zeros((10, 3, 1024), dtype=np.uint8)
+        for row, label in zip(rows, labels, strict=True):
+            row[2 * label] = 255
+        (folder / name).write_bytes(pickle.dumps({"data": rows.reshape(10, 3072), "labels": labels}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"kind{index}" for index in range(10)]}))
+    for file in folder.iterdir():
+        sums[file.name] = md5(file.read_bytes()).hexdigest()
+
+    def known() -> None:
+        for part in ("train_list", "test_list"):
+            setattr(CIFAR10, part, [[name, sums[name]] for name, _ in getattr(CIFAR10, part)])
+        CIFAR10.meta = {**CIFAR10.meta, "md5": sums["batches.meta"]}
+
+    return known
+
+
+def test_cifar10_from_its_files(tmp_path: Path) -> None:
+    known = write_cifar(tmp_path)
+    words = (f"data.root={tmp_path}", "data.batch_size=5", "train.epochs=3", "optim.warmup=0", "model.width=8")
+    one, two = trained("cifar10", tmp_path / "run", *words, before=known)
+    assert one.kind("begin")[0]["samples"] == 50
+    assert one.value["accuracy"] == two.value["accuracy"] == 1.0
+
+
+def write_folder(root: Path, size: int = 40) -> None:
+    from PIL import Image
+
+    for part, count in (("train", 8), ("val", 3)):
+        for kind, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0)), ("green", (0, 255, 0))):
+            (root / part / kind).mkdir(parents=True)
+            for index in range(count):
+                Image.new("RGB", (size, size), colour).save(root / part / kind / f"{index}.png")
+
+
+def test_folder_of_ones_own_images(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    words = (f"data.root={tmp_path}", "data.batch_size=4", "train.epochs=2", "job.args.size=32", "model=small_cnn_rgb")
+    one, _ = trained("folder", tmp_path / "run", *words)
+    assert one.kind("begin")[0]["samples"] == 24
+    saved = checkpoint_files.newest(tmp_path / "run" / "checkpoints")
+    assert saved is not None
+    assert saved.state["model"]["classify.2.weight"].shape[0] == 3  # one score per folder
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "folder"])
+def test_missing_files_are_named_with_the_place_to_put_them(tmp_path: Path, name: str) -> None:
+    job, call = composed(name, f"data.root={tmp_path}")
+    (told,) = run_ranks(1, job, call, tmp_path)
+    assert "ConfigError" in told.error
+    assert f"data.root={tmp_path}" in told.error
+    assert {"mnist": "MNIST/raw/", "cifar10": "cifar-10-batches-py/", "folder": "train/KIND/"}[name] in told.error
+
+
+def test_own_loop_resumes(tmp_path: Path) -> None:
+    whole = trained("own_loop", tmp_path, "train.steps=30", "checkpoint.every=10")
+    assert whole[0].losses[-1] < whole[0].losses[0]
+    path = tmp_path / "checkpoints" / "step-00000010"
+    again = trained("own_loop", tmp_path / "2", "train.steps=30", env={"RAYDIST_RESUME": str(path)})
+    assert [told.losses for told in again] == [told.losses[10:] for told in whole]
+    assert again[0].value == whole[0].value
+
+
+def test_own_loop_makes_a_group_of_the_even_ranks(tmp_path: Path) -> None:
+    told = trained("own_loop", tmp_path, "train.steps=2", "job.args.hidden=8", world=3)
+    assert told[0].value == told[2].value
+
+
+def program(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_under_torchrun_and_then_resumed_alone(tmp_path: Path) -> None:
+    ran = program(
+        tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(JOBS / "digits.py"),
+        "train.steps=25", "data.batch_size=16",
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    steps = re.findall(r"^step (\d+) .* accuracy", ran.stdout, re.M)
+    assert steps == ["25"]
+    (run,) = (tmp_path / "runs" / "digits").iterdir()  # one run folder for both ranks
+    again = program(tmp_path, str(JOBS / "digits.py"), "train.steps=30", "data.global_batch=32", "resume=auto")
+    assert again.returncode == 0, again.stderr
+    (new,) = (path for path in (tmp_path / "runs" / "digits").iterdir() if path != run)
+    saved = checkpoint_files.newest(new / "checkpoints")
+    assert saved is not None
+    assert (saved.step, saved.meta.world_size) == (30, 1)
+    assert saved.state["position"]["samples"] == 30 * 32
+    assert len(saved.state["random"]) == 1
+
+
+def test_alone_a_wrong_word_is_one_line(tmp_path: Path) -> None:
+    ran = program(tmp_path, str(JOBS / "digits.py"), "optim.lrr=1")
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: optim.lrr")
+    assert "did you mean optim.lr" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
+
+
+def test_a_rank_that_fails_under_torchrun_ends_with_its_code(tmp_path: Path) -> None:
+    source = """
+        import torch.distributed as dist, raydist
+        def job():
+            if dist.get_rank() == 1:
+                raise ValueError("first cause")
+            dist.barrier()
+        raydist.main(job)
+    """
+    (tmp_path / "failing.py").write_text(textwrap.dedent(source))
+    ran = program(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "failing.py")
+    assert ran.returncode == 1
+    assert "ValueError: first cause" in ran.stderr
+    assert re.search(r"exitcode +: 1 ", ran.stderr), ran.stderr
+    assert "SIGABRT" not in ran.stderr

@@ -1,0 +1,162 @@
+"""A node is lost, and the run goes on where there is another: real hosts in namespaces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.shared.events import Event, read_events
+from tests.horovod_ranks import requires_horovod
+from tests.rig import QUICK_DEATH, Host, Rig, hosts, requires_root
+from tests.scenarios.test_restart_run import WORDS
+from tests.test_rig import wait_until
+
+pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
+ROOT = Path(__file__).parents[2]
+ENV = {**QUICK_DEATH, "PYTHONPATH": str(ROOT)}
+PROGRAM = (
+    "import raydist\nfrom tests import faults\n\ndef job(config):\n    return faults.training(config, pause=0.02)\n"
+)
+
+
+BACKENDS = ["gloo", pytest.param("horovod", marks=requires_horovod)]
+ROOM = 8 << 30
+"""Bytes that a host has, as its memory cgroup tells: Ray's memory monitor reads it there, as in a container."""
+
+
+def furnish(host: Host) -> None:
+    """A memory cgroup that a test may fill."""
+    host.run(["mount", "-t", "tmpfs", "tmpfs", "/sys/fs/cgroup"])
+    (host.root / "sys/fs/cgroup/memory.stat").write_text("inactive_file 0\nactive_file 0\n")
+    (host.root / "sys/fs/cgroup/memory.max").write_text(f"{ROOM}\n")
+    use(host, 0.1)
+
+
+def use(host: Host, share: float) -> None:
+    """So much of its memory is in use."""
+    (host.root / "sys/fs/cgroup/memory.current").write_text(f"{int(share * ROOM)}\n")
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    with hosts(3) as made:
+        for host in made.hosts:
+            furnish(host)
+        made.ray_up(cpus=2, env=ENV)
+        yield made
+
+
+def start(rig: Rig, folder: Path, *words: str) -> subprocess.Popen[str]:
+    """A run on two of the hosts, from the first."""
+    folder.mkdir()
+    (folder / "slow.py").write_text(PROGRAM)
+    command = ["python", "-m", "raydist.train", "job=slow.py", *WORDS, f"hydra.run.dir={folder}/run", *words]
+    env = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": f"{rig.hosts[0].address()}:6379"}
+    log = (folder / "screen.txt").open("w")
+    return rig.hosts[0].popen(command, env=env, cwd=folder, stdout=log, stderr=log)
+
+
+def events(folder: Path, kind: str) -> list[Event]:
+    path = folder / "run" / "events.jsonl"
+    return [happened for happened in read_events(path) if happened["kind"] == kind] if path.exists() else []
+
+
+def result(folder: Path) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    return made
+
+
+def reached(folder: Path, step: int) -> bool:
+    return any(event.get("step", 0) >= step for event in events(folder, "report"))
+
+
+def host_of(rig: Rig, folder: Path, rank: int) -> Host:
+    name = events(folder, "plan")[0]["seats"][rank]["host"]
+    return next(host for host in rig.hosts if host.name == name)
+
+
+def servers(rig: Rig) -> list[str]:
+    """The fork servers and ranks on the hosts."""
+    return [line for host in rig.hosts for line in host.processes().values() if "raydist.node.fork_server" in line]
+
+
+def test_a_seat_that_rays_memory_monitor_ends_is_told_as_that(rig: Rig, tmp_path: Path) -> None:
+    """Ray ends it, because the memory of its host is all but full. The first test: no host was down before."""
+    struck = tmp_path / "struck"
+    run = start(rig, struck, "scale=2x1", "train.epochs=1000", "restart=none")
+    wait_until(lambda: reached(struck, 20), "step 20", 90)
+    victim = host_of(rig, struck, 1)
+    use(victim, 0.99)
+    try:
+        assert run.wait(100) == 1, (struck / "screen.txt").read_text()
+    finally:
+        use(victim, 0.1)
+    cause = result(struck)["cause"]
+    assert (cause["rank"], cause["how"], cause["host"]) == (1, "lost", victim.name)
+    saved = int(Path(result(struck)["checkpoint"]).name.removeprefix("step-"))
+    assert saved >= 20
+    page = (struck / "run" / "blame-1.txt").read_text()
+    for words in (
+        f"rank 1 on {victim.name}, last heartbeat at step",
+        "lost: out of memory: Ray's memory monitor ended its actor, because the node had no more (7.92GB used / 8.00GB",
+        "Ray's limit is RAY_memory_usage_threshold",
+        f"step {saved} is saved",
+    ):
+        assert words in page
+    wait_until(lambda: not servers(rig), "end of all ranks", 60)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_path: Path, backend: str) -> None:
+    struck = tmp_path / "struck"
+    run = start(rig, struck, "scale=2x1", "train.epochs=6", f"backend={backend}")
+    wait_until(lambda: reached(struck, 20), "step 20", 90)
+    # the head has the lowest address: if it has a rank, it is rank 0
+    lost = 1
+    victim = host_of(rig, struck, lost)
+    victim.kill()
+    assert run.wait(150) == 0, (struck / "screen.txt").read_text()
+    (back,) = events(struck, "restarted")
+    assert back["repeated"] <= 1
+    (end,) = result(struck)["restarts"]
+    assert (end["rank"], end["how"]) == (lost, "lost")
+    # the generators of the lost rank are lost with it, and are seeded anew: not to the last bit, but the same training
+    assert {event["step"] for event in events(struck, "report") if event["rank"] == 0} == set(range(1, 97))
+    assert result(struck)["metrics"]["test_loss"] > 0
+    ledger = json.loads((rig.hosts[0].folder / "home" / ".cache" / "raydist" / "nodes.json").read_text())
+    assert [(noted["host"], noted["what"], noted["run"]) for noted in ledger if noted["run"] == f"{struck}/run"] == [
+        (victim.name, "lost", f"{struck}/run")
+    ]
+    wait_until(lambda: not servers(rig), "end of all ranks", 60)
+    victim.boot()
+    rig.ray_join(victim, cpus=2, env=ENV)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_host_that_is_cut_off_is_replaced_by_another_and_no_step_is_lost(
+    rig: Rig, tmp_path: Path, backend: str
+) -> None:
+    """The cable is pulled: nobody hears from it, and it runs on, alone."""
+    struck = tmp_path / "cut"
+    run = start(rig, struck, "scale=2x1", "train.epochs=6", f"backend={backend}")
+    wait_until(lambda: reached(struck, 20), "step 20", 90)
+    victim = host_of(rig, struck, 1)
+    rig.cut(victim)
+    assert run.wait(150) == 0, (struck / "screen.txt").read_text()
+    (back,) = events(struck, "restarted")
+    assert back["repeated"] <= 1
+    (end,) = result(struck)["restarts"]
+    assert (end["rank"], end["how"]) == (1, "lost")
+    page = (struck / "run" / "blame-1.txt").read_text()
+    assert "another node for rank 1: host" in page
+    # Ray asks several times before it gives a node up: that is part of what the failure has cost
+    assert json.loads((struck / "run" / "blame-1.json").read_text())["parts"]["detect"] > 2
+    rig.restore(victim)
+    victim.kill()
+    victim.boot()
+    rig.ray_join(victim, cpus=2, env=ENV)

@@ -1,0 +1,364 @@
+"""Runs that faults strike: what the user sees of them is what an unbroken run shows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import raydist
+from raydist.shared.errors import RunFailed
+from raydist.shared.events import Event, read_events
+from raydist.state import checkpoint_files
+from raydist.watch.result import Result
+from raydist.worker import checkpoint
+from tests import faults
+from tests.faults import Fault, kill
+from tests.horovod_ranks import requires_horovod
+from tests.leftovers import alive, folders_of, gone, groups
+from tests.programs import Program
+
+pytestmark = pytest.mark.ray
+WORDS = ("watch.progress=none", "train.epochs=3", "data.batch_size=8", "optim=sgd", "snapshot.every=1", "seed=5")
+BACKENDS = ["gloo", pytest.param("horovod", marks=requires_horovod)]
+
+
+def train(*words: str, struck: tuple[Fault, ...] = (), group: str = "inline") -> Result[Any]:
+    return raydist.run(faults.training, "scale=1x2", f"group={group}", *WORDS, *faults.words(*struck), *words)
+
+
+@cache
+def unbroken(backend: str) -> tuple[Any, list[float]]:
+    """What a run without a fault ends with, and the loss of each of its steps."""
+    done = train(f"backend={backend}")
+    return done.values, losses(done)
+
+
+def events(done: Result[Any], kind: str) -> list[Event]:
+    return [happened for happened in read_events(done.dir / "events.jsonl") if happened["kind"] == kind]
+
+
+def losses(done: Result[Any]) -> list[float]:
+    """The loss of each step on rank 0; of a step that was done twice both must agree."""
+    found: dict[int, float] = {}
+    for report in events(done, "report"):
+        if report["rank"] == 0 and "loss" in report["values"]:
+            assert found.setdefault(report["step"], report["values"]["loss"]) == report["values"]["loss"]
+    return [loss for _, loss in sorted(found.items())]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("struck", "how"),
+    [
+        (kill(1, 10), "killed"),
+        (kill(0, 16), "killed"),  # the last step of an epoch: evaluation and checkpoint come after the restart
+        (Fault("raise", 1, 20), "raised"),
+        (Fault("exit", 0, 33), "exited"),
+        (Fault("abort", 1, 1), "killed"),
+        (Fault("stop", 1, 20), "hung"),
+        (Fault("skip", 0, 12), "hung"),
+    ],
+    ids=lambda value: f"{value.act}{value.step}" if isinstance(value, Fault) else "",
+)
+def test_a_run_that_is_struck_ends_as_if_it_had_not_been(on_ray: Path, backend: str, struck: Fault, how: str) -> None:
+    # a stopped rank is named by its state; one that keeps away from the collectives is given up after the limit
+    limits = ("hang.after_s=1", "hang.limit_s=6") if how == "hung" else ()
+    done = train(f"backend={backend}", *limits, struck=(struck,))
+    assert done.status == "finished"
+    assert (done.values, losses(done)) == unbroken(backend)
+    (end,) = done.restarts
+    assert (end.rank, end.how, end.step) == (struck.rank, how, struck.step)
+    (back,) = events(done, "restarted")
+    assert (back["number"], back["step"], back["repeated"]) == (1, struck.step + 1, 0)
+    assert not done.failure
+    assert len(events(done, "began")) == 4
+    assert not [event["pid"] for event in events(done, "began") if alive(event["pid"])]
+
+
+@pytest.mark.parametrize(
+    ("group", "backend"), [("inline", "gloo"), pytest.param("ray", "horovod", marks=requires_horovod)]
+)
+def test_two_faults_and_a_snapshot_now_and_then(on_ray: Path, group: str, backend: str) -> None:
+    done = train(f"backend={backend}", "snapshot.every=4", struck=(kill(1, 10), kill(0, 30, 1)), group=group)
+    assert (done.values, losses(done)) == unbroken(backend)
+    assert [event["repeated"] for event in events(done, "restarted")] == [2, 2]
+    assert [event["number"] for event in events(done, "restart")] == [1, 2]
+    assert [end.rank for end in done.restarts] == [1, 0]
+    assert 0 < done.goodput < 1
+    assert done.spent["failures"] > 0 < done.spent["steps done again"]
+    assert sum(done.spent.values()) == pytest.approx(done.wall_s, rel=0.02)
+    assert done.recovery.keys() == {"detect", "kill", "place", "fork", "rendezvous", "restore", "first step"}
+    for number in (1, 2):
+        assert (done.dir / f"blame-{number}.txt").exists()
+    assert group == "inline" or groups() == []
+
+
+def test_a_restart_costs_no_placement_and_no_new_actor(on_ray: Path) -> None:
+    done = train(struck=(kill(1, 10),), group="ray")
+    phases = [event["name"] for event in events(done, "phase")]
+    assert phases == ["connect", "place", "actors", "warm-up", "rendezvous", "first step"]
+    assert len(events(done, "plan")) == 1
+    assert done.launch.keys() == set(phases)
+
+
+def test_the_ranks_are_told_how_often_they_were_restarted(on_ray: Path) -> None:
+    def job() -> tuple[str, str]:
+        raydist.report(step=1)
+        faults.strike(1)
+        return os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
+
+    words = faults.words(kill(0, 1))
+    done = raydist.run(job, "scale=1x2", "group=inline", "restart.max=5", "watch.progress=none", *words)
+    assert done.values == (("1", "5"), ("1", "5"))
+
+
+@pytest.mark.parametrize("init_method", ["tcp", "file"])
+def test_ranks_meet_anew_by_every_method(on_ray: Path, init_method: str) -> None:
+    done = train(f"init_method={init_method}", struck=(kill(0, 5),))
+    assert done.values == unbroken("gloo")[0]
+
+
+@pytest.mark.parametrize("start", ["spawn"])
+def test_ranks_that_are_not_forked_are_restarted_too(on_ray: Path, start: str) -> None:
+    done = train(f"start={start}", struck=(kill(1, 10),))
+    assert (done.values, losses(done)) == unbroken("gloo")
+
+
+def test_a_loop_of_ones_own_goes_on_from_its_newest_checkpoint(on_ray: Path) -> None:
+    words = ("scale=1x2", "group=inline", "watch.progress=none")
+    whole = raydist.run(faults.own_loop, *words)
+    done = raydist.run(faults.own_loop, *words, *faults.words(kill(1, 25)))
+    assert whole.values[0] == (0, 1640.0)  # 2 x (1 + 2 + ... + 40)
+    assert done.values == ((20, 1640.0), (20, 1640.0))
+    (back,) = events(done, "restarted")
+    assert (back["step"], back["repeated"]) == (21, 5)
+
+
+def test_a_loop_of_ones_own_does_not_wait_for_the_disk(on_ray: Path) -> None:
+    def job() -> list[int]:
+        def nobody(*_: object) -> None:
+            raise AssertionError("this is not for the rank to do")
+
+        checkpoint_files.write_and_prune, written, weight = nobody, [], torch.zeros(1000)  # type: ignore[assignment]
+        for step in range(1, 4):
+            weight += step
+            checkpoint.save(step, {"weight": weight, "names": ["a", ("b", 3)]}, {"loss": step})
+            weight += 10  # what was saved is what it was then
+            checkpoint.settle()
+            written.append(checkpoint_files.newest_step(raydist.rank().run_dir / "checkpoints"))
+        return written
+
+    done = raydist.run(job, "scale=1x2", "group=inline", "watch.progress=none", "checkpoint.keep=2")
+    assert done.values[0] == [1, 2, 3]
+    kept = sorted((Path(done.dir) / "checkpoints").iterdir())
+    assert [path.name for path in kept] == ["step-00000002", "step-00000003"]
+    state = checkpoint.load(kept[1])
+    assert state["weight"].tolist() == [26.0] * 1000
+    assert state["names"] == ["a", ("b", 3)]
+    assert checkpoint_files.verify(kept[1]).meta.world_size == 2
+    assert checkpoint_files.verify(kept[1]).metrics == {"loss": 3}
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) -> None:
+    def struck() -> int:
+        from raydist.worker import context
+
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        begin, _ = faults.own_loop(24 if first else 40)
+        if first and context.rank().rank == 0:
+            checkpoint.settle()
+            (context.rank().run_dir / "checkpoints" / "step-00000020" / "state.pt").write_bytes(b"cut off")
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.barrier()
+        return begin
+
+    done = raydist.run(struck, "scale=1x2", "group=inline", "watch.progress=none")
+    assert done.values == (10, 10)
+    assert any("step-00000020 is passed over" in text for text in done.warnings)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(on_ray: Path, backend: str) -> None:
+    words = (f"backend={backend}", "snapshot.every=0", "checkpoint.every=16")
+    done = train(*words, struck=(Fault("damage", 0, 40),))
+    assert (done.values, losses(done)) == unbroken(backend)
+    (back,) = events(done, "restarted")
+    assert (back["step"], back["repeated"]) == (17, 24)
+    assert any("step-00000032 is passed over" in text for text in done.warnings)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own with little room."""
+    made = tmp_path / "disk"
+    made.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(made)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("root mounts a small disk, where it may")
+    yield made
+    subprocess.run(["umount", "--lazy", str(made)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_full_disk_does_not_stop_the_training(on_ray: Path, small_disk: Path, backend: str) -> None:
+    words = (f"backend={backend}", "checkpoint.every=16", f"hydra.run.dir={small_disk}/run")
+    done = train(*words, struck=(Fault("fill", 0, 20),))
+    assert done.status == "finished"
+    assert done.values == unbroken(backend)[0]
+    for word in ("cannot be written (No space left on device)", "a checkpoint could not be written: OSError"):
+        assert any(word in text for text in done.warnings), done.warnings
+    found = checkpoint_files.newest(done.dir / "checkpoints")
+    assert found is not None
+    assert (found.step, found.path) == (16, done.checkpoint)
+    assert not list((done.dir / "checkpoints").glob(".*"))
+
+
+def test_restart_none_ends_with_the_first_failure_and_its_state_is_on_the_disk(on_ray: Path) -> None:
+    with pytest.raises(RunFailed, match="killed by SIGKILL") as caught:
+        train("restart=none", struck=(kill(1, 21),))
+    result = caught.value.result
+    assert (result.restarts, result.cause.step) == ((), 21)
+    assert result.checkpoint.name == "step-00000021"
+    resumed = train(f"resume={result.dir}")
+    assert (resumed.values, losses(resumed)[-27:]) == (unbroken("gloo")[0], unbroken("gloo")[1][21:])
+
+
+@pytest.mark.parametrize(
+    ("struck", "attempts", "reason"),
+    [
+        (Fault("raise", 1, 12, ()), 2, "the same failure came twice at step 12"),
+        (kill(1, 12, 0, 1, 2, 3), 3, "3 failures in a row without a step beyond step 12"),
+    ],
+)
+def test_what_comes_again_and_again_ends_with_the_reason(
+    on_ray: Path, struck: Fault, attempts: int, reason: str
+) -> None:
+    with pytest.raises(RunFailed) as caught:
+        train(struck=(struck,))
+    result = caught.value.result
+    assert len(result.restarts) == attempts - 1
+    assert result.why_last == reason
+    assert reason in str(caught.value)
+    assert result.checkpoint.name == "step-00000012"
+
+
+def test_more_failures_than_are_forgiven(on_ray: Path) -> None:
+    struck = tuple(kill(attempt % 2, 10 + attempt, attempt) for attempt in range(5))
+    with pytest.raises(RunFailed, match=r"3 failures within 3600 s, restart\.max=2"):
+        train("restart.max=2", struck=struck)
+
+
+def test_a_word_that_is_wrong_for_the_ranks_is_not_tried_again(on_ray: Path) -> None:
+    with pytest.raises(RunFailed, match=r"checkpoint\.best=max:accurracy") as caught:
+        train("checkpoint.best=max:accurracy")
+    assert caught.value.result.restarts == ()
+
+
+def program(folder: Path, *words: str) -> Program:
+    """The same training, for long, as a person starts it."""
+    (folder / "slow.py").write_text(
+        "import raydist\nfrom tests import faults\n\ndef job(config):\n    faults.training(config, pause=0.01)\n"
+    )
+    return Program(folder, "job=slow.py", "scale=1x2", "group=inline", *WORDS, "train.epochs=200", *words)
+
+
+@pytest.fixture
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.parametrize(
+    ("number", "backend"),
+    [(signal.SIGTERM, "gloo"), pytest.param(signal.SIGINT, "horovod", marks=requires_horovod)],
+)
+def test_a_signal_leaves_the_last_state_on_the_disk(tmp_path: Path, number: signal.Signals, backend: str) -> None:
+    """Ctrl-C; SIGTERM, as `ray job stop` and batch systems send it."""
+    started = program(tmp_path, "checkpoint.every=100000", f"backend={backend}")
+    started.until_step(20)
+    started.signal(number)
+    assert started.wait() == 128 + number, started.screen
+    found = checkpoint_files.newest(started.run_dir / "checkpoints")
+    assert found is not None
+    assert found.step >= 20
+    assert started.result()["checkpoint"] == str(found.path)
+    assert gone(str(started.tmp)) == []
+    assert folders_of(started.tmp) == []
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(tmp_path: Path, backend: str) -> None:
+    started = program(tmp_path, "checkpoint.every=100000", f"backend={backend}")
+    started.until_step(20)
+    started.signal(signal.SIGKILL)
+    started.wait()
+    assert gone(str(started.tmp)) == []
+    assert folders_of(started.tmp) == []
+    found = checkpoint_files.newest(started.run_dir / "checkpoints")
+    assert found is not None
+    assert found.step >= max(event["step"] for event in started.events("report"))
+
+
+def back(started: Program, count: int) -> bool:
+    """Whether that many restarts are over."""
+    return not count or len(started.events("restarted")) == count
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.parametrize(
+    ("backend", "epochs", "kills"), [("gloo", 25, 12), pytest.param("horovod", 9, 4, marks=requires_horovod)]
+)
+def test_a_storm_changes_nothing(tmp_path: Path, on_ray: Path, backend: str, epochs: int, kills: int) -> None:
+    """A rank is killed every now and then, whichever it is and whatever it does."""
+    words = (f"backend={backend}", f"train.epochs={epochs}", "checkpoint.every=30", "restart.max=1000")
+    whole = train(*words)
+    ended: Any = whole.values[0]
+    (tmp_path / "storm").mkdir()
+    started = program(tmp_path / "storm", *words)
+    for count in range(kills):
+        started.until(partial(back, started, count), "restart")
+        started.until_step(30 * (count + 1))
+        ranks = [event["pid"] for event in started.events("began")][-2:]
+        os.kill(ranks[count % 2], signal.SIGKILL)
+    assert started.wait() == 0, started.screen
+    last = [event for event in started.events("report") if event["rank"] == 0 and "test_loss" in event["values"]][-1]
+    assert last["values"]["test_loss"] == whole.metrics["test_loss"]
+    saved = checkpoint.load(Path(started.result()["checkpoint"]))
+    for name, value in saved["model"].items():
+        assert value.tolist() == ended["weights"][name]
+    assert len(started.result()["restarts"]) == kills
+    assert gone(str(started.tmp)) == []
+
+
+def test_checkpoints_are_those_of_a_run_without_snapshots(on_ray: Path) -> None:
+    words = ("checkpoint.every=20", "checkpoint.best=min:loss", "checkpoint.keep=2")
+    with_them, without = train(*words), train(*words, "snapshot.every=0")
+    names = [sorted(path.name for path in (done.dir / "checkpoints").iterdir()) for done in (with_them, without)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        one, other = (checkpoint_files.verify(done.dir / "checkpoints" / name) for done in (with_them, without))
+        differing = [key for key in {**one.state, **other.state} if not equal(one.state.get(key), other.state.get(key))]
+        assert differing == ["config"]
+        assert replace(one.meta, time=0, files={}) == replace(other.meta, time=0, files={})
+    assert with_them.warnings == ()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)

@@ -1,0 +1,297 @@
+"""raydist.run on real Ray and without it: what a caller gets back."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raydist
+from raydist.shared.errors import ConfigError, LaunchError, RunFailed
+from raydist.shared.events import read_events
+
+pytestmark = pytest.mark.ray
+QUIET = "watch.progress=none"
+GROUPS = [pytest.param("group=ray", id="ray"), pytest.param("group=inline", id="inline")]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_values_come_back_by_rank_and_the_ranks_know_each_other(on_ray: Path, group: str) -> None:
+    def job(factor: float, more: int = 0) -> tuple[Any, ...]:
+        import torch
+        import torch.distributed as dist
+
+        total = torch.ones(1) * factor
+        dist.all_reduce(total)
+        me = raydist.rank()
+        same = me == raydist.rank().from_env(os.environ)
+        return me.rank, me.local_rank, me.world_size, total.item() + more, same, dist.get_backend()
+
+    done = raydist.run(job, "scale=1x3", group, QUIET, args=(2.0,), more=1)
+    assert done.status == "finished"
+    assert done.values == tuple((rank, rank, 3, 7.0, True, "gloo") for rank in range(3))
+
+
+@pytest.mark.parametrize("init_method", ["env", "tcp", "file"])
+def test_every_init_method_is_really_used(on_ray: Path, init_method: str) -> None:
+    def job() -> tuple[str, str]:
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        dist.barrier()
+        store: Any = _get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return type(store).__name__, os.environ.get("RAYDIST_RENDEZVOUS_FILE", "")
+
+    done = raydist.run(job, "scale=1x2", f"init_method={init_method}", QUIET)
+    kind, file = done.values[0] or ("", "")
+    assert kind == ("FileStore" if init_method == "file" else "TCPStore")
+    assert bool(file) == (init_method == "file")
+    assert done.values[0] == done.values[1]
+
+
+def test_groups_of_some_ranks_work_in_a_job(on_ray: Path) -> None:
+    def job() -> float:
+        import torch
+        import torch.distributed as dist
+
+        pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        mine = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(mine, group=pairs[dist.get_rank() // 2])
+        return mine.item()
+
+    assert raydist.run(job, "scale=1x4", QUIET).values == (1.0, 1.0, 5.0, 5.0)
+
+
+def test_the_store_listens_on_the_training_address_only(on_ray: Path) -> None:
+    def job() -> list[str]:
+        import psutil
+
+        port = int(os.environ["MASTER_PORT"])
+        found = psutil.net_connections()
+        return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+
+    done = raydist.run(job, "scale=1x2", QUIET)
+    assert done.values[0] == [
+        next(e for e in read_events(done.dir / "events.jsonl") if e["kind"] == "plan")["seats"][0]["ip"]
+    ]
+
+
+def test_a_module_that_is_a_job_and_its_own_words(on_ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (on_ray / "my_package.py").write_text("def train(config, hidden=1):\n    return hidden, config.seed\n")
+    monkeypatch.syspath_prepend(str(on_ray))
+    done = raydist.run("my_package:train", "scale=1x2", "job.args.hidden=5", "seed=3", QUIET)
+    assert done.values == ((5, 3), (5, 3))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_both_ways_to_start_a_rank(on_ray: Path, group: str, start: str) -> None:
+    done = raydist.run(lambda: os.environ["RANK"], "scale=1x2", group, f"start={start}", QUIET)
+    assert done.values == ("0", "1")
+
+
+def test_one_inline_rank_runs_in_this_very_process(on_ray: Path) -> None:
+    before = dict(os.environ)
+    done = raydist.run(lambda: (os.getpid(), raydist.rank().world_size), "scale=1x1", "group=inline", QUIET)
+    assert done.values == ((os.getpid(), 1),)
+    assert dict(os.environ) == before
+
+
+def test_one_inline_rank_that_fails_has_a_page_of_its_failure_too(on_ray: Path) -> None:
+    def job() -> None:
+        raise KeyError("no such sample")
+
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(job, "scale=1x1", "group=inline", QUIET)
+    page = json.loads((caught.value.result.dir / "blame-1.json").read_text())
+    assert (page["cause"]["type"], page["status"]) == ("KeyError", "failed")
+    assert caught.value.result.failure == page["text"]
+
+
+def test_what_ranks_print_is_in_their_own_logs_unmixed(on_ray: Path) -> None:
+    def job() -> None:
+        sys.stdout.buffer.write(bytes([0, 255, 10]))
+        for number in range(2000):
+            print("rank", os.environ["RANK"], number)
+        print("x" * 3_000_000, file=sys.stderr)
+        os.system("echo from a child")
+
+    done = raydist.run(job, "scale=1x2", QUIET)
+    for rank in range(2):
+        log = (done.dir / "logs" / f"rank-{rank}.log").read_bytes()
+        lines = [line for line in log.split(b"\n") if not line.startswith(b"[Gloo] ")]  # torch 2.8's own
+        assert lines[0] == bytes([0, 255])
+        assert lines[1:2001] == [f"rank {rank} {number}".encode() for number in range(2000)]
+        assert lines[2001:] == [b"x" * 3_000_000, b"from a child", b""]
+
+
+def test_the_run_folder_holds_events_and_result(on_ray: Path) -> None:
+    def job() -> None:
+        for step in range(1, 6):
+            raydist.report(step=step, steps=5, loss=1.0 / step)
+
+    done = raydist.run(job, "scale=1x2", "name=mine", QUIET)
+    assert done.dir.parent == on_ray / "runs" / "mine"
+    events = list(read_events(done.dir / "events.jsonl"))
+    kinds = [happened["kind"] for happened in events]
+    assert kinds[0] == "run"
+    assert kinds[-1] == "result"
+    assert [e["step"] for e in events if e["kind"] == "report" and e["rank"] == 0] == [1, 2, 3, 4, 5]
+    assert {e["rank"] for e in events if e["kind"] == "ended"} == {0, 1}
+    phases = [e["name"] for e in events if e["kind"] == "phase"]
+    assert phases == ["connect", "place", "actors", "warm-up", "rendezvous", "first step"]
+    assert done.metrics["loss"] == 0.2
+    assert (done.dir / "result.json").exists()
+
+
+def raise_value_error() -> None:
+    raise ValueError("bad thing")
+
+
+ENDS: list[tuple[str, str, Callable[[], Any]]] = [
+    ("raised", "ValueError: bad thing", raise_value_error),
+    ("exited", "exited with code 3", lambda: sys.exit(3)),
+    ("exited", "exited with code 7", lambda: os._exit(7)),
+    ("killed", "killed by SIGKILL", lambda: os.kill(os.getpid(), 9)),
+    ("killed", "killed by SIGSEGV", lambda: __import__("ctypes").string_at(0)),
+    ("killed", "killed by SIGABRT", lambda: os.abort()),
+]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("how", "words", "act"), ENDS, ids=[words for _, words, _ in ENDS])
+def test_the_rank_that_failed_is_named_and_the_others_are_ended(
+    on_ray: Path, group: str, how: str, words: str, act: Callable[[], Any]
+) -> None:
+    def job() -> None:
+        import torch
+        import torch.distributed as dist
+
+        for step in range(1, 1_000_000):
+            dist.all_reduce(torch.ones(1))
+            raydist.report(step=step)
+            if step == 20 and dist.get_rank() == 1:
+                act()
+
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(job, "scale=1x3", group, QUIET)
+    result = caught.value.result
+    cause = result.cause
+    assert (cause.rank, cause.how, cause.step) == (1, how, 20)
+    assert f"rank 1 on {cause.host}, step 20" in str(caught.value)
+    assert words in str(caught.value)
+    assert str(result.dir / "logs" / "rank-1.log") in str(caught.value)
+    assert {end.rank: end.how for end in result.ends}.keys() == {0, 1, 2}
+    assert 1 in caught.value.exceptions
+
+
+def test_a_callers_own_exception_comes_back_as_itself(on_ray: Path) -> None:
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(raise_value_error, "scale=1x2", QUIET)
+    assert {type(error) for error in caught.value.exceptions.values()} == {ValueError}
+    assert "raise ValueError" in str(caught.value)
+    assert "entry.py" not in str(caught.value)
+
+
+def test_the_same_error_on_all_ranks_is_told_once(on_ray: Path) -> None:
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(raise_value_error, "scale=1x4", QUIET)
+    assert str(caught.value).count("ValueError: bad thing") <= 2  # the cause, and its traceback's last line
+
+
+def test_a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run(on_ray: Path) -> None:
+    def job() -> None:
+        import atexit
+        import time
+
+        atexit.register(time.sleep, 300)
+        raise ValueError("then stuck")
+
+    with pytest.raises(RunFailed, match="then stuck"):
+        raydist.run(job, "scale=1x2", QUIET)
+
+
+def test_what_a_rank_returned_may_be_impossible_to_send(on_ray: Path) -> None:
+    def job() -> Any:
+        import threading
+
+        return threading.Lock()
+
+    done = raydist.run(job, "scale=1x2", QUIET)
+    assert done.values == (None, None)
+    assert "can't be pickled" in done.warnings[0]
+
+
+def test_what_can_never_fit_is_refused_at_once_with_what_is_there(on_ray: Path) -> None:
+    with pytest.raises(ConfigError, match=r"4 CPU"):
+        raydist.run(raise_value_error, "scale=1x64", QUIET)
+
+
+def test_nccl_without_gpus_is_refused_with_the_reason(on_ray: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nccl.*GPU"):
+        raydist.run(raise_value_error, "backend=nccl", QUIET)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "ucc"])
+def test_a_backend_that_this_torch_lacks_is_refused_with_the_reason(on_ray: Path, backend: str) -> None:
+    with pytest.raises(ConfigError, match=rf"backend={backend}: torch .* was built without"):
+        raydist.run(raise_value_error, f"backend={backend}", QUIET)
+
+
+def test_a_job_that_takes_all_waits_for_its_turn_and_gives_up_with_the_reason(on_ray: Path) -> None:
+    import ray
+
+    @ray.remote(num_cpus=3)
+    class Taker:  # type: ignore[misc,unused-ignore]
+        def here(self) -> bool:
+            return True
+
+    taker: Any = Taker.remote()  # type: ignore[attr-defined]
+    ray.get(taker.here.remote())
+    with pytest.raises(LaunchError, match=r"gave up after 2 s.*taken"):
+        raydist.run(raise_value_error, "scale=1x2", "scale.wait_s=2", QUIET)
+    ray.kill(taker)
+
+
+def test_nothing_is_left_in_ray_after_good_and_bad_runs(on_ray: Path) -> None:
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    raydist.run(lambda: None, "scale=1x2", QUIET)
+    with pytest.raises(RunFailed):
+        raydist.run(raise_value_error, "scale=1x2", QUIET)
+    assert {row["state"] for row in placement_group_table().values()} <= {"REMOVED"}
+    for _ in range(100):
+        if ray.available_resources().get("CPU") == 4:
+            break
+        __import__("time").sleep(0.1)
+    assert ray.available_resources().get("CPU") == 4
+
+
+def test_cluster_takes_every_cpu_of_a_cluster_without_gpus(on_ray: Path) -> None:
+    assert raydist.run(lambda: os.environ["WORLD_SIZE"], "scale=cluster", QUIET).values == ("4",) * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's variables")
+def test_memory_freed_in_a_step_is_kept_for_the_next(on_ray: Path) -> None:
+    """Three blocks of 20 MB, freed at once, are more than glibc keeps unless it is told to."""
+
+    def job() -> int:
+        import resource
+
+        def step() -> int:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            blocks = [bytearray(20 << 20) for _ in range(3)]
+            del blocks
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        return min([step() for _ in range(5)][2:])
+
+    assert all(faults < 1000 for faults in raydist.run(job, "scale=1x2", QUIET).values if faults is not None)

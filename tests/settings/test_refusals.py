@@ -1,0 +1,250 @@
+"""Every way to type wrong settings: the error's key, value and suggestion, which its message has too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raydist
+from raydist import train
+
+REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
+    "unknown key": (["optm.lr=0.1"], "optm.lr", "0.1", "optim.lr=0.1"),
+    "key one level off": (["lr=0.1"], "lr", "0.1", "optim.lr=0.1"),
+    "key of another part": (["optim.epochs=3"], "optim.epochs", "3", "train.epochs=3"),
+    "misspelt key": (["optim.lrr=1"], "optim.lrr", "1", "optim.lr=1"),
+    "text for a whole number": (["train.epochs=abc"], "train.epochs", "abc", "train.epochs=10"),
+    "half a whole number": (["train.epochs=1.5"], "train.epochs", "1.5", "train.epochs=10"),
+    "text for a number": (["optim.lr=fast"], "optim.lr", "fast", "optim.lr=0.05"),
+    "no truth value": (["data.shuffle=maybe"], "data.shuffle", "maybe", "data.shuffle=true"),
+    "null where a number is needed": (["optim.lr=null"], "optim.lr", "null", "optim.lr=0.05"),
+    "a dictionary for a number": (["optim.lr={a:1}"], "optim.lr", "{a:1}", "optim.lr=0.05"),
+    "a number for a dictionary": (["env=5"], "env", "5", "env.NAME=VALUE"),
+    "a number for a part": (["train=3"], "train", "3", "train.epochs=10"),
+    "unknown word": (["train.precision=fp8"], "train.precision", "fp8", "train.precision=fp32"),
+    "unknown word of Ray's": (["scale.placement=PACKED"], "scale.placement", "PACKED", "scale.placement=PACK"),
+    "wrong optimizer": (["optim.name=adm"], "optim.name", "adm", "optim.name=adam"),
+    "wrong init_method": (["init_method=tpc"], "init_method", "tpc", "init_method=tcp"),
+    "unknown choice": (["backend=ncl"], "backend", "ncl", "backend=nccl"),
+    "a number as choice": (["backend=1"], "backend", "1", ""),
+    "no choice": (["backend="], "backend", "", ""),
+    "null as choice": (["backend=null"], "backend", "null", "backend=nccl"),
+    "two choices at once": (["job=[digits,mnist]"], "job", "[digits,mnist]", "job=digits"),
+    "a choice without its group": (["nccl"], "backend", "nccl", "backend=nccl"),
+    "a size without its group": (["2x8"], "scale", "2x8", "scale=2x8"),
+    "a file without its group": (["jobs/mine.py"], "job", "jobs/mine.py", "job=jobs/mine.py"),
+    "a key without a value": (["optim.lr"], "optim.lr", None, "optim.lr=0.05"),
+    "a value without a key": (["=3"], "", "3", "backend=gloo"),
+    "unknown model": (["model=resnet81"], "model", "resnet81", "model=resnet18"),
+    "broken yaml": (["optim=broken"], "", "<here>/conf/optim/broken.yaml", ""),
+    "unknown key in a file": (["optim=unknown"], "optim.nam", None, "optim.name"),
+    "wrong type in a file": (["optim=mistyped"], "optim.lr", "abc", "optim.lr=0.05"),
+    "negative rate": (["optim.lr=-1"], "optim.lr", -1.0, "optim.lr=0.05"),
+    "no batch": (["data.batch_size=0"], "data.batch_size", 0, "data.batch_size=1"),
+    "negative seed": (["seed=-1"], "seed", -1, "seed=0"),
+    "negative GPUs": (["scale.gpus=-1"], "scale.gpus", -1.0, "scale.gpus=0"),
+    "batch that can't be split": (
+        ["data.global_batch=10", "train.accumulate=4"],
+        "data.global_batch",
+        10,
+        "data.global_batch=8",
+    ),
+    "job file missing": (["job=nope.py"], "job", "nope.py", "job=odd.py"),
+    "job file misspelt": (["job=jobs/mien.py"], "job", "jobs/mien.py", "job=jobs/mine.py"),
+    "job misspelt": (["job=digit"], "job", "digit", "job=digits"),
+    "function missing": (["job=jobs/mine.py:jbo"], "job", "jobs/mine.py:jbo", "job=jobs/mine.py:job"),
+    "module missing": (["job=jsn.tool:main"], "job", "jsn.tool:main", "job=json.tool:main"),
+    "wrong argument": (["job=mine", "job.args.hiden=1"], "job.args.hiden", 1, "job.args.hidden=1"),
+    "no nodes": (["scale=0x2"], "scale", "0x2", "scale=1x2"),
+    "half a size": (["scale=2x"], "scale", "2x", "scale=1x2"),
+    "no size": (["scale=axb"], "scale", "axb", "scale=local"),
+    "ranks alone": (["scale=4"], "scale", "4", "scale=1x4"),
+    "capital size": (["scale=2X8"], "scale", "2X8", "scale=2x8"),
+    "group chosen twice": (["scale=2x8", "scale=1x2"], "scale", "1x2", "scale=1x2"),
+    "list without --multirun": (["optim.lr=0.1,0.2"], "optim.lr", "0.1,0.2", "--multirun optim.lr=0.1,0.2"),
+    "open bracket": (["optim.lr=[1"], "optim.lr", "[1", "\"optim.lr='[1'\""),
+    "two equal signs": (["name=a=b"], "name", "a=b", "\"name='a=b'\""),
+    "a plus too many": (["+optim.lr=1"], "optim.lr", "1", "optim.lr=1"),
+    "a plus before a group": (["+backend=gloo"], "backend", "gloo", "backend=gloo"),
+    "a plus before nonsense": (["+optm.lr=1"], "optm.lr", "1", "optim.lr=1"),
+    "taking a setting away": (["~optim.lr"], "optim.lr", None, "optim.lr=0.05"),
+    "taking another choice away": (["~backend=nccl"], "backend", "nccl", ""),
+    "missing interpolation": (["name=${nme}"], "name", "${nme}", "name=${name}"),
+    "missing variable": (["name=${oc.env:NO_SUCH}"], "name", "${oc.env:NO_SUCH}", ""),
+    "missing interpolation in the folder": (["hydra.run.dir=${nope}"], "hydra.run.dir", None, ""),
+    "wrong key of Hydra's": (["hydra.run.dirr=x"], "hydra.run.dirr", "x", ""),
+    "unknown launcher": (["hydra/launcher=joblib"], "hydra/launcher", "joblib", ""),
+    "the folder by the wrong key": (["dir=x"], "dir", "x", "hydra.run.dir=x"),
+    "best without max or min": (
+        ["checkpoint.best=accuracy"],
+        "checkpoint.best",
+        "accuracy",
+        "checkpoint.best=max:accuracy",
+    ),
+    "nothing to go on from": (["resume=/nope/x"], "resume", "/nope/x", "resume=auto"),
+    "unknown flag": (["--multrun"], "--multrun", None, "--multirun"),
+    "unknown short flag": (["-z"], "-z", None, ""),
+    "wrong word after --cfg": (["--cfg", "jobb"], "--cfg", "jobb", "--cfg job"),
+    "wrong word after --info": (["--info", "serchpath"], "--info", "serchpath", "--info searchpath"),
+    "two flags": (["--multirun", "--cfg", "job"], "--cfg", None, "--multirun"),
+    "--resolve alone": (["--resolve"], "--resolve", None, "--cfg job --resolve"),
+    "no such config": (["--config-name", "nope"], "--config-name", "nope", "--config-name config"),
+    "no such folder": (["--config-dir", "cnf"], "--config-dir", "cnf", "--config-dir conf"),
+    "one of many runs": (["--multirun", "optim.lr=0.1,abc"], "optim.lr", "abc", "optim.lr=0.05"),
+    "ranks alone, many": (["--multirun", "scale=1x1,2"], "scale", "2", "scale=1x2"),
+    "a folder below a file": (
+        ["hydra.run.dir=jobs/mine.py/x"],
+        "hydra.run.dir",
+        "jobs/mine.py/x",
+        "hydra.run.dir=FOLDER",
+    ),
+    "a file for a folder": (
+        ["hydra.run.dir=jobs/mine.py"],
+        "hydra.run.dir",
+        "jobs/mine.py",
+        "hydra.run.dir=jobs/mine.py-2",
+    ),
+    "a list as a file": (["optim=listed"], "", None, ""),
+    "text as a file": (["optim=text"], "optim.sgd", None, "optim.args"),
+    "not even text": (["optim=binary"], "", None, ""),
+    "a default that is not there": (["optim=nested"], "optim", "missing", ""),
+    "one of many sizes": (["--multirun", "scale=1x1,0x1"], "scale", "0x1", "scale=1x1"),
+    "wrong word shown": (["--cfg", "job", "lr=1"], "lr", "1", "optim.lr=1"),
+    "job path without .py": (["job=jobs/mine"], "job", "jobs/mine", "job=jobs/mine.py"),
+    "job path without .py, with a function": (["job=jobs/mine:job"], "job", "jobs/mine:job", "job=jobs/mine.py:job"),
+    "no function after the colon": (["job=jobs/mine.py:"], "job", "jobs/mine.py:", "job=jobs/mine.py:job"),
+    "module without a function": (["job=json.tool"], "job", "json.tool", "job=json.tool:job"),
+    "function missing in a module": (["job=json.tool:mian"], "job", "json.tool:mian", "job=json.tool:main"),
+    "job folder misspelt": (["job=jbos/mine.py"], "job", "jbos/mine.py", "job=jobs/mine.py"),
+    "argument missing": (["job=needs"], "job", "needs", "job.args.width=VALUE"),
+    "config as an argument": (["job=mine", "job.args.config=3"], "job.args.config", 3, ""),
+    "job file is not Python": (["job=odd.py"], "job", "odd.py", ""),
+    "a setting of no likeness": (["zzzz=1"], "zzzz", "1", ""),
+    "unknown part": (["optm.lr=0.1"], "optm.lr", "0.1", "optim.lr=0.1"),
+    "without a part": (["batch_size=4"], "batch_size", "4", "data.batch_size=4"),
+    "group misspelt": (["bakend=nccl"], "bakend", "nccl", "backend=nccl"),
+    "group misspelt, removed": (["~bakend"], "bakend", None, "backend"),
+    "group without a choice": (["backend"], "backend", None, "backend=CHOICE"),
+    "two pluses before a group": (["++backend=gloo"], "backend", "gloo", "backend=gloo"),
+    "entry without a name": (["model.=1"], "model.", "1", "model.NAME=1"),
+    "unknown placeholder": (["script=train.py", "args={rnk}"], "args", "{rnk}", "args={rank}"),
+    "placeholder without a value": (
+        ["script=train.py", "args={master_port}", "init_method=file"],
+        "args",
+        "{master_port}",
+        "init_method=tcp",
+    ),
+    "open quote": (["script=train.py", "args='a"], "args", "'a", "args=[VALUE,VALUE]"),
+    "script misspelt": (["script=trian.py"], "script", "trian.py", "script=train.py"),
+    "script module missing": (["script=-m jsn.tool"], "script", "-m jsn.tool", 'script="-m json.tool"'),
+    "script module with arguments": (["script=-m train x"], "script", "-m train x", 'script="-m package.module"'),
+    "script package": (["script=-m package"], "script", "-m package", 'script="-m package.MODULE"'),
+    "working_dir missing": (["working_dir=nowhere"], "working_dir", "nowhere", "working_dir=."),
+    "requirements missing": (["pip=[needed.txt]"], "pip", "[needed.txt]", "pip=[PACKAGE,PACKAGE]"),
+    "env_file missing": (["env_file=od.env"], "env_file", "od.env", "env_file=odd.env"),
+    "env_file with an odd name": (["env_file=odd.env"], "env_file", "odd.env", "NAME=value"),
+    "output of no ranks": (["watch.output=first"], "watch.output", "first", "watch.output=0,3"),
+    "restart with MPI": (["script=train.py", "backend=mpi", "restart.max=1"], "restart.max", 1, "restart=none"),
+    "horovod with tcp": (["backend=horovod", "init_method=tcp"], "init_method", "tcp", "init_method=env"),
+    "horovod's seconds": (
+        ["backend=horovod", "backend.horovod.stall_fail_s=60"],
+        "backend.horovod.stall_fail_s",
+        60,
+        "backend.horovod.stall_fail_s=120",
+    ),
+    "horovod's sets": (
+        ["backend=horovod", "backend.horovod.process_sets=[[0,0]]"],
+        "backend.horovod.process_sets",
+        [0, 0],
+        "backend.horovod.process_sets=[[0,1],[2,3]]",
+    ),
+    "least more than most": (["scale.nodes=3", "scale.max_nodes=2"], "scale.nodes", "3..2", "scale.nodes=2..3"),
+    "spares beside max_nodes": (["scale=1..2x2", "scale.spares=1"], "scale.spares", 1, "scale.spares=0"),
+    "spares of the whole cluster": (
+        ["scale=cluster", "scale.spares=1"],
+        "scale.spares",
+        "1",
+        "scale.nodes=1 scale.spares=1",
+    ),
+    "most of the whole cluster": (["scale=cluster", "scale.max_nodes=4"], "scale.max_nodes", 4, "scale.nodes=1..4"),
+    "elastic MPI": (
+        ["script=train.py", "backend=mpi", "restart=none", "scale=1..2x2"],
+        "scale.nodes",
+        "1..2",
+        "scale.max_nodes=null",
+    ),
+    "elastic inline": (["scale=1..2x2", "group=inline"], "scale.nodes", "1..2", "group=ray"),
+    "elastic, packed": (
+        ["scale=1..2x2", "scale.placement=PACK"],
+        "scale.nodes",
+        "1..2",
+        "scale.placement=STRICT_SPREAD",
+    ),
+    "spares without restart": (["scale.spares=1", "restart.max=0"], "scale.spares", "1", "restart.max=1"),
+    "too few samples for all": (
+        ["scale=1..64x8", "data.batch_size=1"],
+        "scale.nodes",
+        "1..64",
+        "data.global_batch=512",
+    ),
+    "fixed batch, scaled": (
+        ["scale=1..2x2", "data.resize=scale", "data.global_batch=64"],
+        "data.resize",
+        "scale",
+        "data.resize=keep",
+    ),
+    "RDMA over ethernet": (["fabric=ethernet", "fabric.strict=true"], "fabric.strict", "true", "fabric.kind=auto"),
+    "resume from an unknown store": (["resume=ftpp://x"], "resume", "ftpp://x", "resume=s3://BUCKET/FOLDER"),
+    "no bucket": (["storage=s3://"], "storage", "s3://", "storage=s3://BUCKET/FOLDER"),
+    "password in a URL": (["storage=s3://me:pw@bucket/x"], "storage", "s3://…", "storage=s3://bucket/x"),
+    "unknown setting in a part": (["train={foo: 3}"], "train.foo", None, "train"),
+    "a range without --multirun": (
+        ["train.epochs=range(1,3)"],
+        "train.epochs",
+        "range(1,3)",
+        "--multirun train.epochs=range(1,3)",
+    ),
+}
+"""What is typed; the error's key, value and suggestion. <here> is the folder with the wrong files."""
+
+
+def write_wrong_files(here: Path) -> None:
+    """A job, and files that are wrong in one way each."""
+    (here / "conf" / "optim").mkdir(parents=True)
+    (here / "jobs").mkdir()
+    (here / "package").mkdir()
+    texts = {
+        "conf/optim/broken.yaml": "name: [sgd\nlr: 1\n",
+        "conf/optim/unknown.yaml": "nam: sgd\n",
+        "conf/optim/listed.yaml": "- sgd\n",
+        "conf/optim/text.yaml": "sgd\n",
+        "conf/optim/nested.yaml": "defaults: [missing]\n",
+        "conf/optim/mistyped.yaml": "lr: abc\n",
+        "jobs/mine.py": "def job(config, hidden=3): ...\n",
+        "jobs/needs.py": "def job(config, width): ...\n",
+        "odd.py": "def job(:\n",
+        "odd.env": "A B\n",
+        "train.py": "",
+        "package/__init__.py": "",
+    }
+    for name, text in texts.items():
+        (here / name).write_text(text)
+    (here / "conf" / "optim" / "binary.yaml").write_bytes(b"name: \xff\xfe\n")
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_error_has_key_value_and_suggestion(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed, key, value, suggestion = REFUSED[kind]
+    monkeypatch.chdir(tmp_path)
+    write_wrong_files(tmp_path)
+    with pytest.raises(raydist.ConfigError) as refused:
+        train.run_command(train.parse_arguments(typed))
+    error = refused.value
+    found = error.value.replace(str(tmp_path), "<here>") if isinstance(error.value, str) else error.value
+    assert (error.key, found, error.suggestion) == (key, value, suggestion)
+    assert suggestion in str(error)
+    assert value is None or str(error.value) in str(error)
+    assert key.partition(".")[0] in str(error) or str(value) in str(error)

@@ -1,0 +1,156 @@
+"""torchrun's command line in raydist's words: held against torchrun's own parser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raydist.settings import torchrun
+from raydist.settings.overrides import translate_overrides
+from raydist.shared import arguments
+from raydist.shared.errors import ConfigError
+from raydist.tools import launch
+
+TORCHRUN = """
+from torch.distributed.run import get_args_parser
+print(*[flag for action in get_args_parser()._actions for flag in action.option_strings])
+"""
+
+
+def words(*argv: str, **env: str) -> dict[str, str]:
+    """What is said, by its key."""
+    said = torchrun.translate_torchrun(argv, env)
+    return dict(word.split("=", 1) for word in said.overrides)
+
+
+def test_every_flag_of_torchrun_is_known_in_every_spelling() -> None:
+    theirs = set(
+        subprocess.run([sys.executable, "-c", TORCHRUN], check=True, capture_output=True, text=True).stdout.split()
+    )
+    ours = {flag for action in torchrun.torchrun_parser({})._actions for flag in action.option_strings}
+    assert theirs - ours <= {"--print-completion", "--print_completion"}  # of torchrun itself, for a shell
+
+
+def test_without_flags_it_is_what_torchrun_means() -> None:
+    assert words("train.py") == {
+        "backend": "script", "scale.nodes": "1", "scale.per_node": "1", "watch.output": "all",
+        "restart.max": "0", "restart.window_s": "null", "script": "train.py", "args": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--nnodes 2 --nproc-per-node 8", {"scale.nodes": "2", "scale.per_node": "8"}),
+        ("--nnodes=2:4 --nproc_per_node=3", {"scale.nodes": "2", "scale.max_nodes": "4", "scale.per_node": "3"}),
+        ("--nnodes=3:3", {"scale.nodes": "3"}),
+        ("--nproc-per-node cpu", {"scale.gpus": "0"}),
+        ("--nproc-per-node gpu", {"scale.gpus": "1"}),
+        ("--max-restarts 2", {"restart.max": "2"}),
+        ("--role trainer --rdzv-id 77", {"env.ROLE_NAME": "trainer", "env.TORCHELASTIC_RUN_ID": "77"}),
+        ("-r 3", {"watch.output": "none"}),
+        ("--tee 3 -r 3", {"watch.output": "all"}),
+        ("--nproc-per-node 3 -r 1:3,2:0", {"watch.output": "0,2"}),
+        ("--nnodes 2 --nproc-per-node 3 --local-ranks-filter 0,2", {"watch.output": "0,2,3,5"}),
+        ("--nnodes 2:4 --nproc-per-node 2 --local-ranks-filter 0", {"watch.output": "0,2,4,6"}),
+        ("--nproc-per-node 2 -r 3 -t 1:3", {"watch.output": "1"}),
+        ("scale.per_node=4 scale.cpus=2", {"scale.per_node": "4", "scale.cpus": "2"}),
+    ],
+)
+def test_flags_become_words(typed: str, says: dict[str, str]) -> None:
+    assert says.items() <= words(*typed.split(), "train.py").items()
+
+
+def test_defaults_come_from_torchruns_variables() -> None:
+    said = words("train.py", PET_NNODES="3", PET_NPROC_PER_NODE="2", PET_MODULE="1")
+    assert (said["scale.nodes"], said["scale.per_node"], said["script"]) == ("3", "2", "-m train.py")
+
+
+@pytest.mark.parametrize(
+    ("typed", "runs", "args"),
+    [
+        (["train.py", "--lr", "0.1"], "train.py", "--lr 0.1"),
+        (["-m", "pkg.train", "-m", "x"], "-m pkg.train", "-m x"),
+        (["--no-python", "./a.out", "1"], "./a.out", "1"),
+        (["--no-python", "run.py"], "/usr/bin/env", "./run.py"),
+        (["train", "--lr", "1"], sys.executable, "-u train --lr 1"),
+        (["train.py", "--nnodes", "7", "a=b"], "train.py", "--nnodes 7 a=b"),
+    ],
+)
+def test_the_script_and_what_is_its_own(typed: list[str], runs: str, args: str) -> None:
+    said = words(*typed)
+    assert (said["script"], said["args"]) == (runs, args)
+
+
+@pytest.mark.parametrize(
+    "arg",
+    ["", "a b", "'", '"x"', "{rank}", "{{rank}}", '{"a": {"b": [1, 2]}}', "[1,2]", "a\\b'", "--x={y}}", "é=ü", "$x"],
+)
+def test_arguments_arrive_as_they_stand(arg: str) -> None:
+    said = torchrun.translate_torchrun(["train.py", "first", arg])
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    (word,) = [each for each in translate_overrides(said.overrides, {"backend"})[0] if each.startswith("args=")]
+    args = OverridesParser.create().parse_override(word).value()
+    assert isinstance(args, list)
+    given = [str(getattr(each, "text", each)) for each in args]
+    arguments.check_arguments(given, "env")
+    assert arguments.fill(given, {}, "env", "gloo") == ["first", arg]
+
+
+@pytest.mark.parametrize(
+    ("typed", "key", "value", "suggestion"),
+    [
+        ("", "script", None, "python -m raydist.tools.launch [flags] train.py [its arguments]"),
+        ("--nodes 2 train.py", "--nodes", None, "--nnodes"),
+        ("--nnodes two train.py", "--nnodes", "two", "--nnodes 2"),
+        ("--nproc-per-node all train.py", "--nproc-per-node", "all", "--nproc-per-node auto"),
+        ("--node-rank 1 train.py", "--node-rank", "1", "--nnodes N"),
+        ("--virtual-local-rank x train.py", "--virtual-local-rank", "x", ""),
+        ("--max-restarts x train.py", "--max-restarts", "x", "--max-restarts 3"),
+        ("-r 7 train.py", "--redirects", "7", "--redirects 3"),
+        ("--nproc-per-node gpu --local-ranks-filter 0 train.py", "--nproc-per-node", "gpu", "--nproc-per-node 8"),
+        ("-m --no-python train", "--no-python", None, "--module"),
+    ],
+)
+def test_what_can_not_be_is_refused_with_a_suggestion(typed: str, key: str, value: str | None, suggestion: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        torchrun.translate_torchrun(typed.split(), {})
+    error = refused.value
+    assert (error.key, error.value, error.suggestion) == (key, value, suggestion)
+    assert suggestion in str(error)
+
+
+def test_what_is_needless_is_noted_and_let_be() -> None:
+    typed = ["--rdzv-backend=c10d", "--rdzv_endpoint", "host:29500", "--master-port", "1", "--standalone", "train.py"]
+    said = torchrun.translate_torchrun(typed, {})
+    assert [note.split()[0] for note in said.notes] == ["--rdzv-backend", "--rdzv-endpoint", "--master-port"]
+    assert not any("29500" in word for word in said.overrides)
+    [note] = torchrun.translate_torchrun(["--nnodes", "2:4", "train.py"], {}).notes
+    assert note.startswith("--nnodes 2:4: ")
+
+
+def test_the_tool_says_what_is_wrong_and_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--nnodes", "x", "train.py"]) == 2
+    assert "--nnodes x" in capsys.readouterr().err
+    assert launch.main(["--help"]) == 0
+    assert "--nproc-per-node" in capsys.readouterr().out
+    assert launch.main(["no_such_script.py"]) == 2
+    assert "no_such_script.py" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+def test_a_program_of_torchruns_by_its_command_line(on_ray: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    scripts = Path(__file__).parents[1] / "scripts"
+    typed = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(on_ray / "here"), str(scripts / "env_ddp.py")]
+    assert launch.main([*typed, "--epochs", "2"]) == 0
+    shown = capfd.readouterr().out.splitlines()
+    assert sorted(line for line in shown if line.startswith("[")) == [
+        f"[{rank}] rank {rank} local {rank} of 2: same weights True" for rank in range(2)
+    ]
+    assert len(list((on_ray / "here").glob("*/*/logs/rank-1.log"))) == 1
+    assert launch.main([*typed, "--fail", "4"]) == 1
+    assert "rank 1" in capfd.readouterr().out

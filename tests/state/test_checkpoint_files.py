@@ -1,0 +1,418 @@
+"""Checkpoints: whole or not at all, checked, pruned, found, and never code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raydist.launch import run_storage
+from raydist.settings.config import Checkpoint, Job
+from raydist.shared.errors import ConfigError
+from raydist.shared.events import Event, Events
+from raydist.state import checkpoint_files, write
+from raydist.worker import checkpoint, context
+
+
+@pytest.fixture
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
+    """This process as the only rank of a run in tmp_path/run; what it tells."""
+    monkeypatch.delenv("RAYDIST_RESUME", raising=False)
+    told: list[Event] = []
+    stand(tmp_path / "run", told)
+    yield told
+    context.enter(None)
+
+
+def stand(run_dir: Path, told: list[Event], rank: int = 0) -> None:
+    me = context.Rank(rank=rank, world_size=2, run_dir=run_dir)
+    context.enter(context.Context(rank=me, emit=told.append, beat=lambda step, phase: None))
+
+
+def put(step: int, metrics: dict[str, float] | None = None, **settings: Any) -> Path:
+    path = checkpoint.save(step, {"weights": torch.full((100,), float(step))}, metrics, Checkpoint(**settings))
+    assert isinstance(path, Path)
+    return path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def damage(path: Path) -> None:
+    """Turn one byte in the middle of the state round."""
+    raw = bytearray((path / "state.pt").read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    (path / "state.pt").write_bytes(raw)
+
+
+def truncate(path: Path) -> None:
+    raw = (path / "state.pt").read_bytes()
+    (path / "state.pt").write_bytes(raw[: len(raw) // 2])
+
+
+def unname(path: Path) -> None:
+    (path / "state.pt").unlink()
+
+
+def scramble(path: Path) -> None:
+    (path / "meta.json").write_text('{"step": 3')
+
+
+def empty(path: Path) -> None:
+    (path / "meta.json").write_text("[]")
+
+
+def bare(path: Path) -> None:
+    (path / "meta.json").unlink()
+
+
+DAMAGES = {
+    damage: "another checksum",
+    truncate: "bytes instead of",
+    unname: "state.pt is missing",
+    scramble: "meta.json can't be read",
+    empty: "meta.json can't be read",
+    bare: "meta.json can't be read",
+}
+
+
+def test_what_is_saved_comes_back(events: list[Event], tmp_path: Path) -> None:
+    state = {
+        "tensor": torch.arange(5.0),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "nested": {"list": [1, 2.5, "three", None, True], "tuple": (1, (2,))},
+        "ordered": OrderedDict(a=torch.zeros(1)),
+        "bytes": b"\x00\xff",
+    }
+    path = checkpoint.save(7, state, {"accuracy": 0.5})
+    assert path == tmp_path / "run" / "checkpoints" / "step-00000007"
+    found = checkpoint.latest()
+    assert found is not None
+    assert (found.step, found.path, found.metrics) == (7, path, {"accuracy": 0.5})
+    assert found.meta.world_size == 2
+    back = found.state
+    assert torch.equal(back.pop("tensor"), torch.arange(5.0))
+    assert back.pop("half").dtype == torch.bfloat16
+    assert back.pop("ordered")["a"].shape == (1,)
+    assert back == {key: state[key] for key in ("nested", "bytes")}
+    (saved,) = events
+    assert (saved["kind"], saved["step"], saved["path"]) == ("saved", 7, str(path))
+    assert saved["s"] > 0
+
+
+def test_nothing_to_go_on_from(events: list[Event]) -> None:
+    assert checkpoint.latest() is None
+
+
+def test_only_rank_0_writes(events: list[Event], tmp_path: Path) -> None:
+    stand(tmp_path / "run", events, rank=1)
+    assert checkpoint.save(1, {"a": 1}) is None
+    assert not (tmp_path / "run").exists()
+    assert events == []
+
+
+@pytest.mark.parametrize("harm", DAMAGES, ids=lambda harm: harm.__name__)
+def test_a_damaged_newest_is_passed_over_with_a_warning(events: list[Event], harm: Any) -> None:
+    put(1)
+    harm(put(2))
+    found = checkpoint.latest()
+    assert found is not None
+    assert found.step == 1
+    (warning,) = [event for event in events if event["kind"] == "warning"]
+    assert "step-00000002 is passed over" in warning["text"]
+    assert DAMAGES[harm] in warning["text"]
+
+
+def test_keep_and_best(events: list[Event], tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.6), (5, float("nan"))):
+        put(step, {"accuracy": accuracy}, keep=2, best="max:accuracy")
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000005"]
+    assert checkpoint_files.best(folder, "min:accuracy") == folder / "step-00000004"
+    put(6, {"accuracy": 0.9}, keep=1, best="max:accuracy")
+    assert names(folder) == ["step-00000006"]
+    put(7, keep=1, best="max:accuracy")
+    assert names(folder) == ["step-00000006", "step-00000007"]
+    put(8, keep=1)
+    assert names(folder) == ["step-00000008"]
+
+
+def test_steps_are_ordered_as_numbers(events: list[Event], tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000):
+        put(step, keep=1)
+    assert names(tmp_path / "run" / "checkpoints") == ["step-100000000"]
+
+
+def test_settings_of_the_run_count_in_a_loop_of_ones_own(events: list[Event], tmp_path: Path) -> None:
+    context.here().checkpoint = Checkpoint(keep=1)
+    for step in (1, 2):
+        checkpoint.save(step, {"a": step})
+    assert names(tmp_path / "run" / "checkpoints") == ["step-00000002"]
+
+
+def test_the_same_step_again_replaces_it(events: list[Event], tmp_path: Path) -> None:
+    for value in (1, 2):
+        checkpoint.save(5, {"value": value})
+    found = checkpoint.latest()
+    assert found is not None
+    assert found.state == {"value": 2}
+    assert names(tmp_path / "run" / "checkpoints") == ["step-00000005"]
+
+
+def test_what_killed_writers_left_is_swept_up(events: list[Event], tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / ".step-00000001-123").mkdir(parents=True)
+    put(2)
+    assert names(tmp_path / "run" / "checkpoints") == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ({"path": Path("x")}, "state['path'] is a pathlib.PosixPath"),
+        ({"a": {"b": [1, np.float64(0.5)]}}, "state['a']['b'][1] is a numpy.float64"),
+        ({"array": np.zeros(2)}, "state['array'] is a numpy.ndarray"),
+        ({"layer": torch.nn.Linear(1, 1)}, "state['layer'] is a torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(
+    events: list[Event], tmp_path: Path, state: dict[str, Any], where: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        checkpoint.save(1, state)
+    assert str(caught.value).startswith(where)
+    assert checkpoint.latest() is None
+
+
+class Bomb:
+    """Unpickling it would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("plain_pickle", [True, False])
+def test_loading_runs_no_code(events: list[Event], tmp_path: Path, plain_pickle: bool) -> None:
+    path = put(1)
+    if plain_pickle:
+        (path / "state.pt").write_bytes(pickle.dumps({"a": Bomb(tmp_path / "boom")}, protocol=2))
+    else:
+        torch.save({"a": Bomb(tmp_path / "boom")}, path / "state.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint.load(path)
+    assert not (tmp_path / "boom").exists()
+    if not plain_pickle:
+        torch.load(path / "state.pt", weights_only=False)
+        assert (tmp_path / "boom").exists(), "the charge was no charge"
+
+
+def test_what_resume_named_comes_first(events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = put(1)
+    put(2)
+    monkeypatch.setenv("RAYDIST_RESUME", str(first))
+    found = checkpoint.latest()
+    assert found is not None
+    assert found.step == 1
+    monkeypatch.setenv("RAYDIST_RESUME", "")
+    assert checkpoint.latest() is None
+
+
+def test_find(events: list[Event], tmp_path: Path) -> None:
+    for run, steps in (("2026-01-01", (5,)), ("2026-01-03", (2, 4)), ("2026-01-04", ())):
+        stand(tmp_path / run, events)
+        for step in steps:
+            put(step)
+    new, three = tmp_path / "2026-01-05", tmp_path / "2026-01-03"
+    assert checkpoint_files.find_resume("none", new) is None
+    assert checkpoint_files.find_resume("auto", new) == three / "checkpoints" / "step-00000004"
+    assert (
+        checkpoint_files.find_resume("auto", tmp_path / "2026-01-01")
+        == tmp_path / "2026-01-01" / "checkpoints" / "step-00000005"
+    )
+    assert checkpoint_files.find_resume(str(three), new) == three / "checkpoints" / "step-00000004"
+    assert checkpoint_files.find_resume(str(three / "checkpoints"), new) == three / "checkpoints" / "step-00000004"
+    exact = three / "checkpoints" / "step-00000002"
+    assert checkpoint_files.find_resume(str(exact), new) == exact
+    assert checkpoint_files.find_resume("auto", tmp_path / "elsewhere" / "run") is None
+    damage(three / "checkpoints" / "step-00000004")
+    warned: list[str] = []
+    assert checkpoint_files.find_resume("auto", new, warned.append) == exact
+    assert "step-00000004" in warned[0]
+
+
+def test_a_relative_path_is_from_where_one_stands(
+    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = put(1)
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint_files.find_resume("run", tmp_path / "new") == path
+
+
+def test_a_path_without_a_checkpoint_is_refused(events: list[Event], tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"resume=/no/where: no complete checkpoint is there \(there is no such folder\)"
+    ):
+        checkpoint_files.find_resume("/no/where", tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"it holds notes\.txt"):
+        checkpoint_files.find_resume(str(tmp_path / "other"), tmp_path)
+    put(1)
+    broken = put(2)
+    truncate(broken)
+    with pytest.raises(ConfigError, match=r"not complete: state\.pt has .* set resume=.*step-00000001"):
+        checkpoint_files.find_resume(str(broken), tmp_path)
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        truncate(path)
+    with pytest.raises(ConfigError, match="it holds step-00000001, step-00000002"):
+        checkpoint_files.find_resume(str(tmp_path / "run"), tmp_path)
+
+
+def test_finding_needs_no_torch(tmp_path: Path) -> None:
+    source = (
+        "import sys; from pathlib import Path; from raydist.state import checkpoint_files;"
+        f"checkpoint_files.find_resume('auto', Path({str(tmp_path / 'run')!r})); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True)
+
+
+def test_meta_is_for_a_person_too(events: list[Event]) -> None:
+    meta = json.loads((put(3, {"loss": 0.25}) / "meta.json").read_text())
+    assert (meta["step"], meta["world_size"], meta["metrics"]) == (3, 2, {"loss": 0.25})
+    assert set(meta["files"]) == {"state.pt"}
+
+
+SAVER = """
+    import itertools, sys
+    from pathlib import Path
+    import torch
+    from raydist import checkpoint
+    from raydist.state import checkpoint_files
+    from raydist.worker import context
+    from raydist.settings.config import Checkpoint
+    me = context.Rank(run_dir=Path(sys.argv[1]))
+    context.enter(context.Context(rank=me, emit=lambda event: None, beat=lambda step, phase: None))
+    first = checkpoint.latest()
+    for step in itertools.count(first.step if first else 1):  # the same step again, and then on
+        checkpoint.save(step, {"weights": torch.full((200_000,), float(step))}, settings=Checkpoint(keep=2))
+        print(step, flush=True)
+"""
+
+
+def look(folder: Path) -> None:
+    """Read all that can be seen, as it is written: gone is fine, half is not."""
+    for path in folder.glob("step-*"):
+        try:
+            checkpoint_files.verify(path)
+        except checkpoint_files.Flaw:
+            assert not path.exists(), "half a checkpoint could be seen"
+
+
+def test_a_saver_killed_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
+    folder, last = tmp_path / "checkpoints", 0
+    for round in range(4):
+        saver = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(SAVER), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert saver.stdout is not None
+        assert saver.stdout.readline(), "the saver failed"
+        for _ in range(30 if round == 0 else 0):
+            look(folder)
+        time.sleep(0.003 * round)
+        saver.send_signal(signal.SIGKILL)
+        saver.wait()
+        saver.stdout.close()
+        found = checkpoint_files.newest(folder)
+        assert found is not None
+        assert torch.equal(found.state["weights"], torch.full((200_000,), float(found.step)))
+        assert found.step >= last
+        last = found.step
+
+
+REPLACER = """
+    import itertools, os, sys
+    from pathlib import Path
+    import torch
+    from raydist.state import write as writing
+    how, folder = sys.argv[1], Path(sys.argv[2])
+    if how != "exchange":
+        writing.exchanged = lambda one, other: False  # as on NFS
+    plain = Path.rename
+    def rename(path, to):
+        done = plain(path, to)
+        if how == "killed" and Path(to).name.startswith(".replaced-"):
+            os._exit(9)
+        return done
+    Path.rename = rename
+    for time in itertools.count(1):
+        state = {"weights": torch.ones(time % 7 * 1000 + 1)}
+        writing.write(writing.SaveRequest(1, state, {}, 1, str(folder), "runs", 3, None))
+        print(time, flush=True)
+"""
+
+
+def replacer(how: str, folder: Path) -> subprocess.Popen[str]:
+    """A process that replaces one checkpoint again and again; it has written the first."""
+    command = [sys.executable, "-c", textwrap.dedent(REPLACER), how, str(folder)]
+    made = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert made.stdout is not None
+    assert made.stdout.readline(), "the writer failed"
+    return made
+
+
+@pytest.mark.parametrize("how", ["exchange", "two renames"])
+def test_a_reader_beside_a_writer_always_finds_a_whole_one(tmp_path: Path, how: str) -> None:
+    with replacer(how, tmp_path) as writer:
+        try:
+            for _ in range(300):
+                found = checkpoint_files.newest(tmp_path)
+                assert found is not None
+                assert found.step == 1
+        finally:
+            writer.kill()
+
+
+def test_a_writer_killed_between_two_renames_leaves_the_one_that_was_there(tmp_path: Path) -> None:
+    with replacer("killed", tmp_path) as writer:
+        writer.wait(60)
+    assert not (tmp_path / "step-00000001").exists()
+    found = checkpoint_files.newest(tmp_path)
+    assert found is not None
+    assert found.path == tmp_path / "step-00000001"
+    assert found.state["weights"].shape == (1001,)
+    checkpoint_files.prune(tmp_path, Checkpoint(keep=1))
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path) -> None:
+    """The server of a node that hears no more from the run leaves one; one that was told of is told once."""
+    job = Job(dir=str(tmp_path))
+    with Events(tmp_path / "events.jsonl") as stream:
+        run_storage.report_saved(job, stream)
+        assert list(stream.all()) == []
+        for step in (8, 16):
+            request = write.SaveRequest(
+                step, {"a": torch.ones(1)}, {}, 1, f"{tmp_path}/checkpoints", str(tmp_path), 3, None
+            )
+            write.write(request)
+        stream.say("saved", rank=0, step=8, path="…", s=0.1)
+        for _ in range(2):
+            run_storage.report_saved(job, stream)
+        assert [event["step"] for event in stream.all()] == [8, 16]
+        assert [*stream.all()][-1]["path"] == str(tmp_path / "checkpoints" / "step-00000016")

@@ -1,0 +1,267 @@
+"""Checkpoints at a URL: complete or absent, found again, pruned, and no reason to stop when the network is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raydist.launch import run_storage
+from raydist.settings.config import Checkpoint, Job
+from raydist.settings.run_folder import run_folder
+from raydist.shared.errors import ConfigError, RaydistError
+from raydist.shared.events import Event
+from raydist.state import checkpoint_files, object_store, write
+from raydist.state.object_store import Remote, environment, parse_path
+from raydist.worker import checkpoint, context
+from tests.programs import Program
+from tests.stores import SECRET, Store, store
+
+RUN = "s3://bucket/runs/digits/now"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Store]:
+    with store() as made:
+        yield made
+
+
+@pytest.fixture
+def events(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
+    """This process as the only rank of a run whose checkpoints go to the bucket; what it tells."""
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RAYDIST_RESUME", raising=False)
+    monkeypatch.setenv("RAYDIST_CHECKPOINTS", f"{RUN}/checkpoints")
+    monkeypatch.setattr(checkpoint_files, "PAUSES_S", (0.0,))
+    told: list[Event] = []
+    me = context.Rank(run_dir=tmp_path / "run")
+    context.enter(context.Context(rank=me, emit=told.append, beat=lambda step, phase: None))
+    yield told
+    context.enter(None)
+    with environment(s3.env):
+        Remote(RUN).drop()
+
+
+def put(step: int, metrics: dict[str, float] | None = None, keep: int = 3, best: str | None = None) -> Remote:
+    state = {"weights": torch.full((100,), float(step))}
+    path = checkpoint.save(step, state, metrics, Checkpoint(keep=keep, best=best))
+    assert isinstance(path, Remote)
+    return path
+
+
+def there() -> list[str]:
+    return sorted({file.split("/")[0] for file in (Remote(RUN) / "checkpoints").sizes()})
+
+
+def test_what_is_saved_comes_back(events: list[Event]) -> None:
+    path = put(7, {"accuracy": 0.5})
+    assert str(path) == f"{RUN}/checkpoints/step-00000007"
+    found = checkpoint.latest()
+    assert found is not None
+    assert (found.step, found.path, found.metrics) == (7, path, {"accuracy": 0.5})
+    assert found.state["weights"].sum() == 700
+    assert [event["kind"] for event in events] == ["saved"]
+
+
+def test_the_newest_and_the_best_are_kept(events: list[Event]) -> None:
+    for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.6)):
+        put(step, {"accuracy": accuracy}, keep=2, best="max:accuracy")
+    assert there() == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_without_its_last_file_it_is_not_there(events: list[Event]) -> None:
+    put(1)
+    (put(2) / "meta.json").drop()
+    assert checkpoint_files.newest_step(parse_path(f"{RUN}/checkpoints")) == 1
+    found = checkpoint.latest()
+    assert found is not None
+    assert found.step == 1
+    assert events[2:] == []  # no warning: it was on its way
+    put(3)
+    assert there() == ["step-00000001", "step-00000003"]  # what a killed writer left goes with the next one
+
+
+def test_an_upload_that_breaks_off_leaves_no_file(events: list[Event]) -> None:
+    file = Remote(f"{RUN}/checkpoints/step-00000005/state.pt")
+    with contextlib.suppress(KeyError), file.writing() as opened:
+        opened.write(b"half of it")
+        raise KeyError("the network")
+    assert there() == []
+
+
+def test_a_checkpoint_that_is_written_again_is_never_half_there(
+    events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = put(5).parent
+
+    def breaks(state: object, file: Any) -> None:
+        file.write(b"half of it")
+        assert checkpoint_files.newest(folder) is None
+        raise OSError("the network")
+
+    monkeypatch.setattr(torch, "save", breaks)
+    with pytest.raises(OSError, match="the network"):
+        write.write(write.SaveRequest(5, {"weights": torch.ones(3)}, {}, 1, str(folder), "runs", 3, None))
+    assert checkpoint_files.newest(folder) is None
+
+
+def test_another_size_is_passed_over_and_other_bytes_are_refused(events: list[Event]) -> None:
+    put(1)
+    (put(2) / "state.pt").write_text("short")
+    found = checkpoint.latest()
+    assert found is not None
+    assert found.step == 1
+    assert "step-00000002 is passed over: state.pt has 5 bytes instead of" in events[-1]["text"]
+    size = found.meta.files["state.pt"].bytes
+    (Remote(str(found.path)) / "state.pt").write_text("x" * size)
+    with pytest.raises(RaydistError, match="another checksum"):
+        _ = found.state
+
+
+def test_nothing_is_unpickled(events: list[Event], tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    evil = tmp_path / "state.pt"
+    torch.save({"weights": Evil()}, evil)
+    path = put(1)
+    (path / "state.pt").put(evil)
+    told = {"bytes": evil.stat().st_size, "xxh3_128": object_store.checksum_of(evil)}
+    (path / "meta.json").write_text(
+        json.dumps(json.loads((path / "meta.json").read_text()) | {"files": {"state.pt": told}})
+    )
+    found = checkpoint.latest()
+    assert found is not None
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        _ = found.state
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_ranks_of_a_node_fetch_it_once(
+    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYDIST_SCRATCH", str(tmp_path / "node"))
+    path = put(1)
+    first = checkpoint.load(path)
+    (path / "state.pt").write_text("gone")
+    assert torch.equal(checkpoint.load(path)["weights"], first["weights"])
+
+
+def test_a_state_is_not_lost_when_nobody_answers(
+    s3: Store, events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(1)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        path = checkpoint.save(2, {"weights": torch.ones(3)})
+    assert path == tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert checkpoint_files.verify(path).step == 2
+    assert [event["kind"] for event in events] == ["saved", "warning", "saved"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.env["AWS_ENDPOINT_URL"])
+    assert (
+        checkpoint.save(3, {"weights": torch.ones(3)}) == tmp_path / "run" / "checkpoints" / "step-00000003"
+    )  # not tried at once again
+    monkeypatch.setattr(checkpoint_files, "QUIET_S", 0.0)
+    assert checkpoint.save(4, {"weights": torch.ones(3)}) == Remote(f"{RUN}/checkpoints/step-00000004")
+    assert f"step 2 could not be written to {RUN}/checkpoints" in events[1]["text"]
+
+
+def test_a_restart_goes_on_without_the_store(events: list[Event], tmp_path: Path) -> None:
+    put(3)
+    job, told = Job(name="digits", dir=str(tmp_path / "now"), storage="s3://bucket/runs", resume="auto"), list[str]()
+    assert [var.value for var in run_storage.resume(job, 1, told.append)] == [f"{RUN}/checkpoints/step-00000003"]
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        job = replace(job, env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{nobody.getsockname()[1]}"})
+        assert run_storage.resume(job, 1, told.append) == []
+        assert "s3://bucket/runs/digits/now can't be asked for its checkpoints" in told[-1]
+        with pytest.raises(ConfigError, match="resume=auto: s3://bucket/runs/digits/now can't be asked"):
+            run_storage.resume(job, 0, told.append)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "suggestion"),
+    [
+        ("s3://me:secret@bucket/runs", "s3://…", "storage=s3://bucket/runs"),
+        ("az://box/runs?sig=abc", "az://…", "storage=az://box/runs"),
+        ("s3:///runs", "s3:///runs", "storage=s3://BUCKET/FOLDER"),
+        ("s4://bucket", "s4://bucket", "storage=s3://BUCKET/FOLDER"),
+        ("memory://bucket", "memory://bucket", "storage=s3://BUCKET/FOLDER"),
+    ],
+)
+def test_a_url_that_can_t_be_right_is_refused(text: str, value: str, suggestion: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        object_store.check_url("storage", text)
+    error = refused.value
+    assert (error.key, error.value, error.suggestion) == ("storage", value, suggestion)
+    assert "secret" not in error.message
+    assert "abc" not in error.message
+
+
+def test_a_folder_is_a_folder() -> None:
+    assert parse_path("file:///a/b") == Path("/a/b")
+    assert parse_path("runs/there") == Path("runs/there").absolute()
+    assert run_folder(Job(name="n", dir="/x/n/now", storage="s3://b/r/")) == Remote("s3://b/r/n/now")
+    assert run_folder(Job(name="n", dir="/x/n/now")) == Path("/x/n/now")
+
+
+WORDS = ("train.epochs=1", "optim.schedule=constant", "scale=1x2", "watch.progress=none", "storage=s3://bucket/made")
+
+
+def started(folder: Path, s3: Store, *words: str, address: str | None = None) -> Program:
+    """A run whose credentials come from a file: the cluster's own processes have none."""
+    folder.mkdir(exist_ok=True)
+    (folder / "credentials").write_text("".join(f"{name}={value}\n" for name, value in s3.env.items()))
+    return Program(folder, *WORDS, "env_file=credentials", *words, address=address)
+
+
+@pytest.mark.ray
+def test_a_run_goes_on_elsewhere_from_the_bucket(s3: Store, tmp_path: Path, ray_address: str) -> None:
+    first = started(tmp_path / "first", s3, address=ray_address)
+    assert first.wait() == 0, first.screen
+    files = s3.files("made/digits/")
+    run = f"made/digits/{first.run_dir.name}"
+    assert f"{run}/checkpoints/step-00000022/meta.json" in files, sorted(files)
+    assert {f"{run}/{name}" for name in ("settings.json", "result.json", "events.jsonl", "logs/rank-1.log")} <= set(
+        files
+    )
+    assert not (first.run_dir / "checkpoints").exists()
+    for path in (*files.values(), *(each.read_bytes() for each in first.run_dir.rglob("*") if each.is_file())):
+        assert SECRET.encode() not in path
+    second = started(tmp_path / "second", s3, "resume=auto", "train.epochs=2", address=ray_address)
+    assert second.wait() == 0, second.screen
+    assert second.events("begin")[0]["resumed"] == 22
+
+
+@pytest.mark.ray
+def test_a_bucket_that_is_not_there_starts_nothing(s3: Store, tmp_path: Path) -> None:
+    gone = started(tmp_path, s3, "storage=s3://no-such-bucket/runs")
+    assert gone.wait() == 2, gone.screen
+    assert "storage=s3://no-such-bucket/runs: it cannot be written (FileNotFoundError" in gone.screen
+    assert gone.events("plan") == []
+    absent = started(tmp_path, s3, "resume=s3://bucket/none")
+    assert absent.wait() == 2, absent.screen
+    assert "no complete checkpoint is there" in absent.screen
+
+
+@pytest.mark.ray
+def test_a_run_outlives_its_bucket(tmp_path: Path, ray_address: str) -> None:
+    with store() as lost:
+        run = started(tmp_path, lost, "train.epochs=8", address=ray_address)
+        run.until(lambda: any(tmp_path.glob("runs/*/*/events.jsonl")) and bool(run.events("saved")), "checkpoint")
+        lost.stop()
+        assert run.wait() == 0, run.screen
+    result = run.result()
+    assert any("could not be written to s3://bucket/made" in text for text in result["warnings"]), result["warnings"]
+    assert checkpoint_files.verify(Path(result["checkpoint"])).step == 176

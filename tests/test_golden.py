@@ -1,0 +1,332 @@
+"""What a person sees, whole: each text of raydist beside its golden file. Wording is asserted here, and only here.
+
+`python -m tests.test_golden` writes the files anew, in tests/golden: read what has changed before it is committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import io
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from raydist import train
+from raydist.cluster import connect
+from raydist.cluster.nodes import Node, NodeType
+from raydist.node import probe
+from raydist.settings.config import Watch
+from raydist.tools import bandwidth, doctor, horovod, launch, plan, submit
+from raydist.watch.console import Console
+from raydist.watch.failures import Failures
+from raydist.watch.page_files import Pages
+from tests import canned, machines
+from tests.conftest import ROOT
+
+GOLDEN = Path(__file__).parent / "golden"
+Main = Callable[[Sequence[str]], int]
+COMMANDS: dict[str, Main] = {
+    "raydist": train.main,
+    "launch": launch.main,
+    "submit": submit.main,
+    "plan": plan.main,
+    "doctor": doctor.main,
+    "bandwidth": bandwidth.main,
+    "horovod": horovod.main,
+}
+
+
+# Surfaces: each gives back one text, and finds itself in an empty folder
+
+
+def settings(here: Path) -> str:
+    """`raydist --help`; how many models torchvision has is torchvision's business."""
+    return re.sub(r"\d+ image models", "N image models", said("raydist --help"))
+
+
+def tools(here: Path) -> str:
+    """`--help` of each tool, an entry to a line: Python's versions differ in how they break it and repeat a value."""
+    lines = ["launch --help", "submit --help", "plan --help", "doctor --help", "bandwidth --help"]
+    lines += ["horovod --help", "horovod check --help", "horovod build --help"]
+    with patch.dict(os.environ, COLUMNS="999"):
+        text = "\n".join(said(line) for line in lines)
+    text = re.sub(r"\n {20,}", "  ", text)
+    text = re.sub(r"(?m)^( +-[\w-]+) \S+(, --)", r"\1\2", text)
+    text = re.sub(r"(?m)^(  --[\w-]+) …(, --)", r"\1\2", text)
+    text = re.sub(r"compiled at a time \(\d+\)", "compiled at a time (N)", text)
+    return re.sub(r"(?m)(?<=\S) {2,}", "  ", text)
+
+
+def plans(here: Path) -> str:
+    """The plan on this machine, on two nodes that nobody has looked at, on two that are known, and on none."""
+    own, many, types = canned.nodes(1), canned.nodes(2, gpus=8), [NodeType("gpu", {"CPU": 8, "GPU": 8}, 20)]
+    busy = [many[0], replace(many[1], free={"CPU": 16.0, "GPU": 1.0})]
+    with patch.dict(os.environ, RAYDIST_RUNS="/data/runs"):  # columns are as wide as what is in them
+        return "\n".join(
+            [
+                said("plan scale=1x2", here, own, box=machines.plain_box(), running=None),
+                said("plan scale=2x8 backend=nccl env.WANDB_API_KEY=hush", here, many, box=machines.dgx()),
+                said("plan scale=2x2 scale.spares=1", here, canned.nodes(3, gpus=2)),
+                said("plan scale=2x2 backend=gloo scale.gpus=4", here, busy),
+                said("plan scale=20x4 init_method=file", here, own, types),
+            ]
+        )
+
+
+def reports(here: Path) -> str:
+    """What the doctor says of the healthy and of the ill."""
+    with patch.object(probe, "interfaces", lambda: canned.INTERFACES):
+        made = [canned.healthy(), canned.unplaced(), canned.sick(), canned.ill(here)]
+    texts = []
+    for report in made:
+        with patch.object(doctor, "examine_cluster", lambda job, timeout, report=report: report):
+            texts.append(said("doctor"))
+    return "\n".join(texts)
+
+
+def console(here: Path) -> str:
+    """The lines of whole runs; that in which all happens once more for who asked for nothing."""
+    runs = [canned.finished, canned.failed, canned.stopped, canned.never_placed, canned.program]
+    texts = [f"# {run.__name__}\n{screen(run(), Watch(progress='lines', output='all'))}" for run in runs]
+    return "\n".join([*texts, f"# quiet\n{screen(canned.finished(), Watch(progress='none'))}"])
+
+
+def screen(events: Sequence[dict[str, object]], settings: Watch) -> str:
+    stream = io.StringIO()
+    failures = Failures()
+    with Console(settings, stream, failures) as shown:
+        for happened in events:
+            failures.add(happened)
+            shown(happened)
+    return stream.getvalue()
+
+
+def failures(here: Path) -> str:
+    """The page of each kind of failure."""
+    texts = []
+    for what in canned.FAILURES:
+        (folder := here / what.replace("/", " ")).mkdir()
+        failures = Failures()
+        read = Pages(folder, failures)
+        for happened in canned.failure(what):
+            failures.add(happened)
+            read(happened)
+        page = (folder / "blame-1.txt").read_text(encoding="utf-8")
+        texts.append(f"# {what}\n{page.replace(str(folder), canned.FOLDER)}")
+    return "\n".join(texts)
+
+
+def refusals(here: Path) -> str:
+    """A wrong command line of each kind, and what is said to it. Nothing is started."""
+    wrong_files(here)
+    many = canned.nodes(2, gpus=8)
+    text = "\n".join(said(line, here, many if line.startswith("plan") else ()) for line in REFUSED.strip().splitlines())
+    return re.sub(r"\d+ are known", "N are known", text)
+
+
+def wrong_files(here: Path) -> None:
+    """Files of a person's own, wrong in one way each."""
+    for name, text in {
+        "conf/optim/broken.yaml": "name: [sgd\nlr: 1\n",
+        "conf/optim/unknown.yaml": "nam: sgd\n",
+        "conf/optim/nested.yaml": "defaults: [missing]\n",
+        "jobs/mine.py": "def job(config, hidden=3): ...\ndef needs(config, width): ...\n",
+        "odd.env": "A B=1\n",
+    }.items():
+        machines.write(here / name, text.rstrip("\n"))
+
+
+REFUSED = """
+raydist optm.lr=0.1
+raydist lr=0.1
+raydist optim.epochs=3
+raydist optim.lr
+raydist =3
+raydist nccl
+raydist jobs/mine.py
+raydist train=3
+raydist dir=x
+raydist train.epochs=abc
+raydist optim.lr=fast
+raydist data.shuffle=maybe
+raydist env=5
+raydist optim.lr=-1
+raydist train.precision=fp8
+raydist backend=ncl
+raydist job=[digits,mnist]
+raydist model=resnet81
+raydist optim=broken
+raydist optim=unknown
+raydist optim=nested
+raydist job=jobs/mien.py
+raydist job=digit
+raydist job=jobs/mine.py:jbo
+raydist job=jsn.tool:main
+raydist job=mine job.args.hiden=1
+raydist job=jobs/mine.py:needs
+raydist scale=0x2
+raydist scale=axb
+raydist scale=4
+raydist scale=2x8 scale=1x2
+raydist scale.nodes=3 scale.max_nodes=2
+raydist scale.spares=1 restart.max=0
+raydist data.global_batch=10 train.accumulate=4
+raydist optim.lr=0.1,0.2
+raydist optim.lr=[1
+raydist name=a=b
+raydist +optim.lr=1
+raydist ~optim.lr
+raydist 'name=${nme}'
+raydist resume=/nope/x
+raydist resume=ftpp://x
+raydist storage=s3://
+raydist checkpoint.best=accuracy
+raydist watch.output=first
+raydist env_file=odd.env
+raydist working_dir=nope
+raydist pip=[nope.txt]
+raydist script=nope.py
+raydist script=jobs/mine.py 'args={rnk}'
+raydist backend=horovod init_method=tcp
+raydist fabric=ethernet fabric.strict=true
+raydist hydra.run.dir=jobs/mine.py/x
+raydist --multrun
+raydist --cfg jobb
+raydist --multirun --cfg job
+raydist --resolve
+raydist --config-name nope
+raydist --config-dir cnf
+plan scale=3x8
+plan scale=2x8 scale.gpus=1.5
+plan scale=1x2 scale.gpus=0.5 backend=nccl
+plan scale=1x1 scale.labels.zone=a
+plan scale=1x1 scale.resources.TPU=1
+plan --jsn
+doctor --timeout soon
+doctor --jsn
+bandwidth --ops all_reduc
+bandwidth --min 1G --max 1K
+bandwidth --iters none
+bandwidth --pairs backend=horovod
+bandwidth --pair
+submit --adress http://head:8265
+submit --working-dir cnf
+submit -- lr=1
+launch
+launch --nnodes two train.py
+launch --nproc-per-node all train.py
+launch --max-restarts some train.py
+launch --node-rank 1 train.py
+launch --numa-binding node train.py
+launch --rdzv-endpont head:29500 train.py
+launch --tee 5 train.py
+launch --module --no-python train
+"""
+
+
+# How they are gathered and compared
+
+SURFACES: dict[str, Callable[[Path], str]] = {
+    "help": settings,
+    "tools": tools,
+    "plan": plans,
+    "doctor": reports,
+    "console": console,
+    "failures": failures,
+    "refusals": refusals,
+}
+
+
+def said(
+    line: str,
+    here: Path = Path(),
+    nodes: Sequence[Node] = (),
+    types: Sequence[NodeType] = (),
+    box: machines.Box | None = None,
+    running: str | None = "10.0.0.1:6379",
+) -> str:
+    """A command line, and what is printed for it: on a cluster of these nodes, each such a box, if that is known."""
+    name, *words = shlex.split(line)
+    shown = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(shown))
+        stack.enter_context(contextlib.redirect_stderr(shown))
+        stack.enter_context(pictured(here, nodes, types, box, running))
+        try:
+            code = COMMANDS[name](words)
+        except SystemExit as ended:  # argparse's own
+            code = int(ended.code or 0)
+    prompt = line if name == "raydist" else f"python -m raydist.tools.{line}"
+    return f"$ {prompt}\n{shown.getvalue()}" + (f"-> {code}\n" if code else "")
+
+
+@contextlib.contextmanager
+def pictured(
+    here: Path, nodes: Sequence[Node], types: Sequence[NodeType], box: machines.Box | None, running: str | None
+) -> Iterator[None]:
+    """Let this be the cluster that is there; no job is ever run on it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(train, "run_composed", None))
+        stack.enter_context(patch.object(connect, "running_address", lambda: running))
+        stack.enter_context(patch.object(connect, "start_or_join", lambda job: False))
+        stack.enter_context(patch.object(connect, "alive_nodes", lambda: list(nodes)))
+        stack.enter_context(patch.object(connect, "node_types", lambda: list(types)))
+        stack.enter_context(patch.object(connect, "local_node", lambda job: nodes[0]))
+        stack.enter_context(patch.object(probe, "interfaces", lambda: canned.INTERFACES if box else {}))
+        if box is not None:
+            look = functools.partial(canned.facts, Path(tempfile.mkdtemp(dir=here)), box)
+            stack.enter_context(patch.object(plan, "expected_facts", lambda job, made, lead: look(lead.node)))
+        yield
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[Path]:
+    """An empty folder to stand in, and no environment but this."""
+    kept = {name: os.environ[name] for name in ("PATH", "RAYDIST_LEDGER") if name in os.environ}
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory(prefix="golden-") as made:
+        here = Path(made).resolve()
+        env = {**kept, "HOME": str(here), "COLUMNS": "100", "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
+        os.chdir(here)
+        try:
+            with patch.dict(os.environ, env, clear=True):
+                yield here
+        finally:
+            os.chdir(before)
+
+
+def text_of(name: str) -> str:
+    """A surface without what differs from machine to machine: folders, the time of day, spaces at the end of lines."""
+    with alone() as here:
+        text = SURFACES[name](here)
+    for path, word in {str(here): "<here>", str(ROOT): "<raydist>"}.items():
+        text = text.replace(path, word)
+    text = re.sub(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b", "<time>", text)
+    text = re.sub(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", Path(canned.FOLDER).name, text)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_a_person_sees_what_the_golden_file_has(name: str) -> None:
+    kept, now = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8"), text_of(name)
+    lines = difflib.unified_diff(kept.splitlines(), now.splitlines(), f"golden/{name}.txt", "now", lineterm="")
+    if kept != now:
+        pytest.fail("\n".join(["if it is meant: python -m tests.test_golden", *lines]), pytrace=False)
+
+
+def test_each_golden_file_is_of_a_surface() -> None:
+    assert {path.stem for path in GOLDEN.iterdir()} == {*SURFACES}
+
+
+if __name__ == "__main__":
+    for each in SURFACES:
+        (GOLDEN / f"{each}.txt").write_text(text_of(each), encoding="utf-8")

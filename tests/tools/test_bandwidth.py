@@ -1,0 +1,128 @@
+"""The tool measures on real ranks, sees a wrong result, and refuses wrong words before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raydist.settings.config import Backend, Job
+from raydist.tools import bandwidth, bandwidth_ranks
+from raydist.tools.bandwidth_figures import OPS
+from tests.ranks import Told, run_ranks
+
+GLOO = Job(backend=Backend(name="gloo", timeout_s=60))
+
+
+def measured(
+    run_dir: Path,
+    ops: tuple[str, ...] = OPS,
+    ranks: int = 3,
+    pairs: bool = False,
+    instead: dict[str, Any] | None = None,
+) -> list[Told]:
+    """What each rank measured, with some operations of torch.distributed replaced."""
+
+    def job(config: Job) -> Any:
+        for name, operation in (instead or {}).items():
+            setattr(dist, name, operation)
+        return bandwidth_ranks.measure_operations(config, ops, [4, 4096], iters=2, warmup=1, pairs=pairs)
+
+    told = run_ranks(ranks, GLOO, job, run_dir)
+    assert [each.error for each in told] == [""] * ranks
+    return told
+
+
+def test_every_operation_is_measured_and_right(tmp_path: Path) -> None:
+    for told in measured(tmp_path, pairs=True):
+        rows = told.value["rows"]
+        assert {row["op"] for row in rows} == set(OPS)
+        assert len(rows) == 2 * len(OPS) - 1
+        assert all(row["wrong"] == 0 and row["seconds"] > 0 for row in rows), rows
+        assert len(told.value["pairs"]) == 2  # each rank with both others
+
+
+def test_a_wrong_reduce_is_seen(tmp_path: Path) -> None:
+    real = dist.all_reduce
+
+    def off_by_one_at_one_place(tensor: torch.Tensor) -> None:
+        real(tensor)
+        if dist.get_rank() == 1:
+            tensor[-1] += 1
+
+    told = measured(tmp_path, ("all_reduce",), instead={"all_reduce": off_by_one_at_one_place})
+    assert [[row["wrong"] for row in each.value["rows"]] for each in told] == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_an_operation_that_the_backend_has_not_is_no_failure(tmp_path: Path) -> None:
+    def missing(*_: Any) -> None:
+        raise RuntimeError("Backend gloo does not support reduce_scatter")
+
+    instead = {"reduce_scatter_tensor": missing}
+    for told in measured(tmp_path, ("reduce_scatter", "barrier"), ranks=2, instead=instead):
+        assert told.value["rows"][0] == {"op": "reduce_scatter", "size": 0, "seconds": None, "wrong": 0}
+        assert told.value["rows"][1]["seconds"] > 0
+
+
+def test_any_other_error_is_one(tmp_path: Path) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("connection reset by peer")
+
+    def job(config: Job) -> Any:
+        dist.broadcast = broken  # type: ignore[assignment]
+        return bandwidth_ranks.measure_operations(config, ["broadcast"], [4], 1, 0)
+
+    told = run_ranks(2, GLOO, job, tmp_path)
+    assert all("connection reset by peer" in each.error for each in told)
+
+
+def test_the_tool_prints_a_table_and_leaves_plot_and_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--ops", "all_reduce,barrier", "--max", "4K", "--iters", "2", "--pairs", "group=inline", "scale=1x2"]
+    assert bandwidth.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "all_reduce  1K" in shown
+    assert "rank 0" in shown
+    (plot,) = tmp_path.glob("runs/bandwidth/*/bandwidth.svg")
+    assert "all_reduce" in plot.read_text()
+    data = json.loads((plot.parent / "bandwidth.json").read_text())
+    assert [(row["op"], row["size"]) for row in data["rows"]] == [
+        ("all_reduce", 1024),
+        ("all_reduce", 4096),
+        ("barrier", 0),
+    ]
+    assert [pair["nodes"] for pair in data["pairs"]] == [["rank 0", "rank 1"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--ops", "allreduce"], "--ops allreduce: unknown value; did you mean --ops all_reduce?"),
+        (["--mx", "4M"], "--mx: there is no such flag; did you mean --max?"),
+        (["--min", "much"], "--min 64M"),
+        (["--min", "4M", "--max", "1M"], "--min 4M: more than --max 1M; use --max 4M"),
+        (["--factor", "1"], "--factor 1: must be a number from 1.1; use --factor 2"),
+        (["--iters", "none"], "--iters none: must be a whole number from 1; use --iters 2"),
+        (["--pairs", "backend=horovod"], "--pairs: Horovod has no point-to-point"),
+        (["scal=1x2"], "scal"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_starts(
+    words: list[str], answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bandwidth.main(words) == 2
+    assert answer in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_every_operation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bandwidth.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(op in text for op in OPS)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raydist.shared.events import Event, event
+from raydist.worker.channel import Channel
+from raydist.worker.heartbeat import BEAT_PAGE, PHASES, read_beat
+
+
+class Line:
+    """A channel, with the agent's end of its socket and heartbeat page."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        descriptor = os.open(tmp_path / "beat", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(descriptor, BEAT_PAGE)
+        self.page = mmap.mmap(descriptor, BEAT_PAGE)
+        self.socket, its = socket.socketpair()
+        self.socket.settimeout(10)
+        self.lines = self.socket.makefile()
+        self.channel = Channel(its, descriptor)
+
+    def receive(self) -> Event:
+        made: Event = json.loads(self.lines.readline())
+        return made
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[Line]:
+    made = Line(tmp_path)
+    yield made
+    made.channel.shut()
+
+
+def test_the_heartbeat_page_is_empty_before_the_first_beat(line: Line) -> None:
+    assert read_beat(line.page) == (0, "", 0.0)
+
+
+def test_a_beat_is_in_the_page_at_once(line: Line) -> None:
+    line.channel.beat(12, PHASES.index("backward"))
+    step, phase, at = read_beat(line.page)
+    assert (step, phase) == (12, "backward")
+    assert at > 1.7e9
+
+
+def test_reports_are_sent_in_order(line: Line) -> None:
+    for step in range(100):
+        line.channel.emit(event("report", step=step))
+    assert [line.receive()["step"] for _ in range(100)] == list(range(100))
+
+
+def test_other_events_are_sent_at_once_after_earlier_reports(line: Line) -> None:
+    line.channel.emit(event("report", step=1))
+    line.channel.emit(event("raised", type="ValueError"))
+    line.socket.setblocking(False)  # both are in the socket already
+    assert [line.receive()["kind"] for _ in range(2)] == ["report", "raised"]
+
+
+def test_an_agent_that_is_gone_raises_no_error(line: Line) -> None:
+    line.lines.close()
+    line.socket.close()
+    for _ in range(3):
+        line.channel.emit(event("joined"))
+
+
+def note(line: Line) -> int:
+    line.channel.emit(event("note", text="x" * 60_000))
+    return 1
+
+
+def test_a_report_never_waits_for_the_agent(line: Line) -> None:
+    full = threading.Thread(target=lambda: [note(line) for _ in range(40)])
+    full.daemon = True
+    full.start()  # fills the socket, which is not read, and blocks
+    full.join(timeout=0.5)
+    assert full.is_alive()
+    for step in range(1000):
+        line.channel.emit(event("report", step=step))
+
+
+def test_a_forked_child_sends_nothing(line: Line) -> None:
+    pid = os.fork()
+    if pid == 0:
+        line.channel.emit(event("joined", who="child"))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    line.channel.emit(event("joined", who="parent"))
+    assert line.receive()["who"] == "parent"

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import raydist
+from raydist.shared.events import Event
+from raydist.worker import context
+from raydist.worker.context import Context, Rank
+from raydist.worker.heartbeat import PHASES
+
+
+@pytest.fixture
+def told() -> Iterator[list[Event]]:
+    """A context of rank 1 whose events land in a list."""
+    seen: list[Event] = []
+    beats: list[tuple[int, int]] = []
+    here = Context(Rank(rank=1, world_size=2), emit=seen.append, beat=lambda *beat: beats.append(beat))
+    context.enter(here)
+    seen_beats = beats
+    here.beats = seen_beats  # type: ignore[attr-defined]
+    yield seen
+    context.enter(None)
+
+
+def test_a_rank_is_read_from_torchruns_variables() -> None:
+    env = {"RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
+    found = Rank.from_env({**env, "RAYDIST_RUN_DIR": "/runs/x"})
+    assert found == Rank(5, 1, 2, 8, 2, Path("/runs/x"))
+
+
+def test_without_variables_it_is_rank_0_of_1() -> None:
+    assert Rank.from_env({}) == Rank(0, 0, 0, 1, 1, Path("runs/here"))
+
+
+def test_the_device_of_a_job_without_gpus_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Rank().device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "ranks", "gpus", "index"), [(0, 2, 2, 0), (1, 2, 2, 1), (1, 2, 4, 2), (3, 4, 2, 1)]
+)
+def test_the_device_is_the_local_ranks_share_of_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, ranks: int, gpus: int, index: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert Rank(local_rank=local_rank, local_world_size=ranks).device == torch.device("cuda", index)
+
+
+def test_report_emits_step_and_values_and_reads_tensors(told: list[Event]) -> None:
+    raydist.report(step=7, loss=torch.tensor(0.5), note="x")
+    (happened,) = told
+    assert (happened["kind"], happened["rank"], happened["step"]) == ("report", 1, 7)
+    assert happened["values"] == {"loss": 0.5, "note": "x"}
+    assert context.here().step == 7
+    assert context.here().beats == [(7, PHASES.index("end"))]  # type: ignore[attr-defined]
+
+
+def test_report_without_a_step_keeps_the_step(told: list[Event]) -> None:
+    raydist.report(step=7)
+    raydist.report(accuracy=0.9)
+    assert "step" not in told[-1]
+    assert context.here().step == 7
+
+
+def test_phase_beats_with_the_step_of_the_last_report(told: list[Event]) -> None:
+    raydist.report(step=3)
+    context.phase("backward")
+    assert context.here().beats[-1] == (3, PHASES.index("backward"))  # type: ignore[attr-defined]
+
+
+def test_outside_a_run_rank_0_prints_and_others_are_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, expected in (("0", "step 4 · loss 0.25\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        context.enter(None)
+        raydist.report(step=4, loss=0.25)
+        assert capsys.readouterr().out == expected
+    context.enter(None)

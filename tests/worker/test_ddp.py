@@ -1,0 +1,186 @@
+"""DDP's backend: every way to meet, what its Comm promises, and how it is left."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raydist.settings.config import Backend, Job
+from raydist.shared.errors import ConfigError
+from raydist.worker import backends, context
+from raydist.worker.backends import ddp
+from tests.ranks import Told, run_ranks
+
+GLOO = Job(backend=Backend(name="gloo", timeout_s=30))
+
+
+def comm() -> Any:
+    return context.here().comm
+
+
+def fine(told: list[Told]) -> list[Any]:
+    assert [one.error for one in told] == [""] * len(told)
+    return [one.value for one in told]
+
+
+@pytest.mark.parametrize("init_method", ["env", "tcp", "file"])
+def test_ranks_meet(tmp_path: Path, init_method: str) -> None:
+    def total(job: Job) -> tuple[float, int, str]:
+        store: Any = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return float(comm().sum(torch.tensor(1.0 + dist.get_rank()))), dist.get_world_size(), type(store).__name__
+
+    env = {"RAYDIST_RENDEZVOUS_FILE": str(tmp_path / "meet")} if init_method == "file" else {}
+    kind = "FileStore" if init_method == "file" else "TCPStore"
+    assert fine(run_ranks(3, replace(GLOO, init_method=init_method), total, tmp_path, env)) == [(6.0, 3, kind)] * 3
+
+
+def test_tcp_ranks_are_clients_of_the_store_that_is_held(tmp_path: Path) -> None:
+    # The port belongs to another process; a rank 0 that opened a store there would fail, or be alone with it.
+    def address(job: Job) -> Any:
+        return ddp.init_arguments("tcp", 0, 2, os.environ)["init_method"], dist.get_world_size()
+
+    ((one, _), _) = fine(run_ranks(2, replace(GLOO, init_method="tcp"), address, tmp_path))
+    assert one.startswith("tcp://127.0.0.1:")
+
+
+def test_an_ipv6_address_is_bracketed() -> None:
+    env = {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"}
+    assert ddp.init_arguments("tcp", 1, 2, env) == {"init_method": "tcp://[fd00::1]:29500", "rank": 1, "world_size": 2}
+
+
+def test_init_method_file_without_a_file_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match="RAYDIST_RENDEZVOUS_FILE=/"):
+        ddp.init_arguments("file", 0, 2, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+
+
+@pytest.mark.parametrize("init_method", ["env", "tcp", "file"])
+def test_the_only_process_needs_no_address(init_method: str) -> None:
+    with backends.join("gloo", replace(GLOO, init_method=init_method), {}) as one:
+        assert dist.get_world_size() == 1
+        assert one.sum(torch.ones(2)).tolist() == [1, 1]
+        assert [part.tolist() for part in one.gather(torch.ones(1))] == [[1]]
+        group: Any = dist.new_group([0])
+        dist.all_reduce(torch.ones(1), group=group)
+        assert comm() is one
+    assert not dist.is_initialized()
+    assert comm() is None
+    context.enter(None)
+
+
+def test_alone_a_failure_leaves_the_group_too() -> None:
+    with pytest.raises(KeyError), backends.join("gloo", GLOO, {}):
+        raise KeyError
+    assert not dist.is_initialized()
+    context.enter(None)
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    def fail(job: Job) -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("first cause")
+        comm().sum(torch.ones(1))
+
+    began = time.monotonic()
+    told = run_ranks(2, GLOO, fail, tmp_path)
+    assert "first cause" in told[0].error
+    assert "RuntimeError" in told[1].error  # its peer is gone
+    assert time.monotonic() - began < GLOO.backend.timeout_s
+
+
+def test_the_timeout_is_the_settings(tmp_path: Path) -> None:
+    def wait(job: Job) -> None:
+        if dist.get_rank() == 0:
+            comm().sum(torch.ones(1))
+        else:
+            time.sleep(2)
+
+    told = run_ranks(2, replace(GLOO, backend=Backend(name="gloo", timeout_s=0.5)), wait, tmp_path)
+    assert "500ms" in told[0].error
+
+
+def test_sum_and_gather_leave_what_they_were_given(tmp_path: Path) -> None:
+    def both(job: Job) -> tuple[list[float], list[float], list[list[int]]]:
+        mine = torch.full((2,), 1.0 + dist.get_rank())
+        total = comm().sum(mine)
+        bytes_of = torch.tensor([dist.get_rank(), 7], dtype=torch.uint8)
+        return mine.tolist(), total.tolist(), [each.tolist() for each in comm().gather(bytes_of)]
+
+    one, two = fine(run_ranks(2, GLOO, both, tmp_path))
+    assert one == ([1, 1], [3, 3], [[0, 7], [1, 7]])
+    assert two == ([2, 2], [3, 3], [[0, 7], [1, 7]])
+
+
+def collectives() -> int:
+    """How many collectives this rank's group has begun."""
+    group: Any = dist.group.WORLD
+    return int(group._get_sequence_number_for_group())
+
+
+def test_gradients_are_averaged_and_none_travels_while_accumulating(tmp_path: Path) -> None:
+    def learn(job: Job) -> tuple[float, int, int]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, float(dist.get_rank()))  # becomes rank 0's
+        wrapped = comm().wrap(model)
+        inputs = torch.tensor([[1.0 + dist.get_rank()]])
+        begin = collectives()
+        with comm().accumulating(wrapped):
+            wrapped(inputs).backward()
+        quiet = collectives() - begin
+        wrapped(inputs).backward()
+        assert float(model.weight.detach()) == 0
+        return float(model.weight.grad), quiet, collectives() - begin - quiet  # type: ignore[arg-type]
+
+    # each rank adds up twice its input: the mean over ranks of (2, 4)
+    assert fine(run_ranks(2, GLOO, learn, tmp_path)) == [(3.0, 0, 1)] * 2
+
+
+def test_settings_reach_ddp(tmp_path: Path) -> None:
+    def words(job: Job) -> tuple[bool, int, bool, bool]:
+        wrapped = comm().wrap(nn.Linear(2, 2))
+        assert isinstance(wrapped, DistributedDataParallel)
+        return (
+            wrapped.find_unused_parameters,
+            wrapped.bucket_bytes_cap,
+            wrapped.static_graph,
+            wrapped.gradient_as_bucket_view,
+        )
+
+    backend = Backend(name="gloo", bucket_mb=3, find_unused_parameters=True, static_graph=True)
+    assert fine(run_ranks(2, Job(backend=backend), words, tmp_path)) == [(True, 3 << 20, True, True)] * 2
+
+
+def test_a_model_without_trainable_parameters_is_not_wrapped(tmp_path: Path) -> None:
+    def wrap(job: Job) -> str:
+        return type(comm().wrap(nn.ReLU())).__name__
+
+    assert fine(run_ranks(2, GLOO, wrap, tmp_path)) == ["ReLU", "ReLU"]
+
+
+def test_jobs_may_make_process_groups(tmp_path: Path) -> None:
+    def grouped(job: Job) -> float:
+        pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        value = torch.tensor(10.0 ** dist.get_rank())
+        dist.all_reduce(value, group=pairs[dist.get_rank() // 2])
+        return float(value)
+
+    assert fine(run_ranks(4, GLOO, grouped, tmp_path)) == [11, 11, 1100, 1100]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+def test_nccl_carries_tensors_of_the_cpu_too() -> None:
+    with backends.join("nccl", Job(backend=Backend(name="nccl")), {}) as one:
+        assert one.sum(torch.ones(2)).device.type == "cpu"
+        assert one.gather(torch.ones(1, dtype=torch.uint8))[0].device.type == "cpu"
+    context.enter(None)

@@ -1,0 +1,238 @@
+"""Existing programs: a warm rank must look to them like a process of python or torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raydist
+from raydist.run import run_job
+from raydist.settings import compose
+from raydist.shared.errors import RunFailed
+from raydist.watch.result import Result
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+INLINE = ("group=inline", "watch.progress=none", "watch.output=none")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(script: str, *words: str, scale: str = "1x2") -> Result[Any]:
+    """Run a program of tests/scripts on ranks without Ray."""
+    where = script if not script.endswith(".py") or "/" in script else str(SCRIPTS / script)
+    return run_job(compose.compose([f"script={where}", f"scale={scale}", *INLINE, *words], claim=True))
+
+
+def logs(done: Result[Any]) -> list[str]:
+    """What each rank wrote, without what the gloo of torch 2.8 says."""
+    files = [done.dir / "logs" / f"rank-{rank}.log" for rank in range(done.world_size)]
+    return [re.sub(r"^\[Gloo\] .*\n", "", each.read_text(errors="surrogateescape"), flags=re.M) for each in files]
+
+
+def failure(script: str, *words: str, scale: str = "1x2") -> RunFailed:
+    with pytest.raises(RunFailed) as caught:
+        run(script, *words, scale=scale)
+    return caught.value
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_torchrun_program_runs_unchanged(start: str) -> None:
+    done = run("env_ddp.py", "backend=script", "args=--epochs 3", f"start={start}", scale="1x3")
+    assert logs(done) == [f"rank {rank} local {rank} of 3: same weights True\n" for rank in range(3)]
+
+
+@pytest.mark.parametrize(("how", "says"), [("raise", "ValueError: the loss"), ("kill", "SIGKILL"), ("5", "code 5")])
+def test_the_rank_of_a_program_that_fails_is_named(how: str, says: str) -> None:
+    failed = failure("env_ddp.py", f"args=--fail {how}", scale="1x3")
+    assert failed.result.cause.rank == 1
+    assert says in str(failed)
+    assert str(Path(raydist.__file__).parent) not in failed.result.cause.traceback
+
+
+def under_python(words: list[str], folder: Path, **env: str) -> dict[str, Any]:
+    """What a program finds that plain python starts."""
+    facts = folder / "plain"
+    env = {**os.environ, "PYTHONPATH": "", **env, "FACTS": str(facts)}
+    env.pop("RANK", None)
+    subprocess.run([sys.executable, *words], check=True, cwd=folder, env=env, stdin=subprocess.DEVNULL)
+    return dict(json.loads(facts.read_text()))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("below", ["", "below/"])
+def test_a_file_sees_what_it_sees_under_python(tmp_path: Path, start: str, below: str) -> None:
+    (tmp_path / "below").mkdir()
+    for name in ("facts.py", "helper_beside.py"):
+        (tmp_path / below / name).write_text((SCRIPTS / name).read_text())
+    plain = under_python([f"{below}facts.py", "--a b", "-c"], tmp_path)
+    run(f"./{below}facts.py", "args=['--a b',-c]", f"env.FACTS={tmp_path}/rank", "env.PYTHONPATH=", f"start={start}")
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank{rank}").read_text()) == plain
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_module_sees_what_it_sees_under_python(tmp_path: Path, start: str) -> None:
+    (tmp_path / "package").mkdir()
+    for path in (SCRIPTS / "package").glob("*.py"):
+        (tmp_path / "package" / path.name).write_text(path.read_text())
+    plain = under_python(["-m", "package", "x"], tmp_path)
+    run("-m package", "args=x", f"env.FACTS={tmp_path}/rank", f"start={start}")
+    assert json.loads((tmp_path / "rank1").read_text()) == plain
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes_of_a_program(method: str) -> None:
+    assert logs(run("processes.py", f"args={method}")) == [f"all processes answered {method}\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "method", "start"),
+    [
+        ("pool", "spawn", "fork"), ("pool", "forkserver", "fork"), ("pool", "spawn", "spawn"),
+        ("executor", "spawn", "fork"), ("executor", "forkserver", "fork"), ("loader", "spawn", "fork"),
+    ],
+)  # fmt: skip
+def test_processes_of_a_program_return_objects_of_its_classes(how: str, method: str, start: str) -> None:
+    done = run("own_classes.py", f"args={how} {method}", f"start={start}", scale="1x1")
+    assert logs(done) == [f"{how} {method}: 0 1 4 9\n"]
+
+
+def test_so_they_may_where_the_program_is_a_module(tmp_path: Path) -> None:
+    (tmp_path / "own_classes.py").write_text((SCRIPTS / "own_classes.py").read_text())
+    assert logs(run("-m own_classes", "args=pool spawn", scale="1x1")) == ["pool spawn: 0 1 4 9\n"]
+
+
+@pytest.mark.parametrize("how", ["end", "code", "text", "raise", "hook", "terminated"])
+def test_all_that_an_interpreter_does_last_is_done_however_it_ends(tmp_path: Path, how: str) -> None:
+    words = ("ends.py", f"args={how} {tmp_path}")
+    if how == "end":
+        run(*words, scale="1x1")
+    else:
+        failed = failure(*words, scale="1x1")
+        says = {"code": "exited with code 3", "text": "no data under /nowhere", "terminated": "exited with code 9"}
+        assert says.get(how, "RuntimeError: as it is") in str(failed)
+    assert (tmp_path / f"{how}-0.unwritten").read_text() == "written at the end"
+    assert (tmp_path / f"{how}-0.atexit").exists()
+    assert (tmp_path / f"{how}-0.thread").exists()
+
+
+def test_the_programs_excepthook_is_called(tmp_path: Path) -> None:
+    failed = failure("ends.py", f"args=hook {tmp_path}", scale="1x1")
+    assert logs(failed.result) == ["my own words for RuntimeError\n"]
+
+
+def test_a_traceback_has_only_the_programs_frames(tmp_path: Path) -> None:
+    failed = failure("ends.py", f"args=raise {tmp_path}", scale="1x1")
+    lines = logs(failed.result)[0].splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].startswith(f'  File "{SCRIPTS}/ends.py", line ')
+    assert lines[-1] == "RuntimeError: as it is"
+    assert len([line for line in lines if line.startswith("  File")]) == 1
+
+
+def test_bytes_and_long_lines_arrive_as_they_are() -> None:
+    done = run("noise.py", scale="1x1")
+    wrote = (done.dir / "logs" / "rank-0.log").read_bytes()
+    rest = b"x" * 3_000_000 + b"\nstraight to the descriptor\nfrom a shell\nno end of line"
+    assert wrote == bytes(range(256)) + b"\n" + rest
+
+
+def test_a_programs_signal_handlers_are_called() -> None:
+    assert logs(run("signals.py", scale="1x1")) == ["heard SIGALRM SIGCHLD SIGTERM SIGUSR1 SIGUSR2\n"]
+
+
+def test_ranks_draw_random_numbers_as_fresh_interpreters_do() -> None:
+    drawn = [line.split() for line in logs(run("random_numbers.py")) + logs(run("random_numbers.py"))]
+    for column in range(4):
+        assert len({line[column] for line in drawn}) == 4
+
+
+@pytest.mark.parametrize("init_method", ["env", "tcp", "file"])
+def test_a_rank_on_the_command_line(init_method: str) -> None:
+    args = "--rank {rank} --world-size={world_size} --local_rank {local_rank} --init-method {init_method}"
+    done = run(
+        "by_flags.py",
+        f"init_method={init_method}",
+        f'args={args} --backend {{backend}} --hparams \'{{"a":{{"b":1}}}}\'',
+    )
+    store = "FileStore" if init_method == "file" else "TCPStore"
+    assert logs(done) == [f"{store} {init_method} gloo {rank} 1.0 {{'a': {{'b': 1}}}}\n" for rank in range(2)]
+
+
+@pytest.mark.parametrize(("how", "says"), [("assert", "rank 1 was told"), ("kill", "SIGABRT"), ("exit", "code 9")])
+def test_a_rank_on_the_command_line_that_fails(how: str, says: str) -> None:
+    args = "--rank {rank} --world-size 2 --local_rank 0 --init-method tcp://{master_addr}:{master_port} --backend gloo"
+    failed = failure("by_flags.py", f"args={args} --fail-rank 1 --fail {how}")
+    assert failed.result.cause.rank == 1
+    assert says in str(failed)
+
+
+def test_errors_that_record_wrote_are_reported() -> None:
+    failed = failure(sys.executable, f"args={SCRIPTS / 'recorded.py'}")  # a process of its own: only the file tells
+    cause = failed.result.cause
+    assert (cause.rank, cause.how, cause.type, cause.message) == (1, "raised", "KeyError", "'no such layer'")
+    assert 'raise KeyError("no such layer")' in cause.traceback
+    assert "KeyError: 'no such layer'" in str(failure("recorded.py"))
+
+
+def test_any_command_runs_with_a_ranks_variables_and_reports_its_code() -> None:
+    done = run("/bin/sh", "args=-c 'echo $RANK of $WORLD_SIZE on $LOCAL_RANK; echo {rank}'")
+    assert logs(done) == ["0 of 2 on 0\n0\n", "1 of 2 on 1\n1\n"]
+    failed = failure("/bin/sh", "args=-c 'exit $((RANK * 7))'")
+    assert "rank 1" in str(failed)
+    assert "exited with code 7" in str(failed)
+
+
+def test_a_program_that_a_host_lacks(tmp_path: Path) -> None:
+    from raydist.settings.config import Job
+    from raydist.shared import arguments
+
+    job = compose.compose([f"script={SCRIPTS / 'env_ddp.py'}", "scale=1x2", *INLINE], claim=True)
+    assert arguments.seen_from(os.getcwd(), job.script) == job.script
+    assert isinstance(job, Job)
+    gone = tmp_path / "gone.py"
+    gone.write_text("print('never')")
+    job = compose.compose([f"script={gone}", "scale=1x2", *INLINE], claim=True)
+    assert arguments.seen_from(os.getcwd(), job.script) == "gone.py"
+    gone.unlink()
+    with pytest.raises(RunFailed, match=r"ProgramNotFound: there is no .*gone\.py on .*working_dir=\."):
+        run_job(job)
+
+
+def test_a_command_that_is_not_there_and_one_that_is_none(tmp_path: Path) -> None:
+    failed = failure("no-such-command", "name=x")
+    assert "there is no program no-such-command on" in str(failed)
+    assert failed.result.cause.code == 127
+    (tmp_path / "text").write_text("not a program")
+    assert "is not executable: chmod +x ./text" in str(failure("./text"))
+
+
+@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed")
+def test_a_horovodrun_program_runs_unchanged() -> None:
+    done = run("horovod_mnist.py", "backend=horovod", "args=--epochs 2", scale="1x3")
+    assert [line.split("\n")[-2] for line in logs(done)] == [f"rank {i} of 3, local {i}: same True" for i in range(3)]
+
+
+@pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed")
+@pytest.mark.parametrize(("how", "says"), [("raise", "a digit too many"), ("kill", "SIGSEGV"), ("exit", "code 4")])
+def test_the_failed_rank_of_horovod_is_named(how: str, says: str) -> None:
+    failed = failure("horovod_mnist.py", "backend=horovod", f"args=--fail {how}", scale="1x3")
+    assert failed.result.cause.rank == 1
+    assert says in str(failed)
+
+
+def test_reports_of_a_script_are_received() -> None:
+    script = Path("reports.py")
+    script.write_text("import raydist\nfor step in range(1, 4):\n    raydist.report(step=step, loss=1 / step)\n")
+    assert run(f"./{script}").metrics == {"loss": 1 / 3}

@@ -1,0 +1,161 @@
+"""Which snapshot all ranks go back to, and how a rank that has none gets it."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raydist.settings.config import Backend, Job, Snapshot
+from raydist.state import snapshot
+from raydist.state.snapshot import SnapshotBuffer
+from raydist.state.snapshot_layout import PAGE, blank_page
+from raydist.worker import context
+from raydist.worker.loop.snapshotter import Offer, Snapshotter, choose_snapshot, spacing
+from tests.ranks import run_ranks
+
+GLOO = Job(backend=Backend("gloo"))
+
+
+def offers(*steps: int, whole: bool = True) -> list[Offer]:
+    return [Offer(step, int(whole)) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("told", "chosen"),
+    [
+        ([offers(5, 4), offers(5, 4, whole=False)], (5, 0)),
+        ([offers(6, 5), offers(5, 4, whole=False)], (5, 0)),  # the other was not so far yet
+        ([offers(5, 4), []], (5, 0)),  # the other is new
+        ([[], offers(5, 4)], (5, 1)),
+        ([[], offers(6, 5), offers(5, 4)], (5, 1)),
+        ([offers(5, whole=False), offers(5, whole=False)], None),  # the node with all of it is lost
+        ([[], []], None),
+        ([offers(9, 8), offers(5, 4)], None),
+    ],
+)
+def test_the_newest_state_that_will_do(told: list[list[Offer]], chosen: tuple[int, int] | None) -> None:
+    assert choose_snapshot(told) == chosen
+
+
+def state(step: int, rank: int) -> dict[str, Any]:
+    return {"own": {"rank": torch.tensor([rank]), "world_size": 2}, "model": torch.arange(1001) * step, "name": "x"}
+
+
+def find(holders: dict[int, tuple[int, ...]], nodes: int) -> Any:
+    """A function for ranks: rank r has kept whole states of the steps holders[r]; gives what it finds."""
+
+    def job(job: Job) -> Any:
+        here = context.here()
+        me = here.rank.rank
+        here.rank = context.Rank(me, 0 if nodes > 1 else me, me if nodes > 1 else 0, here.rank.world_size)
+        descriptor = os.memfd_create("test")
+        os.pwrite(descriptor, blank_page(), 0)
+        for step in holders.get(me, ()):
+            SnapshotBuffer(descriptor).write(step, state(step, me))
+        here.memory = descriptor, descriptor
+        kept = Snapshotter(job, here.comm).find()
+        return kept and (kept.step, kept.state["model"].tolist(), kept.own and kept.own["rank"].tolist())
+
+    return job
+
+
+def test_every_rank_finds_the_same_step_and_its_own_part(tmp_path: Path) -> None:
+    env = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    told = run_ranks(2, GLOO, find({0: (3, 4), 1: (2, 3)}, nodes=2), tmp_path, env)
+    assert [each.error for each in told] == ["", ""]
+    assert [each.value for each in told] == [(3, [3 * i for i in range(1001)], [rank]) for rank in range(2)]
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_a_new_node_gets_the_state_of_one_that_has_it(tmp_path: Path, holder: int) -> None:
+    env = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    told = run_ranks(2, GLOO, find({holder: (3, 4)}, nodes=2), tmp_path, env)
+    assert [each.error for each in told] == ["", ""]
+    assert [each.value for each in told] == [(4, [4 * i for i in range(1001)], None)] * 2
+
+
+def test_a_first_attempt_looks_for_nothing(tmp_path: Path) -> None:
+    told = run_ranks(2, GLOO, find({0: (3,), 1: (3,)}, nodes=2), tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert [each.value for each in told] == [None, None]
+
+
+def rhythm(every: int | None, pause: float) -> Any:
+    def job(job: Job) -> list[int]:
+        here = context.here()
+        descriptor = os.memfd_create("test")
+        os.pwrite(descriptor, blank_page(), 0)
+        here.memory = descriptor, descriptor
+        keeper = Snapshotter(Job(snapshot=Snapshot(every=every)), here.comm)
+        keeper.begin(0)
+        kept = []
+        for step in range(1, 30):
+            torch.ones(1).add_(1)
+            time.sleep(pause)
+            keeper.step(step, lambda: {"rank": torch.ones(1)}, lambda: state(1, 0))
+            kept.append(max(SnapshotBuffer(descriptor).steps, default=0))
+        return kept
+
+    return job
+
+
+@pytest.mark.parametrize(("every", "last"), [(1, 29), (10, 20), (0, 0)])
+def test_as_often_as_is_asked(tmp_path: Path, every: int, last: int) -> None:
+    for each in run_ranks(2, GLOO, rhythm(every, 0.0), tmp_path):
+        assert (each.error, each.value[-1]) == ("", last)
+
+
+@pytest.mark.parametrize(
+    ("shares", "steps"), [([0.0, 0.004], 1), ([0.01], 1), ([0.0101], 2), ([0.5, 0.02], 50), ([0.0], 1), ([3.0], 300)]
+)
+def test_each_step_is_kept_if_that_takes_a_percent_of_it_at_most(shares: list[float], steps: int) -> None:
+    assert spacing(shares) == steps
+
+
+def scarce(last: int) -> Any:
+    """8 steps; no more memory is free after the `last`. One is on its way to the disk from the 3rd to the 6th."""
+
+    def job(job: Job) -> Any:
+        here = context.here()
+        descriptor = os.memfd_create("test")
+        os.pwrite(descriptor, blank_page(), 0)
+        here.memory, memory = (descriptor, descriptor), SnapshotBuffer(descriptor)
+        keeper = Snapshotter(Job(snapshot=Snapshot(every=1)), here.comm)
+        keeper.begin(0)
+        kept = []
+        for step in range(1, 9):
+            if step in (3, 6) and memory.steps:
+                memory.lock(memory.steps[2] if step == 3 else -1)
+            keeper.step(step, lambda: {"rank": torch.ones(1)}, partial(state, step, 0))
+            kept.append(max(memory.steps, default=0))
+            if step == last:
+                snapshot.memory_left = lambda root=Path("/"): 1000
+        return kept, os.fstat(descriptor).st_size
+
+    return job
+
+
+def test_without_memory_for_a_third_state_none_is_kept_while_one_gets_to_the_disk(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, GLOO, scarce(2), tmp_path)
+    assert (told.error, told.kind("warning")) == ("", [])
+    assert told.value[0] == [1, 2, 3, 3, 3, 6, 7, 8]
+
+
+def test_without_memory_for_two_there_are_none_and_what_they_took_is_free(tmp_path: Path) -> None:
+    (told,) = run_ranks(1, GLOO, scarce(1), tmp_path)
+    assert (told.error, told.value) == ("", ([1, 0, 0, 0, 0, 0, 0, 0], PAGE))
+    (warning,) = told.kind("warning")
+    assert "no more snapshots: a state takes" in warning["text"]
+
+
+def test_steps_that_take_no_time_are_not_all_kept_and_all_ranks_agree(tmp_path: Path) -> None:
+    one, other = run_ranks(2, GLOO, rhythm(None, 0.0), tmp_path)
+    assert (one.error, other.error) == ("", "")
+    assert one.value == other.value
+    assert one.value[7] == 8  # until it is known what one costs
+    assert one.value[-1] < 29

@@ -1,0 +1,172 @@
+"""A job's file as a program of its own: settings, run folder, what is printed, how it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import raydist
+from raydist.settings.config import Backend, Job
+from raydist.shared.errors import RunFailed
+from raydist.shared.events import event
+from raydist.worker import backends, checkpoint, context, standalone
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher's variables, an empty folder, no words."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "RAYDIST_RUN_DIR", "RAYDIST_RESUME", "RAYDIST_RUNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["job.py"])
+    yield
+    assert not dist.is_initialized()
+
+
+def facts(config: Job, size: int = 3) -> dict[str, Any]:
+    return {
+        "size": size,
+        "seed": config.seed,
+        "target": config.job.target,
+        "backend": dist.get_backend(),
+        "folder": raydist.rank().run_dir,
+        "resume": os.environ["RAYDIST_RESUME"],
+    }
+
+
+def test_the_function_is_called_with_the_settings_and_its_value_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["job.py", "seed=4", "job.args.size=5"])
+    told = raydist.main(facts)
+    assert (told["size"], told["seed"], told["resume"]) == (5, 4, "")
+    assert told["target"] == f"{__file__}:facts"
+    assert told["backend"] == ("nccl" if torch.cuda.is_available() else "gloo")
+    assert told["folder"].is_relative_to(tmp_path / "runs")
+    assert "RAYDIST_RESUME" not in os.environ
+    assert context.here().comm is None
+
+
+def test_a_run_folder_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYDIST_RUN_DIR", str(tmp_path / "here"))
+    assert raydist.main(facts)["folder"] == tmp_path / "here"
+
+
+def test_all_ranks_have_the_run_folder_of_rank_0(tmp_path: Path) -> None:
+    def folder(job: Job) -> Path:
+        from dataclasses import replace
+
+        os.environ.pop("RAYDIST_RUN_DIR", None)
+        mine = replace(job, dir=f"/runs/gefüllt/of rank {raydist.rank().rank}")
+        return standalone.rank0_folder(mine, context.here().comm)
+
+    told = run_ranks(2, Job(backend=Backend(name="gloo")), folder, tmp_path)
+    assert [one.value for one in told] == [Path("/runs/gefüllt/of rank 0")] * 2, told[0].error
+
+
+def save_one(config: Job) -> int:
+    found = checkpoint.latest()
+    step = 1 if found is None else found.step + 1
+    checkpoint.save(step, {"step": step})
+    return step
+
+
+def test_resume_auto_goes_on_from_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert raydist.main(save_one) == 1
+    assert raydist.main(save_one) == 1
+    monkeypatch.setattr(sys, "argv", ["job.py", "resume=auto"])
+    assert raydist.main(save_one) == 2
+    assert raydist.main(save_one) == 3
+
+
+def test_resume_of_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["job.py", f"resume={tmp_path}"])
+    with pytest.raises(SystemExit) as ended:
+        raydist.main(save_one)
+    assert ended.value.code == 2
+    assert f"error: resume={tmp_path}: no complete checkpoint is there" in capsys.readouterr().err
+
+
+def test_a_wrong_setting_ends_with_2_and_names_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["job.py", "train.epoch=2"])
+    with pytest.raises(SystemExit) as ended:
+        raydist.main(facts)
+    assert ended.value.code == 2
+    assert "train.epochs" in capsys.readouterr().err
+
+
+def fails_by_name() -> None:
+    raise RunFailed("as it must")
+
+
+def fails() -> None:
+    raise KeyError("as it must")
+
+
+def test_a_named_failure_ends_with_its_own_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        raydist.main(fails_by_name)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: as it must\n"
+
+
+def test_any_other_exception_keeps_its_traceback() -> None:
+    with pytest.raises(KeyError):
+        raydist.main(fails)
+    assert context.here().comm is None
+
+
+def test_steps_are_printed_at_a_sane_rate_and_all_else_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    show = standalone.printer(every_s=1000.0)
+    for step in range(1, 6):
+        show(event("report", rank=0, step=step, values={"steps": 5, "loss": 0.5}))
+        show(event("report", rank=1, step=step, values={"steps": 5, "loss": 9.0}))
+    show(event("report", rank=0, step=5, values={"accuracy": 0.25}))
+    show(event("warning", rank=0, text="mind the gap"))
+    show(event("begin", rank=0, steps=5))
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1 · steps 5 · loss 0.5",
+        "step 5 · steps 5 · loss 0.5",
+        "step 5 · accuracy 0.25",
+        "text mind the gap",
+    ]
+
+
+def test_a_small_every_prints_each_step(capsys: pytest.CaptureFixture[str]) -> None:
+    show = standalone.printer(every_s=0.0)
+    for step in (1, 2, 3):
+        show(event("report", rank=0, step=step, values={"steps": 5}))
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_seeds_are_set_before_the_job_begins() -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        with backends.join("gloo", Job(backend=Backend(name="gloo"), seed=seed), {}):
+            drawn.append(float(torch.rand(())))
+    context.enter(None)
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_deterministic_is_on_in_the_job() -> None:
+    job = Job(backend=Backend(name="gloo"), deterministic=True)
+    with backends.join("gloo", job, {}):
+        assert torch.are_deterministic_algorithms_enabled()
+    with backends.join("gloo", Job(backend=Backend(name="gloo")), {}):
+        assert not torch.are_deterministic_algorithms_enabled()
+    context.enter(None)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

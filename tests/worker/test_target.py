@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.launch import preload
+from raydist.settings.config import Job, Target
+from raydist.worker import target
+
+
+@pytest.fixture(autouse=True)
+def same_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def test_a_function_of_a_file_finds_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_job.py").write_text("answer = 42")
+    (tmp_path / "my_job_file.py").write_text("from neighbour_of_job import answer\ndef job(): return answer")
+    assert target.load_target(f"{tmp_path}/my_job_file.py:job")() == 42
+    assert "my_job_file" in sys.modules  # loader workers and pickle look it up there
+
+
+def test_a_function_of_a_module() -> None:
+    assert target.load_target("os.path:basename")("/a/b") == "b"
+
+
+def test_the_job_gets_its_arguments_and_config_if_it_has_that_parameter() -> None:
+    settings = replace(Job(), job=Target("x", {"hidden": 64}))
+
+    def plain(hidden: int) -> int:
+        return hidden
+
+    def asking(config: Job, hidden: int) -> tuple[int, Any]:
+        return hidden, config
+
+    assert target.call_function(plain, settings) == 64
+    assert target.call_function(asking, settings) == (64, settings)
+
+
+def test_arguments_of_a_function_that_travelled() -> None:
+    assert target.call_function(lambda a, b=0: (a, b), Job(), 1, b=2) == (1, 2)
+
+
+def test_what_a_file_imports_is_read_without_running_it(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text(
+        "from __future__ import annotations\nimport os, json as j\nfrom sklearn.datasets import load_digits\n"
+        "from . import near\nraise SystemExit\ndef job():\n    import inside\n"
+    )
+    assert preload.imported_modules(file.read_text()) == ["os", "json", "sklearn.datasets"]
+    found = preload.modules(f"{file}:job", "gloo")
+    assert found[: len(preload.ALWAYS)] == list(preload.ALWAYS)
+    assert "sklearn.datasets" in found
+    assert "raydist.worker.loop.fit" not in found
+
+
+def test_a_file_that_uses_raydist_gets_the_loop_warm(tmp_path: Path) -> None:
+    file = tmp_path / "job.py"
+    file.write_text("import raydist\n")
+    assert set(preload.LOOP) <= set(preload.modules(f"{file}:job", "gloo"))
+
+
+@pytest.mark.parametrize("name", ["", "no.such.module:f", "os.path:basename", "nothing"])
+def test_a_target_without_a_file_warms_torch_only_or_what_its_module_imports(name: str) -> None:
+    assert preload.modules(name, "gloo")[: len(preload.ALWAYS)] == list(preload.ALWAYS)

@@ -1,0 +1,80 @@
+"""torch's private parts, as this torch has them; and what a rank says where a torch has them no longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.settings.config import Backend, Job
+from raydist.worker import stacks, torch_private
+from raydist.worker.channel import Channel
+from raydist.worker.protocol import Collective, TellCollectives, encode
+from tests.ranks import run_ranks
+from tests.worker.test_channel import Line
+
+GLOO = Job(backend=Backend(name="gloo"))
+
+
+def reduce_three_times(job: Job) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(3):
+        dist.all_reduce(torch.ones(3))
+    return stacks.collectives()
+
+
+def without_recorder(job: Job) -> Any:
+    torch_private.RECORDERS["gloo"] = "_no_such_recorder"
+    return stacks.collectives()
+
+
+@pytest.mark.skipif(
+    torch_private.flight_recorder("gloo") is None, reason="torch 2.8 and newer record gloo's collectives"
+)
+def test_the_recorder_has_what_a_hang_report_reads(tmp_path: Path) -> None:
+    for told in run_ranks(2, GLOO, reduce_three_times, tmp_path):
+        assert told.error == ""
+        entries, lacks = told.value
+        assert lacks == ""
+        newest = entries[-1]
+        assert set(newest) == set(Collective.__annotations__)
+        assert None not in newest.values()
+        assert (newest["profiling_name"], newest["input_sizes"]) == ("gloo:all_reduce", [[3]])
+
+
+def test_a_torch_without_a_recorder_is_named(tmp_path: Path) -> None:
+    for told in run_ranks(2, GLOO, without_recorder, tmp_path):
+        assert told.error == ""
+        entries, lacks = told.value
+        assert entries == []
+        assert "keeps no record of gloo's collectives" in lacks
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, 1), (1, 0)])
+def test_rank_0_warns_once_of_a_missing_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, said: int
+) -> None:
+    def broken() -> Any:
+        raise TypeError("_dump_fr_trace_json() got an unexpected keyword argument")
+
+    from raydist.worker import context
+
+    monkeypatch.setattr(stacks, "collectives", broken)
+    line = Line(tmp_path)
+    me = context.Rank(rank=rank, world_size=2, run_dir=tmp_path)
+    context.enter(context.Context(rank=me, emit=line.channel.emit, beat=lambda step, phase: None))
+    try:
+        for _ in range(2):
+            line.socket.sendall(encode(TellCollectives()) + b"\n")
+        received = [line.receive() for _ in range(2 + said)]
+    finally:
+        context.enter(None)
+        line.channel.shut()
+    assert isinstance(line.channel, Channel)
+    assert [each["entries"] for each in received if each.get("protocol") == "Collectives"] == [[], []]
+    warnings = [each["text"] for each in received if each.get("kind") == "warning"]
+    assert len(warnings) == said
+    assert all("TypeError: _dump_fr_trace_json()" in text for text in warnings)
