@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,8 @@ def test_what_a_killed_session_left_is_removed_and_a_living_ones_is_not(tmp_path
     killed, living = (Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")) for _ in range(2))
     lock = leftovers._lock(living)
     with subprocess.Popen(["sleep", "1000"], env={**os.environ, "TMPDIR": str(killed)}) as left:
+        while not leftovers.processes_of(str(killed)):  # Popen returns before the kernel shows the environment
+            time.sleep(0.01)
         long_ago(killed)
         long_ago(living)
         leftovers.sweep()

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +28,14 @@ from raydist.node import counters, nccl_output, oom
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
 from raydist.node.nccl_output import NcclLog
-from raydist.node.processes import catches, process_state, recorded_error
+from raydist.node.processes import main_stack, process_state, recorded_error
 from raydist.shared import env_names
 from raydist.shared.errors import LaunchError
 from raydist.worker import protocol
 from raydist.worker.heartbeat import BEAT_PAGE, STACKS_SIGNAL, read_beat, read_compute_time
 from raydist.worker.protocol import (
+    Activity,
     CheckupRequest,
-    Collectives,
     Holding,
     HoldRank,
     OpenStore,
@@ -48,7 +49,7 @@ from raydist.worker.protocol import (
     SignalProcess,
     StartRank,
     StoreAddress,
-    TellCollectives,
+    TellActivity,
     WriteCheckpoint,
 )
 
@@ -61,6 +62,8 @@ LOG_CHUNK = 1 << 20
 """Most bytes of a rank's output in one reply."""
 EXAMINE_S = 0.6
 """Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a second."""
+ANSWER_S = 3.0
+"""Seconds that a busy rank has to answer: a signal handler that interrupts Python code may crash it."""
 
 
 class RankAgent:
@@ -90,7 +93,8 @@ class RankAgent:
         self._event_reader: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         """Sends messages to the rank."""
-        self._collectives = Collectives(())
+        self._activity: Activity | None = None
+        """The rank's answer to the last TellActivity."""
         self._writer_task: asyncio.Task[None] | None = None
         """Reads what the process sends that writes the last checkpoint."""
         self._shards: protocol.ShardsReply | None = None
@@ -263,22 +267,25 @@ class RankAgent:
     async def examine(self) -> RankActivity | None:
         """The state of the rank's process, the CPU it uses, its stacks, its last collectives; None if it has ended.
 
-        Takes EXAMINE_S, whatever state the rank is in; a part that can't be read is empty.
+        A rank that does not answer, because native code keeps the GIL, shows its main thread's stack by a signal: after
+        EXAMINE_S if it sleeps, after ANSWER_S if it is busy. A part that can't be read is empty.
         """
         if not self.pid or self._end is not None:
             return None
-        stacks = self.folder / f"rank-{self.rank}.value.stacks"
-        self._collectives = Collectives(())
+        self._activity = None
         state, before = process_state(self.pid)
-        with contextlib.suppress(OSError):
-            os.truncate(stacks, 0)
-        if catches(self.pid, STACKS_SIGNAL):  # the signal ends a program that does not catch it
-            self._server.send(SignalProcess(self.pid, STACKS_SIGNAL))
-        self.tell_rank(TellCollectives())
+        self.tell_rank(TellActivity())
         await asyncio.sleep(EXAMINE_S)
         state, after = process_state(self.pid)
-        stack = stacks.read_text(errors="replace") if stacks.exists() else ""
-        return RankActivity(self.pid, state, (after - before) / EXAMINE_S, stack, self._collectives.entries)
+        answer_by = time.monotonic() + (ANSWER_S - EXAMINE_S if after > before else 0)
+        while self._activity is None and time.monotonic() < answer_by:
+            await asyncio.sleep(0.05)
+        told = self._activity
+        if told is None:
+            send_signal = partial(self._server.send, SignalProcess(self.pid, STACKS_SIGNAL))
+            told = Activity(await main_stack(self.pid, self.folder / f"rank-{self.rank}.value.stacks", send_signal), ())
+        busy, beat = (after - before) / EXAMINE_S, read_beat(self._beat)
+        return RankActivity(self.pid, state, busy, told.stack, told.collectives, beat)
 
     async def hold(self, request: HoldRank) -> int:
         """Have the rank stand still after the step that it is making; that step. LaunchError: it has ended."""
@@ -411,8 +418,8 @@ class RankAgent:
         writer.close()
 
     def _handle_reply(self, message: protocol.Message) -> None:
-        if isinstance(message, Collectives):
-            self._collectives = message
+        if isinstance(message, Activity):
+            self._activity = message
         elif isinstance(message, Holding) and self._holding is not None and not self._holding.done():
             self._holding.set_result(message.step)
         elif isinstance(message, protocol.ShardsReply):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
+from raydist.worker.heartbeat import STACKS_SIGNAL
 from raydist.worker.protocol import RecordedError
+
+SIGNAL_S = 0.2
+"""Seconds that a rank's signal handler has for its stack."""
 
 
 def kill(pid: int, number: int) -> None:
@@ -76,6 +82,18 @@ def process_state(pid: int) -> tuple[str, float]:
     except OSError:
         return "", 0.0
     return after_name[0], (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def main_stack(pid: int, file: Path, send_signal: Callable[[], object]) -> str:
+    """The stack of a rank's main thread, which its handler of STACKS_SIGNAL writes to a file; empty if it has none."""
+    if not catches(pid, STACKS_SIGNAL) or process_state(pid)[0] in "Tt":  # it would end it, or be answered too late
+        return ""
+    with contextlib.suppress(OSError):  # it has just ended
+        os.truncate(file, 0)
+        send_signal()
+        await asyncio.sleep(SIGNAL_S)
+        return file.read_text(errors="replace")
+    return ""
 
 
 def catches(pid: int, number: int) -> bool:

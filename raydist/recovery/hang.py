@@ -79,19 +79,22 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         wait(calls.values(), timeout=EXAMINE_S)
         answers = {rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()}
         states = [self._state(rank, beats[rank], found) for rank, found in sorted(answers.items()) if found]
-        if (hang := self._weigh(hang_verdict.diagnose(states))) is not None:
+        went_on = any(found.beat[2] > beats[rank][2] for rank, found in answers.items() if found)
+        if (hang := self._weigh(hang_verdict.diagnose(states), went_on)) is not None:
             self._post(hang)
 
     def _state(self, rank: int, beat: Beat, found: RankActivity) -> RankState:
-        return RankState(rank, self._group.plan.seats[rank].node.host, step=beat[0], phase=beat[1], **vars(found))
+        host = self._group.plan.seats[rank].node.host
+        seen = (found.pid, found.state, found.busy, found.stack, found.collectives)
+        return RankState(rank, host, beat[0], beat[1], *seen)
 
-    def _weigh(self, diagnosis: Diagnosis) -> ConfirmedHang | None:
-        """Report a new diagnosis; return the hang if the run is to be ended for it."""
+    def _weigh(self, diagnosis: Diagnosis, went_on: bool) -> ConfirmedHang | None:
+        """Report a new diagnosis; return the hang if the run is to be ended. `went_on`: a rank has, meanwhile."""
         with self._lock:
             self._examining = False
             now = time.monotonic()
-            if self._closed or not (diagnosis.certain or self._stalls.silent(now)):
-                return None  # the ranks went on while they were examined
+            if self._closed or not (diagnosis.certain or (self._stalls.silent(now) and not went_on)):
+                return None
             silence, over = self._stalls.silence(now), self._stalls.over(now)
             self._stalls.examined(now)
             diagnosis = diagnosis.final if over else diagnosis

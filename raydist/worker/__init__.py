@@ -15,7 +15,7 @@ states. Never imports Ray.
     program.py            Runs an existing program (script=) in a rank's process, as a shell would
     protocol.py           The messages among driver, agents, fork servers and ranks
     sharded.py            Sharded states (FSDP) in memory: each rank keeps its own shards, the next node a copy of them
-    stacks.py             What a hung rank reports: Python's stacks by a signal, its last collectives from a thread
+    stacks.py             What a hung rank reports: the stacks of its threads, and its last collectives
     standalone.py         Runs a job's file as a program: `python jobs/digits.py …`, `torchrun jobs/digits.py …`
     step_timer.py         Measures a rank's compute time in each step apart from its waits for other ranks, in any loop
     target.py             Loads the job's function by its name, and calls it with its arguments

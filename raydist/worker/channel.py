@@ -15,7 +15,7 @@ from collections import deque
 from raydist.shared.events import Event, event
 from raydist.worker import context, protocol, stacks
 from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time
-from raydist.worker.protocol import Collectives, Holding, HoldRank, StopAfter, TellCollectives
+from raydist.worker.protocol import Activity, Holding, HoldRank, StopAfter, TellActivity
 
 FLUSH_S = 0.1
 """Longest time that a report waits in the rank before it is sent."""
@@ -91,20 +91,21 @@ class Channel:
     def _handle(self, message: protocol.Message) -> None:
         here = context.here()
         match message:
-            case TellCollectives():
-                self._tell_collectives()
+            case TellActivity():
+                self._tell_activity()
             case HoldRank():
                 self.reply(Holding(here.stop_request.hold()))
             case StopAfter(step):
                 here.stop_request.stop_after(step)
 
-    def _tell_collectives(self) -> None:
-        """Reply with the last collectives. If torch records none, rank 0 warns once for all ranks."""
+    def _tell_activity(self) -> None:
+        """Reply with the stacks and the last collectives. If torch records none, rank 0 warns once for all ranks."""
+        stack = stacks.of_all_threads()
         try:
             entries, gap = stacks.collectives()
         except Exception as error:  # another torch has other private functions; this thread must go on
             entries, gap = [], f"torch's flight recorder could not be read ({type(error).__name__}: {error})"
-        self.reply(Collectives(entries))
+        self.reply(Activity(stack, entries))
         if gap and not self._reported_gap and context.rank().rank == 0:
             self.emit(event("warning", text=gap))
         self._reported_gap = gap

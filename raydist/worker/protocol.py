@@ -243,9 +243,11 @@ class RankActivity:
     busy: float
     """CPU seconds that it used per second."""
     stack: str
-    """The stacks of all its threads, as faulthandler writes them."""
+    """The stacks of its threads, in faulthandler's format; of a rank that could not answer, the main thread's only."""
     collectives: Sequence[Collective]
     """The last entries of torch's flight recorder, the oldest first."""
+    beat: tuple[int, str, float] = (0, "", 0.0)
+    """Its heartbeat after that."""
 
 
 @dataclass(frozen=True)
@@ -636,15 +638,18 @@ ServerReply = Warm | Forked | StoreForked
 
 
 @dataclass(frozen=True)
-class TellCollectives:
-    """Reply with the last collectives."""
+class TellActivity:
+    """Reply with the stacks and the last collectives."""
 
 
 @dataclass(frozen=True)
-class Collectives:
-    """The last entries of torch's flight recorder, the oldest first."""
+class Activity:
+    """What the rank does at this moment."""
 
-    entries: Sequence[Collective]
+    stack: str
+    """The stacks of all its threads, in faulthandler's format."""
+    collectives: Sequence[Collective]
+    """The last entries of torch's flight recorder, the oldest first."""
 
 
 @dataclass(frozen=True)
@@ -654,14 +659,14 @@ class Holding:
     step: int
 
 
-RankMessage = TellCollectives | HoldRank | StopAfter
-RankReply = Collectives | Holding
+RankMessage = TellActivity | HoldRank | StopAfter
+RankReply = Activity | Holding
 
 _BY_NAME: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         RankSpec, ProgramSpec, OpenStore, WriteCheckpoint, SignalProcess, Warm, Forked, StoreForked, Ended,
-        TellCollectives, HoldRank, StopAfter, Collectives, Holding,
+        TellActivity, HoldRank, StopAfter, Activity, Holding,
         ListShards, WriteShards, CommitShards, DropShards,
         HeldShards, WrittenShards, SavedShards, UnseenShards, WriterFailed,
     )

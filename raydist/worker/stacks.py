@@ -1,9 +1,12 @@
-"""What a hung rank reports: Python's stacks by a signal, its last collectives from a thread. (rank side)"""
+"""What a hung rank reports: the stacks of its threads, and its last collectives. (rank side)"""
 
 from __future__ import annotations
 
 import faulthandler
 import sys
+import threading
+import traceback
+from types import FrameType
 from typing import TextIO
 
 from raydist.worker.heartbeat import STACKS_SIGNAL
@@ -16,13 +19,33 @@ LAST = 8
 _stack_files: list[TextIO] = []
 
 
-def answer_signal(path: str) -> None:
-    """Register a handler of STACKS_SIGNAL that appends the stacks of all threads to a file.
+def of_all_threads() -> str:
+    """The stacks of all Python threads in faulthandler's format, the main thread's last, as the current one.
 
-    The handler is C code, so it also runs inside a collective. An exec removes it.
+    Not by faulthandler's own signal handler: it does not wait for the GIL, and crashes the process if another thread
+    runs Python code meanwhile (github.com/python/cpython/issues/116008).
+    """
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    numbers = sorted(frames, key=lambda number: number == main)
+    return "\n\n".join(_stack(number, frames[number], number == main) for number in numbers) + "\n"
+
+
+def _stack(thread: int, innermost: FrameType, current: bool) -> str:
+    title = f"{'Current thread' if current else 'Thread'} 0x{thread:016x} (most recent call first):"
+    walk = traceback.walk_stack(innermost)
+    return "\n".join(
+        [title, *(f'  File "{f.f_code.co_filename}", line {line} in {f.f_code.co_name}' for f, line in walk)]
+    )
+
+
+def answer_signal(path: str) -> None:
+    """Register a handler of STACKS_SIGNAL that appends the stack of the main thread to a file.
+
+    The handler is C code, so it also runs while native code keeps the GIL and `of_all_threads` can't be called. An exec
+    removes it.
     """
     _stack_files.append(open(path, "a"))  # noqa: SIM115 - as long as the process
-    faulthandler.register(STACKS_SIGNAL, file=_stack_files[-1], all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=_stack_files[-1], all_threads=False)
 
 
 def collectives() -> tuple[list[Collective], str]:

@@ -200,18 +200,42 @@ def test_only_the_newest_report_of_another_rank_than_0_is_kept(node: Node, agent
 
 def test_a_rank_is_examined_while_it_runs(node: Node, agent: RankAgent) -> None:
     def stuck() -> None:
+        import raydist
+
+        raydist.report(step=1)
         time.sleep(300)
 
     async def run_and_examine() -> tuple[int, RankActivity | None]:
         pid = await agent.handle(start_request(stuck))
-        await follow(agent, until="joined")
+        await follow(agent, until="report")
         return pid, await agent.handle(Examine())
 
     pid, activity = node.run(run_and_examine())
     assert activity is not None
     assert (activity.pid, activity.state) == (pid, "S")
     assert activity.busy < 0.5
-    assert "in stuck" in activity.stack
+    others, main = activity.stack.split("Current thread")
+    assert "in stuck" in main
+    assert "in of_all_threads" in others  # by the rank's own thread: a signal handler may crash a rank
+
+
+def test_a_rank_whose_native_code_keeps_the_gil_shows_its_main_thread(node: Node, agent: RankAgent) -> None:
+    def stuck() -> None:
+        import ctypes
+
+        ctypes.PyDLL(None).sleep(300)
+
+    async def run_and_examine() -> str:
+        await agent.handle(start_request(stuck))
+        await follow(agent, until="joined")
+        while True:
+            activity: RankActivity | None = await agent.handle(Examine())
+            assert activity is not None
+            if "in of_all_threads" not in activity.stack:  # else the rank has not come to the job yet
+                return activity.stack
+
+    stack = node.run(run_and_examine())
+    assert "in stuck" in stack
 
 
 def test_a_rank_that_has_ended_is_not_examined(node: Node, agent: RankAgent) -> None:

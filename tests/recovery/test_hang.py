@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,6 +122,13 @@ def test_ranks_that_went_on_while_they_were_examined_are_let_be(watched: Watched
         return state("S")
 
     watched.group.replies[Examine] = wakes
+    watched.silent()
+    assert watched.group.made(Examine) == [0, 1]
+    assert (reported, watched.posted) == ([], [])
+
+
+def test_so_are_they_if_only_their_agents_know_it_yet(watched: Watched, reported: list[Event]) -> None:
+    watched.found = {0: state("S"), 1: replace(state("S"), beat=(6, "forward", time.time() + 1))}
     watched.silent()
     assert watched.group.made(Examine) == [0, 1]
     assert (reported, watched.posted) == ([], [])

@@ -165,7 +165,7 @@ def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
         # somebody wakes it up again, from outside of Python
         pid = os.getpid()
         if os.fork() == 0:
-            time.sleep(6)
+            time.sleep(7.5)  # not when its ranks are just examined
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
         threading.Event()

@@ -268,7 +268,7 @@ def test_a_process_set_that_nobody_asked_for_is_refused_with_the_word_for_it(tmp
         return str(refusal.value)
 
     (said, *_) = ranks_of(3, within, tmp_path, on_horovod(BASE, process_sets=[[0, 1]]))
-    assert said == ("there is no process set [0, 2] (known: [0, 1]); set backend.horovod.process_sets=[[0,2]]")
+    assert "there is no process set [0, 2] (known: [0, 1]); set backend.horovod.process_sets=[[0,2]]" in said
 
 
 @pytest.mark.parametrize("settings", [{}, {"fusion_mb": 1, "cycle_ms": 0.5}])
@@ -338,7 +338,7 @@ def test_without_horovod_the_command_that_builds_it_is_named(monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"backend=horovod: .*python -m raydist.tools.horovod build"):
         backends.check_installed("horovod")
     backends.check_installed("gloo")
-    with pytest.raises(ConfigError, match=r"backend.name=horovd: did you mean backend=horovod\?"):
+    with pytest.raises(ConfigError, match=r"backend=horovd: .*did you mean backend=horovod\?"):
         backends.check_installed("horovd")
 
 

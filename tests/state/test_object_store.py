@@ -185,8 +185,10 @@ def test_a_restart_goes_on_without_the_store(events: list[Event], tmp_path: Path
         nobody.bind(("127.0.0.1", 0))
         job = replace(job, env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{nobody.getsockname()[1]}"})
         assert run_storage.resume(job, 1, told.append) == []
-        assert "s3://bucket/runs/digits/now can't be asked for its checkpoints" in told[-1]
-        with pytest.raises(ConfigError, match="resume=auto: s3://bucket/runs/digits/now can't be asked"):
+        assert "the checkpoints in s3://bucket/runs/digits/now can't be listed" in told[-1]
+        with pytest.raises(
+            ConfigError, match="resume=auto: the checkpoints in s3://bucket/runs/digits/now can't be listed"
+        ):
             run_storage.resume(job, 0, told.append)
 
 

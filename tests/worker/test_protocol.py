@@ -17,9 +17,9 @@ from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.events import Event, event
 from raydist.worker import protocol
 from raydist.worker.protocol import (
+    Activity,
     CheckupRequest,
     Collective,
-    Collectives,
     CommitShards,
     Ended,
     Holding,
@@ -58,7 +58,7 @@ COLLECTIVE: Collective = {
         Warm({"torch": "ImportError: no"}, cuda=True),
         Ended(7, 0, 9, 1.5),
         StopAfter(3),
-        Collectives((COLLECTIVE,)),
+        Activity("Thread 0x1", (COLLECTIVE,)),
         Holding(4),
     ],
     ids=lambda message: type(message).__name__,

@@ -10,7 +10,7 @@ import pytest
 from raydist.settings.config import Backend, Job
 from raydist.worker import stacks, torch_private
 from raydist.worker.channel import Channel
-from raydist.worker.protocol import Collective, TellCollectives, encode
+from raydist.worker.protocol import Collective, TellActivity, encode
 from tests.ranks import run_ranks
 from tests.worker.test_channel import Line
 
@@ -68,13 +68,13 @@ def test_rank_0_warns_once_of_a_missing_recorder(
     context.enter(context.Context(rank=me, emit=line.channel.emit, beat=lambda step, phase: None))
     try:
         for _ in range(2):
-            line.socket.sendall(encode(TellCollectives()) + b"\n")
+            line.socket.sendall(encode(TellActivity()) + b"\n")
         received = [line.receive() for _ in range(2 + said)]
     finally:
         context.enter(None)
         line.channel.shut()
     assert isinstance(line.channel, Channel)
-    assert [each["entries"] for each in received if each.get("protocol") == "Collectives"] == [[], []]
+    assert [each["collectives"] for each in received if each.get("protocol") == "Activity"] == [[], []]
     warnings = [each["text"] for each in received if each.get("kind") == "warning"]
     assert len(warnings) == said
     assert all("TypeError: _dump_fr_trace_json()" in text for text in warnings)
