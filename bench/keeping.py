@@ -30,7 +30,7 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
     from raydist.worker import context
     from raydist.worker.loop.snapshotter import Snapshotter
 
-    here, real, seconds = context.here(), Snapshotter.step, [0.0] * (2 * blocks + 3)
+    here, real, seconds = context.current(), Snapshotter.step, [0.0] * (2 * blocks + 3)
     beat, began, spent = here.beat, time.perf_counter(), 0.0
 
     def timed(self: Snapshotter, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:

@@ -46,7 +46,7 @@ def by_raydist(config: Any, folder: str) -> None:
     from raydist.worker import context
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if step := context.here().step:
+        if step := context.current().step:
             strike(Path(folder), step, raydist.rank().rank)
         return torch.nn.functional.cross_entropy(output, target)
 

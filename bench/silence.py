@@ -40,7 +40,7 @@ def train(config: Any, folder: str, fault: str) -> None:
     rank, attempt = raydist.rank().rank, os.environ["TORCHELASTIC_RESTART_COUNT"]
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        step = context.here().step
+        step = context.current().step
         with (Path(folder) / f"{rank}.times").open("a") as times:
             times.write(f"{time.time()} {step} {attempt}\n")
         if (rank, step, attempt, fault) == (1, STRUCK, "0", "stop"):
@@ -90,7 +90,7 @@ def turn_cut(rig: Any) -> tuple[float, float]:
             assert run.poll() is None, "the run ended before its host was cut off"
             time.sleep(0.01)
         (plan,) = [each for each in read_events(folder / "run" / "events.jsonl") if each["kind"] == "plan"]
-        victim = next(host for host in rig.hosts if host.name == plan["seats"][1]["host"])
+        victim = next(host for host in rig.hosts if host.name == plan["slots"][1]["host"])
         struck = time.time()
         rig.cut(victim)
         assert run.wait(120) == 0

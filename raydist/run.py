@@ -87,8 +87,8 @@ def attempt_job(job: Job, call: RemoteCall | None, events: Events) -> Attempt:
 def attempt_placed(job: Job, events: Events, attempts: Attempts) -> None:
     """Place the job, and attempt it there until the run is over or its nodes are about to be taken away."""
     try:
-        ask = placement.resources_for(job, drain.usable_nodes(job, connect.alive_nodes()), connect.node_types())
-        with placement_group.placed_group(job, ask, events) as group:
+        request = placement.resources_for(job, drain.usable_nodes(job, connect.alive_nodes()), connect.node_types())
+        with placement_group.placed_group(job, request, events) as group:
             carry_out(job, group, events, attempts)
     except RaydistError as error:
         attempts.cut_short(error)
@@ -97,7 +97,7 @@ def attempt_placed(job: Job, events: Events, attempts: Attempts) -> None:
 def attempt_inline(job: Job, call: RemoteCall | None, events: Events) -> Attempt:
     """Without Ray, on this machine."""
     node = inline.inline_node(job)
-    plan = placement.assign_ranks(ask := placement.resources_for(job, [node]), [node] * len(ask.bundles))
+    plan = placement.assign_ranks(request := placement.resources_for(job, [node]), [node] * len(request.bundles))
     if plan.world_size == 1 and not job.script:
         return explained(inline.run_here(settled(job, plan), plan, call, events), events)
     attempts = Attempts(call, events)

@@ -55,7 +55,7 @@ def at(t: float, kind: str, **facts: Any) -> Event:
     return {"t": t, "kind": kind, **facts}
 
 
-def seats(ranks: int, per_node: int, gpus: bool = False) -> list[dict[str, Any]]:
+def slots(ranks: int, per_node: int, gpus: bool = False) -> list[dict[str, Any]]:
     return [
         {"rank": rank, "host": f"node-{node}", "ip": f"10.0.0.{node}", "node": f"id-{node}",
          "local_rank": rank % per_node, "gpus": [rank % per_node] if gpus else 0}
@@ -72,7 +72,7 @@ def launch() -> list[Event]:
         at(1, "avoid", node="id-9", avoided=True, text="node-9 (10.0.0.9) is avoided: as the ledger says"),
         at(1, "wait", text="waiting for 1 more node with 2 CPU: 1 of 2 ready"),
         at(4, "phase", name="place", s=3.0),
-        at(4, "plan", backend="gloo", world_size=3, seats=seats(3, 1), spares=[{"host": "node-4"}]),
+        at(4, "plan", backend="gloo", world_size=3, slots=slots(3, 1), spares=[{"host": "node-4"}]),
         *[at(6, "began", rank=rank, host=f"node-{rank + 1}", pid=7) for rank in range(3)],
         *[at(8, "joined", rank=rank, pid=7) for rank in range(3)],
         at(8, "phase", name="rendezvous", s=2.0),
@@ -90,12 +90,12 @@ def steps(first: int, last: int, t: float) -> Iterator[Event]:
 def again(t: float, end: End, step: int) -> list[Event]:
     """A restart after that failure, with a step done again, in 2 seconds."""
     told = policy.Retry((Attempt(ends=[end]),)).as_event(Job(restart=replace(Job().restart, max=3)).restart)
-    there, moved = seats(3, 1), [end.rank] if end.how == "lost" else []
+    there, moved = slots(3, 1), [end.rank] if end.how == "lost" else []
     for rank in moved:
         there[rank] |= {"host": "node-4", "ip": "10.0.0.4", "node": "id-4"}
     return [
         at(t, "restart", **told),
-        at(t + 0.5, "placed", number=1, moved=moved, seats=there),
+        at(t + 0.5, "placed", number=1, moved=moved, slots=there),
         *[at(t + 1, "began", rank=rank, host="h", pid=8) for rank in range(3)],
         *[at(t + 1.5, "joined", rank=rank, pid=8) for rank in range(3)],
         at(t + 1.75, "begin", rank=0, steps=60, epochs=2, resumed=step - 1),
@@ -130,7 +130,7 @@ def finished() -> list[Event]:
         at(27, "slow", **slow),
         at(27, "notice", text="Ray drains node-2: it is to be taken away in 120 s", ranks=[1], hosts=["node-2"], s=120),
         at(28, "takeover", node="id-4", host="node-4", ip="10.0.0.4", instead="id-1", of="node-2"),
-        at(28, "resize", nodes=2, before=3, backend="gloo", world_size=2, seats=seats(2, 1)),
+        at(28, "resize", nodes=2, before=3, backend="gloo", world_size=2, slots=slots(2, 1)),
         at(29, "restarted", number=2, step=31, s=1.25, repeated=0, resized=True),
         *steps(31, 60, 29),
         at(44, "report", rank=0, step=60, values={"accuracy": 0.978, "test_loss": 0.1}),
@@ -160,7 +160,7 @@ def never_placed() -> list[Event]:
 def program() -> list[Event]:
     """A program's own output, on so many ranks that each node is one row."""
     lines = [at(2, "output", rank=rank, output=f"loss {rank}\n".encode()) for rank in range(2)]
-    placed = at(1, "plan", backend="nccl", world_size=24, seats=seats(24, 8, gpus=True))
+    placed = at(1, "plan", backend="nccl", world_size=24, slots=slots(24, 8, gpus=True))
     return [*launch()[:2], placed, *lines, at(3, "output", rank=1, output=b"no end of line"), *over([], 4)]
 
 

@@ -91,7 +91,7 @@ def ray_address() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # as ray.init does: seats and this process have one limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # as ray.init does: slots and this process have one limit
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     yield cluster.address
     ray.shutdown()

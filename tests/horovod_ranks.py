@@ -28,8 +28,8 @@ def run_horovod(
 ) -> list[Told]:
     """What every rank of a job came to, as run_ranks tells it for torch's own backends."""
     node = Node(id="here", ip="127.0.0.1", host="here", total={}, free={})
-    seats = tuple(Slot(rank, rank, 0, world_size, 0, node) for rank in range(world_size))
-    plan = Plan(ResourceRequest("horovod", world_size, (), world_size, "PACK", {}), seats)
+    slots = tuple(Slot(rank, rank, 0, world_size, 0, node) for rank in range(world_size))
+    plan = Plan(ResourceRequest("horovod", world_size, (), world_size, "PACK", {}), slots)
     plain = ranks.variables
 
     with serving("127.0.0.1") as door:
@@ -38,7 +38,7 @@ def run_horovod(
 
         def variables(rank: int, world_size: int, port: int) -> dict[str, str]:
             lines = (
-                *horovod.slot_lines(plan, seats[rank]),
+                *horovod.slot_lines(plan, slots[rank]),
                 *horovod.rendezvous_lines(address, port_, secret),
                 *horovod.horovod_settings(job, "lo"),
             )

@@ -88,8 +88,8 @@ def run_ranks(
     pipes, processes = [], []
     for rank in range(world_size):
         here, there = SERVER.Pipe(duplex=False)
-        seat = variables(rank, world_size, port) | dict(env or {})
-        process = SERVER.Process(target=_child, args=(there, DupFd(2), work, seat))
+        slot = variables(rank, world_size, port) | dict(env or {})
+        process = SERVER.Process(target=_child, args=(there, DupFd(2), work, slot))
         process.start()
         there.close()
         pipes.append(here)

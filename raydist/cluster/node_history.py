@@ -77,7 +77,7 @@ def incidents(
     if cause is not None and (what := incident_kind(cause)):
         kinds.append((cause.rank, what))
     for rank, what in kinds:
-        node = plan.seats[rank].node
+        node = plan.slots[rank].node
         by_node[node.id, what] = NodeIncident(cluster, node.host, node.ip, what, run, now)
     return list(by_node.values())
 

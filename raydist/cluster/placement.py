@@ -35,30 +35,30 @@ class Slot:
 class Plan:
     """The slots of all ranks in order of rank. Ranks of a node are contiguous; nodes are in order of address."""
 
-    ask: ResourceRequest
-    seats: tuple[Slot, ...]
+    request: ResourceRequest
+    slots: tuple[Slot, ...]
     spares: tuple[Node, ...] = ()
     """Nodes that are held without ranks."""
 
     @property
     def world_size(self) -> int:
-        return len(self.seats)
+        return len(self.slots)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The nodes in order of node_rank."""
-        return tuple(slot.node for slot in self.seats if slot.local_rank == 0)
+        return tuple(slot.node for slot in self.slots if slot.local_rank == 0)
 
     def as_event(self) -> dict[str, Any]:
         """The fields of the event `plan`. `gpus` is a number: only the agents know the GPU ids."""
-        gpus = self.ask.rank_resources.get("GPU", 0)
+        gpus = self.request.rank_resources.get("GPU", 0)
         slots = [
             {"rank": slot.rank, "host": slot.node.host, "ip": slot.node.ip, "node": slot.node.id,
              "local_rank": slot.local_rank, "gpus": gpus}
-            for slot in self.seats
+            for slot in self.slots
         ]  # fmt: skip
         spares = [{"host": node.host, "ip": node.ip, "node": node.id} for node in self.spares]
-        event = {"backend": self.ask.backend, "world_size": self.world_size, "seats": slots}
+        event = {"backend": self.request.backend, "world_size": self.world_size, "slots": slots}
         return event | ({"spares": spares} if spares else {})
 
 
@@ -182,8 +182,8 @@ def resize_plan(plan: Plan, ready: Mapping[int, Node], least: int, most: int) ->
     A node that stays keeps its ranks if possible: new nodes first take the ranks of lost nodes, then ranks behind the
     last.
     """
-    per_node = plan.ask.ranks_per_bundle
-    before = [(slot.bundle, slot.node.id) for slot in plan.seats if slot.local_rank == 0]
+    per_node = plan.request.ranks_per_bundle
+    before = [(slot.bundle, slot.node.id) for slot in plan.slots if slot.local_rank == 0]
     stay = {bundle for bundle, id in before if bundle in ready and ready[bundle].id == id}
     new = sorted(ready.keys() - stay, key=lambda bundle: (ready[bundle].order, bundle))
     replaced = [bundle if bundle in stay else new.pop(0) if new else None for bundle, _ in before]
@@ -191,18 +191,18 @@ def resize_plan(plan: Plan, ready: Mapping[int, Node], least: int, most: int) ->
     if len(chosen) < least:
         return None
     slots = _slots([ready[bundle] for bundle in chosen], {ready[bundle].id: [bundle] * per_node for bundle in chosen})
-    bundles = (plan.ask.bundles[0],) * (len(chosen) + plan.ask.spares)
-    spares = tuple(node for bundle, node in ready.items() if bundle not in chosen) if plan.ask.spares else ()
-    return Plan(replace(plan.ask, world_size=len(slots), bundles=bundles), slots, spares)
+    bundles = (plan.request.bundles[0],) * (len(chosen) + plan.request.spares)
+    spares = tuple(node for bundle, node in ready.items() if bundle not in chosen) if plan.request.spares else ()
+    return Plan(replace(plan.request, world_size=len(slots), bundles=bundles), slots, spares)
 
 
 def replace_nodes(plan: Plan, bundle_nodes: Sequence[Node]) -> Plan:
     """The same ranks in the same bundles, some of which Ray has moved to other nodes. Each rank keeps its number."""
-    moved = Plan(plan.ask, tuple(replace(slot, node=bundle_nodes[slot.bundle]) for slot in plan.seats))
-    nodes = {(slot.node_rank, slot.node.id) for slot in moved.seats}
-    if len(nodes) != len({slot.node_rank for slot in moved.seats}):
+    moved = Plan(plan.request, tuple(replace(slot, node=bundle_nodes[slot.bundle]) for slot in plan.slots))
+    nodes = {(slot.node_rank, slot.node.id) for slot in moved.slots}
+    if len(nodes) != len({slot.node_rank for slot in moved.slots}):
         raise LaunchError(
-            f"scale.placement={plan.ask.strategy}: Ray has placed the ranks of a lost node on several nodes, but they "
-            "share one node's numbers; set scale.placement=STRICT_SPREAD"
+            f"scale.placement={plan.request.strategy}: Ray has placed the ranks of a lost node on several nodes, but "
+            "they share one node's numbers; set scale.placement=STRICT_SPREAD"
         )
     return moved

@@ -42,20 +42,22 @@ class Actors:
         """`group`: the placement group of the plan. `options`: further options of each actor, as its runtime_env."""
         import ray
 
-        self.groups: dict[int, tuple[Any, int]] = {bundle: (group, bundle) for bundle in range(len(plan.ask.bundles))}
+        self.groups: dict[int, tuple[Any, int]] = {
+            bundle: (group, bundle) for bundle in range(len(plan.request.bundles))
+        }
         """By bundle: its placement group, and its index in that group."""
         self._options = options
         self._class = ray.remote(NodeActor)  # once: Ray exports the class at each call
         self._actors: dict[Key, Any] = {}
         self.plan = plan
         self.set_plan(plan)
-        self.start(slot.rank for slot in plan.seats if slot.local_rank == 0)
+        self.start(slot.rank for slot in plan.slots if slot.local_rank == 0)
 
     def set_plan(self, plan: Plan) -> None:
         """Assign the ranks as this plan does."""
         self.plan = plan
-        leads = {slot.node_rank: (slot.bundle, 0) for slot in plan.seats if slot.local_rank == 0}
-        self._host_actor = [leads[slot.node_rank] for slot in plan.seats]
+        leads = {slot.node_rank: (slot.bundle, 0) for slot in plan.slots if slot.local_rank == 0}
+        self._host_actor = [leads[slot.node_rank] for slot in plan.slots]
 
     def start(self, ranks: Iterable[int] | None = None) -> None:
         """Start the missing actors of these ranks (None: of all ranks), without waiting for them."""
@@ -65,7 +67,7 @@ class Actors:
     def start_actor(self, key: Key) -> None:
         """Start this actor if it is missing."""
         if key not in self._actors:
-            self._actors[key] = self._class.options(**self._actor_options(key[0])).remote(self.plan.ask.backend)
+            self._actors[key] = self._class.options(**self._actor_options(key[0])).remote(self.plan.request.backend)
 
     def kill_bundle(self, bundle: int) -> None:
         """Kill the actors of a bundle."""
@@ -77,11 +79,11 @@ class Actors:
         for rank in lost:
             self._kill(self._key(rank))
         self.set_plan(plan)
-        self.start(rank for rank in lost if plan.seats[rank].local_rank == 0)
+        self.start(rank for rank in lost if plan.slots[rank].local_rank == 0)
 
     def call(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
         """Send a request to the agent of a rank, through the actor that hosts it."""
-        return self.send(self._host_actor[rank], self.plan.seats[rank].local_rank, request)
+        return self.send(self._host_actor[rank], self.plan.slots[rank].local_rank, request)
 
     def send(self, key: Key, local_rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
         """Send a request to an agent of this actor; the future fails if the actor is gone and was not replaced."""
@@ -112,14 +114,14 @@ class Actors:
             ray.kill(self._actors.pop(key))
 
     def _key(self, rank: int) -> Key:
-        slot = self.plan.seats[rank]
+        slot = self.plan.slots[rank]
         return slot.bundle, slot.local_rank
 
     def _actor_options(self, bundle: int) -> dict[str, Any]:
         """The options of one actor, with its resources. Without a runtime_env Ray takes a worker that already runs."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        resources = dict(self.plan.ask.rank_resources)
+        resources = dict(self.plan.request.rank_resources)
         group, index = self.groups[bundle]
         return {
             "num_cpus": resources.pop("CPU", 0),

@@ -57,14 +57,14 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
     )
     logs = Path(job.dir).absolute() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    end = End(rank=0, host=plan.seats[0].node.host, how="finished", at=time.time())
+    end = End(rank=0, host=plan.slots[0].node.host, how="finished", at=time.time())
     events.say("plan", **plan.as_event())
     checks_node.check_nodes(job, plan, (facts,), lambda text: events.say("warning", text=text))
     resume = run_storage.resume(job, 0, lambda text: events.say("warning", text=text))
     env = {var.name: var.value.replace(RANK_FOLDER, str(logs)) for var in (*variables, *resume)}
     with environment(env), rank_context(events):
         try:
-            with backends.join(plan.ask.backend, job, os.environ):
+            with backends.join(plan.request.backend, job, os.environ):
                 context.emit_event("joined", pid=os.getpid())
                 value = (
                     target.call_function(target.load_target(job.job.target), job)
@@ -112,7 +112,7 @@ def in_thread(plan: Plan, events: Events) -> Iterator[WorkerGroup]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="raydist-agents", daemon=True)
     thread.start()
-    agents = [make_agent(plan.ask.backend) for _ in plan.seats]
+    agents = [make_agent(plan.request.backend) for _ in plan.slots]
 
     def call(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
         return asyncio.run_coroutine_threadsafe(agents[rank].handle(request), loop)

@@ -53,8 +53,8 @@ def launching(job: Job, group: WorkerGroup) -> Iterator[None]:
 
 def check_same_mpi(group: WorkerGroup) -> None:
     """Raise ConfigError if hosts have different MPIs, whose daemons could not work together."""
-    host, mpi = group.plan.seats[0].node.host, group.facts[0].mpi
-    for slot, facts in zip(group.plan.seats, group.facts, strict=True):
+    host, mpi = group.plan.slots[0].node.host, group.facts[0].mpi
+    for slot, facts in zip(group.plan.slots, group.facts, strict=True):
         if (facts.mpi["kind"], facts.mpi["version"]) != (mpi["kind"], mpi["version"]):
             cause = f"{slot.node.host} has {mpi_text(facts.mpi)}, and {host} has {mpi_text(mpi)}"
             raise ConfigError.of("backend", "mpi", cause, "backend.mpi.mpirun=/path/of/one/that/all/have")
@@ -73,7 +73,7 @@ class MpirunBridge:
         self._group = group
         self._inbox: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         """A handler of each reply, which returns True once mpirun has ended; None ends the thread."""
-        self._leads = {network_mpi.host(s.node_rank): s.rank for s in group.plan.seats if s.local_rank == 0}
+        self._leads = {network_mpi.host(s.node_rank): s.rank for s in group.plan.slots if s.local_rank == 0}
         self._first_error = ""
         self._output = ""
         self._ended = threading.Event()
@@ -81,7 +81,7 @@ class MpirunBridge:
     def begin(self) -> None:
         """Start mpirun; the agents of the ranks wait for its processes."""
         facts = self._group.facts[0]
-        ranks_of_nodes = [self._group.plan.seats[rank].local_world_size for rank in self._leads.values()]
+        ranks_of_nodes = [self._group.plan.slots[rank].local_world_size for rank in self._leads.values()]
         args = self._job.backend.mpi.args
         argv = network_mpi.command(facts.mpi, ranks_of_nodes, facts.interface, os.getuid() == 0, args)
         self._send(0, RunMpirun(tuple(argv), self._job.env), self._end_mpirun)
@@ -135,7 +135,7 @@ class MpirunBridge:
             self._output = end.output
             ended = f"was killed by signal {end.signal}" if end.signal else f"ended with code {end.code}"
             why = f"mpirun {ended}: {self._first_error or summarize(self._output) or 'it printed nothing'}"
-        calls = [self._group.call(slot.rank, MpirunEnded(why)) for slot in self._group.plan.seats]
+        calls = [self._group.call(slot.rank, MpirunEnded(why)) for slot in self._group.plan.slots]
         wait(calls, timeout=LEAVE_S)
         self._ended.set()
         return True

@@ -27,21 +27,21 @@ WAIT_S = 1
 
 
 @contextlib.contextmanager
-def placed_group(job: Job, ask: ResourceRequest, events: Events) -> Iterator[WorkerGroup]:
+def placed_group(job: Job, request: ResourceRequest, events: Events) -> Iterator[WorkerGroup]:
     """The worker group of a job: one placement group, one actor per rank. Leaving the block removes both."""
     import ray
     from ray.util.placement_group import remove_placement_group
 
     began = time.time()
     address = ray.get_runtime_context().gcs_address
-    with node_history.avoiding_offenders(job, ask, alive_nodes(), address, events) as steered:
-        held = create_group(ask, len(ask.bundles))
+    with node_history.avoiding_offenders(job, request, alive_nodes(), address, events) as steered:
+        held = create_group(request, len(request.bundles))
         if steered:
             held.wait(node_history.PLACE_S)
     actors: Actors | None = None
     try:
-        wait_until_placed(held, ask, job.scale.wait_s, events)
-        plan = placement.assign_ranks(ask, bundle_nodes(held))
+        wait_until_placed(held, request, job.scale.wait_s, events)
+        plan = placement.assign_ranks(request, bundle_nodes(held))
         events.say("phase", name="place", s=time.time() - began)
         actors = Actors(plan, held, runtime_env.actor_options(job))
         standby = None
@@ -52,7 +52,7 @@ def placed_group(job: Job, ask: ResourceRequest, events: Events) -> Iterator[Wor
             plan,
             actors.call,
             events,
-            gpus=actors.gpus if ask.rank_resources.get("GPU") else None,
+            gpus=actors.gpus if request.rank_resources.get("GPU") else None,
             start_other_actors=actors.start,
             replace_nodes=standby.replace_nodes if standby else partial(replace_lost_nodes, actors, held, job, events),
             draining=drain.draining,
@@ -66,13 +66,15 @@ def placed_group(job: Job, ask: ResourceRequest, events: Events) -> Iterator[Wor
         remove_placement_group(held)
 
 
-def create_group(ask: ResourceRequest, bundles: int, elsewhere: Sequence[str] = ()) -> Any:
+def create_group(request: ResourceRequest, bundles: int, elsewhere: Sequence[str] = ()) -> Any:
     """Create a placement group of the first `bundles` bundles. `elsewhere`: ids of nodes that it must not use."""
     from ray.util.placement_group import placement_group
 
-    labels = {**({"ray.io/node-id": f"!in({','.join(elsewhere)})"} if elsewhere else {}), **ask.selector}
+    labels = {**({"ray.io/node-id": f"!in({','.join(elsewhere)})"} if elsewhere else {}), **request.selector}
     selector: dict[str, Any] = {"bundle_label_selector": [labels] * bundles} if labels else {}
-    return placement_group([dict(bundle) for bundle in ask.bundles[:bundles]], strategy=ask.strategy, **selector)
+    return placement_group(
+        [dict(bundle) for bundle in request.bundles[:bundles]], strategy=request.strategy, **selector
+    )
 
 
 def record_attempt(job: Job, address: str, actors: Actors, cause: End | None, slow: Sequence[Slow]) -> None:
@@ -84,11 +86,11 @@ def record_attempt(job: Job, address: str, actors: Actors, cause: End | None, sl
         )
 
 
-def wait_until_placed(held: Any, ask: ResourceRequest, patience: float, events: Events) -> None:
+def wait_until_placed(held: Any, request: ResourceRequest, patience: float, events: Events) -> None:
     """Wait until every bundle has a node, and report which resources are missing."""
     waiting = Waiting(patience, events)
     while not held.wait(WAIT_S):
-        waiting.report(describe_shortage(ask, alive_nodes()))
+        waiting.report(describe_shortage(request, alive_nodes()))
 
 
 def replace_lost_nodes(actors: Actors, held: Any, job: Job, events: Events, lost: Sequence[int]) -> Plan:
@@ -98,7 +100,7 @@ def replace_lost_nodes(actors: Actors, held: Any, job: Job, events: Events, lost
     """
     waiting = Waiting(job.scale.wait_s, events)
     while not all_placed(held):
-        waiting.report(describe_shortage(actors.plan.ask, alive_nodes()))
+        waiting.report(describe_shortage(actors.plan.request, alive_nodes()))
         time.sleep(POLL_S)
     actors.replace(lost, placement.replace_nodes(actors.plan, bundle_nodes(held)))
     return actors.plan

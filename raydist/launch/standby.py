@@ -82,7 +82,7 @@ class StandbyNodes:
         from ray.util.placement_group import remove_placement_group
 
         placed = self._placed()
-        used = {slot.bundle for slot in self._actors.plan.seats} if running else self._used(placed)
+        used = {slot.bundle for slot in self._actors.plan.slots} if running else self._used(placed)
         for bundle, warm in list(self._warm.items()):
             gone = bundle not in placed or placed[bundle].id != warm.node.id
             if gone or (warm.opened.done() and warm.opened.exception() is not None):
@@ -132,9 +132,9 @@ class StandbyNodes:
 
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
         """The ids of the nodes without incidents that have room for another bundle."""
-        ask, held = self._actors.plan.ask, {node.id for node in placed.values()}
-        fit = [node for node in self._nodes() if node.id not in held and matches(node.labels, ask.selector)]
-        roomy = [node for node in fit if fit_count(node.free, ask.bundles[0])]
+        request, held = self._actors.plan.request, {node.id for node in placed.values()}
+        fit = [node for node in self._nodes() if node.id not in held and matches(node.labels, request.selector)]
+        roomy = [node for node in fit if fit_count(node.free, request.bundles[0])]
         return [node.id for node in roomy if not self._reason_to_avoid(node, True)]
 
     def growth(self) -> str:
@@ -155,7 +155,7 @@ class StandbyNodes:
         The caller knows that the first actor of every other node answers.
         """
         waiting = Waiting(self._wait_s, self._events)
-        for slot in (self._actors.plan.seats[rank] for rank in lost):
+        for slot in (self._actors.plan.slots[rank] for rank in lost):
             self._lost.add((slot.bundle, slot.node.id))
             self._actors.kill_bundle(slot.bundle)
         while (plan := self._next_plan()) is None:
@@ -163,7 +163,7 @@ class StandbyNodes:
             time.sleep(POLL_S)
         before = self._actors.plan.nodes
         self._actors.set_plan(plan)
-        self._lost -= {(slot.bundle, slot.node.id) for slot in plan.seats}
+        self._lost -= {(slot.bundle, slot.node.id) for slot in plan.slots}
         if len(plan.nodes) != len(before):
             self._events.say("resize", nodes=len(plan.nodes), before=len(before), **plan.as_event())
         for old, new in zip(before, plan.nodes, strict=False):
@@ -175,7 +175,7 @@ class StandbyNodes:
 
     def promote(self) -> dict[str, tuple[str, Opened]]:
         """Drop the nodes that have ranks now; by node id the name of its fork server, and its first agent's reply."""
-        used = {slot.bundle for slot in self._actors.plan.seats}
+        used = {slot.bundle for slot in self._actors.plan.slots}
         promoted = [self._warm.pop(bundle) for bundle in list(self._warm) if bundle in used]
         return {warm.node.id: (warm.run, warm.opened.result()) for warm in promoted}
 
@@ -202,7 +202,7 @@ class StandbyNodes:
 
     def _used(self, placed: Mapping[int, Node]) -> set[int]:
         """The bundles whose ranks have not lost their actors."""
-        kept = {(slot.bundle, slot.node.id) for slot in self._actors.plan.seats} - self._lost
+        kept = {(slot.bundle, slot.node.id) for slot in self._actors.plan.slots} - self._lost
         return {bundle for bundle, node in kept if bundle in placed and placed[bundle].id == node}
 
     def _placed(self) -> dict[int, Node]:
@@ -241,7 +241,7 @@ class StandbyNodes:
         """Request one node that is none of these; its bundle."""
         groups = self._actors.groups
         bundle = max(groups) + 1
-        groups[bundle] = self._create_group(self._actors.plan.ask, 1, elsewhere), 0
+        groups[bundle] = self._create_group(self._actors.plan.request, 1, elsewhere), 0
         return bundle
 
     def _missing(self) -> str:
@@ -249,8 +249,8 @@ class StandbyNodes:
         placed = self._placed()
         if self._warm and all(bundle in placed for bundle in self._warm):
             return f"waiting for {counted(len(self._warm), 'node')} to get ready"
-        ask = self._actors.plan.ask
+        request = self._actors.plan.request
         lack = max(0, self._min - len(placed))
         held = {node.id for node in placed.values()}
-        more = replace(ask, bundles=ask.bundles[:1] * max(1, lack), spares=0)
+        more = replace(request, bundles=request.bundles[:1] * max(1, lack), spares=0)
         return describe_shortage(more, [node for node in self._nodes() if node.id not in held])

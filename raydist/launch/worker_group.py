@@ -131,7 +131,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
         `resize`: also use the nodes that have joined. LaunchError: no replacement came within scale.wait_s.
         """
-        before, size = {slot.node.id for slot in self.plan.seats}, self.plan.world_size
+        before, size = {slot.node.id for slot in self.plan.slots}, self.plan.world_size
         if resize:
             self._replace([])
         until, moved = time.monotonic() + job.scale.wait_s, set[int]()
@@ -147,7 +147,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         try:
             self.call(0, protocol.WaitForWriter()).result(launch_flush.FLUSH_S)
         except Exception as error:  # the attempt then starts from an older checkpoint
-            host = self.plan.seats[0].node.host
+            host = self.plan.slots[0].node.host
             why = f"{type(error).__name__}: {last_line(error)}"
             self._events.say("warning", text=f"not waiting for the checkpoint that {host} may be writing ({why})")
         file = self._rendezvous_file(job, attempt)
@@ -156,12 +156,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             store = self.call(0, protocol.OpenStore(self._store, self.facts[0].address)).result(ANSWER_S)
         self._set_rendezvous(store, file, attempt)
         if self.standby is not None:  # the ranks were renumbered
-            return [slot.rank for slot in self.plan.seats if slot.node.id not in before]
+            return [slot.rank for slot in self.plan.slots if slot.node.id not in before]
         return sorted(moved)
 
     def lost_ranks(self) -> list[int]:
         """The ranks whose agent is gone, or new and not open yet."""
-        futures = [self.call(slot.rank, protocol.IsOpen()) for slot in self.plan.seats]
+        futures = [self.call(slot.rank, protocol.IsOpen()) for slot in self.plan.slots]
         wait(futures, timeout=ANSWER_S)
         return [
             rank
@@ -174,12 +174,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         if self.standby is None:
             return []
         draining = self.draining()
-        ranks = [slot.rank for slot in self.plan.seats if slot.node.id in draining]
+        ranks = [slot.rank for slot in self.plan.slots if slot.node.id in draining]
         return ranks if ranks and self.standby.enough_remain() else []
 
     def values(self) -> list[RankValue]:
         """What each rank returned or raised, pickled; an empty RankValue for an agent that is gone."""
-        futures = [self.call(slot.rank, protocol.GetValue()) for slot in self.plan.seats]
+        futures = [self.call(slot.rank, protocol.GetValue()) for slot in self.plan.slots]
         wait(futures, timeout=ANSWER_S)
         return [RankValue() if not each.done() or each.exception() is not None else each.result() for each in futures]
 
@@ -189,7 +189,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     @property
     def _flush_nodes(self) -> list[launch_flush.FlushNode]:
-        return [launch_flush.FlushNode(seat.node.host, partial(self.call, seat.rank)) for seat in self._leads]
+        return [launch_flush.FlushNode(slot.node.host, partial(self.call, slot.rank)) for slot in self._leads]
 
     def _replace(self, lost: Sequence[int]) -> None:
         """Replace the agents of these ranks by agents on other nodes, and open those."""
@@ -200,7 +200,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         for node, (run, opened) in (self.standby.promote() if self.standby else {}).items():
             self._runs[node], self._opened[node] = run, opened
         new = self.lost_ranks() if self.standby else lost
-        for slot in (self.plan.seats[rank] for rank in new):
+        for slot in (self.plan.slots[rank] for rank in new):
             if slot.local_rank == 0:
                 self._runs[slot.node.id] = uuid.uuid4().hex[:8]
         self._open(new, None)
@@ -208,7 +208,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def _open(self, ranks: Sequence[int], store: StoreKind | None) -> list[Opened]:
         """Open the agents of these ranks; their replies. `store`: the kind of store that rank 0's agent opens."""
-        slots = [self.plan.seats[rank] for rank in ranks]
+        slots = [self.plan.slots[rank] for rank in ranks]
         requests = [
             replace(
                 self._request,
@@ -247,7 +247,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     @property
     def _leads(self) -> list[Slot]:
         """The first slot of each node."""
-        return [slot for slot in self.plan.seats if slot.local_rank == 0]
+        return [slot for slot in self.plan.slots if slot.local_rank == 0]
 
     @property
     def _hosts(self) -> list[str]:
@@ -286,9 +286,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         requests = []
         for rank, rank_variables in enumerate(variables):
             env = {var.name: var.value for var in rank_variables}
-            args = shared_arguments.fill(job.args, env, job.init_method, self.plan.ask.backend)
+            args = shared_arguments.fill(job.args, env, job.init_method, self.plan.request.backend)
             requests.append(replace(common, rank=rank, env=env, argv=(*common.argv, *args)))
-        for slot, pid in zip(self.plan.seats, self.call_each(requests), strict=True):
+        for slot, pid in zip(self.plan.slots, self.call_each(requests), strict=True):
             self._events.say("began", rank=slot.rank, host=slot.node.host, pid=pid)
 
     def report_network(self) -> None:
@@ -309,9 +309,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             for slot in self._leads
         ]
         index = {slot.node_rank: number for number, slot in enumerate(self._leads)}
-        node_of_rank = [index[slot.node_rank] for slot in self.plan.seats]
+        node_of_rank = [index[slot.node_rank] for slot in self.plan.slots]
         logs = [reply.nccl for reply in replies]
-        event, warnings = traffic.traffic_event(self.plan.ask.backend, nodes, node_of_rank, logs)
+        event, warnings = traffic.traffic_event(self.plan.request.backend, nodes, node_of_rank, logs)
         for text in warnings:
             self._events.say("warning", text=text)
         self._events.say("network", **event)
@@ -328,7 +328,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
         LaunchError: names the first rank whose agent failed, or did not reply within `patience` seconds.
         """
-        slots = self.plan.seats if ranks is None else [self.plan.seats[rank] for rank in ranks]
+        slots = self.plan.slots if ranks is None else [self.plan.slots[rank] for rank in ranks]
         futures = [self.call(slot.rank, request) for slot, request in zip(slots, requests, strict=True)]
         wait(futures, timeout=patience, return_when="FIRST_EXCEPTION")
         for slot, future in zip(slots, futures, strict=True):
@@ -345,12 +345,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def __exit__(self, *_: object) -> None:
         standby = self.standby.close() if self.standby else []
-        wait([*standby, *(self.call(slot.rank, protocol.Close()) for slot in self.plan.seats)], timeout=CLOSE_S)
+        wait([*standby, *(self.call(slot.rank, protocol.Close()) for slot in self.plan.slots)], timeout=CLOSE_S)
 
     def _note_facts(self) -> None:
         """Note the facts of each rank's node, with the rank's own GPUs."""
         gpus = self._gpus() if self._gpus else [None] * self.plan.world_size
-        opened = [self._opened[slot.node.id] for slot in self.plan.seats]
+        opened = [self._opened[slot.node.id] for slot in self.plan.slots]
         self.facts = tuple(
             replace(each.facts, gpus=own) for each, own in zip(opened, gpus, strict=True) if each.facts is not None
         )

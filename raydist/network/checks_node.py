@@ -39,14 +39,14 @@ TCPX = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
 
 def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
     """All findings, the worst first. `facts`: those of each rank's node, in order of rank."""
-    nodes = [facts[slot.rank] for slot in plan.seats if slot.local_rank == 0]
+    nodes = [facts[slot.rank] for slot in plan.slots if slot.local_rank == 0]
     found = [finding for node in nodes for check in EACH for finding in check(job, node)]
-    strict_mpi = job.fabric.strict and plan.ask.backend == "mpi"  # UCX uses RDMA without GPUs too
-    if plan.ask.rank_resources.get("GPU") or plan.ask.backend == "nccl" or strict_mpi:
+    strict_mpi = job.fabric.strict and plan.request.backend == "mpi"  # UCX uses RDMA without GPUs too
+    if plan.request.rank_resources.get("GPU") or plan.request.backend == "nccl" or strict_mpi:
         found += [finding for node in nodes for check in WITH_GPUS for finding in check(job, node)]
         found += [finding for check_all in BETWEEN_GPUS for finding in check_all(job, nodes)]
-    elif job.fabric.strict and plan.ask.backend in TCP_ONLY:
-        text = f"backend {plan.ask.backend} without GPUs supports TCP only"
+    elif job.fabric.strict and plan.request.backend in TCP_ONLY:
+        text = f"backend {plan.request.backend} without GPUs supports TCP only"
         found.append(Finding("hca state", "fail", (), text, "fabric.strict=false, or backend=nccl on GPUs"))
     found += [finding for check_all in BETWEEN for finding in check_all(job, nodes)]
     return fold_findings(found)

@@ -14,7 +14,7 @@ SERVER = "Horovod's rendezvous server on rank 0's node"
 
 def slot_lines(plan: Plan, slot: Slot) -> Iterator[EnvVar]:
     """Horovod's names for a slot: "local" counts ranks on the node, "cross" counts nodes that have this local rank."""
-    nodes = [other.node_rank for other in plan.seats if other.local_rank == slot.local_rank]
+    nodes = [other.node_rank for other in plan.slots if other.local_rank == slot.local_rank]
     values = {
         "HOSTNAME": f"node-{slot.node_rank}", "RANK": slot.rank, "SIZE": plan.world_size,
         "LOCAL_RANK": slot.local_rank, "LOCAL_SIZE": slot.local_world_size,

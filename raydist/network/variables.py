@@ -38,16 +38,16 @@ class Rendezvous:
 
 def plan_variables(job: Job, plan: Plan, facts: Sequence[Facts], rendezvous: Rendezvous) -> list[tuple[EnvVar, ...]]:
     """The variables of each rank. `facts`: for each rank, in order of rank, its node's, with the rank's own GPUs."""
-    if plan.ask.backend == "horovod":
+    if plan.request.backend == "horovod":
         network_horovod.check_process_sets(job.backend.horovod.process_sets, plan.world_size)
     shared = tuple(rendezvous_variables(job, rendezvous))
     of_node = {
-        slot.node_rank: tuple(node_variables(job, plan, facts, slot)) for slot in plan.seats if slot.local_rank == 0
+        slot.node_rank: tuple(node_variables(job, plan, facts, slot)) for slot in plan.slots if slot.local_rank == 0
     }
     ranks = []
-    for slot in plan.seats:
+    for slot in plan.slots:
         planned = [*slot_variables(plan, slot), *shared, *of_node[slot.node_rank]]
-        if plan.ask.backend == "horovod":
+        if plan.request.backend == "horovod":
             planned += horovod_variables(job, plan, slot, facts[slot.rank], rendezvous)
         planned += nccl_log_variables(job, plan, slot, facts[slot.rank])
         ranks.append(tuple(override_variables(job, planned)))
@@ -124,7 +124,7 @@ def nccl_log_variables(job: Job, plan: Plan, slot: Slot, node: Facts) -> Iterato
         yield from (unless_set(var, node) for var in variables)
         return
     set_already = {*job.env, *node.environment, *node.nccl_conf}
-    needed = plan.ask.rank_resources.get("GPU") and (len(plan.nodes) > 1 or job.fabric.strict)
+    needed = plan.request.rank_resources.get("GPU") and (len(plan.nodes) > 1 or job.fabric.strict)
     if not needed or set_already & NCCL_LOG:
         return
     why = "fabric.strict reads this log" if job.fabric.strict else "for the summary's line about the network"
@@ -143,7 +143,7 @@ def horovod_variables(job: Job, plan: Plan, slot: Slot, node: Facts, rendezvous:
 
 def gpu_variables(plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[EnvVar]:
     """CUDA_VISIBLE_DEVICES: all GPUs of the job on this node, in one order for all its ranks, as peer access needs."""
-    if not plan.ask.rank_resources.get("GPU"):
+    if not plan.request.rank_resources.get("GPU"):
         yield EnvVar("CUDA_VISIBLE_DEVICES", "", "the job requests no GPU")
         return
     ids = {gpu for i in range(lead.local_world_size) for gpu in facts[lead.rank + i].gpus or ()}

@@ -79,7 +79,7 @@ class Attempts:
             group.flush()
         try:
             moved = group.prepare_attempt(job, retry.number, resize=retry.cause is None)
-            slots = {"seats": group.plan.as_event()["seats"]} if moved else {}
+            slots = {"slots": group.plan.as_event()["slots"]} if moved else {}
             self._events.say("placed", number=retry.number, moved=moved, **slots)
             return run_attempt(job, self._call, group, self._events, retry)
         except RaydistError as error:
@@ -100,7 +100,7 @@ class Attempts:
 
 def settled(job: Job, plan: Plan) -> Job:
     """The job with `backend=auto` and `restart.max=null` replaced by what they mean for it."""
-    return replace(job, backend=replace(job.backend, name=plan.ask.backend), restart=policy.rule(job))
+    return replace(job, backend=replace(job.backend, name=plan.request.backend), restart=policy.rule(job))
 
 
 def run_attempt(

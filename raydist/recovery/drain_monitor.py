@@ -30,6 +30,6 @@ class DrainMonitor(AbstractContextManager["DrainMonitor"]):
 
     def _poll(self) -> None:
         while not self._closed.wait(POLL_S):
-            if notice := drain_notice(self._group.plan.seats, self._group.draining(), time.time()):
+            if notice := drain_notice(self._group.plan.slots, self._group.draining(), time.time()):
                 self._post(notice)
                 return

@@ -84,7 +84,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._post(hang)
 
     def _state(self, rank: int, beat: Beat, found: RankActivity) -> RankState:
-        host = self._group.plan.seats[rank].node.host
+        host = self._group.plan.slots[rank].node.host
         seen = (found.pid, found.state, found.busy, found.stack, found.collectives)
         return RankState(rank, host, beat[0], beat[1], *seen)
 

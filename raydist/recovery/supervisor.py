@@ -58,7 +58,7 @@ class Supervisor:
         self._drains = DrainMonitor(group, post)
         self._quiesce = Quiesce(group, bool(job.script))
         self._joined: NodesJoined | None = None
-        self._stragglers = Stragglers([slot.node.host for slot in group.plan.seats], job.watch.slow)
+        self._stragglers = Stragglers([slot.node.host for slot in group.plan.slots], job.watch.slow)
         self._arrival = Arrival(self._world, time.time())
         self._restart = RestartCost(retry) if retry else None
         self._record = AttemptRecord()
@@ -211,4 +211,4 @@ class Supervisor:
         return RankRecord(rank, self._host(rank), str(self._logs.path(rank)), self._raised.get(rank))
 
     def _host(self, rank: int) -> str:
-        return self._group.plan.seats[rank].node.host
+        return self._group.plan.slots[rank].node.host

@@ -5,7 +5,7 @@ Every event has `t` (seconds since the epoch, where it happened) and `kind`; its
     run        name, dir, target, pages          the run began; `pages`: failure pages that earlier runs left
     cluster    address, nodes, started           connected to Ray; `started`: raydist started it
     wait       text                              waiting for nodes, and for which
-    plan       backend, world_size, seats        for each rank: rank, host, ip, local_rank, gpus
+    plan       backend, world_size, slots        for each rank: rank, host, ip, local_rank, gpus
     avoid      node, avoided, text               a node with incidents was left out, or there was no room to do so
     phase      name, s                           a phase of the launch ended: connect, place, actors, warm-up, …
     warning    text, [rank]                      a warning
@@ -25,7 +25,7 @@ Every event has `t` (seconds since the epoch, where it happened) and `kind`; its
     stop       reason                            the other ranks are being ended
     failure    cause, text, reason, reached, others, ended, attempt     all ranks ended because this rank ended
     restart    number, most, rank, host, how, step, text    the next attempt begins, because of this failure
-    placed     number, moved, [seats]            every rank has a slot for it; `moved`: the ranks that changed theirs
+    placed     number, moved, [slots]            every rank has a slot for it; `moved`: the ranks that changed theirs
     restarted  number, step, s, repeated         its first step is done, `s` after the failure; `repeated`: steps lost
     result     status, …                         the last line of the file
 """

@@ -113,7 +113,7 @@ def gather_rows(done: Result[RankMeasurement]) -> Measurement:
         wrong = sum(of_rank["wrong"] for of_rank in row)
         rows.append(figures.row(row[0]["op"], row[0]["size"], slowest, wrong, len(measured)))
     events = {event["kind"]: event for event in read_events(done.dir / "events.jsonl")}
-    slots = {slot["rank"]: slot for slot in events["plan"]["seats"]}
+    slots = {slot["rank"]: slot for slot in events["plan"]["slots"]}
     speeds = {(a, b): speed for value in measured for a, b, speed in value["pairs"]}
     ranks = sorted({rank for pair in speeds for rank in pair})
     several_nodes = len({slots[rank]["host"] for rank in ranks}) == len(ranks)

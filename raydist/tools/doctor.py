@@ -64,7 +64,7 @@ def examine_cluster(job: Job, timeout: float) -> Report:
         trial = replace(job, dir=str(folder), storage="")
         try:
             with checked_group(trial, events) as group:
-                group.open(trial, preload.modules(job.job.target, group.plan.ask.backend))
+                group.open(trial, preload.modules(job.job.target, group.plan.request.backend))
                 report.passed("launch")
                 Rounds(settled(trial, group.plan), group, report, timeout).make()
         except (ConfigError, Stopped):

@@ -64,10 +64,10 @@ class Report:
     def describe(self, plan: Plan, hosts: Sequence[Host]) -> None:
         """Record the nodes and the job."""
         self.hosts = hosts
-        self.gpus = bool(plan.ask.rank_resources.get("GPU"))
+        self.gpus = bool(plan.request.rank_resources.get("GPU"))
         over = ", ".join(sorted({host.interface for host in hosts}))
         nodes = counted(len(hosts), "node")
-        self.summary = f"{counted(plan.world_size, 'rank')} on {nodes}, backend {plan.ask.backend}, over {over}"
+        self.summary = f"{counted(plan.world_size, 'rank')} on {nodes}, backend {plan.request.backend}, over {over}"
 
     def measured(self, trips: Sequence[Sequence[Trip] | None], took_s: float) -> None:
         """Record the calls from every node to every other."""

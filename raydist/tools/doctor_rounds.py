@@ -39,7 +39,7 @@ class Rounds:
         self._group = group
         self._report = report
         self._timeout = timeout
-        self._leads = [slot for slot in group.plan.seats if slot.local_rank == 0]
+        self._leads = [slot for slot in group.plan.slots if slot.local_rank == 0]
         self._facts = [group.facts[lead.rank] for lead in self._leads]
         names = [lead.node.host for lead in self._leads]
         self._hosts = [
@@ -135,7 +135,7 @@ class Rounds:
 
     def _check_libraries(self) -> None:
         names = TRIED.get(self._job.backend.name, ())
-        if not self._group.plan.ask.rank_resources.get("GPU"):
+        if not self._group.plan.request.rank_resources.get("GPU"):
             names = tuple(name for name in names if name != "nccl")
         if names:
             variables = [{var.name: var.value for var in self._variables[lead.rank]} for lead in self._leads]

@@ -71,8 +71,8 @@ def show_plan(job: Job, as_json: bool) -> None:
     request = placement.resources_for(job, view.nodes, view.types)
     plan = placement.assign_ranks(request, place_request(request, view.nodes, view.types))
     job = replace(job, backend=replace(job.backend, name=request.backend), restart=policy.rule(job))
-    leads = {slot.node_rank: expected_facts(job, plan, slot) for slot in plan.seats if slot.local_rank == 0}
-    facts = [leads[slot.node_rank] for slot in plan.seats]
+    leads = {slot.node_rank: expected_facts(job, plan, slot) for slot in plan.slots if slot.local_rank == 0}
+    facts = [leads[slot.node_rank] for slot in plan.slots]
     rendezvous = expected_rendezvous(job, facts[0])
     variables = [mask_secrets(of_rank) for of_rank in network_variables.plan_variables(job, plan, facts, rendezvous)]
     if as_json:
@@ -143,7 +143,7 @@ def place_request(request: ResourceRequest, nodes: Sequence[Node], types: Sequen
 
 def expected_facts(job: Job, plan: Plan, lead: Slot) -> Facts:
     """The facts of a node, with placeholders for those that only the node knows. `lead`: its first slot."""
-    node, gpus = lead.node, plan.ask.rank_resources.get("GPU", 0) * lead.local_world_size
+    node, gpus = lead.node, plan.request.rank_resources.get("GPU", 0) * lead.local_world_size
     ids = [f"<the {counted(math.ceil(gpus), 'GPU')} that Ray gives>"] if gpus and job.group == "ray" else None
     if any(node.ip in addresses for addresses in probe.interfaces().values()):
         return probe.read_facts(node.ip, job.fabric.interface, ids)
@@ -169,16 +169,16 @@ def plan_as_data(plan: Plan, variables: Sequence[Sequence[EnvVar]], view: Cluste
     return {
         **plan.as_event(),
         "nodes": view.source,
-        "placement": plan.ask.strategy,
-        "bundles": [dict(bundle) for bundle in plan.ask.bundles],
-        "labels": dict(plan.ask.selector),
+        "placement": plan.request.strategy,
+        "bundles": [dict(bundle) for bundle in plan.request.bundles],
+        "labels": dict(plan.request.selector),
         "variables": [[var._asdict() for var in of_rank] for of_rank in variables],
     }
 
 
 def plan_as_text(plan: Plan, variables: Sequence[Sequence[EnvVar]], view: ClusterView) -> Iterator[str]:
     """The plan as lines: the slots, then the variables of all ranks, of each node, and of each rank."""
-    event, request = plan.as_event(), plan.ask
+    event, request = plan.as_event(), plan.request
     labels = "".join(f", label {key}={pattern}" for key, pattern in request.selector.items())
     yield f"nodes {view.source}"
     yield wording.plan_line(event)
@@ -191,7 +191,7 @@ def plan_as_text(plan: Plan, variables: Sequence[Sequence[EnvVar]], view: Cluste
     yield from section("every rank", of_all)
     for ranks in by_node(plan)[:NODES_SHOWN]:
         of_node = [var for var in shared_variables([variables[rank] for rank in ranks]) if var not in of_all]
-        node = plan.seats[ranks[0]].node
+        node = plan.slots[ranks[0]].node
         yield from section(f"every rank on {node.host} ({node.ip})", of_node)
     yield from more(len(plan.nodes) - NODES_SHOWN, "node")
     yield from each_rank(plan, variables)
@@ -199,7 +199,7 @@ def plan_as_text(plan: Plan, variables: Sequence[Sequence[EnvVar]], view: Cluste
 
 def by_node(plan: Plan) -> list[list[int]]:
     """The ranks of each node."""
-    return [[slot.rank for slot in plan.seats if slot.node_rank == node_rank] for node_rank in range(len(plan.nodes))]
+    return [[slot.rank for slot in plan.slots if slot.node_rank == node_rank] for node_rank in range(len(plan.nodes))]
 
 
 def shared_variables(variables: Sequence[Sequence[EnvVar]]) -> list[EnvVar]:

@@ -33,7 +33,7 @@ class Failure:
     others: list[Mapping[str, Any]] = field(default_factory=list)
     """The ranks that failed because of it, or with it."""
     attempt: int = 0
-    seat: Mapping[str, Any] = field(default_factory=dict)
+    slot: Mapping[str, Any] = field(default_factory=dict)
     """The place of the rank: host, ip, gpus."""
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of each of PARTS, as far as it came."""
@@ -67,7 +67,7 @@ class Failure:
         """All of it, plain."""
         return {
             "number": self.number, "page": self.page, "at": self.at, "attempt": self.attempt, "status": self.status,
-            "cause": dict(self.cause), "seat": dict(self.seat), "reason": self.reason, "text": self.text,
+            "cause": dict(self.cause), "slot": dict(self.slot), "reason": self.reason, "text": self.text,
             "others": [dict(one) for one in self.others], "reached": self.reached, "resumed": self.resumed,
             "repeated": self.repeated, "s": self.s, "parts": {name: round(s, 4) for name, s in self.parts.items()},
             "moved": list(self.moved), "renewed": list(self.renewed), "checkpoint": self.checkpoint,
@@ -84,9 +84,9 @@ class Failures:
     """The failure whose page the last event has changed."""
     before: int = 0
     """Pages in this folder, of runs before."""
-    seats: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    slots: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     before_it: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """The seats at the last failure."""
+    """The slots at the last failure."""
     silent: float = 0.0
     """When ranks fell silent that were then found to hang."""
     stopped: float = 0.0
@@ -143,13 +143,13 @@ class Failures:
 
     def _seat(self, happened: Event) -> None:
         """Who sits where from here on, where it tells."""
-        if "seats" in happened:
-            self.seats = {seat["rank"]: seat for seat in happened["seats"]}
+        if "slots" in happened:
+            self.slots = {slot["rank"]: slot for slot in happened["slots"]}
 
     def _moved(self, failure: Failure, ranks: Iterable[int]) -> None:
-        """These ranks got another seat: on another node, or where they were."""
+        """These ranks got another slot: on another node, or where they were."""
         for rank in ranks:
-            new, old = self.seats.get(rank, {}), self.before_it.get(rank, {})
+            new, old = self.slots.get(rank, {}), self.before_it.get(rank, {})
             stayed = "node" in new and new["node"] == old.get("node")
             (failure.renewed if stayed else failure.moved)[rank] = new.get("host", "")
 
@@ -158,12 +158,12 @@ class Failures:
         if (before := self.open) is not None:
             before.status = "restarted"  # and broke again before it had done a step
         detected = max(cause["at"], min(self.stopped or t, t))
-        self.stopped, self.before_it = 0.0, self.seats
+        self.stopped, self.before_it = 0.0, self.slots
         number = len(self.found) + 1
         made = Failure(
             number=number, page=f"blame-{self.before + number}.txt", t=t, cause=cause, text=happened["text"],
             reason=happened["reason"], reached=happened["reached"], others=list(happened["others"]),
-            attempt=happened.get("attempt", 0), seat=self.seats.get(cause["rank"], {}),
+            attempt=happened.get("attempt", 0), slot=self.slots.get(cause["rank"], {}),
             parts={"detect": detected - cause["at"], "kill": max(0.0, t - detected)},
         )  # fmt: skip
         self.found.append(made)

@@ -38,7 +38,7 @@ def page_lines(failure: Failure, dir: str) -> list[str]:
 
 def where_lines(failure: Failure) -> list[str]:
     """The rank's host, address and GPUs, and the files with stacks."""
-    slot = failure.seat
+    slot = failure.slot
     known = {"host": slot.get("host"), "address": slot.get("ip"), "GPU": describe_gpus(slot.get("gpus"))}
     node = ", ".join(f"{name} {value}" for name, value in known.items() if value)
     stacks = f"{Path(failure.cause['log']).parent}/rank-*.stacks" if failure.cause["how"] == "hung" else ""

@@ -38,7 +38,7 @@ def cluster_line(event: Mapping[str, Any]) -> str:
 
 def plan_line(event: Mapping[str, Any]) -> str:
     """Number of ranks and nodes, the spares, and the backend."""
-    nodes = {slot.get("node", slot.get("ip")) for slot in event["seats"]}
+    nodes = {slot.get("node", slot.get("ip")) for slot in event["slots"]}
     hosts = [node["host"] for node in event.get("spares", ())]
     spares = f", {counted(len(hosts), 'spare')} ({', '.join(hosts)})" if hosts else ""
     ranks = f"{counted(event['world_size'], 'rank')} on {counted(len(nodes), 'node')}"
@@ -53,7 +53,7 @@ def resize_line(event: Mapping[str, Any]) -> str:
 
 def slot_rows(event: Mapping[str, Any]) -> list[list[str]]:
     """A table of the slots: a row of headings, then a row for each rank, or for each node if there are many ranks."""
-    slots: Sequence[Mapping[str, Any]] = event["seats"]
+    slots: Sequence[Mapping[str, Any]] = event["slots"]
     if len(slots) <= RANKS_SHOWN:
         head = ["rank", "host", "ip", "local_rank", "gpus"]
         return [head, *([*(str(slot.get(name, "")) for name in head[:-1]), _gpus([slot])] for slot in slots)]

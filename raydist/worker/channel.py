@@ -89,14 +89,14 @@ class Channel:
                 self.flush()
 
     def _handle(self, message: protocol.Message) -> None:
-        here = context.here()
+        current = context.current()
         match message:
             case TellActivity():
                 self._tell_activity()
             case HoldRank():
-                self.reply(Holding(here.stop_request.hold()))
+                self.reply(Holding(current.stop_request.hold()))
             case StopAfter(step):
-                here.stop_request.stop_after(step)
+                current.stop_request.stop_after(step)
 
     def _tell_activity(self) -> None:
         """Reply with the stacks and the last collectives. If torch records none, rank 0 warns once for all ranks."""

@@ -75,11 +75,11 @@ def save_request(
     step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None, settings: Checkpoint | None = None
 ) -> SaveRequest:
     """The request for a checkpoint of this run."""
-    here = context.here()
-    kept, world_size = settings or here.checkpoint, here.rank.world_size
+    current = context.current()
+    kept, world_size = settings or current.checkpoint, current.rank.world_size
     return SaveRequest(
-        step, dict(state), dict(metrics or {}), world_size, str(home().absolute()), str(here.rank.run_dir), kept.keep,
-        kept.best,
+        step, dict(state), dict(metrics or {}), world_size, str(home().absolute()), str(current.rank.run_dir),
+        kept.keep, kept.best,
     )  # fmt: skip
 
 
@@ -112,22 +112,22 @@ def own_memory() -> SnapshotBuffer | None:
     """This rank's snapshot memory; None where no process outlives the rank to read it."""
     from raydist.state.snapshot import SnapshotBuffer
 
-    here = context.here()
-    if here.memory is None or here.memory[0] < 0 or here.comm is None:
+    current = context.current()
+    if current.memory is None or current.memory[0] < 0 or current.comm is None:
         return None
-    if here.buffer is None:
-        here.buffer = SnapshotBuffer(here.memory[0])
-        here.leaving.append(here.buffer.rest)
-    return here.buffer
+    if current.buffer is None:
+        current.buffer = SnapshotBuffer(current.memory[0])
+        current.leaving.append(current.buffer.rest)
+    return current.buffer
 
 
 def settle() -> None:
     """Wait until the checkpoint that the first rank of this node asked for is on the disk."""
-    here = context.here()
-    if here.memory is not None and here.memory[1] >= 0 and here.comm is not None:
+    current = context.current()
+    if current.memory is not None and current.memory[1] >= 0 and current.comm is not None:
         from raydist.state.snapshot import SnapshotBuffer
 
-        SnapshotBuffer(here.memory[1]).rest()
+        SnapshotBuffer(current.memory[1]).rest()
 
 
 def latest() -> Saved | None:

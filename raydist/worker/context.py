@@ -157,7 +157,7 @@ def report_line(event: Event) -> str:
 _here: Context | None = None
 
 
-def here() -> Context:
+def current() -> Context:
     """The context of this process."""
     global _here
     if _here is None:
@@ -177,7 +177,7 @@ def rank() -> Rank:
     It works under `python -m raydist.train`, under torchrun (from torchrun's variables), and in a plain process, which
     is rank 0 of 1.
     """
-    return here().rank
+    return current().rank
 
 
 def report(step: int | None = None, **values: Any) -> None:
@@ -194,7 +194,7 @@ def report(step: int | None = None, **values: Any) -> None:
     `events.jsonl`; of the other ranks only the newest since the driver last asked, at most every 0.5 s. Without
     raydist's launcher rank 0 prints its reports.
     """
-    context = here()
+    context = current()
     if step is not None:
         context.step = step
         context.beat(step, PHASES.index("end"))
@@ -205,13 +205,13 @@ def report(step: int | None = None, **values: Any) -> None:
 
 def phase(name: str) -> None:
     """Note the current activity of this rank, one of PHASES, for the report of a hang or a failure."""
-    context = here()
+    context = current()
     context.beat(context.step, PHASES.index(name))
 
 
 def set_step(step: int) -> None:
     """Set the step at which this rank starts, without a report: an earlier attempt or run has reported it."""
-    here().step = step
+    current().step = step
     phase("start")
 
 
@@ -229,11 +229,11 @@ def exception_facts(error: BaseException) -> ExceptionFacts:
     """The facts of the event `raised`."""
     return {
         "type": type(error).__name__, "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)), "step": here().step,
+        "traceback": "".join(traceback.format_exception(error)), "step": current().step,
     }  # fmt: skip
 
 
 def emit_event(kind: str, **facts: Any) -> None:
     """Emit an event of this rank."""
-    context = here()
+    context = current()
     context.emit(event(kind, rank=context.rank.rank, **facts))

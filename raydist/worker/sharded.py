@@ -83,15 +83,15 @@ def _from_disk(state: State) -> int:
 
 
 def _ring() -> Ring | None:
-    here = context.here()
-    if here.memory is None or here.memory[0] < 0:
+    current = context.current()
+    if current.memory is None or current.memory[0] < 0:
         return None
     if not dist.is_initialized():
         raise RaydistError("sharded states need torch.distributed: set backend=gloo or backend=nccl")
-    if here.sharded is None:
-        here.sharded = Ring(SnapshotBuffer(here.memory[0]), here.rank)
-        here.leaving.append(here.sharded.rest)
-    made: Ring = here.sharded
+    if current.sharded is None:
+        current.sharded = Ring(SnapshotBuffer(current.memory[0]), current.rank)
+        current.leaving.append(current.sharded.rest)
+    made: Ring = current.sharded
     return made
 
 

@@ -102,7 +102,7 @@ def rank0_folder(job: Job, comm: backends.Comm) -> Path:
 @contextmanager
 def in_run_folder(job: Job, run_dir: Path) -> Iterator[None]:
     """Set the run folder of this rank, and the variables of the checkpoint to resume from."""
-    current = context.here()
+    current = context.current()
     current.rank = replace(current.rank, run_dir=run_dir)
     variables: dict[str, str] = {}
     if env_names.RESUME not in os.environ:

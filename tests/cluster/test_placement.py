@@ -244,19 +244,19 @@ def asked_for(bundles: int, each: int) -> ResourceRequest:
 @given(lies=st.lists(st.integers(1, 12), min_size=1, max_size=30), each=st.integers(1, 4), seed=st.integers(0, 99))
 def test_ranks_are_contiguous_on_each_node_and_each_is_there_once(lies: list[int], each: int, seed: int) -> None:
     plan = placement.assign_ranks(asked_for(len(lies), each), [node(i) for i in lies])
-    assert [seat.rank for seat in plan.seats] == list(range(len(lies) * each))
-    node_ranks = [seat.node_rank for seat in plan.seats]
+    assert [slot.rank for slot in plan.slots] == list(range(len(lies) * each))
+    node_ranks = [slot.node_rank for slot in plan.slots]
     assert node_ranks == sorted(node_ranks)
     assert set(node_ranks) == set(range(len(set(lies))))
-    for seat in plan.seats:
-        assert plan.seats[seat.rank - seat.local_rank].local_rank == 0
-        assert seat.local_world_size == lies.count(int(seat.node.id[3:])) * each
-        assert seat.node.id == f"id-{lies[seat.bundle]}"
-    assert all([seat.bundle for seat in plan.seats].count(bundle) == each for bundle in range(len(lies)))
+    for slot in plan.slots:
+        assert plan.slots[slot.rank - slot.local_rank].local_rank == 0
+        assert slot.local_world_size == lies.count(int(slot.node.id[3:])) * each
+        assert slot.node.id == f"id-{lies[slot.bundle]}"
+    assert all([slot.bundle for slot in plan.slots].count(bundle) == each for bundle in range(len(lies)))
     # in whichever order Ray has placed the bundles, each rank is on the same node
     shuffled = random.Random(seed).sample(lies, len(lies))
     again = placement.assign_ranks(asked_for(len(lies), each), [node(i) for i in shuffled])
-    assert [seat.node.id for seat in again.seats] == [seat.node.id for seat in plan.seats]
+    assert [slot.node.id for slot in again.slots] == [slot.node.id for slot in plan.slots]
 
 
 def test_nodes_stand_in_order_of_their_numeric_addresses() -> None:
@@ -269,17 +269,17 @@ def test_nodes_stand_in_order_of_their_numeric_addresses() -> None:
 def test_two_raylets_on_one_machine_are_two_nodes() -> None:
     twins = [Node(id, "10.0.0.1", "host", {"CPU": 2.0}, {"CPU": 2.0}) for id in ("b", "a")]
     plan = placement.assign_ranks(asked_for(2, 2), twins)
-    assert [(seat.node.id, seat.node_rank, seat.local_rank) for seat in plan.seats] == [
+    assert [(slot.node.id, slot.node_rank, slot.local_rank) for slot in plan.slots] == [
         ("a", 0, 0), ("a", 0, 1), ("b", 1, 0), ("b", 1, 1),
     ]  # fmt: skip
-    assert [seat.bundle for seat in plan.seats] == [1, 1, 0, 0]
+    assert [slot.bundle for slot in plan.slots] == [1, 1, 0, 0]
 
 
 def test_the_plan_as_an_event_says_how_many_gpus_each_has() -> None:
     plan = placement.assign_ranks(placement.resources_for(job(per_node=2, gpus=0.5), GPUS), [GPUS[0]])
     facts = plan.as_event()
     assert (facts["backend"], facts["world_size"]) == ("gloo", 2)
-    assert facts["seats"][1] == {
+    assert facts["slots"][1] == {
         "rank": 1, "host": "node-1", "ip": "10.0.0.1", "node": "id-1", "local_rank": 1, "gpus": 0.5,
     }  # fmt: skip
 

@@ -349,7 +349,7 @@ def test_warnings_are_told_in_one_line_each_notes_are_not_and_strict_raises(tmp_
     checks_node.check_nodes(Job(), plan, [here], heard.append)
     assert len(heard) == 1
     assert heard[0].startswith("node-1: /dev/shm has 64 MiB (fix: docker run --shm-size=8g")
-    with_gpu = replace(plan, ask=replace(plan.ask, backend="nccl"))
+    with_gpu = replace(plan, request=replace(plan.request, backend="nccl"))
     heard.clear()
     with pytest.raises(LaunchError, match=r"fabric\.strict: node-1: no HCA has an active port"):
         checks_node.check_nodes(Job(fabric=Fabric(strict=True)), with_gpu, [here], heard.append)

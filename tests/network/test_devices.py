@@ -22,7 +22,7 @@ from tests.machines import Box, Card, Link, build
 
 
 def facts(root: Path, box: Box, **more: object) -> Facts:
-    """What a seat on that machine would report."""
+    """What a slot on that machine would report."""
     build(root, box)
     plain = Facts("node-1", "10.0.0.5", "eth0", "10.0.0.5", interfaces={"eth0": ("10.0.0.5",)}, nics=nics.nics(root),
                   hcas=hca.read_hcas(root), devices=hca.read_gpus(root), rdma=hca.read_rdma({}, root),
@@ -187,8 +187,8 @@ def test_what_the_site_has_set_stays_and_is_said(tmp_path: Path) -> None:
     have = {"CPU": 8.0, "GPU": 8.0}
     asked = Job(backend=Backend("nccl"), scale=Scale(per_node=1))
     node = Node("id", "10.0.0.5", "node-1", have, have)
-    ask = placement.resources_for(asked, [node])
-    (own,) = variables.plan_variables(asked, placement.assign_ranks(ask, [node]), [here], Rendezvous("10.0.0.5", 1))
+    request = placement.resources_for(asked, [node])
+    (own,) = variables.plan_variables(asked, placement.assign_ranks(request, [node]), [here], Rendezvous("10.0.0.5", 1))
     found = {var.name: var for var in own}
     assert found["NCCL_SOCKET_IFNAME"].value == "=ib0"
     assert "node-1" in found["NCCL_SOCKET_IFNAME"].reason

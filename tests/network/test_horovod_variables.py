@@ -25,14 +25,14 @@ MEET = Rendezvous(address="10.0.0.1", port=41234, secret="open-sesame")
 
 def plan(*ranks_of_nodes: int, backend: str = "horovod") -> Plan:
     """Nodes with so many ranks each."""
-    seats: list[Slot] = []
+    slots: list[Slot] = []
     for node_rank, count in enumerate(ranks_of_nodes):
         node = Node(id=f"n{node_rank}", ip=f"10.0.0.{node_rank + 1}", host="same-name", total={}, free={})
-        seats += [
-            Slot(rank=len(seats) + i, local_rank=i, node_rank=node_rank, local_world_size=count, bundle=0, node=node)
+        slots += [
+            Slot(rank=len(slots) + i, local_rank=i, node_rank=node_rank, local_world_size=count, bundle=0, node=node)
             for i in range(count)
         ]
-    return Plan(ResourceRequest(backend, len(seats), (), 1, "PACK", {"CPU": 1}), tuple(seats))
+    return Plan(ResourceRequest(backend, len(slots), (), 1, "PACK", {"CPU": 1}), tuple(slots))
 
 
 def job(**settings: Any) -> Job:

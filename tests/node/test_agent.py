@@ -291,7 +291,7 @@ def test_a_rank_that_another_process_kills(node: Node, agent: RankAgent) -> None
 
         raydist.report(step=7)
         context.phase("backward")
-        context.here().flush()
+        context.current().flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
     node.run(agent.handle(start_request(job)))

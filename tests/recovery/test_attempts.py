@@ -39,7 +39,7 @@ class Group:
     """There are no nodes for another attempt."""
     acts: list[str] = field(default_factory=list)
     first_world_size: int = 0
-    plan: Any = field(default_factory=lambda: SimpleNamespace(world_size=2, as_event=lambda: {"seats": ["both"]}))
+    plan: Any = field(default_factory=lambda: SimpleNamespace(world_size=2, as_event=lambda: {"slots": ["both"]}))
 
     def draining_ranks(self) -> list[int]:
         return [1] if self.replaceable else []
@@ -115,7 +115,7 @@ def test_a_retry_in_place_keeps_the_group(tmp_path: Path, monkeypatch: pytest.Mo
     assert it.make(group) == GiveUp("")
     it.leave(group)
     assert it.kinds == ["restart", "placed"]
-    assert (it.seen[1]["moved"], it.seen[1]["seats"]) == ([1], ["both"])
+    assert (it.seen[1]["moved"], it.seen[1]["slots"]) == ([1], ["both"])
     assert it.retries == [None, decision]
     assert it.decided == [1, 2]  # once after each
     assert it.history.outcome is not None

@@ -89,7 +89,7 @@ def test_a_spare_is_asked_for_and_gets_no_rank() -> None:
     asked = placement.resources_for(job(nodes=2, per_node=2, spares=1), nodes)
     assert (asked.world_size, len(asked.bundles)) == (4, 3)
     plan = placement.assign_ranks(asked, nodes)
-    assert [seat.node.host for seat in plan.seats] == ["node-1", "node-1", "node-2", "node-2"]
+    assert [slot.node.host for slot in plan.slots] == ["node-1", "node-1", "node-2", "node-2"]
     assert [spare.host for spare in plan.spares] == ["node-3"]
     assert plan.as_event()["spares"] == [{"host": "node-3", "ip": "10.0.0.3", "node": node(3).id}]
 
@@ -120,10 +120,10 @@ def test_a_lost_node_leaves_and_all_others_close_up() -> None:
     after = placement.resize_plan(before, {0: node(1), 2: node(3)}, 1, 3)
     assert after is not None
     assert hosts(after) == ["node-1", "node-3"]
-    assert [(seat.rank, seat.local_rank, seat.node_rank, seat.bundle) for seat in after.seats] == [
+    assert [(slot.rank, slot.local_rank, slot.node_rank, slot.bundle) for slot in after.slots] == [
         (0, 0, 0, 0), (1, 1, 0, 0), (2, 0, 1, 2), (3, 1, 1, 2)
     ]  # fmt: skip
-    assert (after.world_size, after.ask.world_size, len(after.ask.bundles)) == (4, 4, 2)
+    assert (after.world_size, after.request.world_size, len(after.request.bundles)) == (4, 4, 2)
     assert placement.resize_plan(before, {0: node(1), 2: node(3)}, 3, 3) is None
 
 
@@ -152,7 +152,7 @@ def test_whatever_goes_and_comes_every_rank_has_one_place(draw: st.DataObject) -
     least, most = draw.draw(st.integers(1, 3)), draw.draw(st.integers(3, 8))
     for _ in range(4):
         moved = draw.draw(st.sets(st.integers(0, 8)))
-        there = {seat.bundle: seat.node for seat in plan.seats if seat.bundle not in moved}
+        there = {slot.bundle: slot.node for slot in plan.slots if slot.bundle not in moved}
         bundles = draw.draw(st.sets(st.integers(0, 8)))
         ready: dict[int, Node] = {b: there.get(b, node(20 + b)) for b in bundles}
         after = placement.resize_plan(plan, ready, least, most)
@@ -161,9 +161,9 @@ def test_whatever_goes_and_comes_every_rank_has_one_place(draw: st.DataObject) -
             continue
         assert least <= len(after.nodes) <= min(most, len(ready))
         assert len(after.nodes) == min(most, len(ready))
-        assert [seat.rank for seat in after.seats] == [*range(2 * len(after.nodes))]
+        assert [slot.rank for slot in after.slots] == [*range(2 * len(after.nodes))]
         assert len({one.id for one in after.nodes}) == len(after.nodes)
-        assert all(ready[seat.bundle] == seat.node for seat in after.seats)
+        assert all(ready[slot.bundle] == slot.node for slot in after.slots)
         plan = after
 
 

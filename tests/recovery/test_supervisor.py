@@ -173,7 +173,7 @@ STEPS = {HoldRank: lambda rank: 5 + rank, StopAfter: lambda rank: None}
 def test_drained_nodes_are_left_after_a_step_of_all_ranks(tmp_path: Path, often: None) -> None:
     with Trial(tmp_path, replies=STEPS) as trial:
         trial.answer(0, event("begin", rank=0, resumed=0))
-        trial.group.away = {trial.group.plan.seats[1].node.id: time.time() + 90}
+        trial.group.away = {trial.group.plan.slots[1].node.id: time.time() + 90}
         while len(trial.group.made(StopAfter)) < 2:
             time.sleep(0.01)
         trial.answer(1, event("left", rank=1, step=6), step=6)
@@ -206,7 +206,7 @@ def test_nodes_that_join_are_used_after_a_step_of_all_ranks(tmp_path: Path, ofte
 
 def test_a_program_leaves_drained_nodes_at_once(tmp_path: Path, often: None) -> None:
     with Trial(tmp_path, script="train.py") as trial:
-        trial.group.away = {trial.group.plan.seats[1].node.id: time.time() + 90}
+        trial.group.away = {trial.group.plan.slots[1].node.id: time.time() + 90}
         ranks, grace_s = trial.stopped()
         assert (ranks, round(grace_s)) == ([0, 1], 30)
         trial.end(0)
@@ -216,7 +216,7 @@ def test_a_program_leaves_drained_nodes_at_once(tmp_path: Path, often: None) -> 
 
 def test_drained_nodes_are_left_in_time_if_ranks_do_no_step(tmp_path: Path, often: None) -> None:
     with Trial(tmp_path) as trial:
-        trial.group.away = {slot.node.id: time.time() + 0.6 for slot in trial.group.plan.seats}
+        trial.group.away = {slot.node.id: time.time() + 0.6 for slot in trial.group.plan.slots}
         ranks, grace_s = trial.stopped()
         assert ranks == [0, 1]
         assert 0 < grace_s < 0.3
@@ -227,7 +227,7 @@ def test_drained_nodes_are_left_in_time_if_ranks_do_no_step(tmp_path: Path, ofte
 
 def test_a_rank_that_fails_while_its_node_is_drained_is_a_failure(tmp_path: Path, often: None) -> None:
     with Trial(tmp_path) as trial:
-        trial.group.away = {trial.group.plan.seats[1].node.id: time.time() + 90}
+        trial.group.away = {trial.group.plan.slots[1].node.id: time.time() + 90}
         while not trial.kinds("notice"):
             time.sleep(0.01)
         trial.end(1, signum=11)

@@ -89,13 +89,13 @@ def test_a_drained_node_is_left_in_time_at_no_budget_and_no_step_is_lost(
     run = Program(tmp_path, *words, "restart.max=1", address=cluster.address)
     run.until_step(20)
     (first,) = run.events("plan")
-    left = first["seats"][1]["node"]
+    left = first["slots"][1]["node"]
     drain(cluster.address, left)
     assert run.wait() == 0, run.screen
 
     told, after = run.events("notice")[0], run.events("plan")[1]
     assert (told["ranks"], 0 < told["s"] <= LEFT_S) == ([1], True)
-    assert left not in {seat["node"] for seat in after["seats"]}
+    assert left not in {slot["node"] for slot in after["slots"]}
     (back,) = run.events("restarted")
     assert back["number"] == 1
     assert back["repeated"] == 0  # all ranks have stopped after the same step

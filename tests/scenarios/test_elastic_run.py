@@ -215,7 +215,7 @@ def test_a_spare_takes_over_and_its_server_was_warm(site: Site, tmp_path: Path, 
     run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1")
     run.until_step(3)
     (plan,) = run.events("plan")
-    lost = next(node for node in others if node.node_id in [seat["node"] for seat in plan["seats"]])
+    lost = next(node for node in others if node.node_id in [slot["node"] for slot in plan["slots"]])
     (spare,) = plan["spares"]
     run.until(lambda: len(site.servers_of(spare["node"])) == 1, "server on the spare")
     warm = site.servers_of(spare["node"])
@@ -235,11 +235,11 @@ def test_a_run_grows_beside_a_node_that_the_ledger_avoids(
     monkeypatch.setenv("BAD", bad.node_id)
     run = site.start(tmp_path / "run", "scale=1..2x1", module="known")
     run.until_step(3)
-    used = [seat["node"] for seat in run.events("plan")[0]["seats"]]
+    used = [slot["node"] for slot in run.events("plan")[0]["slots"]]
     site.remove(next(node for node in (second, third) if node.node_id in used))
     resized(run, 2, 1, 2)
     ended(run)
-    assert bad.node_id not in [seat["node"] for event in run.events("plan", "resize") for seat in event["seats"]]
+    assert bad.node_id not in [slot["node"] for event in run.events("plan", "resize") for slot in event["slots"]]
     assert {(event["node"], event["avoided"]) for event in run.events("avoid")} == {(bad.node_id, True)}
 
 
@@ -262,7 +262,7 @@ def test_a_spare_takes_the_place_of_a_drained_node(site: Site, tmp_path: Path, w
     run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1", "restart.max=1")
     run.until_step(3)
     (plan,) = run.events("plan")
-    left = next(node for node in others if node.node_id in [seat["node"] for seat in plan["seats"]])
+    left = next(node for node in others if node.node_id in [slot["node"] for slot in plan["slots"]])
     drained(run, site, left)
     (taken,) = run.events("takeover")
     assert (taken["instead"], taken["node"]) == (left.node_id, plan["spares"][0]["node"])

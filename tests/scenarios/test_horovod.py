@@ -37,7 +37,7 @@ def ranks_of(world: int, function: Callable[[Job], Any], tmp: Path, job: Job = H
 
 
 def comm() -> Any:
-    return context.here().comm
+    return context.current().comm
 
 
 # One epoch and more, the same seed: what Horovod changes is who adds up the gradients, not what is learned.

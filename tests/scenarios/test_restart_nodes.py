@@ -76,7 +76,7 @@ def reached(folder: Path, step: int) -> bool:
 
 
 def host_of(rig: Rig, folder: Path, rank: int) -> Host:
-    name = events(folder, "plan")[0]["seats"][rank]["host"]
+    name = events(folder, "plan")[0]["slots"][rank]["host"]
     return next(host for host in rig.hosts if host.name == name)
 
 

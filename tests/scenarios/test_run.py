@@ -79,7 +79,7 @@ def test_the_store_listens_on_the_training_address_only(on_ray: Path) -> None:
 
     done = raydist.run(job, "scale=1x2", QUIET)
     assert done.values[0] == [
-        next(e for e in read_events(done.dir / "events.jsonl") if e["kind"] == "plan")["seats"][0]["ip"]
+        next(e for e in read_events(done.dir / "events.jsonl") if e["kind"] == "plan")["slots"][0]["ip"]
     ]
 
 

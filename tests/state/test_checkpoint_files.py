@@ -158,7 +158,7 @@ def test_steps_are_ordered_as_numbers(events: list[Event], tmp_path: Path) -> No
 
 
 def test_settings_of_the_run_count_in_a_loop_of_ones_own(events: list[Event], tmp_path: Path) -> None:
-    context.here().checkpoint = Checkpoint(keep=1)
+    context.current().checkpoint = Checkpoint(keep=1)
     for step in (1, 2):
         checkpoint.save(step, {"a": step})
     assert names(tmp_path / "run" / "checkpoints") == ["step-00000002"]

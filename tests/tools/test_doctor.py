@@ -134,7 +134,7 @@ print("held", flush=True)
 time.sleep(600)
 """
 
-# The rounds, with real seats in a thread of this process
+# The rounds, with real slots in a thread of this process
 
 
 def rounds(tmp_path: Path, addresses: list[str], host: str = "host{}", **different: dict[str, str]) -> Report:

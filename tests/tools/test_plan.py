@@ -76,7 +76,7 @@ def test_the_variables_are_those_that_the_run_will_set(capsys: pytest.CaptureFix
     found = data(capsys, "scale=1x3", "seed=5")
     assert (found["world_size"], found["backend"], found["placement"]) == (3, "gloo", "STRICT_SPREAD")
     assert found["bundles"] == [{"CPU": 3}]
-    assert [seat["local_rank"] for seat in found["seats"]] == [0, 1, 2]
+    assert [slot["local_rank"] for slot in found["slots"]] == [0, 1, 2]
     own = {var["name"]: var for var in found["variables"][2]}
     assert (own["RANK"]["value"], own["WORLD_SIZE"]["value"]) == ("2", "3")
     interface = own["GLOO_SOCKET_IFNAME"]["value"]
@@ -279,7 +279,7 @@ def test_a_running_cluster_is_only_read(ray_address: str, tmp_path: Path) -> Non
     found = json.loads(done.stdout)
     assert found["nodes"] == f"the Ray cluster at {ray_address} (1 node)"
     assert found["world_size"] == 4
-    assert found["seats"][0]["node"] != "here"
+    assert found["slots"][0]["node"] != "here"
     refused = subprocess.run(
         [*command, "scale=1x9"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

@@ -41,7 +41,7 @@ def fit(step: int, steps: int = 100, every: float = 0.1) -> Event:
     return report(step * every, step, loss=1 / step, **words)
 
 
-def seats(ranks: int, per_node: int = 8) -> list[dict[str, Any]]:
+def slots(ranks: int, per_node: int = 8) -> list[dict[str, Any]]:
     return [
         {"rank": r, "host": f"node-{r // per_node}", "ip": f"10.0.0.{r // per_node}", "local_rank": r % per_node,
          "gpus": [r % per_node]}
@@ -65,7 +65,7 @@ def a_run() -> list[Event]:
         at(0, "phase", name="connect", s=1.12),
         at(0, "wait", text="waiting for 1 more node with 8 GPU"),
         at(0, "phase", name="place", s=0.03),
-        at(0, "plan", backend="gloo", world_size=2, seats=seats(2)),
+        at(0, "plan", backend="gloo", world_size=2, slots=slots(2)),
         at(0, "began", rank=0, host="node-0", pid=1),
         at(0, "joined", rank=0, pid=1),
         at(0, "begin", rank=0, steps=100, resumed=40),
@@ -195,8 +195,8 @@ def test_no_live_line_is_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch
 
 def test_in_a_narrow_terminal_a_long_host_name_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    placed = [{**seat, "host": "pod-" + "x" * 60} for seat in seats(2)]
-    text = ESCAPE.sub("", show([at(0, "plan", backend="gloo", world_size=2, seats=placed)], "bar"))
+    placed = [{**slot, "host": "pod-" + "x" * 60} for slot in slots(2)]
+    text = ESCAPE.sub("", show([at(0, "plan", backend="gloo", world_size=2, slots=placed)], "bar"))
     assert max(map(len, text.splitlines())) <= 60
     assert "10.0.0.0  1           1" in text
 
@@ -217,14 +217,14 @@ def test_the_launch_budget_is_broken_between_words(monkeypatch: pytest.MonkeyPat
 
 
 def test_more_than_sixteen_ranks_take_a_row_for_each_node() -> None:
-    text = show([at(0, "plan", backend="nccl", world_size=24, seats=seats(24))], "lines")
+    text = show([at(0, "plan", backend="nccl", world_size=24, slots=slots(24))], "lines")
     assert "24 ranks on 3 nodes, backend nccl" in text
     assert "node-2  10.0.0.2  16-23  0-7" in text
     assert len(text.splitlines()) == 5
 
 
 def test_more_nodes_than_a_screen_holds_are_counted() -> None:
-    text = show([at(0, "plan", backend="nccl", world_size=800, seats=seats(800))], "lines")
+    text = show([at(0, "plan", backend="nccl", world_size=800, slots=slots(800))], "lines")
     assert len(text.splitlines()) == 2 + 32 + 1
     assert "and 68 more nodes" in text
 
@@ -234,7 +234,7 @@ def test_more_nodes_than_a_screen_holds_are_counted() -> None:
 )
 def test_gpus_of_a_slot_as_far_as_they_are_known(gpus: Any, text: str) -> None:
     slots = [{"rank": 0, "host": "h", "ip": "i", "local_rank": 0, "gpus": gpus}]
-    assert wording.slot_rows({"seats": slots})[1][-1] == text
+    assert wording.slot_rows({"slots": slots})[1][-1] == text
 
 
 def test_a_failure_is_told_instead_of_metrics() -> None:

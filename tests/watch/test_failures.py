@@ -25,7 +25,7 @@ T0 = 1_000_000.0
 KILLED = End(1, "node-7", "killed", T0 + 10.0, 20, "forward", signal=signal.SIGKILL, log="logs/rank-1.log")
 ECHO = End(0, "node-6", "raised", T0 + 10.2, 20, type="RuntimeError", message="Connection closed by peer [::1]:1")
 STOPPED = End(2, "node-8", "stopped", T0 + 10.3, 21)
-SEATS = [{"rank": rank, "host": f"node-{6 + rank}", "ip": f"10.0.0.{rank}", "gpus": ["3"]} for rank in range(3)]
+SLOTS = [{"rank": rank, "host": f"node-{6 + rank}", "ip": f"10.0.0.{rank}", "gpus": ["3"]} for rank in range(3)]
 
 
 def at(seconds: float, kind: str, **facts: Any) -> Event:
@@ -42,7 +42,7 @@ def failure(first: End = KILLED, *others: End) -> Event:
 
 LAUNCH = [
     at(0, "run", name="digits", dir="runs/x", pages=0),
-    at(0.1, "plan", backend="gloo", world_size=3, seats=SEATS),
+    at(0.1, "plan", backend="gloo", world_size=3, slots=SLOTS),
     at(1, "phase", name="connect", s=1.0),
     *[report(1 + step * 0.4, step) for step in range(1, 21)],
 ]
@@ -71,7 +71,7 @@ def test_the_time_between_a_failure_and_the_next_step_is_told_part_by_part() -> 
     }
     assert found.parts == pytest.approx(parts)
     assert sum(found.parts.values()) == pytest.approx(found.s or 0)
-    assert (found.status, found.repeated, found.resumed, found.seat["ip"]) == ("restarted", 2, 18, "10.0.0.1")
+    assert (found.status, found.repeated, found.resumed, found.slot["ip"]) == ("restarted", 2, 18, "10.0.0.1")
 
 
 def test_a_failure_that_ends_the_run_knows_what_is_on_the_disk() -> None:
@@ -119,11 +119,11 @@ def test_the_page_of_a_restart() -> None:
 
 def test_the_page_tells_who_moved_and_who_only_got_a_new_actor() -> None:
     """And the next page has the place where the rank is then."""
-    seats = [{**seat, "node": str(seat["rank"])} for seat in SEATS]
-    later = [{**seats[0]}, {**seats[1], "host": "node-9", "ip": "10.0.0.9", "node": "9"}, {**seats[2]}]
-    launch = [at(0, "run", name="x", dir="runs/x"), at(0.1, "plan", backend="gloo", world_size=3, seats=seats)]
+    slots = [{**slot, "node": str(slot["rank"])} for slot in SLOTS]
+    later = [{**slots[0]}, {**slots[1], "host": "node-9", "ip": "10.0.0.9", "node": "9"}, {**slots[2]}]
+    launch = [at(0, "run", name="x", dir="runs/x"), at(0.1, "plan", backend="gloo", world_size=3, slots=slots)]
     lost = failure(replace(KILLED, how="lost", signal=0, why=OOM.why, oom="kernel"), ECHO)
-    again = [event | {"moved": [1, 2], "seats": later} if event["kind"] == "placed" else event for event in RESTART]
+    again = [event | {"moved": [1, 2], "slots": later} if event["kind"] == "placed" else event for event in RESTART]
     first, second = fold_failures([*launch, lost, *again, failure()])
     text = page(first, "runs/x")
     for words in (

@@ -36,7 +36,7 @@ def a_run() -> list[Event]:
         at(0, "run", name="digits", dir="runs/x"),
         at(1, "phase", name="connect", s=1.0),
         at(2, "phase", name="place", s=0.5),
-        at(4, "plan", backend="gloo", world_size=2, seats=[]),
+        at(4, "plan", backend="gloo", world_size=2, slots=[]),
         at(4.5, "begin", rank=0, steps=10),
         *[report(5 + step / 2, step=step, loss=1 / step, steps=10, samples=64 * step) for step in range(1, 11)],
         report(10.5, step=10, accuracy=0.98),

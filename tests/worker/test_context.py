@@ -58,21 +58,21 @@ def test_report_emits_step_and_values_and_reads_tensors(told: list[Event]) -> No
     (happened,) = told
     assert (happened["kind"], happened["rank"], happened["step"]) == ("report", 1, 7)
     assert happened["values"] == {"loss": 0.5, "note": "x"}
-    assert context.here().step == 7
-    assert context.here().beats == [(7, PHASES.index("end"))]  # type: ignore[attr-defined]
+    assert context.current().step == 7
+    assert context.current().beats == [(7, PHASES.index("end"))]  # type: ignore[attr-defined]
 
 
 def test_report_without_a_step_keeps_the_step(told: list[Event]) -> None:
     raydist.report(step=7)
     raydist.report(accuracy=0.9)
     assert "step" not in told[-1]
-    assert context.here().step == 7
+    assert context.current().step == 7
 
 
 def test_phase_beats_with_the_step_of_the_last_report(told: list[Event]) -> None:
     raydist.report(step=3)
     context.phase("backward")
-    assert context.here().beats[-1] == (3, PHASES.index("backward"))  # type: ignore[attr-defined]
+    assert context.current().beats[-1] == (3, PHASES.index("backward"))  # type: ignore[attr-defined]
 
 
 def test_outside_a_run_rank_0_prints_and_others_are_silent(

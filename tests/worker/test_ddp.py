@@ -24,7 +24,7 @@ GLOO = Job(backend=Backend(name="gloo", timeout_s=30))
 
 
 def comm() -> Any:
-    return context.here().comm
+    return context.current().comm
 
 
 def fine(told: list[Told]) -> list[Any]:

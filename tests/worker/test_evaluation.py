@@ -55,7 +55,7 @@ def test_uneven_ranks_and_batches_weigh_by_samples(tmp_path: Path, world: int) -
     def measure(job: Job) -> tuple[dict[str, float], set[tuple[bool, bool]], bool]:
         model = Shift().train()
         metrics: dict[str, Any] = {"mse": F.mse_loss, "mean": mean_target, "each": each_output}
-        found = evaluate(model, batches(context.rank().rank, world), metrics, context.here().comm, CPU)
+        found = evaluate(model, batches(context.rank().rank, world), metrics, context.current().comm, CPU)
         return found, model.modes, model.training
 
     for told in run_ranks(world, GLOO, measure, tmp_path):
@@ -69,7 +69,7 @@ def test_uneven_ranks_and_batches_weigh_by_samples(tmp_path: Path, world: int) -
 def test_a_rank_without_samples_counts_nothing(tmp_path: Path) -> None:
     def measure(job: Job) -> dict[str, float]:
         mine = batches(0, 1) if context.rank().rank == 0 else []
-        return evaluate(Shift(), mine, {"mean": mean_target}, context.here().comm, CPU)
+        return evaluate(Shift(), mine, {"mean": mean_target}, context.current().comm, CPU)
 
     assert [told.value for told in run_ranks(2, GLOO, measure, tmp_path)] == [{"mean": 4.5}] * 2
 
@@ -82,7 +82,7 @@ def test_buffers_become_those_of_rank_0(tmp_path: Path) -> None:
         model.register_buffer("count", torch.tensor(5 + rank))
         model.register_buffer("flag", torch.tensor([rank == 0, rank == 1]))
         model.register_buffer("narrow", torch.full((3,), 1.5 + rank, dtype=torch.bfloat16))
-        same_buffers(model, context.here().comm, rank)
+        same_buffers(model, context.current().comm, rank)
         return tuple((name, buffer.dtype, buffer.tolist()) for name, buffer in model.named_buffers())
 
     one, two = run_ranks(2, GLOO, share, tmp_path)

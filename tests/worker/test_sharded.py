@@ -121,7 +121,7 @@ def loses(lost: tuple[int, ...]) -> Any:
     def job(job: Job) -> Any:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        here = context.here()
+        here = context.current()
         me = here.rank.rank
         here.rank = context.Rank(me, 0, me, here.rank.world_size)
         here.memory = memory(), -1
@@ -276,7 +276,7 @@ def keeps_and_dies(steps: int) -> None:
     for step in range(1, steps + 1):
         train(model, optimizer, step)
         sharded.keep(step, everything(model, optimizer))
-    context.here().sharded.rest()
+    context.current().sharded.rest()
     torch.distributed.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -414,7 +414,7 @@ def test_which_node_writes_which_shards(held: dict[int, HeldShards], step: int |
 
 def fewer(job: Job) -> Any:
     """Two ranks keep a state; then it is looked for as if each of them was one of three."""
-    here = context.here()
+    here = context.current()
     me = here.rank.rank
     here.rank, here.memory = context.Rank(me, 0, me, 2), (memory(), -1)
     sharded.keep(3, {"x": torch.full((4,), float(me))})
@@ -433,7 +433,7 @@ def test_a_state_of_another_number_of_ranks_is_none(tmp_path: Path) -> None:
 
 
 def no_room(job: Job) -> Any:
-    here = context.here()
+    here = context.current()
     here.rank = context.Rank(here.rank.rank, 0, here.rank.rank, 2)
     here.memory = memory(), -1
     if here.rank.rank == 1:

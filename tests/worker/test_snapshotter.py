@@ -51,7 +51,7 @@ def find(holders: dict[int, tuple[int, ...]], nodes: int) -> Any:
     """A function for ranks: rank r has kept whole states of the steps holders[r]; gives what it finds."""
 
     def job(job: Job) -> Any:
-        here = context.here()
+        here = context.current()
         me = here.rank.rank
         here.rank = context.Rank(me, 0 if nodes > 1 else me, me if nodes > 1 else 0, here.rank.world_size)
         descriptor = os.memfd_create("test")
@@ -87,7 +87,7 @@ def test_a_first_attempt_looks_for_nothing(tmp_path: Path) -> None:
 
 def rhythm(every: int | None, pause: float) -> Any:
     def job(job: Job) -> list[int]:
-        here = context.here()
+        here = context.current()
         descriptor = os.memfd_create("test")
         os.pwrite(descriptor, blank_page(), 0)
         here.memory = descriptor, descriptor
@@ -121,7 +121,7 @@ def scarce(last: int) -> Any:
     """8 steps; no more memory is free after the `last`. One is on its way to the disk from the 3rd to the 6th."""
 
     def job(job: Job) -> Any:
-        here = context.here()
+        here = context.current()
         descriptor = os.memfd_create("test")
         os.pwrite(descriptor, blank_page(), 0)
         here.memory, memory = (descriptor, descriptor), SnapshotBuffer(descriptor)

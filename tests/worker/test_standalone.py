@@ -52,7 +52,7 @@ def test_the_function_is_called_with_the_settings_and_its_value_returned(
     assert told["backend"] == ("nccl" if torch.cuda.is_available() else "gloo")
     assert told["folder"].is_relative_to(tmp_path / "runs")
     assert "RAYDIST_RESUME" not in os.environ
-    assert context.here().comm is None
+    assert context.current().comm is None
 
 
 def test_a_run_folder_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_all_ranks_have_the_run_folder_of_rank_0(tmp_path: Path) -> None:
 
         os.environ.pop("RAYDIST_RUN_DIR", None)
         mine = replace(job, dir=f"/runs/gefüllt/of rank {raydist.rank().rank}")
-        return standalone.rank0_folder(mine, context.here().comm)
+        return standalone.rank0_folder(mine, context.current().comm)
 
     told = run_ranks(2, Job(backend=Backend(name="gloo")), folder, tmp_path)
     assert [one.value for one in told] == [Path("/runs/gefüllt/of rank 0")] * 2, told[0].error
@@ -127,7 +127,7 @@ def test_a_named_failure_ends_with_its_own_code(
 def test_any_other_exception_keeps_its_traceback() -> None:
     with pytest.raises(KeyError):
         raydist.main(fails)
-    assert context.here().comm is None
+    assert context.current().comm is None
 
 
 def test_steps_are_printed_at_a_sane_rate_and_all_else_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def join(name: str, job: Job, env: Mapping[str, str]) -> Iterator[Comm]:
     check_installed(name)
     random_state.seed_everything(job.seed, job.deterministic)
     with import_module(BACKENDS[name]).join(job, env) as comm:
-        current = context.here()
+        current = context.current()
         current.comm, current.checkpoint = comm, job.checkpoint
         try:
             yield comm

@@ -65,7 +65,7 @@ def fit(
     checkpoint does not fit the model. RaydistError: called outside a run, or the ranks found different checkpoints.
     What `model`, `loss`, a metric or a data set raises is passed on.
     """
-    if context.here().comm is None:
+    if context.current().comm is None:
         raise RaydistError("raydist.fit was called outside a run: end the file with raydist.main(job) and run the file")
     order = data.order(
         train, config.data, accumulate=config.train.accumulate, rank=context.rank().rank,
@@ -85,7 +85,7 @@ class Training:
 
     def __init__(self, job: Job, order: data.Order, metrics: dict[str, Metric]) -> None:
         self.job, self.order, self.metrics = job, order, metrics
-        self.device, self.comm = context.rank().device, cast("Comm", context.here().comm)
+        self.device, self.comm = context.rank().device, cast("Comm", context.current().comm)
         self.batches: Any = None
         self.tests: Any = None
         self.step = self.samples = 0
@@ -121,7 +121,7 @@ class Training:
             self._restore(saved)
         self.keeper.begin(self.step)
         context.set_step(self.step)
-        context.here().stop_request.begin(self.step)
+        context.current().stop_request.begin(self.step)
         context.emit_event("begin", steps=self.steps, epochs=self.epochs, samples=self.order.size, resumed=self.resumed)
 
     def _seed(self) -> int:
@@ -215,7 +215,7 @@ class Training:
             samples=self.samples, lr=rate,
         )  # fmt: skip
         self.keeper.step(self.step, self._own, self._state)
-        if self.step < self.steps and context.here().stop_request.due(self.step):
+        if self.step < self.steps and context.current().stop_request.due(self.step):
             self._leave()
 
     def _leave(self) -> None:
@@ -225,7 +225,7 @@ class Training:
         if not all(int(each.item()) for each in self.comm.gather(torch.tensor([int(kept)]))):
             self._save()
             self.keeper.rest()
-        context.here().stop_request.stopped(self.step)
+        context.current().stop_request.stopped(self.step)
 
     def _state(self) -> State:
         """The part of the state that is equal on all ranks."""

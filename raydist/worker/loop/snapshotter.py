@@ -65,11 +65,11 @@ class Snapshotter:
     """The snapshots of one rank: of the whole state on the first rank of a node, of its own part on all others."""
 
     def __init__(self, job: Job, comm: Comm) -> None:
-        here = context.here()
-        self._me, self._comm, self._job = here.rank, comm, job
+        current = context.current()
+        self._me, self._comm, self._job = current.rank, comm, job
         # the same on all ranks: choosing a snapshot is a collective
-        self.on = here.memory is not None and job.snapshot.every != 0
-        _, lead = here.memory or (-1, -1)
+        self.on = current.memory is not None and job.snapshot.every != 0
+        _, lead = current.memory or (-1, -1)
         self._memory = checkpoint.own_memory() if self.on else None
         self._lead = SnapshotBuffer(lead) if self.on and lead >= 0 else None
         self._every, self._fixed = job.snapshot.every or 1, job.snapshot.every is not None
@@ -111,7 +111,7 @@ class Snapshotter:
         """Keep a state now; return its slot, or None if there is too little memory."""
         if self._memory is None:
             return None
-        context.here().flush()  # a restart does not repeat this step: its report must be sent first
+        context.current().flush()  # a restart does not repeat this step: its report must be sent first
         try:
             return self._memory.write(step, {"own": own(), **(state() if self._me.local_rank == 0 else {})})
         except NoRoom as why:
