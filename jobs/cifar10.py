@@ -7,8 +7,7 @@ from torchvision import transforms as T
 from torchvision.datasets import CIFAR10
 
 import raydist
-from raydist.worker.loop import data, models
-from raydist.worker.loop.evaluation import accuracy
+from raydist import accuracy, data, models
 
 FILES = "cifar-10-batches-py/{data_batch_1,…,data_batch_5,test_batch,batches.meta}"
 # Mean and deviation of each colour over the training set.

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import raydist
-from raydist.worker.loop.evaluation import accuracy
+from raydist import accuracy
 
 
 def job(config: raydist.Job, test_size: float = 0.2) -> dict[str, float]:

@@ -7,8 +7,7 @@ from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 
 import raydist
-from raydist.worker.loop import data, models
-from raydist.worker.loop.evaluation import accuracy
+from raydist import accuracy, data, models
 
 # Mean and deviation of each colour in ImageNet, which torchvision's weights expect too.
 NORMAL = T.Compose([T.ToTensor(), T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])

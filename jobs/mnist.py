@@ -7,8 +7,7 @@ from torch.utils.data import TensorDataset
 from torchvision.datasets import MNIST
 
 import raydist
-from raydist.worker.loop import data, models
-from raydist.worker.loop.evaluation import accuracy
+from raydist import accuracy, data, models
 
 FILES = "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte"
 

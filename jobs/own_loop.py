@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import raydist
-from raydist import checkpoint
-from raydist.worker.loop import models
+from raydist import checkpoint, models
 
 
 def job(config: raydist.Job, hidden: int = 64) -> float:

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import raydist
-from raydist.worker.loop import models
+from raydist import models
 
 
 def job(

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from raydist.watch.result import Result as Result
     from raydist.worker import checkpoint as checkpoint
     from raydist.worker import sharded as sharded
+    from raydist.worker.backends import process_set as process_set
     from raydist.worker.context import rank as rank
     from raydist.worker.context import report as report
+    from raydist.worker.loop import data as data
     from raydist.worker.loop import models as models
+    from raydist.worker.loop.evaluation import accuracy as accuracy
     from raydist.worker.loop.fit import fit as fit
     from raydist.worker.standalone import main as main
 
@@ -37,17 +40,20 @@ _HOME = {
     "Result": "watch.result",
     "RunFailed": "shared.errors",
     "Stopped": "shared.errors",
+    "accuracy": "worker.loop.evaluation",
     "checkpoint": "worker.checkpoint",
+    "data": "worker.loop.data",
     "fit": "worker.loop.fit",
     "main": "worker.standalone",
     "models": "worker.loop.models",
+    "process_set": "worker.backends",
     "rank": "worker.context",
     "report": "worker.context",
     "run": "run",
     "sharded": "worker.sharded",
 }
 """Where each public name is defined."""
-_MODULES = frozenset({"checkpoint", "models", "sharded"})
+_MODULES = frozenset({"checkpoint", "data", "models", "sharded"})
 """The public names that are modules."""
 __all__ = sorted(_HOME)
 

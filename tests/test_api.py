@@ -28,6 +28,7 @@ Every name that `import raydist` gives. The text is that of the docstrings: `hel
 MEMBERS = {
     "checkpoint": ("save", "latest", "load", "Saved"),
     "sharded": ("keep", "load"),
+    "data": ("on_disk",),
     "models": ("MLP", "SmallCNN", "build_model"),
 }
 """What users call of the public modules."""
@@ -35,7 +36,7 @@ RETURNED = {"Rank": "worker.context", "End": "shared.outcome"}
 """Types that public functions return and that have no public name of their own."""
 GROUPS = {
     "Run a job": ("run", "main", "Result", "End", "Job"),
-    "Inside a job": ("fit", "rank", "Rank", "report", "models"),
+    "Inside a job": ("fit", "rank", "Rank", "report", "models", "data", "accuracy", "process_set"),
     "Keep a state": ("checkpoint", "sharded"),
     "Errors": ("RaydistError", "ConfigError", "LaunchError", "RunFailed", "Stopped"),
 }
@@ -45,7 +46,8 @@ Node = ast.FunctionDef | ast.ClassDef
 @cache
 def source(module: str) -> ast.Module:
     """The syntax tree of a module below `raydist.`."""
-    return ast.parse((ROOT / "raydist" / f"{module.replace('.', '/')}.py").read_text())
+    path = ROOT / "raydist" / module.replace(".", "/")
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
 
 
 def definition(module: str, name: str) -> Node:
@@ -162,7 +164,7 @@ def test_members_are_those_of_the_module(module: str, names: tuple[str, ...]) ->
     assert set(getattr(found, "__all__", names)) == set(names)
 
 
-@pytest.mark.parametrize("name", ["run", "fit", "main", "report"])
+@pytest.mark.parametrize("name", ["run", "fit", "main", "report", "process_set", "accuracy"])
 def test_a_docstring_names_every_argument(name: str) -> None:
     node = definition(raydist._HOME[name], name)
     assert isinstance(node, ast.FunctionDef)

@@ -248,7 +248,7 @@ def test_process_sets_of_the_settings_are_there_for_jobs(tmp_path: Path) -> None
     def within(job: Job) -> float:
         import horovod.torch as hvd
 
-        from raydist.worker.backends.horovod import process_set
+        from raydist import process_set
 
         mine = hvd.rank()
         pair = process_set(1, 0) if mine < 2 else process_set(2, 3)
@@ -261,7 +261,7 @@ def test_process_sets_of_the_settings_are_there_for_jobs(tmp_path: Path) -> None
 
 def test_a_process_set_that_nobody_asked_for_is_refused_with_the_word_for_it(tmp_path: Path) -> None:
     def within(job: Job) -> str:
-        from raydist.worker.backends.horovod import process_set
+        from raydist import process_set
 
         with pytest.raises(ConfigError) as refusal:
             process_set(0, 2)

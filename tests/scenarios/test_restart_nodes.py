@@ -85,7 +85,7 @@ def servers(rig: Rig) -> list[str]:
     return [line for host in rig.hosts for line in host.processes().values() if "raydist.node.fork_server" in line]
 
 
-def test_a_seat_that_rays_memory_monitor_ends_is_told_as_that(rig: Rig, tmp_path: Path) -> None:
+def test_an_actor_that_rays_memory_monitor_ends_is_reported_as_that(rig: Rig, tmp_path: Path) -> None:
     """Ray ends it, because the memory of its host is all but full. The first test: no host was down before."""
     struck = tmp_path / "struck"
     run = start(rig, struck, "scale=2x1", "train.epochs=1000", "restart=none")

@@ -69,6 +69,16 @@ def check_installed(name: str, script: str = "") -> None:
         raise ConfigError.of("backend", name, cause, "backend=gloo", "backend=nccl")
 
 
+def process_set(*ranks: int) -> Any:
+    """The Horovod process set of these ranks, for `hvd.allreduce(x, process_set=raydist.process_set(0, 1))`.
+
+    - `ranks`: the ranks of one of `backend.horovod.process_sets`, in any order.
+
+    Returns an `hvd.ProcessSet`. ConfigError: the setting has no such set.
+    """
+    return import_module(BACKENDS["horovod"]).find_process_set(tuple(sorted(ranks)))
+
+
 def torch_has(name: str) -> bool:
     """Whether this torch was built with mpi or ucc; checked in another process, as the driver never imports torch."""
     code = f"import torch.distributed as d; raise SystemExit(not d.is_{name}_available())"

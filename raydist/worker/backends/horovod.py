@@ -119,12 +119,8 @@ def broadcast_state(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optim
     wrapped.load_state_dict(torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True))
 
 
-def process_set(*ranks: int) -> hvd.ProcessSet:
-    """The process set of these ranks, for `hvd.allreduce(x, process_set=…)`.
-
-    ConfigError: it is not one of `backend.horovod.process_sets`.
-    """
-    ranks = tuple(sorted(ranks))
+def find_process_set(ranks: tuple[int, ...]) -> hvd.ProcessSet:
+    """The process set of these ranks, in ascending order. ConfigError: there is none."""
     if ranks not in _process_sets:
         known = ", ".join(str(list(each)) for each in _process_sets) or "none"
         key = "backend.horovod.process_sets"

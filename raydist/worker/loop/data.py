@@ -182,7 +182,14 @@ def size_of(samples: Any, name: str) -> int:
 
 
 def on_disk(make: Callable[[], T], root: Path, files: str) -> T:
-    """Make a data set of files; nothing is downloaded. `files`: describes them. ConfigError: they are missing."""
+    """Make a data set of files; nothing is downloaded.
+
+    - `make`: makes it, as `lambda: torchvision.datasets.MNIST(root)`.
+    - `root`: the folder of the files.
+    - `files`: the files it needs, as the error describes them.
+
+    Returns what `make` returns. ConfigError: it raised RuntimeError or FileNotFoundError, since files are missing.
+    """
     try:
         return make()
     except (RuntimeError, FileNotFoundError) as error:

@@ -16,7 +16,10 @@ Metric = Callable[[Any, Any], torch.Tensor]
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """1 for each sample whose highest score is that of its target, else 0.
 
-    `output`: scores of shape [B, classes]. `target`: int64 of shape [B]. Returns float of shape [B].
+    - `output`: scores of shape [B, classes].
+    - `target`: int64 of shape [B].
+
+    Returns float of shape [B]; for the argument `metrics` of `fit`.
     """
     return (output.argmax(dim=1) == target).float()
 
