@@ -22,9 +22,10 @@ from raydist.shared.outcome import Attempt, End, Slow
 from raydist.tools import doctor_findings as found
 from raydist.tools.doctor_findings import Host
 from raydist.tools.doctor_report import Report
-from raydist.watch.result import fold_figures, make_result
+from raydist.watch.result import make_result
 from raydist.worker.protocol import Trip
 from tests import machines
+from tests.watch.folds import fold_figures
 
 FOLDER = "/data/runs/digits/2026-11-21_02-30-00"
 INTERFACES = {"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "10.0.0.2")}

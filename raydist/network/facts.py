@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -203,25 +200,3 @@ class Facts:
     rdma: Rdma = field(default_factory=Rdma)
     limits: Limits = field(default_factory=Limits)
     machine: Machine = field(default_factory=Machine)
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Facts:
-        """Facts from the dict that `dataclasses.asdict` made of them, also after JSON; unknown keys are ignored."""
-        facts: Facts = from_plain(cls, plain)
-        return facts
-
-
-def from_plain(kind: Any, plain: Any) -> Any:
-    """A value of the annotated type `kind` from plain JSON data."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return None if plain is None else from_plain(next(arg for arg in args if arg is not type(None)), plain)
-    if is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        known = {f.name: f for f in fields(kind)}
-        return kind(**{name: from_plain(hints[name], value) for name, value in plain.items() if name in known})  # type: ignore[operator]
-    if origin in (tuple, Sequence):
-        return tuple(from_plain(args[0], item) for item in plain)
-    if origin is Mapping:
-        return {key: from_plain(args[1], value) for key, value in plain.items()}
-    return plain

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from raydist.shared.errors import RaydistError
 
+EndKind = Literal["finished", "raised", "exited", "killed", "lost", "hung", "drained", "ended", "stopped"]
+"""How a rank ended: raised an exception, exited with a code, killed by a signal, lost with its node or actor, hung and
+was stopped for it, drained (stopped because its node will be taken away), ended by mpirun, stopped by raydist."""
 KilledBy = Literal["", "kernel", "ray"]
 """The kernel's out-of-memory killer, or Ray's memory monitor."""
 
@@ -29,10 +32,7 @@ class End:
 
     rank: int
     host: str
-    how: str
-    """finished, raised (an exception), exited (with a code), killed (by a signal), lost (with its node or actor), hung
-    (and was stopped for it), drained (stopped because its node is about to be taken away), ended (by mpirun), stopped
-    (by raydist)."""
+    how: EndKind
     at: float
     """Seconds since the epoch."""
     step: int = 0

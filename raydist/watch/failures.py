@@ -193,11 +193,3 @@ class Failures:
         waited = failure.restart and "place" not in self.marks
         failure.parts["place" if waited else "save"] = max(0.0, result["t"] - failure.t)
         return failure
-
-
-def fold_failures(events: Iterable[Event]) -> list[Failure]:
-    """The failures that the events of a run tell."""
-    made = Failures()
-    for happened in events:
-        made.add(happened)
-    return made.found

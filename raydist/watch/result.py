@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -238,17 +238,6 @@ class Figures:
             return self.done / self.spent.counted_s
         took = apart(self.samples)
         return (self.samples[-1]["values"]["samples"] - self.samples[0]["values"]["samples"]) / took if took else 0.0
-
-
-def fold_figures(events: Iterable[Event], now: float | None = None) -> Figures:
-    """Add up the events of a run. `now`: its end in seconds since the epoch; without it the last event's time."""
-    figures = Figures()
-    for happened in events:
-        if happened["kind"] == "run":  # a folder may be used again: only its last run counts
-            figures = Figures()
-        figures.add(happened)
-    figures.ended = figures.ended if now is None else now
-    return figures
 
 
 def _saved(text: str) -> StoragePath:

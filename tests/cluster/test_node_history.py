@@ -24,7 +24,7 @@ from raydist.cluster.node_history import (
 )
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import assign_ranks
-from raydist.shared.outcome import End, Slow
+from raydist.shared.outcome import End, EndKind, Slow
 from tests.ranks import SERVER, start_server
 
 NOW = 2e9
@@ -43,7 +43,7 @@ def offence(number: int, run: str, what: str = "lost", ago: float = 0.0, cluster
     return NodeIncident(cluster, f"node-{number}", f"10.0.0.{number}", what, run, NOW - ago)
 
 
-def end(how: str, message: str = "", preempted: bool = False) -> End:
+def end(how: EndKind, message: str = "", preempted: bool = False) -> End:
     return End(1, "node-2", how, NOW, message=message, preempted=preempted)
 
 

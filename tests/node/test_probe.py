@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pwd
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from raydist.node import probe
-from raydist.node.probe import Facts
 from raydist.shared.errors import ConfigError, LaunchError
 
 HOME = pwd.getpwuid(os.getuid()).pw_dir
@@ -96,16 +93,6 @@ def test_what_is_set_already_is_noted_and_nothing_else(monkeypatch: pytest.Monke
     for name, value in {**meant, "AWS_SECRET": "x", "XNCCL_DEBUG": "x", "OMP_NUM_THREADS_X": "1"}.items():
         monkeypatch.setenv(name, value)
     assert probe.read_facts("127.0.0.1").environment == meant
-
-
-def test_facts_travel_as_json() -> None:
-    facts = Facts(
-        hostname="a", ip="10.0.0.5", interface="eth0", address="10.0.0.5", interfaces=KNOWN, gpus=("0", "3"), cpus=8,
-        python="3.11.7", versions={"torch": "2.15.0"}, environment={"NCCL_DEBUG": "INFO"},
-        nccl_conf={"NCCL_NET": ("IB", "/etc/nccl.conf")},
-    )  # fmt: skip
-    assert Facts.from_dict(json.loads(json.dumps(asdict(facts)))) == facts
-    assert Facts.from_dict({**asdict(facts), "gpus": None, "of_a_later_version": 1}).gpus is None
 
 
 def test_versions_and_python_are_those_of_this_process() -> None:

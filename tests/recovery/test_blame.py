@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from raydist.recovery import blame
 from raydist.recovery.blame import blame_reason, failure_text, first_cause, is_victim, last_words
-from raydist.shared.outcome import End
+from raydist.shared.outcome import End, EndKind
 from raydist.shared.rank_names import rank_ranges
 from raydist.watch.advice import advice_for
 
@@ -340,7 +340,7 @@ def attempts() -> dict[str, list[End]]:
 
 
 def as_end(code: int, signal: int, type: str = "", **facts: Any) -> End:
-    how = "raised" if type else "killed" if signal else "exited" if code else "finished"
+    how: EndKind = "raised" if type else "killed" if signal else "exited" if code else "finished"
     return End(host="here", how=how, code=code, signal=signal, type=type, **facts)
 
 

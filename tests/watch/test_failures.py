@@ -16,10 +16,11 @@ from raydist.shared.events import Event, Events
 from raydist.shared.outcome import End
 from raydist.watch import page_files
 from raydist.watch.advice import RULES, advice_for
-from raydist.watch.failures import Failure, Failures, fold_failures
+from raydist.watch.failures import Failure, Failures
 from raydist.watch.goodput import Spent
 from raydist.watch.page import page
 from raydist.watch.page_files import Pages
+from tests.watch.folds import fold_failures
 
 T0 = 1_000_000.0
 KILLED = End(1, "node-7", "killed", T0 + 10.0, 20, "forward", signal=signal.SIGKILL, log="logs/rank-1.log")

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from raydist.shared.errors import LaunchError, RaydistError, RunFailed, Stopped
 from raydist.shared.events import Event, Events, read_events
-from raydist.shared.outcome import Attempt, End
-from raydist.watch.result import Result, fold_figures, make_result
+from raydist.shared.outcome import Attempt, End, EndKind
+from raydist.watch.result import Result, make_result
+from tests.watch.folds import fold_figures
 
 T0 = 1_000_000.0
 
@@ -58,7 +59,7 @@ def write(path: Path, events: list[Event]) -> Path:
     return path
 
 
-def ends(*hows: str) -> list[End]:
+def ends(*hows: EndKind) -> list[End]:
     return [
         End(rank, f"host-{rank}", how, T0, type="ValueError" if how == "raised" else "")
         for rank, how in enumerate(hows)
@@ -79,11 +80,6 @@ def test_the_figures_of_a_run() -> None:
 
 def test_without_a_clock_the_last_event_ends_the_run() -> None:
     assert fold_figures(a_run()).wall_s == 12
-
-
-def test_of_a_folder_that_was_used_twice_only_the_last_run_counts() -> None:
-    again = [{**happened, "t": happened["t"] + 1000} for happened in a_run()]
-    assert fold_figures([*a_run(), *again]) == fold_figures(again)
 
 
 def test_a_loop_of_ones_own_is_measured_from_first_to_last_report() -> None:
