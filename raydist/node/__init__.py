@@ -26,8 +26,7 @@ when a rank dies.
     path_check.py         Whether this machine sees paths on a shared disk or at a URL
     peers.py              Connections between every two nodes on the training addresses: reachability, round trip,
                           clocks, MTU
-    probe/                What this machine is: its addresses, interfaces, GPUs, versions, and what its site has set
-                          already
+    probe/                The facts of this machine: addresses, interfaces, GPUs, versions, variables of the site
     processes.py          Signals, awaits and ends processes with their children; reads their state and their recorded
                           error
     rendezvous.py         The rendezvous TCPStore, served on the training address by a process that outlives rank 0

@@ -15,7 +15,7 @@ Each gets the same overrides as `python -m raydist.train`.
     doctor_rounds.py      The doctor's checks in order; each sends one request to all nodes at once
     horovod.py            `python -m raydist.tools.horovod`: `build` builds Horovod for the installed torch, `check`
                           tests it
-    horovod_build.py      Patches and builds Horovod's source distribution, so that it compiles against today's torch
+    horovod_build.py      Patches and builds Horovod's source distribution for the installed torch
     launch.py             `python -m raydist.tools.launch`: takes torchrun's command line, and runs on the nodes of a
                           Ray cluster
     plan.py               `python -m raydist.tools.plan`: prints where ranks would run and with which variables; starts

@@ -1,4 +1,4 @@
-"""Patches and builds Horovod's source distribution, so that it compiles against today's torch. (driver)
+"""Patches and builds Horovod's source distribution for the installed torch. (driver)
 
 0.28.1 is Horovod's last release (June 2023). It requires C++14 and a Python with distutils, and it takes any nvcc for a
 CUDA toolkit. PATCHES corrects that.
@@ -21,19 +21,19 @@ from raydist.shared.errors import LaunchError
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-"""Of horovod-0.28.1.tar.gz on PyPI."""
+"""The SHA-256 of horovod-0.28.1.tar.gz on PyPI."""
 REVISION = 4
-"""Of PATCHES; a wheel built with others is not this one."""
+"""The version of PATCHES: another version makes another wheel."""
 TOOLS = ("cmake==3.31.6", "ninja==1.13.0", "setuptools==80.9.0", "wheel==0.45.1", "packaging==25.0")
-"""What builds, in a folder of its own: a machine needs only a compiler. CMake 4 refuses the age of gloo's files."""
+"""The build tools, installed into a separate folder. CMake 4 refuses the old CMake files of gloo."""
 
 PATCHES = (
     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
-    # GCC 13 no longer brings <cstdint> in by the way.
+    # GCC 13 headers no longer include <cstdint>.
     ("third_party/gloo/CMakeLists.txt", "-std=c++11 -fPIC", "-include cstdint -fPIC"),
-    # An nvcc on the PATH is no reason to use CUDA: being asked to is.
+    # Use CUDA only if it was requested, not because an nvcc is on the PATH.
     (
         "CMakeLists.txt",
         "check_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)",
@@ -45,7 +45,7 @@ PATCHES = (
         "and (CUDA_HOME is not None)) else False)",
         "and (__import__('os').environ.get('HOROVOD_GPU_OPERATIONS'))) else False)",
     ),
-    # distutils left Python in 3.12.
+    # Python 3.12 has no distutils.
     (
         "horovod/torch/CMakeLists.txt",
         "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
@@ -56,15 +56,15 @@ PATCHES = (
         "from distutils.spawn import find_executable",
         "from shutil import which as find_executable",
     ),
-    # A second init() after a shutdown() crashed wherever both the fusion threshold and the cycle time were set.
+    # init() after shutdown() crashed if both the fusion threshold and the cycle time were set.
     (
         "horovod/common/parameter_manager.cc",
         "  } else {\n    Eigen::VectorXd v = TunableParameter::BestValue();",
         "  } else if (fixed_values_.count(variable) == 0) {\n    Eigen::VectorXd v = TunableParameter::BestValue();",
     ),
-    # A reserved vector has no elements: the stall check looked through none of the ranks, and never found one missing.
+    # reserve() adds no elements: the stall check examined an empty list of ranks.
     ("horovod/common/gloo/gloo_controller.cc", "global_ranks_.reserve(size_);", "global_ranks_.resize(size_);"),
-    # Every collective goes over a process set, and those forgot HOROVOD_GLOO_IFACE: they connected to the host name's
+    # Every collective uses a process set, and process sets ignored HOROVOD_GLOO_IFACE: they used the host name's
     # address, which is 127.0.1.1 on a Debian.
     (
         "horovod/common/gloo/gloo_context.cc",
@@ -72,36 +72,36 @@ PATCHES = (
         "  device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n"
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
     ),
-    # A cache may lie below a folder with a space in its name. (The wheel is the same.)
+    # The path of the cache may contain a space. (The wheel is the same.)
     (
         "CMakeLists.txt",
         "-Wl,--version-script=${CMAKE_SOURCE_DIR}/horovod.lds",
         "-Wl,--version-script='${CMAKE_SOURCE_DIR}/horovod.lds'",
     ),
-    # Nothing is fetched behind pip's back, and cffi is not used since Horovod 0.20.
+    # setup.py downloads nothing; Horovod does not use cffi since 0.20.
     ("setup.py", "setup_requires=require_list if is_build_action() else []", "setup_requires=[]"),
     ("setup.py", "require_list.append('cffi>=1.4.0')", "pass"),
 )
-"""(file, text, text instead); a text that is not there: not the source that this was made for."""
+"""(file, text, replacement). If a text is missing, the source is another one than these patches expect."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to build, and against what."""
+    """The options of a build."""
 
     torch: str
-    """Its version, as in 2.15.0+cu132."""
+    """The version of torch, as in 2.15.0+cu132."""
     cuda: str = ""
-    """The CUDA toolkit's folder; empty: for CPUs."""
+    """The folder of the CUDA toolkit; empty for a build for CPUs."""
     nccl: str = ""
-    """The folder with NCCL's include/ and lib/."""
+    """The folder with include/ and lib/ of NCCL."""
     mpi: bool = False
 
     @property
     def stamp(self) -> str:
-        """The local part of the built version: it says what was built against, wherever the wheel is installed."""
+        """The local part of the built version. It names the torch and the options of the build."""
         words = [f"raydist{REVISION}", "torch" + self.torch.replace("+", "."), "nccl" if self.cuda else "cpu"]
         return ".".join([*words, "mpi"] if self.mpi else words)
 
@@ -125,7 +125,7 @@ class Recipe:
 
 
 def build_wheel(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
-    """The wheel, built in an empty `folder`. Raises LaunchError with the compiler's own words."""
+    """Build the wheel in an empty `folder`. LaunchError: it failed; the text has the errors of the compiler."""
     tools = folder / "tools"
     tell("fetching cmake, ninja and the source")
     pip("install", "--target", str(tools), *TOOLS)
@@ -148,19 +148,19 @@ def build_wheel(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
 
 
 def nccl_libraries(root: Path) -> list[Path]:
-    """The shared libraries of the NCCL below `root`; the plain name first, where there is one."""
+    """The shared libraries of NCCL below `root`, libnccl.so first if it exists."""
     return sorted(found for pattern in ("lib*", "lib*/*") for found in root.glob(f"{pattern}/libnccl.so*"))
 
 
 def link_nccl(root: Path, folder: Path) -> Path:
-    """A folder with libnccl.so: the NCCL that comes with torch has only libnccl.so.2, which no linker looks for."""
+    """A folder with libnccl.so. The NCCL that torch installs has only libnccl.so.2, which a linker does not find."""
     folder.mkdir()
     (folder / "libnccl.so").symlink_to(nccl_libraries(root)[0])
     return folder
 
 
 def pip(*arguments: str, path: Path | None = None) -> None:
-    """Run this Python's pip, quietly unless it fails. `path`: a folder of packages that it may use."""
+    """Run pip of this Python; print its output only if it fails. `path`: a folder of packages for its PYTHONPATH."""
     quiet = {"PIP_QUIET": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
     done = subprocess.run(
         [sys.executable, "-m", "pip", *arguments],
@@ -172,7 +172,7 @@ def pip(*arguments: str, path: Path | None = None) -> None:
 
 
 def fetch(folder: Path, tools: Path) -> Path:
-    """Horovod's source distribution, from the package index that pip is set to."""
+    """Download Horovod's source distribution from the package index that pip uses."""
     only_source = ("--no-deps", "--no-binary=:all:", "--no-build-isolation")
     pip("download", *only_source, f"horovod=={VERSION}", "--dest", str(folder), path=tools)
     return folder / f"horovod-{VERSION}.tar.gz"
@@ -198,7 +198,7 @@ def patch(source: Path) -> None:
 
 
 def compile_wheel(source: Path, env: Mapping[str, str], log: Path, tell: Tell) -> None:
-    """Run setup.py and tell ninja's [n/m] as it goes; all it says goes to `log`."""
+    """Run setup.py, write its output to `log`, and report ninja's [n/m] as progress."""
     began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=source, env=env,
@@ -215,7 +215,7 @@ def compile_wheel(source: Path, env: Mapping[str, str], log: Path, tell: Tell) -
 
 
 def complaint(log: Path) -> str:
-    """What went wrong, out of a build's log: the first errors, or else its end."""
+    """The first errors in the log of a build, or its last lines."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     wrong = [line for line in lines if re.search(r"\b(fatal )?error\b|CMake Error|not found", line, re.IGNORECASE)]
     return "\n".join(f"  {line}" for line in (wrong[:12] or lines[-20:]))

@@ -5,8 +5,7 @@ is dropped: watching can not break a run.
 
     advice.py             How a rank ended -> advice for the user
     console.py            Shows a run from its events: a live bar in a terminal, plain lines elsewhere
-    failures.py           Events of a run -> its failures: what broke first, what it cost, where the time went, what was
-                          done
+    failures.py           Events of a run -> its failures: root cause, cost, times, recovery
     goodput.py            Events of a run -> seconds of its parts: training steps, launch, failures, evaluation, saves,
                           rest
     job_metadata.py       watch.job_metadata=true: writes the result into the metadata of the Ray job, for `ray job
@@ -17,7 +16,7 @@ is dropped: watching can not break a run.
     page_files.py         Writes a page for each failure into the run folder: blame-1.txt for people, blame-1.json for
                           programs
     progress.py           Reports of rank 0 -> step, rate, time left
-    result.py             What a run came to: figures out of its events, and the Result that a person holds
+    result.py             Figures: adds up the events of a run. Result: what `raydist.run` returns
     terminal.py           A screen for terminals: lines that stay, and a live line below them
     wording.py            Texts and tables for the console: plan, launch, summary; raydist's own text is ASCII
 """

@@ -1,4 +1,4 @@
-"""Events of a run -> its failures: what broke first, what it cost, where the time went, what was done. (pure)"""
+"""Events of a run -> its failures: root cause, cost, times, recovery. (pure)"""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from typing import Any
 from raydist.shared.events import Event
 
 PARTS = ("detect", "kill", "save", "place", "fork", "rendezvous", "restore", "first step")
-"""Where the time between a failure and the next step goes; `save`: to the disk, where its memory is left behind."""
+"""The parts of the time from a failure to the next step. `save`: the state is written to disk before the run moves."""
 
 
 @dataclass
 class Failure:
-    """One failure, with what has become of it so far."""
+    """One failure, and what has happened since."""
 
     number: int
-    """From 1 in its run."""
+    """The number of the failure in its run, from 1."""
     page: str
-    """The file in the run folder that tells of it to a person; beside it the same as JSON."""
+    """The name of its page in the run folder; the JSON file beside it has the same name."""
     t: float
     """Seconds since the epoch when all ranks had ended."""
     cause: Mapping[str, Any]
-    """The end of the rank that broke first, as blame.End has it."""
+    """The End of the rank that failed first, as a dict."""
     text: str
-    """What broke first, and what followed, in words."""
+    """The root cause and the follow-on failures, as text."""
     reason: str
-    """Why that rank is held to be the first."""
+    """Why that rank is the root cause."""
     reached: int
-    """The last step that any rank had noted."""
+    """The last step that any rank had reported."""
     others: list[Mapping[str, Any]] = field(default_factory=list)
-    """The ranks that failed because of it, or with it."""
+    """The Ends of the other ranks that failed, as dicts."""
     attempt: int = 0
     slot: Mapping[str, Any] = field(default_factory=dict)
-    """The place of the rank: host, ip, gpus."""
+    """The rank's slot: host, ip, gpus."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds of each of PARTS, as far as it came."""
+    """Seconds of each of PARTS that has begun."""
     s: float | None = None
-    """Seconds from the failure to the next step that had not been done."""
+    """Seconds from the failure to the first new step."""
     repeated: int | None = None
-    """Steps that were done again, or are to be done again after the end of the run."""
+    """Steps that were repeated, or that a later run must repeat."""
     restart: Mapping[str, Any] = field(default_factory=dict)
     """The event `restart`, if there was another attempt."""
     resized: tuple[int, int] | None = None
-    """The nodes before and after, where there were more or fewer."""
+    """The number of nodes before and after, if it changed."""
     moved: dict[int, str] = field(default_factory=dict)
-    """The ranks that got another node, each with its host."""
+    """The ranks that moved to another node: rank -> host."""
     renewed: dict[int, str] = field(default_factory=dict)
-    """The ranks that lost their actor, and got a new one on the same host."""
+    """The ranks that got a new actor on the same host: rank -> host."""
     resumed: int | None = None
-    """The step that the next attempt went on from."""
+    """The step from which the next attempt continued."""
     checkpoint: str = ""
     """The newest checkpoint of a run that ended with this failure."""
     why_last: str = ""
-    """Why there was no other attempt."""
+    """Why the run was not restarted."""
     status: str = "running"
-    """What has become of it: running, restarted, or how the run ended: failed, stopped, finished."""
+    """running, restarted, or how the run ended: failed, stopped, finished."""
 
     @property
     def at(self) -> float:
@@ -64,7 +64,7 @@ class Failure:
         return float(self.cause["at"])
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, plain."""
+        """All fields, as plain JSON data."""
         return {
             "number": self.number, "page": self.page, "at": self.at, "attempt": self.attempt, "status": self.status,
             "cause": dict(self.cause), "slot": dict(self.slot), "reason": self.reason, "text": self.text,
@@ -77,32 +77,32 @@ class Failure:
 
 @dataclass
 class Failures:
-    """The failures of a run, event by event."""
+    """Collects the failures of a run, event by event."""
 
     found: list[Failure] = field(default_factory=list)
     changed: Failure | None = None
-    """The failure whose page the last event has changed."""
+    """The failure that the last event changed: its page must be written again."""
     before: int = 0
-    """Pages in this folder, of runs before."""
+    """The number of pages in this folder from earlier runs."""
     slots: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     before_it: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """The slots at the last failure."""
     silent: float = 0.0
-    """When ranks fell silent that were then found to hang."""
+    """When the ranks of a confirmed hang fell silent."""
     stopped: float = 0.0
-    """When the others were told to end, in this attempt."""
+    """When the other ranks of this attempt were stopped."""
     marks: dict[str, float] = field(default_factory=dict)
-    """When each of PARTS was over, in this attempt."""
+    """When each of PARTS of this attempt ended."""
     saved: tuple[int, str] = (0, "")
     """The step and the path of the newest checkpoint."""
 
     @property
     def open(self) -> Failure | None:
-        """The failure that is not over yet."""
+        """The failure from which the run has not recovered yet."""
         return self.found[-1] if self.found and self.found[-1].status == "running" else None
 
     def add(self, happened: Event) -> None:
-        """Read one event."""
+        """Take in one event."""
         self.changed = self._fold(happened)
 
     def _fold(self, happened: Event) -> Failure | None:
@@ -142,12 +142,12 @@ class Failures:
         return None
 
     def _seat(self, happened: Event) -> None:
-        """Who sits where from here on, where it tells."""
+        """Take in the slots of the ranks, if the event has them."""
         if "slots" in happened:
             self.slots = {slot["rank"]: slot for slot in happened["slots"]}
 
     def _moved(self, failure: Failure, ranks: Iterable[int]) -> None:
-        """These ranks got another slot: on another node, or where they were."""
+        """Note which ranks moved to another node, and which got a new actor on the same one."""
         for rank in ranks:
             new, old = self.slots.get(rank, {}), self.before_it.get(rank, {})
             stayed = "node" in new and new["node"] == old.get("node")
@@ -179,7 +179,7 @@ class Failures:
         return failure
 
     def _over(self, failure: Failure, result: Event) -> Failure | None:
-        """The run is over. Only what it ended with is told anew."""
+        """The run has ended: complete the last failure; return it if it was still open."""
         if failure.status != "running":
             return None
         failure.status = "restarted" if result["status"] == "finished" else result["status"]

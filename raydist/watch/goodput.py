@@ -38,7 +38,7 @@ class Spent:
     """Mean seconds of a step in the previous attempt."""
 
     def add(self, event: Event) -> None:
-        """Read one event."""
+        """Take in one event."""
         self.failures.add(event)
         first = event.get("rank", 0) == 0
         match event["kind"]:

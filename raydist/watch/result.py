@@ -1,4 +1,4 @@
-"""What a run came to: figures out of its events, and the Result that a person holds. (pure)"""
+"""Figures: adds up the events of a run. Result: what `raydist.run` returns. (pure)"""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class Result(Generic[T]):
 
     @property
     def cause(self) -> End | None:
-        """How the rank ended that failed first; None if no rank failed."""
+        """The End of the rank that failed first; None if no rank failed."""
         return first_cause(self.ends)
 
     def to_json(self) -> dict[str, Any]:
-        """The facts of result.json and of the last event; plain JSON, so no NaN."""
+        """The content of result.json and of the last event, as plain JSON without NaN."""
         facts = {
             "status": self.status, "dir": str(self.dir), "world_size": self.world_size, "metrics": dict(self.metrics),
             "launch": dict(self.launch), "wall_s": self.wall_s, "goodput": self.goodput,
@@ -93,7 +93,7 @@ class Result(Generic[T]):
         return {name: _plain(value) for name, value in facts.items()}
 
     def save(self) -> None:
-        """Write result.json into the run folder; on a full disk there is none rather than half of one."""
+        """Write result.json into the run folder, completely or, on a full disk, not at all."""
         self.dir.mkdir(parents=True, exist_ok=True)
         path = self.dir / "result.json"
         try:
@@ -109,7 +109,7 @@ class Result(Generic[T]):
 
 
 def make_result(folder: Path, tried: Attempt, figures: Figures, now: float | None = None) -> Result[Any]:
-    """The Result of a run: what its ranks did, and what its events add up to.
+    """The Result of a run, from the outcome of its last attempt and its figures.
 
     `now`: the end of the run in seconds since the epoch; None: now.
     """
@@ -158,7 +158,7 @@ def _failure(tried: Attempt) -> str:
 
 @dataclass
 class Figures:
-    """What the events of a run add up to; a stream of any length in a few numbers."""
+    """The sums over the events of a run, in memory of constant size."""
 
     world_size: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -169,18 +169,18 @@ class Figures:
     slow: dict[str, Any] = field(default_factory=dict)
     spent: Spent = field(default_factory=Spent)
     began: float | None = None
-    """When the first event came, in seconds since the epoch."""
+    """Time of the first event, in seconds since the epoch."""
     ended: float = 0.0
-    """When the run ended, or the last event so far came."""
+    """Time of the end of the run, else of the last event."""
     done: int = 0
     """Samples of the steps of the last attempt over all ranks, as the loop itself counted."""
     samples: tuple[Event, ...] = ()
-    """The first and the last of them that told its `samples`."""
+    """The first and the last report with `samples`."""
     warned: dict[str, list[int | None]] = field(default_factory=dict)
-    """The ranks that gave each warning; None where it came from no rank."""
+    """The ranks of each warning; None for a warning of the driver."""
 
     def add(self, happened: Event) -> None:
-        """Take in one event. Of the ranks only 0 counts, except that all may warn."""
+        """Take in one event. Of the ranks only rank 0 counts, except for warnings."""
         rank = happened.get("rank")
         self.began, self.ended = happened["t"] if self.began is None else self.began, happened["t"]
         self.spent.add(happened)
@@ -211,7 +211,7 @@ class Figures:
 
     @property
     def failures(self) -> Failures:
-        """The failures of the run: the one place where its events are folded to them."""
+        """The failures of the run. Nothing else derives them from events."""
         return self.spent.failures
 
     @property
@@ -230,9 +230,9 @@ class Figures:
 
     @property
     def throughput(self) -> float:
-        """Samples per second, by the loop's own count, else between the first and the last report.
+        """Samples per second: by the loop's own count, else from the first to the last report.
 
-        Of what was reported only the difference counts: `samples` of a resumed run include those before it.
+        Reports count by their difference, because `samples` of a resumed run include those of earlier runs.
         """
         if self.done and self.spent.counted_s:
             return self.done / self.spent.counted_s
@@ -241,7 +241,7 @@ class Figures:
 
 
 def _saved(text: str) -> StoragePath:
-    """A checkpoint as it was told of."""
+    """The path of a checkpoint in an event."""
     return Remote(text) if scheme(text) else Path(text)
 
 
@@ -250,7 +250,7 @@ def _warnings(warned: Mapping[str, Sequence[int | None]]) -> tuple[str, ...]:
 
 
 def _from(ranks: Sequence[int | None]) -> str:
-    """Which ranks said it, or how often it was said."""
+    """The ranks of a warning, or how often it occurred."""
     named = {rank for rank in ranks if rank is not None}
     if named:
         return f" (rank{'s' if len(named) > 1 else ''} {rank_ranges(named)})"
@@ -258,7 +258,7 @@ def _from(ranks: Sequence[int | None]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as strict JSON can hold it: a loss of NaN is told in words."""
+    """A value that strict JSON can hold: NaN and infinity become text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

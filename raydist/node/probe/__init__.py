@@ -1,6 +1,6 @@
-"""What this machine is: its addresses, interfaces, GPUs, versions, and what its site has set already. (actor)
+"""The facts of this machine: addresses, interfaces, GPUs, versions, variables of the site. (actor)
 
-Every reader takes the root folder that it reads under, so that a fixture can stand for any machine.
+Each reader takes the root folder that it reads, so that tests can describe any machine.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from raydist.shared.errors import ConfigError, LaunchError
 from raydist.shared.version import __version__
 
 SITE = re.compile(r"(NCCL|GLOO|UCX|FI|OMPI|HOROVOD|TORCH|MALLOC)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
-"""Environment variables that decide how ranks talk and where they compute; a site may have its reasons for them."""
+"""Environment variables of the network and the devices that a site may have set."""
 DISTRIBUTIONS = ("torch", "ray")
 WHEELS = {
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11"),
 }
-"""The wheels that bring NCCL and CUDA's runtime for torch; only one of each is there."""
+"""The wheels with NCCL and the CUDA runtime for torch; only one of each is installed."""
 
 
 def read_facts(
     ip: str, interface: str | None = None, gpus: Sequence[str] | None = None, root: Path = Path("/")
 ) -> Facts:
-    """The facts of this machine. `ip`: what Ray knows it by; `interface`: the one to use instead of the owner of `ip`.
+    """The facts of this machine. `ip`: its address in Ray; `interface`: used instead of the one that owns `ip`.
 
-    ConfigError if there is no such interface, LaunchError if nothing here has such an address.
+    ConfigError: the interface does not exist. LaunchError: no interface has that address.
     """
     known = interfaces()
     name, address = choose_interface(known, ip, interface)
@@ -62,7 +62,7 @@ def read_facts(
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
-    """The numeric addresses of every interface that is up, IPv4 first; an interface without any is left out."""
+    """The numeric addresses of each interface that is up and has one, IPv4 first."""
     import psutil
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
@@ -75,7 +75,7 @@ def interfaces() -> dict[str, tuple[str, ...]]:
 
 
 def choose_interface(known: Mapping[str, Sequence[str]], ip: str, interface: str | None) -> tuple[str, str]:
-    """The interface to talk over and its address: the one asked for, else the one that owns `ip`."""
+    """The training interface and its address: the requested one, else the one that owns `ip`."""
     if interface is not None:
         if interface not in known:
             cause = f"{socket.gethostname()} ({ip}) has no such interface that is up"
@@ -93,14 +93,14 @@ def choose_interface(known: Mapping[str, Sequence[str]], ip: str, interface: str
 
 
 def best_address(own: Sequence[str], ip: str) -> str:
-    """Of an interface's addresses one of the family of `ip` that others can reach."""
+    """The address of an interface that other nodes can reach, of the family of `ip` if possible."""
     version = 6 if ":" in ip else 4
     parsed = [ipaddress.ip_address(address) for address in own]
     return str(min(parsed, key=lambda address: (address.is_link_local, address.version != version)))
 
 
 def resolve(ip: str) -> str:
-    """A numeric address: Ray may have been started with a name."""
+    """A numeric address; Ray may have been started with a host name."""
     try:
         return str(ipaddress.ip_address(ip))
     except ValueError:
@@ -128,7 +128,7 @@ def read_versions() -> dict[str, str]:
 
 
 def nccl_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, tuple[str, str]]:
-    """What NCCL's files set, and which file: the user's over the machine's.
+    """NCCL's settings in its files, each with the file; the user's file wins over the machine's.
 
     Source: NCCL 2.30 src/misc/param.cc, initEnvFunc and setEnvFile.
     """
@@ -145,13 +145,13 @@ def nccl_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, t
 
 
 def parse_nccl_conf(text: str) -> list[tuple[str, str]]:
-    """The NAME=VALUE lines of an nccl.conf; a # counts only as the first character, and blanks as they stand."""
+    """The NAME=VALUE lines of an nccl.conf. Only a # in the first column begins a comment; blanks are kept."""
     lines = [line.partition("=") for line in text.split("\n") if not line.startswith("#")]
     return [(name, value) for name, equals, value in lines if equals]
 
 
 def gpus_of_driver(root: Path = Path("/")) -> int:
-    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, counted as Ray does, without CUDA."""
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES allows, counted as Ray does, without CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([one for one in visible.split(",") if one.strip() and one.strip() not in ("-1", "NoDevFiles")])

@@ -1,4 +1,4 @@
-"""The RDMA devices and GPUs, and what user space needs for them, without any tool or library. (actor)
+"""The RDMA devices and GPUs, and their user-space libraries, read without any tool or library. (actor)
 
 Source: Documentation/ABI/stable/sysfs-class-infiniband, drivers/infiniband/core/sysfs.c.
 """
@@ -16,7 +16,7 @@ from raydist.shared import sysfs
 RATE = re.compile(r"^(\d+(?:\.5)?) Gb/sec")
 EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
 GAP = 16
-"""GID tables have 256 entries, used from the front: so many empty ones in a row end them."""
+"""A GID table has 256 entries, used from the first one: after this many empty entries the rest is empty too."""
 LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib", "lib64", "lib",
              "usr/local/lib")  # fmt: skip
 DMABUF_KERNEL = (5, 12)
@@ -95,7 +95,7 @@ def uverbs(root: Path) -> dict[str, str]:
 
 
 def opens(node: Path) -> bool:
-    """Whether the node opens for reading and writing: its mode may say yes where the device cgroup says no."""
+    """Whether the device node opens for reading and writing: the device cgroup may refuse what its mode allows."""
     try:
         os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
     except OSError:

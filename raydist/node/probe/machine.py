@@ -14,17 +14,17 @@ from raydist.shared import sysfs
 CAP_IPC_LOCK = 14
 PLUGINS = ("opt/amazon/ofi-nccl/lib", "opt/aws-ofi-nccl/lib", "usr/local/nvidia/lib64", "var/lib/tcpx/lib64",
            "opt/hpcx/nccl_rdma_sharp_plugin/lib")  # fmt: skip
-"""Where vendors' images keep their NCCL plug-ins."""
+"""Folders of NCCL plug-ins in vendors' images."""
 NETWORKS = ("AWS Libfabric",)
-"""Names by which NCCL_NET forces a plug-in, to be found in its file. Every version of aws-ofi-nccl obeys this one (its
-nvidia_plugin_name_fixup). HPC-X's has none: it is called otherwise before it is initialised (NCCL RDMA Plugin v11) than
-after (IBext_v11), and NCCL compares before each communicator."""
+"""Names with which NCCL_NET selects a plug-in; they are in its file. Every version of aws-ofi-nccl accepts this one
+(nvidia_plugin_name_fixup). HPC-X's plug-in has none: its name before it is initialised (NCCL RDMA Plugin v11) is not
+that after (IBext_v11), and NCCL compares before each communicator."""
 LARGEST = 64 << 20
-"""Bytes of a plug-in that are searched; they have one to twenty million."""
+"""Bytes of a plug-in that are searched; plug-ins have one to twenty million."""
 
 
 def read_limits(root: Path = Path("/")) -> Limits:
-    """Of the process that looks: a rank that it starts has the same."""
+    """The limits of this process; its ranks have the same."""
     told = sysfs.read_text(root / "proc/self/limits")
     powers = re.search(r"^CapEff:\s*([0-9a-f]+)$", sysfs.read_text(root / "proc/self/status"), re.MULTILINE)
     return Limits(
@@ -50,7 +50,7 @@ def _size(folder: Path) -> int | None:
 
 
 def machine(hostname: str, environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
-    """What the machine is beside its devices; nothing here asks the network."""
+    """Kernel, container, cloud, mounts and plug-ins; nothing here uses the network."""
     driver = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", sysfs.read_text(root / "proc/driver/nvidia/version"))
     found = tuple(dict.fromkeys(plugins(environ, root)))
     return Machine(
@@ -68,7 +68,7 @@ def machine(hostname: str, environ: Mapping[str, str], root: Path = Path("/")) -
 
 
 def own_name(hosts: str, hostname: str) -> Iterator[str]:
-    """What /etc/hosts says of a name. Only the file: a name server may take seconds to answer."""
+    """The addresses of a name in /etc/hosts. Only the file: a name server may take seconds to answer."""
     for line in hosts.splitlines():
         address, *names = line.partition("#")[0].split() or [""]
         if hostname in names:
@@ -86,13 +86,13 @@ def slow_mounts(mounts: str) -> Iterator[str]:
 
 
 def plugins(environ: Mapping[str, str], root: Path) -> Iterator[str]:
-    """NCCL's network plug-ins where the loader, or a vendor's image, would find them."""
+    """NCCL's network plug-ins on the path of the loader and in the folders of vendors' images."""
     for folder in (*library_folders(environ, root), *(root / one for one in PLUGINS)):
         yield from sorted(f"/{path.relative_to(root)}" for path in folder.glob("libnccl-net*.so*"))
 
 
 def networks(plugin: Path) -> Iterator[str]:
-    """The networks in a plug-in's file that NCCL_NET can name."""
+    """The networks in a plug-in's file that NCCL_NET can select."""
     try:
         with plugin.open("rb") as file:
             found = file.read(LARGEST)

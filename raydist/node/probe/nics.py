@@ -15,7 +15,7 @@ RTF_GATEWAY = 0x2
 
 
 def nics(root: Path = Path("/")) -> tuple[Nic, ...]:
-    """All interfaces of this network namespace, those that are down as well."""
+    """All interfaces of this network namespace, also those that are down."""
     direct, default = routes(root)
     folder = root / "sys/class/net"
     return tuple(
