@@ -3,6 +3,8 @@ PYTHON ?= python3
 # `make test TORCH=2.15.0` (train, fast, horovod too) has that torch, and what matches it, in a virtual environment of its own.
 TORCH  ?=
 VENV   ?= .venv$(if $(TORCH),-torch-$(TORCH))
+# `make test` runs the tests of so many files side by side: most of them wait. JOBS=0: one after another.
+JOBS   ?= 4
 # A file of versions that is used in place of a site's constraints, which pip obeys otherwise. No absolute path: pip splits at spaces.
 PINS   ?= $(if $(TORCH),$(VENV).txt)
 BIN    := $(VENV)/bin
@@ -35,7 +37,7 @@ train: $(VENV)/.installed  ## install, then train the main job on this machine: 
 
 test: lint types  ## install, lint, types, all tests
 	$(RUN) raydist.tools.horovod build || [ $$? = 2 ]  # 2: it has said what this machine lacks, and its tests are skipped
-	$(RUN) pytest
+	$(RUN) pytest --numprocesses=$(JOBS) --dist=loadfile
 
 lint: $(VENV)/.tested  ## ruff
 	$(RUN) ruff check .

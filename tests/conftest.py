@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,8 @@ from tests.leftovers import Session
 
 ROOT = Path(__file__).parent.parent
 SESSION = pytest.StashKey[Session]()
+LEFT = pytest.StashKey[list[str]]()
+KEPT = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """The environment of all tests."""
+    """The environment of all tests. With pytest-xdist each worker has one, and the first process runs no tests."""
+    config.stash[LEFT], config.stash[KEPT] = [], []
+    if config.getoption("numprocesses", None):
+        return
     session = config.stash[SESSION] = Session()
     os.environ |= {
         "HOME": str(session.folder / "home"),
@@ -45,7 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:  # as a shell's background job has it, and all that it starts
             signal.signal(number, handler)
     tempfile.tempdir = str(session.folder)
-    config.option.basetemp = config.option.basetemp or session.folder / "t"
+    chosen = None if hasattr(config, "workerinput") else config.option.basetemp
+    config.option.basetemp = chosen or session.folder / "t"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -64,24 +71,37 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """The last fixture has ended, whatever ended the tests: an error, if anything is left of them."""
-    kept = session.config.stash[SESSION]
-    os.chdir(session.config.invocation_params.dir)
-    warm_server.end_all()
-    sys.last_value = sys.last_traceback = None  # a test that failed has its programs and folders in there
-    gc.collect()
-    kept.keep = bool(session.testsfailed)
-    if left := kept.left(session.config.option.left_within):
+    config = session.config
+    left, kept = config.stash[LEFT], config.stash[KEPT]
+    if (own := config.stash.get(SESSION, None)) is not None:
+        os.chdir(config.invocation_params.dir)
+        warm_server.end_all()
+        sys.last_value = sys.last_traceback = None  # a test that failed has its programs and folders in there
+        gc.collect()
+        own.keep = bool(session.testsfailed)
+        left += own.left(config.option.left_within)
+        kept += [str(folder) for folder in (own.folder / "t",) if own.keep and folder.exists()]
+    if hasattr(config, "workerinput"):  # the first process reports it
+        vars(config)["workeroutput"] |= {"left": left, "kept": kept}
+    elif left:
         told = "the tests have left behind\n  " + "\n  ".join(left)
         report = pytest.TestReport("leftovers", ("", None, "all tests"), {}, "failed", told, "teardown")
-        session.config.hook.pytest_runtest_logreport(report=report)
+        config.hook.pytest_runtest_logreport(report=report)
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended."""
+    found = getattr(node, "workeroutput", {})
+    node.config.stash[LEFT] += found.get("left", [])
+    node.config.stash[KEPT] += found.get("kept", [])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    folders = config.stash[SESSION].folder / "t"
-    if config.stash[SESSION].keep and folders.exists():
-        terminalreporter.write_line(f"the folders of these tests are in {folders} until the next session")
+    for folder in config.stash[KEPT]:
+        terminalreporter.write_line(f"the folders of these tests are in {folder} until the next session")
 
 
 @pytest.fixture(scope="session")

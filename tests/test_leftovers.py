@@ -74,9 +74,10 @@ def test_what_a_test_leaves_fails_the_session_names_the_test_and_is_removed(
     [
         (START, ["-k", "leaves"], 1),
         (f"{START}; assert False", ["-x"], 1),
+        (START, ["-n2"], 1),
         (f"{START}; os.kill(os.getpid(), signal.SIGINT)", [], 2),
     ],
-    ids=["only some tests", "-x", "Ctrl-C"],
+    ids=["only some tests", "-x", "in workers", "Ctrl-C"],
 )
 def test_so_it_does_however_the_session_ends(tmp_path: Path, body: str, words: list[str], code: int) -> None:
     own = f"--basetemp={tmp_path / 'own'}"  # or the folders of a failed test would stay
