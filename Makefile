@@ -3,8 +3,8 @@ PYTHON ?= python3
 # `make test TORCH=2.15.0` (train, fast, horovod too) has that torch, and what matches it, in a virtual environment of its own.
 TORCH  ?=
 VENV   ?= .venv$(if $(TORCH),-torch-$(TORCH))
-# `make test` runs the tests of so many files side by side: most of them wait. JOBS=0: one after another.
-JOBS   ?= 4
+# `make test JOBS=4` runs the tests of four files side by side. It takes more than two cores; 0: one after another.
+JOBS   ?= 0
 # A file of versions that is used in place of a site's constraints, which pip obeys otherwise. No absolute path: pip splits at spaces.
 PINS   ?= $(if $(TORCH),$(VENV).txt)
 BIN    := $(VENV)/bin
