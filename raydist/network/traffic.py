@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 from raydist.network import nccl_log
 from raydist.network.nccl_log import Log
@@ -14,8 +14,8 @@ NOTICED = 10e6
 """Bytes above which a port counts as used; Ray's own processes send less."""
 
 
-class PortCounters(TypedDict):
-    """State of one network port, as node.counters.read_counters reads it."""
+class _NicCounters(TypedDict):
+    """What every port has."""
 
     hca: bool
     sent: int | None
@@ -24,7 +24,12 @@ class PortCounters(TypedDict):
     rate: float
     """GB/s; 0 where it is not known."""
     active: bool
-    errors: NotRequired[dict[str, int]]
+
+
+class PortCounters(_NicCounters, total=False):
+    """State of one network port, as node.counters.read_counters reads it."""
+
+    errors: dict[str, int]
     """Error counters of an HCA's port."""
 
 
