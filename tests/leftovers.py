@@ -28,6 +28,8 @@ PREFIX = "rdtest-"
 _Found = TypeVar("_Found", list[str], dict[str, str])
 # What pytest, Ray, Python and torch keep in the session's folder, and rustc in a home when pip asks for its version.
 _KEPT = re.compile(r"cwd|home|nodes\.json|ray|t|pymp-.*|torch(inductor|elastic)_.*|\.rustup")
+# In a folder that torch 2.8 makes in each process as it is imported, and leaves where a loader's worker ends at once.
+_TORCHS = "_remote_module_non_scriptable.py"
 # Python's own processes, which end with this one.
 _HELPERS = re.compile(r"from multiprocessing\.(forkserver|resource_tracker) import main")
 
@@ -126,7 +128,8 @@ class Session:
         found = {f"process {pid}": f" {line}{_apart(pid)}" for pid, line in self._processes().items()}
         found |= {f"mount {path}": "" for path in _mounts(self.folder)}
         for folder in (self.folder, self.folder / "cwd", self.folder / "home", *self._shm):
-            found |= {f"file {path}": "" for path in folder.iterdir() if not _KEPT.fullmatch(path.name)}
+            others = (path for path in folder.iterdir() if not _KEPT.fullmatch(path.name))
+            found |= {f"file {path}": "" for path in others if not (path / _TORCHS).exists()}
         return found
 
     def _processes(self) -> dict[int, str]:

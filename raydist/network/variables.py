@@ -95,10 +95,19 @@ def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> 
     chosen = [
         EnvVar("OMP_NUM_THREADS", str(max(1, int(job.scale.cpus))), f"scale.cpus={job.scale.cpus:g}"),
         *(EnvVar(name, value, "keeps a step's freed memory for the next step") for name, value in MALLOC.items()),
+        *recorder_variables(node),
         *devices.device_settings(job, node, len(plan.nodes)),
         *mpi_network(job, node),
     ]
     yield from (unless_set(var, node) for var in chosen)
+
+
+def recorder_variables(node: Facts) -> Iterator[EnvVar]:
+    """The variable that switches on torch's flight recorder, where it is off by default: seen in 2.8, not in 2.14."""
+    version = [int(part) for part in node.versions.get("torch", "").split(".")[:2] if part.isdigit()]
+    if version and version < [2, 14]:
+        why = f"torch {node.versions['torch']} may record no collectives by default; a hang report names them"
+        yield EnvVar("TORCH_FR_BUFFER_SIZE", "2000", why)
 
 
 def mpi_network(job: Job, node: Facts) -> Iterator[EnvVar]:

@@ -48,6 +48,23 @@ def planned(
     return [{v.name: v.value for v in own} for own in found], [{v.name: v.reason for v in own} for own in found]
 
 
+@pytest.mark.parametrize(
+    ("torch", "environment", "size"),
+    [
+        ("2.8.0+cu128", {}, "2000"),
+        ("2.8.0+cu128", {"TORCH_FR_BUFFER_SIZE": "50"}, "50"),
+        ("2.14.1", {}, None),
+        ("", {}, None),
+    ],
+)
+def test_an_older_torch_is_told_to_record_collectives(
+    torch: str, environment: dict[str, str], size: str | None
+) -> None:
+    one = facts(1, versions={"torch": torch}, environment=environment)
+    values, _ = planned(job(), plan(node(1), per_node=1), one)
+    assert values[0].get("TORCH_FR_BUFFER_SIZE") == size
+
+
 def test_the_words_of_torchrun_on_uneven_nodes() -> None:
     asked = placement.resources_for(Job(scale=Scale(nodes=1, per_node=3, placement="PACK")), [node(1), node(2)])
     uneven = placement.assign_ranks(asked, [node(2), node(1), node(2)])

@@ -156,7 +156,7 @@ def test_a_job_runs_to_its_end_and_returns_a_value(node: Node, agent: RankAgent)
     assert history.kinds() == ["joined", "report"]
     assert history.events[0]["pid"] == pid
     assert history.events[1]["values"] == {"loss": 0.5}
-    assert history.log == b"hello\n"
+    assert history.log.endswith(b"hello\n")  # torch 2.8's gloo prints before
     assert history.end is not None
     assert (history.end.code, history.end.signal, history.end.step, history.end.phase) == (0, 0, 3, "end")
     value = node.run(agent.handle(GetValue()))

@@ -144,7 +144,7 @@ def test_a_rank_has_its_environment_folder_log_and_main_thread(warm: Node) -> No
     ended = line.receive(Ended)
     assert (ended.pid, ended.code, ended.signal) == (pid, 0, 0)
     assert line.value() == ("mine", str(warm.folder), ["x"], True, 1, True)
-    assert line.log() == "out\nerr\n"
+    assert line.log().endswith("out\nerr\n")  # torch 2.8's gloo prints before
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_atexit_of_the_job_runs_and_that_of_the_server_does_not_break_it(warm: N
     line = warm.dial()
     line.fork(job)
     assert line.receive(Ended).code == 0
-    assert line.log() == "at exit\n"
+    assert line.log().endswith("at exit\n")
 
 
 def test_children_of_a_dead_rank_end_with_it(warm: Node) -> None:
