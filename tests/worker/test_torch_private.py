@@ -31,9 +31,6 @@ def without_recorder(job: Job) -> Any:
     return stacks.collectives()
 
 
-@pytest.mark.skipif(
-    torch_private.flight_recorder("gloo") is None, reason="torch 2.8 and newer record gloo's collectives"
-)
 def test_the_recorder_has_what_a_hang_report_reads(tmp_path: Path) -> None:
     # torch 2.8 records only with the variable that network/variables.py plans for it
     for told in run_ranks(2, GLOO, reduce_three_times, tmp_path, {"TORCH_FR_BUFFER_SIZE": "2000"}):
