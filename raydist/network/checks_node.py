@@ -17,7 +17,7 @@ from raydist.network.devices import (
     share_bridge,
     vendor_plugin,
 )
-from raydist.network.facts import Facts, Hca
+from raydist.network.facts import Facts, Hca, version_numbers
 from raydist.network.finding import Finding, fold_findings
 from raydist.settings.config import Job
 from raydist.shared.errors import LaunchError
@@ -278,20 +278,16 @@ def check_plugin(job: Job, node: Facts) -> Iterator[Finding]:
 def check_driver(job: Job, node: Facts) -> Iterator[Finding]:
     """An NVIDIA driver that is too old for torch's CUDA."""
     cuda, driver = node.versions.get("cuda", ""), node.machine.driver
-    least = LEAST_DRIVER.get(_numbers(cuda)[0]) if _numbers(cuda) else None
-    if least and driver and _numbers(driver)[: len(least)] < least:
+    least = LEAST_DRIVER.get(version_numbers(cuda)[0]) if version_numbers(cuda) else None
+    if least and driver and version_numbers(driver)[: len(least)] < least:
         yield Finding("versions", "fail", (node.hostname,),
                       f"NVIDIA driver {driver} is too old for torch's CUDA {cuda}",
                       f"driver {'.'.join(map(str, least))} or later, or a torch for an older CUDA")  # fmt: skip
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
-
-
 def check_stack(job: Job, node: Facts) -> Iterator[Finding]:
     """An unlimited stack with an NCCL that may crash with it."""
-    nccl = _numbers(node.versions.get("nccl", ""))
+    nccl = version_numbers(node.versions.get("nccl", ""))
     if node.limits.stack == -1 and nccl and nccl < STACK_SAFE:
         yield Finding("limits", "warn", (node.hostname,), "the stack is unlimited: NCCL before 2.28 may crash",
                       "ulimit -s 8192 before ray start")  # fmt: skip

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raydist.network.facts import Facts, Gid, Hca
+from raydist.network.facts import Facts, Gid, Hca, version_numbers
 from raydist.network.names import EnvVar
 from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError
@@ -166,8 +166,8 @@ def family(gid: Gid) -> str:
 
 def nccl_finds_gid(node: Facts) -> bool:
     """Whether this node's NCCL finds the right GID index of each HCA itself; True if its version is unknown."""
-    version = [int(part) for part in node.versions.get("nccl", "").split(".")[:2] if part.isdigit()]
-    return len(version) < 2 or tuple(version) >= FINDS_GID
+    version = version_numbers(node.versions.get("nccl", ""))
+    return len(version) < 2 or version >= FINDS_GID
 
 
 def gid_index(node: Facts, choice: DeviceChoice) -> Iterator[EnvVar]:

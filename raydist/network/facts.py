@@ -200,3 +200,8 @@ class Facts:
     rdma: Rdma = field(default_factory=Rdma)
     limits: Limits = field(default_factory=Limits)
     machine: Machine = field(default_factory=Machine)
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version: (2, 18, 1) of 2.18.1, (2, 8) of 2.8.0+cu128; empty if it is unknown."""
+    return tuple(int(part) for part in version.split(".") if part.isdigit())

@@ -10,13 +10,15 @@ from raydist.cluster.placement import Plan, Slot
 from raydist.network import devices
 from raydist.network import horovod as network_horovod
 from raydist.network import mpi as network_mpi
-from raydist.network.facts import Facts
+from raydist.network.facts import Facts, version_numbers
 from raydist.network.names import MALLOC, RANK_FOLDER, EnvVar
 from raydist.settings.config import Job
 from raydist.settings.run_folder import run_folder
 from raydist.shared import env_names
 
 LATER = "<chosen when it starts>"
+RECORDS_COLLECTIVES = (2, 14)
+"""A torch whose flight recorder is on by default; that of 2.8 is off."""
 NCCL_LOG = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
 
 
@@ -103,9 +105,9 @@ def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> 
 
 
 def recorder_variables(node: Facts) -> Iterator[EnvVar]:
-    """The variable that switches on torch's flight recorder, where it is off by default: seen in 2.8, not in 2.14."""
-    version = [int(part) for part in node.versions.get("torch", "").split(".")[:2] if part.isdigit()]
-    if version and version < [2, 14]:
+    """The variable that switches on torch's flight recorder, where it may be off by default."""
+    version = version_numbers(node.versions.get("torch", ""))
+    if version and version < RECORDS_COLLECTIVES:
         why = f"torch {node.versions['torch']} may record no collectives by default; a hang report names them"
         yield EnvVar("TORCH_FR_BUFFER_SIZE", "2000", why)
 
