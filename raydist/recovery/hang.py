@@ -85,8 +85,10 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
 
     def _state(self, rank: int, beat: Beat, found: RankActivity) -> RankState:
         host = self._group.plan.slots[rank].node.host
-        seen = (found.pid, found.state, found.busy, found.stack, found.collectives)
-        return RankState(rank, host, beat[0], beat[1], *seen)
+        return RankState(
+            rank, host, step=beat[0], phase=beat[1], pid=found.pid, state=found.state, busy=found.busy,
+            stack=found.stack, collectives=found.collectives,
+        )  # fmt: skip
 
     def _weigh(self, diagnosis: Diagnosis, went_on: bool) -> ConfirmedHang | None:
         """Report a new diagnosis; return the hang if the run is to be ended. `went_on`: a rank has, meanwhile."""
