@@ -2,7 +2,11 @@
 PYTHON ?= python3
 # `make test TORCH=2.15.0` (train, fast, horovod too) has that torch, and what matches it, in a virtual environment of its own.
 TORCH  ?=
-VENV   ?= .venv$(if $(TORCH),-torch-$(TORCH))
+# Neither Ray nor Open MPI quotes its own path. Below a path with a space the environments are elsewhere, and .venv is a link.
+CACHE  := $(or $(XDG_CACHE_HOME),$(HOME:%=%/.cache))
+SUM     = $(firstword $(shell pwd | cksum))
+AWAY   := $(if $(word 2,$(CURDIR)),$(if $(filter 1,$(words $(CACHE))),$(CACHE)/raydist/$(SUM),/tmp/raydist-$(shell id -u)-$(SUM)))
+VENV   ?= $(AWAY:%=%/).venv$(if $(TORCH),-torch-$(TORCH))
 # `make test JOBS=4` runs the tests of four files side by side. It takes more than two cores; 0: one after another.
 JOBS   ?= 0
 # A file of versions that is used in place of a site's constraints, which pip obeys otherwise. No absolute path: pip splits at spaces.
@@ -18,7 +22,14 @@ help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # While pip is at work there is .begun and no .installed: an install that ended half-way is done again, from nothing.
-$(VENV)/.installed: pyproject.toml $(PINS)
+ifneq ($(AWAY),)
+$(AWAY):
+	@echo "Ray can't be started from a path with a space, as $(CURDIR): the packages go to $@"
+	@mkdir -p -m 700 $@ && [ -O $@ ]
+endif
+
+$(VENV)/.installed: pyproject.toml $(PINS) | $(AWAY)
+	@$(if $(AWAY),ln -sfn $(VENV) $(notdir $(VENV)))
 	$(PYTHON) -m venv $(if $(wildcard $(VENV)/.begun),--clear) $(VENV)
 	@touch $(VENV)/.begun
 	$(PIP) --editable .
@@ -29,7 +40,7 @@ $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) --editable '.[test]'
 	@mv $(VENV)/.begun $(VENV)/.installed && touch $@
 
-$(VENV).txt:
+$(VENV).txt: | $(AWAY)
 	@echo torch==$(TORCH) >$@
 
 train: $(VENV)/.installed  ## install, then train the main job on this machine: WORDS="train.epochs=3 scale=1x4"
@@ -50,7 +61,7 @@ fast: $(VENV)/.tested  ## the tests that need neither Ray nor root
 	$(RUN) pytest -m "not ray and not root"
 
 lowest:  ## the main job and the fast tests with the lowest versions that pyproject.toml admits, on Python 3.10 where it is
-	$(MAKE) train fast VENV=.venv-lowest PINS=tests/lowest.txt TORCH= PYTHON="$(OLDEST)"
+	$(MAKE) train fast VENV=$(AWAY:%=%/).venv-lowest PINS=tests/lowest.txt TORCH= PYTHON="$(OLDEST)"
 
 horovod: $(VENV)/.installed  ## build Horovod for the torch that is installed (3 minutes once, then from a cache)
 	$(RUN) raydist.tools.horovod build
@@ -63,4 +74,4 @@ rig: $(VENV)/.tested  ## three hosts with Ray on this machine, and a shell on th
 	$(RUN) tests.rig 3
 
 clean:  ## remove what was built
-	rm -rf $(VENV) .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(AWAY) .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -62,8 +62,11 @@ def test_what_judges_the_code_is_pinned() -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A checkout whose path has a space in it, with an interpreter that only writes down."""
-    made = tmp_path / "a clone"
+    """A checkout with an interpreter that only writes down."""
+    return checkout(tmp_path / "clone")
+
+
+def checkout(made: Path) -> Path:
     (made / "tests").mkdir(parents=True)
     for name in ("Makefile", "pyproject.toml", "tests/lowest.txt"):
         shutil.copy(ROOT / name, made / name)
@@ -76,9 +79,10 @@ def clone(tmp_path: Path) -> Path:
 def make(clone: Path, *words: str) -> list[str]:
     """What the interpreters were asked for, with the constraints that pip had."""
     (clone / "said").unlink(missing_ok=True)
-    env = {"PATH": os.environ["PATH"], "PIP_CONSTRAINT": "site.txt"}
+    env = {"PATH": os.environ["PATH"], "PIP_CONSTRAINT": "site.txt", "HOME": str(clone.parent / "home")}
     subprocess.run(["make", "PYTHON=./python", *words], cwd=clone, env=env, check=False, capture_output=True)
-    return (clone / "said").read_text().splitlines()
+    said = clone / "said"
+    return said.read_text().splitlines() if said.exists() else []
 
 
 PIP = "-m pip install --quiet --editable"
@@ -102,6 +106,22 @@ def test_the_lowest_versions_are_tried(clone: Path) -> None:
     assert make(clone, "lowest") == [
         "-m venv .venv-lowest", f"{PIP} .", *lowest, "-m raydist.train", f"{PIP} .[test]", *lowest, FAST
     ]  # fmt: skip
+
+
+def test_below_a_path_with_a_space_the_environment_lies_elsewhere(tmp_path: Path) -> None:
+    """Neither Ray nor Open MPI quotes the path that it was started from."""
+    spaced, plain = checkout(tmp_path / "a clone"), checkout(tmp_path / "clone")
+    pin = "torch==2.15.0"
+    venv, *pips, tests = make(spaced, "fast", "TORCH=2.15.0")
+    place = Path(venv.removeprefix("-m venv "))
+    assert place.is_relative_to(tmp_path / "home" / ".cache" / "raydist")
+    assert (spaced / ".venv-torch-2.15.0").resolve() == place
+    assert (pips, tests) == ([f"{PIP} .", pin, f"{PIP} .[test]", pin], FAST)
+    assert make(spaced, "train", "TORCH=2.15.0") == ["-m raydist.train"], "it is there"
+    make(plain, "fast")
+    assert not (plain / ".venv").is_symlink()
+    make(spaced, "clean")
+    assert not place.exists()
 
 
 @pytest.mark.parametrize("done", ["", "train"])

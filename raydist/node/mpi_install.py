@@ -47,9 +47,17 @@ def find_mpirun(setting: str) -> Install:
     done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     for kind, pattern in VERSIONS:
         if match := pattern.search(done.stdout + done.stderr):
-            return Install(kind, match[1], os.path.abspath(mpirun))
+            _refuse_space(install := Install(kind, match[1], os.path.abspath(mpirun)))
+            return install
     cause = f"neither Open MPI nor MPICH nor Intel MPI on {socket.gethostname()}: {done.stdout.strip()[:80]!r}"
     raise ConfigError.of("backend.mpi.mpirun", mpirun, cause, "backend.mpi.mpirun=/path/to/mpirun")
+
+
+def _refuse_space(install: Install) -> None:
+    """ConfigError: Open MPI lies below a path with a space, which it does not quote when it requests its daemons."""
+    if install.kind == "openmpi" and " " in install.mpirun:
+        cause = f"Open MPI can't start its daemons from a path with a space, as on {socket.gethostname()}"
+        raise ConfigError.of("backend.mpi.mpirun", install.mpirun, cause, "backend.mpi.mpirun=/path/to/mpirun")
 
 
 def rdma_support(root: Path = Path("/")) -> str:

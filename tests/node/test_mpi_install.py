@@ -58,6 +58,17 @@ def test_an_unknown_and_a_missing_mpirun_are_refused(tmp_path: Path) -> None:
         mpi_install.find_mpirun(str(tmp_path / "nothing"))
 
 
+def test_open_mpi_below_a_path_with_a_space_is_refused(tmp_path: Path) -> None:
+    """It writes `PRTE_PREFIX=/a b;export PRTE_PREFIX` for a shell."""
+    for version in ("openmpi 5.0.11", "mpich 5.0.2"):
+        path = program(tmp_path / version / "mpirun", f"cat <<'END'\n{SAID[version]}END")
+        if version.startswith("mpich"):
+            assert mpi_install.find_mpirun(str(path)).kind == "mpich"
+        else:
+            with pytest.raises(ConfigError, match="from a path with a space"):
+                mpi_install.find_mpirun(str(path))
+
+
 def test_the_daemon_of_open_mpi(ompi: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lies where this host has it, and talks over this host's interface."""
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
