@@ -74,7 +74,9 @@ def attempt_job(job: Job, call: RemoteCall | None, events: Events) -> Attempt:
     """Connect, then one placement after the other until the run is over; nearly always one is enough."""
     backends.check_installed(job.backend.name, job.script)
     run_storage.reserve_run(job)
+    asked, job = job.group, connect.settle_group(job)
     if job.group == "inline":
+        events.say("cluster", address="", asked=asked)
         return attempt_inline(job, call, events)
     warm_server.acquire(job)  # while Ray answers
     with connect.connect(job, events):

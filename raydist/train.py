@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raydist.shared.errors import ConfigError, RaydistError, RunFailed, Stopped, nearest
@@ -27,6 +30,7 @@ FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--config-dir", "-cd"), {"metavar": "DIR", "help": "a folder like conf/ that is searched first"}),
     (("--config-name", "-cn"), {"metavar": "NAME", "default": "config", "help": "instead of conf/config.yaml"}),
     (("--shell-completion", "-sc"), {"action": "store_true", "help": 'eval "$(raydist -sc install=bash)"; zsh, fish'}),
+    (("--time",), {"action": "store_true", "help": "show at the end where the time of the command went"}),
     (("--run", "-r"), {"action": "store_true", "help": "run the job (the default)"}),
     (("--version",), {"action": "version", "version": f"raydist {__version__}", "help": "show the version"}),
 )  # fmt: skip
@@ -37,6 +41,8 @@ CHOICES = {
     "info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
 """The values of --cfg and --info."""
+_run_dir = ""
+"""The folder of the last run, for --time."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,6 +75,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for flag, known in CHOICES.items():
         if (value := getattr(typed, flag)) not in (None, *known):
             raise ConfigError.unknown(f"--{flag}", value, known)
+    if typed.time and typed.multirun:
+        raise ConfigError.of("--time", None, "it measures one run", typed="--multirun --time")
     if typed.resolve and not typed.cfg:
         raise ConfigError.of("--resolve", None, "it needs --cfg", "--cfg job --resolve")
     return typed
@@ -76,10 +84,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. The exit code: 0, 1 if the run failed, 2 for a wrong setting, 128+n after signal n."""
+    entered = time.time()
     if argv is None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # the command `raydist` finds the modules that `python -m raydist.train` finds
     try:
-        run_command(parse_arguments(sys.argv[1:] if argv is None else argv))
+        typed = parse_arguments(sys.argv[1:] if argv is None else argv)
+        if typed.time:  # before all others: exit handlers run in reverse order
+            atexit.register(show_time, entered)
+        run_command(typed)
     except RaydistError as error:
         return print_error(error)
     except SystemExit as ended:
@@ -100,8 +112,19 @@ def print_error(error: RaydistError) -> int:
     return error.exit_code
 
 
+def show_time(entered: float) -> None:
+    """Print where the time of this process went, which is about to end. `entered`: when main() was called."""
+    from raydist.watch.command_time import time_line
+
+    print(time_line(Path(_run_dir), entered), flush=True)
+
+
 def run_command(typed: argparse.Namespace) -> None:
     """One of: help, show, complete in the shell, one run, a sweep."""
+    if not (typed.help or typed.cfg or typed.info or typed.shell_completion):
+        from raydist.launch import warm_server
+
+        warm_server.begin(typed.overrides)
     from raydist.settings import compose
 
     with compose.hydra_set_up():
@@ -136,6 +159,8 @@ def run_composed(job: Job) -> None:
     """One run, in the folder that Hydra has created for it."""
     from raydist.run import run_job
 
+    global _run_dir
+    _run_dir = job.dir
     try:
         run_job(job)
     except RaydistError as error:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from torch.utils.data import TensorDataset
 import raydist
 from raydist.worker import checkpoint, context
 
-VARIABLE = "RAYDIST_TEST_FAULTS"
+_due: list[Fault] = []
+"""What goes wrong in this rank."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,14 @@ def kill(rank: int, step: int, *attempts: int) -> Fault:
     return Fault("kill", rank, step, attempts or (0,))
 
 
-def words(*faults: Fault) -> list[str]:
-    """The words that make a run suffer these."""
-    plain = json.dumps([asdict(fault) for fault in faults])
-    return [f"env.{VARIABLE}={json.dumps(plain)}"] if faults else []
+def suffer(*faults: Fault) -> None:
+    """Let these strike this rank, beside those before. By no variable: a fork server is kept for one environment."""
+    _due.extend(faults)
 
 
 def strike(step: int) -> None:
     """Let happen what is due now that so many steps are done."""
-    for plain in json.loads(os.environ.get(VARIABLE, "[]")):
-        fault = Fault(**{**plain, "attempts": tuple(plain["attempts"])})
+    for fault in _due:
         if fault.due(step):
             fault.strike()
 
@@ -96,8 +94,9 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output, target)
 
 
-def training(config: Any, pause: float = 0.0) -> dict[str, Any]:
+def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) -> dict[str, Any]:
     """A small training with dropout and momentum; what it ends with, to the last bit. 16 steps an epoch on 2 ranks."""
+    suffer(*struck)
     generator = torch.Generator().manual_seed(1)
     inputs, targets = torch.randn(256, 10, generator=generator), torch.randint(3, (256,), generator=generator)
     torch.manual_seed(0)
@@ -113,10 +112,11 @@ def training(config: Any, pause: float = 0.0) -> dict[str, Any]:
     return {"figures": figures, "weights": weights, "random": torch.get_rng_state().tolist()}
 
 
-def own_loop(steps: int = 40) -> tuple[int, float]:
+def own_loop(steps: int = 40, struck: tuple[Fault, ...] = ()) -> tuple[int, float]:
     """A loop of one's own that saves every tenth step; the step it went on from, and its weight at the end."""
     from raydist.worker import checkpoint
 
+    suffer(*struck)
     weight, begin = torch.zeros(1), 0
     if (found := checkpoint.latest()) is not None:
         weight, begin = found.state["weight"], found.step

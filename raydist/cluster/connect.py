@@ -8,8 +8,10 @@ import math
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from raydist.cluster import autoscaler, drain, local_ray, placement, ray_private
@@ -96,6 +98,16 @@ def local_node(job: Job) -> Node:
     gpus = ray_private.count_gpus()
     have = {"CPU": float(cpus_needed(job))} | ({"GPU": float(gpus)} if gpus else {})
     return Node(id="here", ip=ray.util.get_node_ip_address(), host=socket.gethostname(), total=have, free=have)
+
+
+def settle_group(job: Job) -> Job:
+    """The job with `group=auto` replaced by what it means for it here."""
+    if job.group != "auto":
+        return job
+    ray = sys.modules.get("ray")
+    connected = ray is not None and ray.is_initialized()
+    inline = placement.needs_no_ray(job) and not connected and not (ray_private.may_run() and running_address())
+    return replace(job, group="inline" if inline else "ray")
 
 
 def start_or_join(job: Job) -> bool:

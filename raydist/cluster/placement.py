@@ -62,6 +62,14 @@ class Plan:
         return event | ({"spares": spares} if spares else {})
 
 
+def needs_no_ray(job: Job) -> bool:
+    """Whether one machine is all that the job asks for, and Ray would do nothing for it: a program on one node."""
+    scale = job.scale
+    one_node = scale.nodes == 1 and scale.max_nodes is None and not scale.spares
+    by_ray = scale.labels or scale.resources or scale.gpus not in (None, 0, 1) or job.pip or job.working_dir
+    return bool(job.script) and one_node and not by_ray
+
+
 def resources_for(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] | None = ()) -> ResourceRequest:
     """The resources that a job requests from Ray; a ConfigError if the cluster can never hold them.
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from raydist.shared.errors import LaunchError
@@ -62,6 +64,14 @@ def default_address() -> str | None:
     """The host:port that ray.init would connect to; None if it would start a Ray here."""
     address: str | None = require(f"{SERVICES}:canonicalize_bootstrap_address")(None)
     return address
+
+
+def may_run() -> bool:
+    """Whether ray.init might find a running Ray: False only if it would start one. This does not import Ray."""
+    if os.environ.get("RAY_ADDRESS"):
+        return True
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return Path(folder, "ray", "ray_current_cluster").exists()
 
 
 def count_gpus() -> int:

@@ -16,7 +16,7 @@ INSTALL_S = 1800.0
 
 def root(job: Job) -> str:
     """The folder that the ranks get a copy of; empty if they run in the driver's own."""
-    return os.path.abspath(Path(job.working_dir).expanduser()) if job.working_dir and job.group == "ray" else ""
+    return os.path.abspath(Path(job.working_dir).expanduser()) if job.working_dir and job.group != "inline" else ""
 
 
 class RuntimeEnv(TypedDict, total=False):

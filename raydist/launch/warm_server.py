@@ -9,6 +9,7 @@ import atexit
 import os
 import threading
 import uuid
+from collections.abc import Mapping, Sequence
 
 from raydist.launch import preload
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
@@ -18,7 +19,10 @@ from raydist.worker.protocol import WarmServer
 IDLE_S = 300.0
 """Seconds without a run after which a server ends: a notebook may stay open for days."""
 
-_Key = tuple[tuple[str, ...], int, tuple[tuple[str, str], ...]]
+_Key = tuple[int, tuple[tuple[str, str], ...]]
+"""The threads of each rank, and the variables that modules may read at import."""
+SETTINGS = ("env.", "env=", "env_file=", "scale.cpus=", "start=")
+"""The overrides that change the server, or make a run that has none."""
 _servers: dict[_Key, ForkServer] = {}
 _lock = threading.Lock()
 
@@ -29,13 +33,26 @@ def acquire(job: Job) -> WarmServer | None:
         return None
     # The user's own files change from run to run: the ranks import those themselves.
     modules = tuple(name for name in preload.of(job) if preload.is_installed(name.partition(".")[0]))
-    threads = max(1, int(job.scale.cpus))
-    key = modules, threads, tuple(sorted(job.env.items()))
+    server = _server(max(1, int(job.scale.cpus)), job.env)
+    return WarmServer(str(server.folder), heritage(), modules)
+
+
+def begin(overrides: Sequence[str]) -> None:
+    """Start the server of the run that these overrides will most likely be, while they are composed.
+
+    Without settings that change the server, it is the one that acquire() returns.
+    """
+    if not any(text.lstrip("+~").startswith(SETTINGS) for text in overrides):
+        threading.Thread(target=_server, args=(1, {}), name="raydist-warm", daemon=True).start()
+
+
+def _server(threads: int, env: Mapping[str, str]) -> ForkServer:
+    key = threads, tuple(sorted(env.items()))
     with _lock:
         if key not in _servers or not _servers[key].alive():
             path = node_folder(f"raydist-{os.getuid()}-{uuid.uuid4().hex[:8]}")
-            _servers[key] = ForkServer.launch(path, job.start, modules, threads, idle_s=IDLE_S, env=job.env)
-        return WarmServer(str(_servers[key].folder), heritage())
+            _servers[key] = ForkServer.launch(path, "fork", threads, IDLE_S, modules=preload.ALWAYS, env=env)
+        return _servers[key]
 
 
 @atexit.register

@@ -158,12 +158,12 @@ class RankAgent:
             from raydist.node import probe
 
             if not joins:
-                self._own_server = ForkServer.launch(
-                    server_folder, request.start, request.modules, request.threads, env=request.env
-                )
+                self._own_server = ForkServer.launch(server_folder, request.start, request.threads, env=request.env)
             # the driver knows the GPUs of each rank
             facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
         self._client = await ForkClient.connect(server_folder)
+        modules = warm_server.modules if warm_server is not None and joins else request.modules
+        self._server.send(protocol.ImportModules(modules if request.lead else ()))
         warm = await self._server.reply(protocol.Warm)
         opened = await self.open_store(OpenStore(request.store, facts.address)) if facts and request.store else None
         return protocol.Opened(

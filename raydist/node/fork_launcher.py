@@ -27,13 +27,13 @@ class ForkServer:
         cls,
         folder: Path,
         start: str,
-        modules: Sequence[str],
         threads: int,
         idle_s: float | None = None,
         *,
+        modules: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> ForkServer:
-        """Start a server; it listens long before it has imported `modules`.
+        """Start a server; it listens long before it has imported `modules`, which agents may add to.
 
         `idle_s`: seconds without an agent after which it ends; None: never. `env`: variables of the ranks beside those
         of this process, because some modules read theirs at import.

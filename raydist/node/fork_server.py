@@ -2,9 +2,12 @@
 
     python -m raydist.node.fork_server LISTEN_FD LIFELINE_FD START IDLE_S MODULE…
 
+It imports these modules at once, and those that agents name later.
+
 It is exec'ed, not forked from a Ray worker, whose threads and gRPC would not survive a fork. It has one thread, and
 never uses CUDA. Agents send it messages of worker.protocol over a Unix socket, one per packet, with descriptors:
 
+    ImportModules                                 -> Warm
     RankSpec         log, channel, heartbeat      -> Forked, later Ended
     ProgramSpec      log                          -> Forked, later Ended
     OpenStore                                     -> StoreForked
@@ -12,7 +15,7 @@ never uses CUDA. Agents send it messages of worker.protocol over a Unix socket, 
     ShardsRequest    one for the writer's reply
     SignalProcess
 
-It sends Warm to an agent once all modules are imported. When an agent disconnects, the server ends its ranks, writes
+When an agent disconnects, the server ends its ranks, writes
 their last state to the disk, and disconnects too. When the other end of the lifeline closes, because its owner ended or
 died, or no agent came for IDLE_S, it ends everything.
 """
@@ -33,7 +36,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -46,6 +49,7 @@ from raydist.worker.protocol import (
     PACKET,
     CommitShards,
     DropShards,
+    ImportModules,
     ListShards,
     OpenStore,
     ProgramSpec,
@@ -85,7 +89,6 @@ class Server:
     writers: dict[int, SnapshotBuffers] = field(default_factory=dict)
     """By pid of a process that writes a checkpoint: the memories that it reads."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    warm: Warm = field(default_factory=Warm)
 
     def serve(self) -> None:
         """Handle messages until the lifeline closes."""
@@ -101,7 +104,7 @@ class Server:
                 return self.end_all()
             for key, _ in ready:
                 if key.fileobj is self.listener:
-                    self.accept(self.listener.accept()[0])
+                    self.selector.register(self.listener.accept()[0], selectors.EVENT_READ)
                 elif key.fd == wake:
                     os.read(wake, 512)
                 elif key.fd == self.lifeline:
@@ -109,11 +112,6 @@ class Server:
                 else:
                     self.handle(key.fileobj)  # type: ignore[arg-type]
             self.reap()
-
-    def accept(self, agent: socket.socket) -> None:
-        """Take on a new agent."""
-        self.selector.register(agent, selectors.EVENT_READ)
-        send_message(agent, self.warm)
 
     def handle(self, agent: socket.socket) -> None:
         """Handle one message of an agent, or its disconnection."""
@@ -125,6 +123,8 @@ class Server:
             self.disconnect(agent)
             return
         match protocol.decode(packet):
+            case ImportModules(modules):
+                send_message(agent, self.warm_up(modules))
             case RankSpec() as spec:
                 self.note_fork(self.fork_rank(spec, fds, agent), agent)
             case ProgramSpec() as program:
@@ -140,6 +140,15 @@ class Server:
                 kill(pid, number)
         for fd in fds:
             os.close(fd)
+
+    def warm_up(self, modules: Sequence[str]) -> Warm:
+        """Import the modules that ranks need, unless each rank is a new interpreter."""
+        with ends_with(self.lifeline, self.folder):
+            return import_modules(modules if self.start == "fork" else ())
+
+    @property
+    def folder(self) -> str:
+        return os.path.dirname(str(self.listener.getsockname()))
 
     def note_fork(self, pid: int, agent: socket.socket) -> None:
         self.owner[pid] = agent
@@ -280,16 +289,17 @@ def store_process(kind: str, address: str, reply_fd: int) -> NoReturn:
     os._exit(1)
 
 
-def warm_up(modules: list[str]) -> Warm:
-    """Import the modules that ranks need. One that fails here fails in the rank again, with its own traceback."""
-    failed = {}
+def import_modules(modules: Sequence[str]) -> Warm:
+    """Import modules. One that fails here fails in the rank again, with its own traceback."""
+    failed, had = {}, len(sys.modules)
     for name in modules:
         try:
             importlib.import_module(name)
         except BaseException as error:
             failed[name] = f"{type(error).__name__}: {error}"
-    gc.collect()
-    gc.freeze()  # ranks share these pages, which the garbage collector would otherwise write to and copy
+    if len(sys.modules) > had:
+        gc.collect()
+        gc.freeze()  # ranks share these pages, which the garbage collector would otherwise write to and copy
     torch = sys.modules.get("torch")
     return Warm(failed, bool(torch and torch.cuda.is_initialized()))
 
@@ -326,13 +336,16 @@ def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, *modules: st
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     server = Server(socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start, float(idle_s) or None)
-    folder = os.path.dirname(server.listener.getsockname())
-    with ends_with(server.lifeline, folder):
-        server.warm = warm_up(["raydist.worker.main", *modules] if start == "fork" else [])
+    folder, code = server.folder, 1
+    server.warm_up(("raydist.worker.main", *modules))
     try:
         server.serve()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os._exit(code)  # the driver waits for this end, and torch's own takes a tenth of a second
 
 
 if __name__ == "__main__":

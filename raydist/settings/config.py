@@ -300,8 +300,9 @@ class Job:
     hang: Hang = field(default_factory=Hang)
     init_method: str = one_of("env", "tcp", "file")
     """Rendezvous of the ranks: env (MASTER_ADDR, MASTER_PORT), tcp (tcp://address:port), file (all nodes see it)."""
-    group: str = one_of("ray", "inline")
-    """ray: one actor per rank. inline: no Ray; one rank runs in this process (pdb works), several as processes."""
+    group: str = one_of("auto", "ray", "inline")
+    """ray: one actor per rank. inline: no Ray; one rank runs in this process (pdb works), several as processes. auto:
+    inline for a script= on one node while no Ray runs here, else ray."""
     start: str = one_of("fork", "spawn")
     """fork: ranks are forked from a server that has imported torch. spawn: a new interpreter, if fork is unsafe."""
     seed: int = at_least(0, 0)

@@ -90,6 +90,7 @@ def torchrun_parser(environ: Mapping[str, str]) -> TorchrunParser:
     for name in REFUSED:
         parser.add_argument(*spellings(name), nargs="?", const="", help=argparse.SUPPRESS)
     parser.add_argument(*spellings("node-rank"), default="0", help="needless: raydist is started once", metavar="…")
+    parser.add_argument("--time", action="store_true", help="raydist's: show at the end where the time went")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -113,6 +114,8 @@ class Translated(NamedTuple):
     """What to print before the run."""
     runs: str
     """The folder of all runs; empty if none was named."""
+    flags: list[str]
+    """Flags of raydist.train."""
 
 
 def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Translated:
@@ -146,7 +149,7 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
     typed_keys = {text.partition("=")[0] for text in own}
     overrides = [text for text in overrides if text.partition("=")[0] not in typed_keys]
     overrides += [*own, *program_overrides(program, module=flags["module"], python=not flags["no-python"])]
-    return Translated(overrides, notes, flags["log-dir"])
+    return Translated(overrides, notes, flags["log-dir"], ["--time"] if flags["time"] else [])
 
 
 def is_override(text: str) -> bool:

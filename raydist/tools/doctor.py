@@ -77,7 +77,7 @@ def examine_cluster(job: Job, timeout: float) -> Report:
 @contextlib.contextmanager
 def checked_group(job: Job, events: Events) -> Iterator[WorkerGroup]:
     """The worker group that raydist.train would start."""
-    if job.group == "inline":
+    if connect.settle_group(job).group == "inline":
         node = inline.inline_node(job)
         request = placement.resources_for(job, [node])
         with inline.in_thread(placement.assign_ranks(request, [node] * len(request.bundles)), events) as group:

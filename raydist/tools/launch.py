@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for note in translated.notes:
             print(f"note: {note}", file=sys.stderr)
         with object_store.environment({env_names.RUNS: translated.runs} if translated.runs else {}):
-            return train.main(translated.overrides)
+            return train.main([*translated.flags, *translated.overrides])
 
     return run_tool(launch)
 

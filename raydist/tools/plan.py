@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show_plan(job: Job, as_json: bool) -> None:
     """Make the plan and print it."""
+    job = connect.settle_group(job)
     view = view_cluster(job)
     request = placement.resources_for(job, view.nodes, view.types)
     plan = placement.assign_ranks(request, place_request(request, view.nodes, view.types))

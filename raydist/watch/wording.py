@@ -31,7 +31,10 @@ def flat(text: str) -> str:
 
 
 def cluster_line(event: Mapping[str, Any]) -> str:
-    """Ray's address, whether this run started it, and its number of nodes."""
+    """Ray's address, whether this run started it, and its number of nodes; or why there is no Ray."""
+    if not event.get("address"):
+        why = "for a program on one node; group=ray starts one" if event.get("asked") == "auto" else "group=inline"
+        return f"ray   none ({why})"
     at = "started here, at" if event.get("started") else "at"
     return f"ray   {at} {event.get('address')}: {counted(event.get('nodes', 1), 'node')}"
 

@@ -57,6 +57,8 @@ class WarmServer:
     folder: str
     heritage: tuple[str, ...]
     """The properties that its processes inherit (node.fork_launcher.heritage). An agent with equal ones may use it."""
+    modules: tuple[str, ...]
+    """The modules that it imports for this run: not the user's own files, which may change until the next run."""
 
 
 @dataclass(frozen=True)
@@ -591,6 +593,13 @@ class SignalProcess:
 
 
 @dataclass(frozen=True)
+class ImportModules:
+    """Import these modules before the next fork, and reply with Warm."""
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Warm:
     """The fork server has imported the modules that ranks need."""
 
@@ -630,7 +639,7 @@ class Ended:
 ShardsRequest = ListShards | WriteShards | CommitShards | DropShards
 """What an agent passes on to a writer process, and the replies of that process."""
 ShardsReply = HeldShards | WrittenShards | SavedShards | UnseenShards | WriterFailed
-ServerMessage = RankSpec | ProgramSpec | OpenStore | WriteCheckpoint | ShardsRequest | SignalProcess
+ServerMessage = ImportModules | RankSpec | ProgramSpec | OpenStore | WriteCheckpoint | ShardsRequest | SignalProcess
 ServerReply = Warm | Forked | StoreForked
 
 
@@ -665,8 +674,8 @@ RankReply = Activity | Holding
 _BY_NAME: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        RankSpec, ProgramSpec, OpenStore, WriteCheckpoint, SignalProcess, Warm, Forked, StoreForked, Ended,
-        TellActivity, HoldRank, StopAfter, Activity, Holding,
+        ImportModules, RankSpec, ProgramSpec, OpenStore, WriteCheckpoint, SignalProcess, Warm, Forked, StoreForked,
+        Ended, TellActivity, HoldRank, StopAfter, Activity, Holding,
         ListShards, WriteShards, CommitShards, DropShards,
         HeldShards, WrittenShards, SavedShards, UnseenShards, WriterFailed,
     )

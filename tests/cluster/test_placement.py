@@ -383,3 +383,24 @@ def test_the_least_is_waited_for_and_can_not_be_more_than_the_most() -> None:
 def test_backend_script_is_nccl_where_there_are_gpus() -> None:
     assert placement.resources_for(job("script", nodes=1), GPUS).backend == "nccl"
     assert placement.resources_for(job("script", nodes=1), CPUS).backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("job", "none"),
+    [
+        (Job(script="train.py"), True),
+        (Job(script="train.py", scale=Scale(per_node=8, gpus=1)), True),
+        (Job(), False),
+        (Job(script="train.py", scale=Scale(nodes=2)), False),
+        (Job(script="train.py", scale=Scale(nodes=None)), False),
+        (Job(script="train.py", scale=Scale(max_nodes=2)), False),
+        (Job(script="train.py", scale=Scale(spares=1)), False),
+        (Job(script="train.py", scale=Scale(gpus=0.5)), False),
+        (Job(script="train.py", scale=Scale(labels={"market-type": "spot"})), False),
+        (Job(script="train.py", scale=Scale(resources={"highmem": 1})), False),
+        (Job(script="train.py", pip=["einops"]), False),
+        (Job(script="train.py", working_dir="."), False),
+    ],
+)
+def test_only_a_program_on_one_node_needs_no_ray(job: Job, none: bool) -> None:
+    assert placement.needs_no_ray(job) is none

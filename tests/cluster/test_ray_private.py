@@ -31,6 +31,20 @@ def test_what_is_needed_and_missing_is_named() -> None:
         ray_private.require("ray._private.no_such:thing")
 
 
+def test_a_ray_that_may_run_is_looked_for_where_ray_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private.utils import write_ray_address
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert not ray_private.may_run()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert ray_private.may_run()
+    monkeypatch.delenv("RAY_ADDRESS")
+    (tmp_path / "ray").mkdir()
+    write_ray_address("10.1.2.3:6380")
+    assert ray_private.may_run()
+    assert ray_private.default_address() == "10.1.2.3:6380"
+
+
 @pytest.mark.ray
 def test_each_part_answers(on_ray: Path, ray_address: str) -> None:
     import ray

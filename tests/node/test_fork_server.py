@@ -24,6 +24,7 @@ from raydist.worker.protocol import (
     PACKET,
     Ended,
     Forked,
+    ImportModules,
     OpenStore,
     RankSpec,
     ServerMessage,
@@ -73,7 +74,12 @@ class Line:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(60)
         self.socket.connect(str(folder / "fork"))
-        self.warm = self.receive(Warm)
+        self.warm = self.imported()
+
+    def imported(self, *modules: str) -> Warm:
+        """The reply of the server once it has imported these."""
+        self.send(ImportModules(modules))
+        return self.receive(Warm)
 
     def receive(self, kind: type[Kind]) -> Kind:
         """The next message, which must be of this kind."""
@@ -289,9 +295,24 @@ def test_the_error_of_a_store_that_can_not_listen(warm: Node) -> None:
 
 def test_the_server_never_touches_cuda_and_names_what_could_not_be_imported(tmp_path: Path) -> None:
     node = Node(tmp_path / "f", modules=("raydist_no_such_module", "json"))
-    warm = node.dial().warm
+    line = node.dial()
+    warm = line.imported("raydist_no_such_module", "json", "torch")
     assert warm.cuda is False
     assert list(warm.failed) == ["raydist_no_such_module"]
+    assert not line.imported("json").failed  # what another run named is not this one's
+    node.close()
+
+
+def test_modules_are_imported_before_the_next_fork(tmp_path: Path) -> None:
+    node = Node(tmp_path / "f", modules=())
+    line = node.dial()
+    found = []
+    for name in ("colorsys", "chunk_that_is_not_there", "colorsys"):
+        line.imported(name)
+        line.fork(lambda: "colorsys" in sys.modules)
+        line.receive(Ended)
+        found.append(line.value())
+    assert found == [True, True, True]
     node.close()
 
 

@@ -32,7 +32,7 @@ BACKENDS = ["gloo", pytest.param("horovod", marks=requires_horovod)]
 
 
 def train(*words: str, struck: tuple[Fault, ...] = (), group: str = "inline") -> Result[Any]:
-    return raydist.run(faults.training, "scale=1x2", f"group={group}", *WORDS, *faults.words(*struck), *words)
+    return raydist.run(faults.training, "scale=1x2", f"group={group}", *WORDS, *words, struck=struck)
 
 
 @cache
@@ -113,11 +113,11 @@ def test_a_restart_costs_no_placement_and_no_new_actor(on_ray: Path) -> None:
 def test_the_ranks_are_told_how_often_they_were_restarted(on_ray: Path) -> None:
     def job() -> tuple[str, str]:
         raydist.report(step=1)
+        faults.suffer(kill(0, 1))
         faults.strike(1)
         return os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
 
-    words = faults.words(kill(0, 1))
-    done = raydist.run(job, "scale=1x2", "group=inline", "restart.max=5", "watch.progress=none", *words)
+    done = raydist.run(job, "scale=1x2", "group=inline", "restart.max=5", "watch.progress=none")
     assert done.values == (("1", "5"), ("1", "5"))
 
 
@@ -136,7 +136,7 @@ def test_ranks_that_are_not_forked_are_restarted_too(on_ray: Path, start: str) -
 def test_a_loop_of_ones_own_goes_on_from_its_newest_checkpoint(on_ray: Path) -> None:
     words = ("scale=1x2", "group=inline", "watch.progress=none")
     whole = raydist.run(faults.own_loop, *words)
-    done = raydist.run(faults.own_loop, *words, *faults.words(kill(1, 25)))
+    done = raydist.run(faults.own_loop, *words, struck=(kill(1, 25),))
     assert whole.values[0] == (0, 1640.0)  # 2 x (1 + 2 + ... + 40)
     assert done.values == ((20, 1640.0), (20, 1640.0))
     (back,) = events(done, "restarted")

@@ -23,6 +23,7 @@ from raydist.worker.protocol import (
     CommitShards,
     Ended,
     Holding,
+    ImportModules,
     ListShards,
     OpenStore,
     RankSpec,
@@ -48,6 +49,7 @@ COLLECTIVE: Collective = {
     "message",
     [
         SPEC,
+        ImportModules(("torch", "json")),
         OpenStore("tcp", "10.0.0.1"),
         WriteCheckpoint(last=False),
         ListShards(),

@@ -1,0 +1,55 @@
+"""Where the wall time of a command went, from the start of its process to its end. (driver)"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from raydist.shared.events import Event, read_events
+
+LAST_LAUNCH = ("rendezvous", "warm-up")
+"""The last phase of a launch; without a rendezvous the one before it."""
+
+
+def time_line(folder: Path, entered: float) -> str:
+    """One line: the parts of this process's wall time up to now, and their sum.
+
+    `folder`: the run folder. `entered`: when main() was called, in seconds since the epoch.
+    """
+    import psutil
+
+    events: list[Event] = []
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        events = list(read_events(folder / "events.jsonl"))
+    began, now = psutil.Process().create_time(), time.time()
+    shown = " + ".join(f"{name} {seconds:.2f}" for name, seconds in split(events, began, entered, now))
+    return f"time  {shown} = {now - began:.2f} s"
+
+
+def split(events: Iterable[Event], began: float, entered: float, now: float) -> list[tuple[str, float]]:
+    """The parts of the time from `began` to `now`, in order and without gaps: what each is for, and its seconds.
+
+    python: the interpreter. settings: imports, composing, checks. launch: until the ranks have met. ranks: until the
+    last has ended. records: until the result is written. exit: the rest. A run that ended early has fewer parts. All
+    times are in seconds since the epoch.
+    """
+    marks = {"python": entered}
+    for event in events:
+        match event["kind"]:
+            case "run":
+                marks["settings"] = event["t"]
+            case "phase" if event["name"] in LAST_LAUNCH:
+                marks["launch"] = event["t"]
+            case "ended":
+                marks["ranks"] = event["t"]
+            case "result":
+                marks["records"] = event["t"]
+    marks["exit"] = now
+    parts, since = [], began
+    for name, at in marks.items():
+        parts.append((name, max(0.0, at - since)))
+        since = max(since, at)
+    return parts

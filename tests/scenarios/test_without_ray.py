@@ -1,0 +1,111 @@
+"""A program on one machine where no Ray runs: it needs none, and every promise is kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.leftovers import alive, folders_of, gone
+from tests.programs import Program
+
+STEPS = """
+    import os, sys, time
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for step in range(1, 20 if "--short" in sys.argv else 400):
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 0:
+            print("step", step, flush=True)
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if "--fail" in sys.argv and first and dist.get_rank() == 1 and step == 5:
+            raise ValueError("it is broken")
+        time.sleep(0.05)
+    dist.destroy_process_group()
+"""
+
+
+def launch(folder: Path, *words: str, address: str | None = None) -> Program:
+    (folder / "steps.py").write_text(textwrap.dedent(STEPS))
+    return Program(folder, *words, address=address, module="raydist.tools.launch")
+
+
+def began(program: Program) -> bool:
+    return "step 10" in program.screen
+
+
+def assert_nothing_left(program: Program) -> None:
+    assert gone(str(program.tmp)) == []
+    assert folders_of(program.tmp) == []
+
+
+def test_no_ray_is_started(tmp_path: Path) -> None:
+    program = launch(tmp_path, "--nproc-per-node", "2", "--time", "steps.py", "--short")
+    assert program.wait() == 0, program.screen
+    (cluster,) = program.events("cluster")
+    assert (cluster["address"], cluster["asked"]) == ("", "auto")
+    assert "ray   none (for a program on one node; group=ray starts one)" in program.screen
+    assert "[0] step 19" in program.screen
+    assert not (program.tmp / "ray").exists()
+    shown = re.findall(r"^time  (.*) = ([\d.]+) s$", program.screen, re.MULTILINE)
+    names = re.findall(r"([a-z]+) [\d.]+", shown[0][0])
+    assert names == ["python", "settings", "launch", "ranks", "records", "exit"]
+    assert_nothing_left(program)
+
+
+@pytest.mark.ray
+def test_a_ray_that_runs_is_used(tmp_path: Path, ray_address: str) -> None:
+    program = launch(tmp_path, "--nproc-per-node", "2", "steps.py", "--short", address=ray_address)
+    assert program.wait() == 0, program.screen
+    (cluster,) = program.events("cluster")
+    assert cluster["address"]
+    assert "step 19" in program.screen
+
+
+def test_a_failure_is_blamed_and_restarted(tmp_path: Path) -> None:
+    program = launch(tmp_path, "--nproc-per-node", "2", "steps.py", "--fail", "--short")
+    assert program.wait() == 1
+    assert "rank 1" in program.result()["failure"]
+    assert "it is broken" in program.screen
+    assert (program.run_dir / "blame-1.txt").exists()
+    again = launch(tmp_path, "--nproc-per-node", "2", "--max-restarts", "1", "steps.py", "--fail", "--short")
+    assert again.wait() == 0, again.screen
+    assert [event["number"] for event in again.events("restart")] == [1]
+    assert_nothing_left(again)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    program = launch(tmp_path, "--nproc-per-node", "2", "steps.py")
+    program.until(lambda: began(program), "step 10")
+    program.signal(number)
+    assert program.wait() == 128 + number
+    assert program.result()["status"] == "stopped"
+    assert_nothing_left(program)
+
+
+def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
+    program = launch(tmp_path, "--nproc-per-node", "2", "steps.py")
+    program.until(lambda: began(program), "step 10")
+    ranks = [event["pid"] for event in program.events("joined")]
+    program.signal(signal.SIGKILL)
+    program.wait()
+    assert_nothing_left(program)
+    assert not [pid for pid in ranks if pid and alive(pid)]
+
+
+def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
+    program = launch(tmp_path, "--nproc-per-node", "2", "hang.after_s=1", "steps.py")
+    program.until(lambda: began(program), "step 10")
+    (stopped,) = [event["pid"] for event in program.events("joined") if event["rank"] == 1]
+    os.kill(stopped, signal.SIGSTOP)
+    assert program.wait() == 1
+    assert "rank 1" in program.result()["failure"]
+    assert program.result()["cause"]["how"] == "hung"
+    assert_nothing_left(program)
