@@ -179,7 +179,7 @@ def test_a_rank_on_the_command_line_that_fails(how: str, says: str) -> None:
 
 
 def test_errors_that_record_wrote_are_reported() -> None:
-    failed = failure(sys.executable, f"args={SCRIPTS / 'recorded.py'}")  # a process of its own: only the file tells
+    failed = failure(sys.executable, f"args='{SCRIPTS / 'recorded.py'}'")  # a process of its own: only the file tells
     cause = failed.result.cause
     assert (cause.rank, cause.how, cause.type, cause.message) == (1, "raised", "KeyError", "'no such layer'")
     assert 'raise KeyError("no such layer")' in cause.traceback
