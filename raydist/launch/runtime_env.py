@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TypedDict
 
@@ -42,6 +43,11 @@ def actor_options(job: Job) -> ActorOptions:
         ]
     if folder := root(job):
         env["working_dir"] = upload(folder)
+    if env and " " in sys.executable:
+        raise LaunchError(
+            f"Ray can't start a worker for {'pip=' if job.pip else 'working_dir='} from a path with a space: "
+            f"{sys.executable}; use an environment in another folder"
+        )
     return {"runtime_env": env} if env else {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ def test_requirements_are_names_or_the_lines_of_a_file(tmp_path: Path) -> None:
     assert runtime_env.actor_options(Job(pip=[str(file), "rich"])) == {
         "runtime_env": {"pip": ["einops==0.8.0", "timm", "rich"]}
     }
+
+
+def test_a_python_below_a_path_with_a_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray starts such workers by a shell, without quotes: no worker would ever come."""
+    monkeypatch.setattr(sys, "executable", "/a b/python")
+    assert runtime_env.actor_options(Job()) == {}
+    with pytest.raises(LaunchError, match="for pip= from a path with a space: /a b/python"):
+        runtime_env.actor_options(Job(pip=["rich"]))
 
 
 @pytest.mark.ray
