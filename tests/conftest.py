@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "RAY_DEDUP_LOGS": "0",
         "PIP_NO_CACHE_DIR": "1",  # it would stay in that home
         "RUNTIME_ENV_RETRY_TIMES": "1",  # a package that is not there is not there at a third try
+        "RAYDIST_KEEP_WARM_S": "0",  # nothing is left behind
         "RAYDIST_LEDGER": str(session.folder / "nodes.json"),  # what a test does to a node is nothing to remember
     }
     os.environ.pop("RAY_ADDRESS", None)

@@ -21,16 +21,24 @@ from raydist.shared.events import Event, read_events
 class Program:
     """`python -m raydist.train WORD…` in `folder`, started already. All that it starts has `tmp` as its TMPDIR.
 
+    Without `tmp` it has one of its own.
+
     `group`: it leads a process group of its own, as a program does that a shell starts.
     """
 
     def __init__(
-        self, folder: Path, *words: str, address: str | None = None, module: str = "raydist.train", group: bool = False
+        self,
+        folder: Path,
+        *words: str,
+        address: str | None = None,
+        module: str = "raydist.train",
+        group: bool = False,
+        tmp: Path | None = None,
     ) -> None:
         self.folder = folder
         # short: Ray keeps its sockets there, and a Unix socket's path may have 107 bytes
-        self._tmp = tempfile.TemporaryDirectory(prefix="p-", ignore_cleanup_errors=True)
-        self.tmp = Path(self._tmp.name)
+        self._tmp = None if tmp else tempfile.TemporaryDirectory(prefix="p-", ignore_cleanup_errors=True)
+        self.tmp = tmp or Path(self._tmp.name if self._tmp else "")
         env = {**os.environ, "TMPDIR": str(self.tmp)} | ({"RAY_ADDRESS": address} if address else {})
         self.output = folder / "screen.txt"
         with self.output.open("w") as screen:

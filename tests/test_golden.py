@@ -23,9 +23,10 @@ import pytest
 from raydist import train
 from raydist.cluster import connect
 from raydist.cluster.nodes import Node, NodeType
+from raydist.launch import warm_server
 from raydist.node import probe
 from raydist.settings.config import Watch
-from raydist.tools import bandwidth, doctor, horovod, launch, plan, submit
+from raydist.tools import bandwidth, doctor, horovod, launch, plan, submit, warm
 from raydist.watch.console import Console
 from raydist.watch.failures import Failures
 from raydist.watch.page_files import Pages
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Main] = {
     "doctor": doctor.main,
     "bandwidth": bandwidth.main,
     "horovod": horovod.main,
+    "warm": warm.main,
 }
 
 
@@ -56,7 +58,7 @@ def settings(here: Path) -> str:
 def tools(here: Path) -> str:
     """`--help` of each tool, an entry to a line: Python's versions differ in how they break it and repeat a value."""
     lines = ["launch --help", "submit --help", "plan --help", "doctor --help", "bandwidth --help"]
-    lines += ["horovod --help", "horovod check --help", "horovod build --help"]
+    lines += ["horovod --help", "horovod check --help", "horovod build --help", "warm --help", "warm --ned"]
     with patch.dict(os.environ, COLUMNS="999"):
         text = "\n".join(said(line) for line in lines)
     text = re.sub(r"\n {20,}", "  ", text)
@@ -276,6 +278,7 @@ def pictured(
     """Let this be the cluster that is there; no job is ever run on it."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(train, "run_composed", None))
+        stack.enter_context(patch.object(warm_server, "begin", lambda overrides: None))
         stack.enter_context(patch.object(connect, "running_address", lambda: running))
         stack.enter_context(patch.object(connect, "start_or_join", lambda job: False))
         stack.enter_context(patch.object(connect, "alive_nodes", lambda: list(nodes)))
@@ -291,7 +294,11 @@ def pictured(
 @contextlib.contextmanager
 def alone() -> Iterator[Path]:
     """An empty folder to stand in, and no environment but this."""
-    kept = {name: os.environ[name] for name in ("PATH", "RAYDIST_LEDGER") if name in os.environ}
+    kept = {
+        name: os.environ[name]
+        for name in ("PATH", "RAYDIST_LEDGER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
+        if name in os.environ
+    }
     before = os.getcwd()
     with tempfile.TemporaryDirectory(prefix="golden-") as made:
         here = Path(made).resolve()

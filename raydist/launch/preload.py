@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 from raydist.settings.config import Job
@@ -36,18 +37,24 @@ def modules(target: str, backend: str, script: str = "", store: str = "") -> lis
     loop = LOOP if "raydist" in imports else ()
     backend_module = BACKENDS["gloo" if backend == "auto" else backend]
     driver = [DRIVERS[scheme(store)]] if scheme(store) in DRIVERS else []
-    names = [*ALWAYS, backend_module, *loop, *driver, *(name for name in imports if name != "raydist")]
+    further = installed_imports(source) if source else []
+    names = [*ALWAYS, backend_module, *loop, *driver, *(name for name in (*imports, *further) if name != "raydist")]
     return list(dict.fromkeys(names))
 
 
 def script_modules(script: str) -> list[str]:
-    """The installed modules that a Python script imports, itself or through its own files.
+    """The installed modules that a Python script imports, itself or through its own files."""
+    first = file_of(script)
+    return installed_imports(first) if first else []
+
+
+def installed_imports(first: Path) -> list[str]:
+    """The installed modules that a Python file imports, itself or through files beside it or in the current folder.
 
     Its own files are left to the ranks: at import they may read variables that only a rank has, as LOCAL_RANK.
     """
-    first = file_of(script)
     names: list[str] = []
-    seen, unread = set[Path](), [first] if first else []
+    seen, unread = set[Path](), [first]
     while unread:
         seen.add(file := unread.pop())
         if not file.is_file():
@@ -58,7 +65,12 @@ def script_modules(script: str) -> list[str]:
         unread += [path for path in own if path.is_file() and path not in seen]
         # torch's optimizers import torch._dynamo in their first step
         names += [*imports, *(["torch._dynamo"] if "torch.optim" in source or "optim." in source else [])]
-    return [name for name in dict.fromkeys(names) if is_installed(name.partition(".")[0])]
+    return [*lasting(dict.fromkeys(names))]
+
+
+def lasting(modules: Iterable[str]) -> tuple[str, ...]:
+    """Those that a server may import that stays: the user's own files change from run to run, the ranks import them."""
+    return tuple(name for name in modules if is_installed(name.partition(".")[0]))
 
 
 def is_installed(name: str) -> bool:

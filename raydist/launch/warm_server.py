@@ -12,16 +12,17 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from raydist.launch import preload
+from raydist.node import kept_server
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
-from raydist.settings.config import Job
+from raydist.settings.config import Job, Scale
 from raydist.worker.protocol import WarmServer
 
 IDLE_S = 300.0
-"""Seconds without a run after which a server ends: a notebook may stay open for days."""
+"""Seconds without a run after which a server ends that is not kept: a notebook may stay open for days."""
 
 _Key = tuple[int, tuple[tuple[str, str], ...]]
 """The threads of each rank, and the variables that modules may read at import."""
-SETTINGS = ("env.", "env=", "env_file=", "scale.cpus=", "start=")
+SETTINGS = ("env.", "env=", "env_file=", "scale.cpus=", "scale.keep_warm_s=", "start=")
 """The overrides that change the server, or make a run that has none."""
 _servers: dict[_Key, ForkServer] = {}
 _lock = threading.Lock()
@@ -31,10 +32,8 @@ def acquire(job: Job) -> WarmServer | None:
     """Start a server for the job on this machine, or return one that runs; None if ranks are not forked."""
     if job.start != "fork":
         return None
-    # The user's own files change from run to run: the ranks import those themselves.
-    modules = tuple(name for name in preload.of(job) if preload.is_installed(name.partition(".")[0]))
-    server = _server(max(1, int(job.scale.cpus)), job.env)
-    return WarmServer(str(server.folder), heritage(), modules)
+    server = _server(max(1, int(job.scale.cpus)), job.env, job.scale.keep_warm_s)
+    return WarmServer(str(server.folder), heritage())
 
 
 def begin(overrides: Sequence[str]) -> None:
@@ -43,21 +42,23 @@ def begin(overrides: Sequence[str]) -> None:
     Without settings that change the server, it is the one that acquire() returns.
     """
     if not any(text.lstrip("+~").startswith(SETTINGS) for text in overrides):
-        threading.Thread(target=_server, args=(1, {}), name="raydist-warm", daemon=True).start()
+        threading.Thread(target=_server, args=(1, {}, Scale().keep_warm_s), name="raydist-warm", daemon=True).start()
 
 
-def _server(threads: int, env: Mapping[str, str]) -> ForkServer:
+def _server(threads: int, env: Mapping[str, str], keep_s: float) -> ForkServer:
     key = threads, tuple(sorted(env.items()))
     with _lock:
         if key not in _servers or not _servers[key].alive():
             path = node_folder(f"raydist-{os.getuid()}-{uuid.uuid4().hex[:8]}")
-            _servers[key] = ForkServer.launch(path, "fork", threads, IDLE_S, modules=preload.ALWAYS, env=env)
+            _servers[key] = kept_server.obtain(threads, env, keep_s, preload.ALWAYS) or ForkServer.launch(
+                path, "fork", threads, IDLE_S, modules=preload.ALWAYS, env=env
+            )
         return _servers[key]
 
 
 @atexit.register
 def end_all() -> None:
-    """End all servers."""
+    """End all servers; those that are kept wait for another program."""
     with _lock:
         for server in _servers.values():
             server.end()

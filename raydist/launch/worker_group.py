@@ -108,7 +108,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._request = protocol.Open(
             run=uuid.uuid4().hex[:8], start=job.start, modules=tuple(modules), env=job.env,
             interface=job.fabric.interface, threads=max(1, int(job.scale.cpus)), mpirun=job.backend.mpi.mpirun,
-            secret=secrets.token_hex(32), warm_server=warm_server,
+            secret=secrets.token_hex(32), keep_s=job.scale.keep_warm_s, installed=preload.lasting(modules),
+            warm_server=warm_server,
         )  # fmt: skip
         self._job, self._files = job, shared_paths.files(job, str(file.parent) if file else "")
         self._installs = ", ".join(job.pip)

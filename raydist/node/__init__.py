@@ -14,6 +14,7 @@ when a rank dies.
     fork_launcher.py      Starts and ends a fork server: for the first agent of a node, or for the driver on its machine
     fork_server.py        The fork server of a node: a plain process that imports torch once, and forks the ranks from
                           itself
+    kept_server.py        Fork servers that stay on their node for the next run of the same user, environment and Python
     mpi_agent.py          The agent of a rank under mpirun: it serves mpirun's processes, and forks the rank when mpirun
                           starts it
     mpi_child.py          The program that mpirun starts in place of ssh and of the user's program

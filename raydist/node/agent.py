@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from raydist.network import nccl_log as network_nccl_log
 from raydist.network.names import RANK_FOLDER
-from raydist.node import counters, nccl_output, oom
+from raydist.node import counters, kept_server, nccl_output, oom
 from raydist.node.fork_client import ForkClient
-from raydist.node.fork_launcher import ForkServer, heritage, node_folder
+from raydist.node.fork_launcher import ForkServer, node_folder
 from raydist.node.nccl_output import NcclLog
 from raydist.node.processes import main_stack, process_state, recorded_error
 from raydist.shared import env_names
@@ -147,23 +147,19 @@ class RankAgent:
     async def open(self, request: protocol.Open) -> protocol.Opened:
         """Round 1: read the facts of the machine, start or join the fork server, open the rendezvous store."""
         self.rank, self._lead = request.rank, request.lead
-        name, warm_server = f"raydist-{os.getuid()}-{request.run}-{request.node_id[-8:]}", request.warm_server
-        joins = warm_server is not None and warm_server.heritage == heritage()
-        server_folder = Path(warm_server.folder) if warm_server is not None and joins else node_folder(name)
-        self.folder = server_folder / name if joins else server_folder
-        if joins:
-            self.folder.mkdir(exist_ok=True)  # another agent of the node may have made it
+        self.folder = node_folder(f"raydist-{os.getuid()}-{request.run}-{request.node_id[-8:]}")
         facts: Facts | None = None
+        modules: tuple[str, ...] = ()
         if request.lead:
             from raydist.node import probe
 
-            if not joins:
-                self._own_server = ForkServer.launch(server_folder, request.start, request.threads, env=request.env)
+            self._own_server, modules = await asyncio.to_thread(kept_server.reach, request, self.folder)
             # the driver knows the GPUs of each rank
             facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
-        self._client = await ForkClient.connect(server_folder)
-        modules = warm_server.modules if warm_server is not None and joins else request.modules
-        self._server.send(protocol.ImportModules(modules if request.lead else ()))
+        self._client = await ForkClient.connect(self.folder)
+        if request.lead:
+            self._server.send(protocol.BeginRun(str(self.folder), request.keep_s))
+        self._server.send(protocol.ImportModules(modules))
         warm = await self._server.reply(protocol.Warm)
         opened = await self.open_store(OpenStore(request.store, facts.address)) if facts and request.store else None
         return protocol.Opened(

@@ -31,12 +31,13 @@ class ForkServer:
         idle_s: float | None = None,
         *,
         modules: Sequence[str] = (),
+        keep: str = "0",
         env: Mapping[str, str] | None = None,
     ) -> ForkServer:
         """Start a server; it listens long before it has imported `modules`, which agents may add to.
 
-        `idle_s`: seconds without an agent after which it ends; None: never. `env`: variables of the ranks beside those
-        of this process, because some modules read theirs at import.
+        `keep`: as KEEP of fork_server. `idle_s`: seconds without an agent after which it ends; None: never. `env`:
+        variables of the ranks beside those of this process, because some modules read theirs at import.
         """
         folder.mkdir(mode=0o700)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -44,14 +45,14 @@ class ForkServer:
         listener.listen(1024)
         lifeline, server_end = socket.socketpair()
         descriptors = (listener.fileno(), server_end.fileno())
-        args = [*map(str, descriptors), start, f"{idle_s or 0:g}"]
+        args = [*map(str, descriptors), start, f"{idle_s or 0:g}", keep]
         command = [sys.executable, "-m", "raydist.node.fork_server", *args, *modules]
         env = {
             "OMP_NUM_THREADS": str(threads),
             **MALLOC,
             **os.environ,
             **(env or {}),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path) if keep == "0" else own_search_path()),
         }
         with open(folder / "server.log", "wb") as log:  # the server detaches itself, so this returns at once
             subprocess.run(
@@ -71,7 +72,7 @@ class ForkServer:
             return False
 
     def end(self) -> None:
-        """End the server; returns once all its processes have ended, as each holds the lifeline's other end."""
+        """End the server, or let it go if it is kept; returns once its processes have ended: each has the lifeline."""
         with contextlib.suppress(OSError):
             self.lifeline.shutdown(socket.SHUT_WR)
             self.lifeline.recv(1)
@@ -84,6 +85,11 @@ def node_folder(name: str) -> Path:
     return path if len(os.fsencode(path)) < 90 else Path("/tmp") / name
 
 
+def own_search_path() -> list[str]:
+    """Where a server that stays finds modules beside the installed ones: raydist's own folder, PYTHONPATH."""
+    return [str(Path(__file__).parents[2]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
 def heritage() -> tuple[str, ...]:
     """The properties that a child inherits: interpreter, user, limits, namespaces, cgroup (container), machine.
 
@@ -92,7 +98,7 @@ def heritage() -> tuple[str, ...]:
     import resource
 
     properties = [sys.executable, str(os.getuid())]
-    properties += [str(resource.getrlimit(kind)) for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)]
+    properties += [str(resource.getrlimit(kind)[1]) for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)]
     for name in ("self/cgroup", "sys/kernel/random/boot_id"):
         with contextlib.suppress(OSError):
             properties.append(Path("/proc", name).read_text())

@@ -1,12 +1,15 @@
 """The fork server of a node: a plain process that imports torch once, and forks the ranks from itself. (actor)
 
-    python -m raydist.node.fork_server LISTEN_FD LIFELINE_FD START IDLE_S MODULE…
+    python -m raydist.node.fork_server LISTEN_FD LIFELINE_FD START IDLE_S KEEP MODULE…
 
-It imports these modules at once, and those that agents name later.
+It imports these modules at once, and those that agents name later. KEEP: 0, or it is kept for further claims (see
+node.kept_server): 1, or as long as the process of this id lives.
 
 It is exec'ed, not forked from a Ray worker, whose threads and gRPC would not survive a fork. It has one thread, and
 never uses CUDA. Agents send it messages of worker.protocol over a Unix socket, one per packet, with descriptors:
 
+    Claim            the new lifeline             -> Claimed
+    BeginRun
     ImportModules                                 -> Warm
     RankSpec         log, channel, heartbeat      -> Forked, later Ended
     ProgramSpec      log                          -> Forked, later Ended
@@ -17,7 +20,7 @@ never uses CUDA. Agents send it messages of worker.protocol over a Unix socket, 
 
 When an agent disconnects, the server ends its ranks, writes
 their last state to the disk, and disconnects too. When the other end of the lifeline closes, because its owner ended or
-died, or no agent came for IDLE_S, it ends everything.
+died, it ends everything, and itself unless it is kept. It ends when no agent came for IDLE_S.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import selectors
 import shutil
@@ -47,6 +51,8 @@ from raydist.worker import main as rank_main
 from raydist.worker import protocol
 from raydist.worker.protocol import (
     PACKET,
+    BeginRun,
+    Claim,
     CommitShards,
     DropShards,
     ImportModules,
@@ -66,8 +72,6 @@ from raydist.worker.protocol import (
 PR_SET_CHILD_SUBREAPER = 36
 WRITE_S = 600.0
 """Longest wait for the writers of the last states after all ranks have ended: large states take minutes."""
-OWN_SOURCES = 3
-"""The server listens to these without any agent: its socket, the lifeline, the pipe of SIGCHLD."""
 
 
 @dataclass
@@ -76,8 +80,15 @@ class Server:
 
     listener: socket.socket
     lifeline: int
+    """-1 while nobody claims the server."""
     start: str
     idle_s: float | None = None
+    keep: bool = False
+    """Whether it stays when its owner lets go."""
+    guard: int = -1
+    """A descriptor of the process without which it does not stay, as Ray's raylet; -1: none."""
+    run_folders: list[str] = field(default_factory=list)
+    """What to remove when the claim ends."""
     born: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     owner: dict[int, socket.socket] = field(default_factory=dict)
@@ -96,19 +107,30 @@ class Server:
         os.set_blocking(wake_end, False)
         signal.set_wakeup_fd(wake_end)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for source in (self.listener, self.lifeline, wake):
+        own = {self.listener.fileno(), wake, *({self.guard} - {-1})}
+        for source in (*own, self.lifeline):
             self.selector.register(source, selectors.EVENT_READ)
         while True:
             ready = self.selector.select(self.idle_s)
-            if not ready and len(self.selector.get_map()) == OWN_SOURCES and not self.owner:
+            agents = self.selector.get_map().keys() - {*own, self.lifeline}
+            if not ready and not agents and not self.owner:
                 return self.end_all()
             for key, _ in ready:
-                if key.fileobj is self.listener:
+                if key.fd == self.listener.fileno():
                     self.selector.register(self.listener.accept()[0], selectors.EVENT_READ)
                 elif key.fd == wake:
                     os.read(wake, 512)
+                elif key.fd == self.guard:
+                    self.selector.unregister(key.fd)
+                    self.keep = False
+                    if self.lifeline < 0:
+                        return self.end_all()
                 elif key.fd == self.lifeline:
-                    return self.end_all()
+                    self.end_all()
+                    if not self.keep:
+                        return None
+                    self.let_go()
+                    break  # the others may be of agents that are gone
                 else:
                     self.handle(key.fileobj)  # type: ignore[arg-type]
             self.reap()
@@ -123,6 +145,12 @@ class Server:
             self.disconnect(agent)
             return
         match protocol.decode(packet):
+            case Claim():
+                self.claim(agent, fds)
+            case BeginRun(folder, keep_s):
+                self.run_folders.append(folder)
+                if self.keep:
+                    self.keep, self.idle_s = keep_s > 0, keep_s or self.idle_s
             case ImportModules(modules):
                 send_message(agent, self.warm_up(modules))
             case RankSpec() as spec:
@@ -143,12 +171,31 @@ class Server:
 
     def warm_up(self, modules: Sequence[str]) -> Warm:
         """Import the modules that ranks need, unless each rank is a new interpreter."""
-        with ends_with(self.lifeline, self.folder):
+        with ends_with(self.lifeline, self.folder) if self.lifeline >= 0 else contextlib.nullcontext():
             return import_modules(modules if self.start == "fork" else ())
 
     @property
     def folder(self) -> str:
         return os.path.dirname(str(self.listener.getsockname()))
+
+    def claim(self, claimant: socket.socket, fds: list[int]) -> None:
+        """Adopt the descriptor as the lifeline, if the server is free, and no file that it imported has changed."""
+        free = self.lifeline < 0
+        if free and changed_since(self.born):
+            free, self.idle_s = False, 0.0  # it ends when the claimant has gone
+        if free and fds:
+            self.lifeline = fds.pop()
+            self.selector.register(self.lifeline, selectors.EVENT_READ)
+        send_message(claimant, protocol.Claimed(free))
+
+    def let_go(self) -> None:
+        """The claim has ended: the server waits for another one."""
+        self.selector.unregister(self.lifeline)
+        for folder in self.run_folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.run_folders.clear()
+        os.close(self.lifeline)  # last: the owner waits for it
+        self.lifeline = -1
 
     def note_fork(self, pid: int, agent: socket.socket) -> None:
         self.owner[pid] = agent
@@ -304,6 +351,21 @@ def import_modules(modules: Sequence[str]) -> Warm:
     return Warm(failed, bool(torch and torch.cuda.is_initialized()))
 
 
+def changed_since(moment: float) -> bool:
+    """Whether a file that this process has imported was changed or removed after `moment`, seconds since the epoch."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not file or not os.path.isabs(file):
+            continue
+        try:
+            found = os.stat(file)
+        except OSError:
+            return True
+        if max(found.st_mtime, found.st_ctime) > moment:
+            return True
+    return False
+
+
 @contextlib.contextmanager
 def ends_with(lifeline: int, folder: str) -> Iterator[None]:
     """End this process if the lifeline closes while it imports modules, when nothing reads the lifeline."""
@@ -323,20 +385,32 @@ def ends_with(lifeline: int, folder: str) -> Iterator[None]:
     signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
-def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, *modules: str) -> None:
-    """Detach, import the modules, serve until the lifeline closes."""
+def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *modules: str) -> None:
+    """Detach, import the modules, serve until the lifeline closes; if kept, until nobody claims it any more."""
     import ctypes
 
     if os.fork():
         # A Ray worker SIGKILLs its children when it ends. The server outlives it, to end the ranks and their children.
         os._exit(0)
     os.setsid()
+    if keep != "0":
+        if sys.path[0] == os.getcwd():
+            del sys.path[0]  # the next run may be that of another folder
+        os.chdir("/")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    server = Server(socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start, float(idle_s) or None)
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):  # as Ray does for its workers
+        resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
+    guard = os.pidfd_open(int(keep)) if int(keep) > 1 else -1
+    server = Server(
+        socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start, float(idle_s) or None, keep != "0", guard
+    )
     folder, code = server.folder, 1
+    if server.keep:
+        with open(os.path.join(folder, "server.json"), "w") as file:
+            json.dump({"pid": os.getpid(), "born": server.born}, file)
     server.warm_up(("raydist.worker.main", *modules))
     try:
         server.serve()
@@ -344,7 +418,11 @@ def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, *modules: st
     except BaseException:
         traceback.print_exc()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for path in (*server.run_folders, folder):
+            shutil.rmtree(path, ignore_errors=True)
+        if keep != "0":
+            with contextlib.suppress(OSError):  # there are other servers
+                os.rmdir(os.path.dirname(folder))
         os._exit(code)  # the driver waits for this end, and torch's own takes a tenth of a second
 
 

@@ -123,6 +123,9 @@ class Scale:
     """Use only nodes with these Ray labels, as Ray's label selectors: scale.labels.market-type=on-demand."""
     avoid: bool = True
     """Avoid nodes that were lost or slow in two runs of the last week, if there is room without them."""
+    keep_warm_s: float = at_least(0, 300.0)
+    """Seconds that the fork server of each node stays after a run, with torch imported, for the user's next run in the
+    same environment; 0: it ends with the run. `python -m raydist.tools.warm` lists and ends them."""
     wait_s: float = at_least(0, 600.0)
     """Seconds to wait for nodes that the autoscaler, or a person, is starting."""
 

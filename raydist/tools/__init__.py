@@ -21,4 +21,5 @@ Each gets the same overrides as `python -m raydist.train`.
     plan.py               `python -m raydist.tools.plan`: prints where ranks would run and with which variables; starts
                           nothing
     submit.py             `python -m raydist.tools.submit`: submits a job to a running Ray cluster, and shows its log
+    warm.py               `python -m raydist.tools.warm`: lists the fork servers that stay on the nodes for the next run
 """

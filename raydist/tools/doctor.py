@@ -61,7 +61,7 @@ def examine_cluster(job: Job, timeout: float) -> Report:
     backends.check_installed(job.backend.name)
     report = Report()
     with trial_folder(job, report) as folder, Events(folder / "events.jsonl", (print_waiting,)) as events:
-        trial = replace(job, dir=str(folder), storage="")
+        trial = replace(job, dir=str(folder), storage="", scale=replace(job.scale, keep_warm_s=0))
         try:
             with checked_group(trial, events) as group:
                 group.open(trial, preload.modules(job.job.target, group.plan.request.backend))

@@ -57,8 +57,6 @@ class WarmServer:
     folder: str
     heritage: tuple[str, ...]
     """The properties that its processes inherit (node.fork_launcher.heritage). An agent with equal ones may use it."""
-    modules: tuple[str, ...]
-    """The modules that it imports for this run: not the user's own files, which may change until the next run."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +159,10 @@ class Open(Request[Opened]):
     mpirun: str
     secret: str
     """Proves that a process is a child of this run's mpirun."""
+    keep_s: float = 0
+    """Seconds that the fork server of a node stays after the run, for the next one; 0: it ends with the run."""
+    installed: tuple[str, ...] = ()
+    """Those of the modules that a server imports that stays: not the user's own files, which change from run to run."""
     warm_server: WarmServer | None = None
     rank: int = -1
     node_id: str = ""
@@ -593,6 +595,29 @@ class SignalProcess:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """Serve the process that has the other end of the socket sent along, until that closes; reply with Claimed.
+
+    Without a socket it only asks whether the server would.
+    """
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """Whether the server serves this process: not if it serves another one, or a file that it imported has changed."""
+
+    ok: bool
+
+
+@dataclass(frozen=True)
+class BeginRun:
+    """Remove this folder when the claim ends; afterwards stay for `keep_s` seconds if the server is one that stays."""
+
+    folder: str
+    keep_s: float
+
+
+@dataclass(frozen=True)
 class ImportModules:
     """Import these modules before the next fork, and reply with Warm."""
 
@@ -639,8 +664,11 @@ class Ended:
 ShardsRequest = ListShards | WriteShards | CommitShards | DropShards
 """What an agent passes on to a writer process, and the replies of that process."""
 ShardsReply = HeldShards | WrittenShards | SavedShards | UnseenShards | WriterFailed
-ServerMessage = ImportModules | RankSpec | ProgramSpec | OpenStore | WriteCheckpoint | ShardsRequest | SignalProcess
-ServerReply = Warm | Forked | StoreForked
+ServerMessage = (
+    Claim | BeginRun | ImportModules | RankSpec | ProgramSpec | OpenStore | WriteCheckpoint | ShardsRequest
+    | SignalProcess
+)  # fmt: skip
+ServerReply = Claimed | Warm | Forked | StoreForked
 
 
 # --- agent <-> rank
@@ -674,8 +702,8 @@ RankReply = Activity | Holding
 _BY_NAME: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        ImportModules, RankSpec, ProgramSpec, OpenStore, WriteCheckpoint, SignalProcess, Warm, Forked, StoreForked,
-        Ended, TellActivity, HoldRank, StopAfter, Activity, Holding,
+        Claim, Claimed, BeginRun, ImportModules, Warm, RankSpec, ProgramSpec, OpenStore, WriteCheckpoint, SignalProcess,
+        Forked, StoreForked, Ended, TellActivity, HoldRank, StopAfter, Activity, Holding,
         ListShards, WriteShards, CommitShards, DropShards,
         HeldShards, WrittenShards, SavedShards, UnseenShards, WriterFailed,
     )

@@ -270,7 +270,7 @@ def test_lost_agents_are_replaced_on_another_node(transport: FakeTransport, even
         return placement.replace_nodes(group.plan, [node(1), node(3)])
 
     group = WorkerGroup(two_nodes(), transport, events, replace_nodes=replace_nodes)
-    group.open(job, ("torch",), WarmServer("/tmp/warm", (), ("torch",)))
+    group.open(job, ("torch",), WarmServer("/tmp/warm", ()))
     transport.replies[IsOpen] = gone_from(2, 3)
     assert group.prepare_attempt(job, 1) == [2, 3]
     assert asked == [[2, 3]]

@@ -51,7 +51,7 @@ class Node:
         self.lifeline, its = socket.socketpair()
         self.lifeline.settimeout(30)
         fds = (listener.fileno(), its.fileno())
-        command = [sys.executable, "-m", "raydist.node.fork_server", *map(str, fds), start, "0", *modules]
+        command = [sys.executable, "-m", "raydist.node.fork_server", *map(str, fds), start, "0", "0", *modules]
         subprocess.run(command, pass_fds=fds, check=True)
         its.close()
         listener.close()

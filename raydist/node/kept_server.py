@@ -1,0 +1,160 @@
+"""Fork servers that stay on their node for the next run of the same user, environment and Python. (either side)
+
+Each has a folder in `servers_folder()`, with its socket `fork`, which only its user can reach. A process that wants one
+claims it: the server then serves this process alone, until the process lets go or dies. It ends after some time without
+a claim, when the Ray ends that it was started under, and when a file that it has imported has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import stat
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raydist.node.fork_launcher import ForkServer, heritage, node_folder, own_search_path
+from raydist.shared import env_names
+from raydist.shared.version import __version__
+from raydist.worker.protocol import PACKET, BeginRun, Claim, Claimed, ImportModules, Message, Open, decode, encode
+
+CLAIM_S = 1.0
+"""Longest wait for a server's answer: one that imports modules is another run's."""
+VOLATILE = (
+    "RAY_", "RAYDIST_", "SSH_", "XDG_", "TERM", "TMUX", "LS_COLORS", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES",
+    "WINDOWID", "INVOCATION_ID", "JOURNAL_STREAM", "PYTHONPATH", "HYDRA_",
+)  # fmt: skip
+"""The beginnings of variables that differ from command to command, and that no module reads at import."""
+STATUS = ("Umask", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed")
+"""Lines of /proc/self/status that a child inherits."""
+
+
+@dataclass(frozen=True)
+class KeptServer:
+    """What a person sees of a server."""
+
+    folder: str
+    host: str
+    pid: int
+    born: float
+    """Seconds since the epoch."""
+    memory: int
+    """Resident bytes."""
+    free: bool
+    """No run uses it now."""
+
+
+def reach(request: Open, folder: Path) -> tuple[ForkServer | None, tuple[str, ...]]:
+    """Make a fork server reachable in the agents' `folder`: the server if it is their own, and what it has to import.
+
+    The driver's, if a rank would inherit the same from it; else one that stays on the node; else a new one.
+    """
+    warm_server, own = request.warm_server, None
+    if warm_server is not None and warm_server.heritage == heritage():
+        place = Path(warm_server.folder)
+    elif request.start == "fork" and (own := obtain(request.threads, request.env, request.keep_s)):
+        place = own.folder
+    else:
+        return ForkServer.launch(folder, request.start, request.threads, env=request.env), request.modules
+    folder.mkdir(mode=0o700)
+    for name in ("server.log", "fork"):
+        (folder / name).symlink_to(place / name)
+    return own, request.installed
+
+
+def obtain(threads: int, env: Mapping[str, str], keep_s: float, modules: Sequence[str] = ()) -> ForkServer | None:
+    """A server that was kept, or a new one that will be for `keep_s` seconds; None if servers are not kept here.
+
+    `threads`, `env`, `modules`: as for ForkServer.launch; the modules are for a new one.
+    """
+    keep_s = min(keep_s, float(os.environ.get(env_names.KEEP_WARM, keep_s)))
+    if not keep_s or (where := servers_folder()) is None:
+        return None
+    name = fingerprint(threads, env)
+    for folder in sorted(where.glob(f"{name}-*")):
+        if server := claim(folder):
+            return server
+    folder, guard = where / f"{name}-{uuid.uuid4().hex[:6]}", os.environ.get("RAY_RAYLET_PID", "1")
+    with contextlib.suppress(FileNotFoundError):  # the last server there has just removed it
+        return ForkServer.launch(folder, "fork", threads, keep_s, modules=modules, env=env, keep=guard)
+    return None
+
+
+def servers_folder(make: bool = True) -> Path | None:
+    """The folder of this user's servers on this node; None if it is not there, or not this user's own."""
+    path = node_folder(f"raydist-{os.getuid()}-warm")
+    with contextlib.suppress(OSError):
+        if make:
+            path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return path
+    return None
+
+
+def claim(folder: Path) -> ForkServer | None:
+    """Claim the server of a folder; None if it is gone, serves another process, or has imported files that changed."""
+    ours, its = socket.socketpair()
+    with its:
+        if ask(folder, Claim(), [its.fileno()]) == Claimed(True):
+            return ForkServer(folder, ours)
+    ours.close()
+    return None
+
+
+def ask(folder: Path, message: Claim, descriptors: Sequence[int] = ()) -> Message | None:
+    """Send a message to the server of a folder; its reply, or None. The folder of a server that died is removed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(CLAIM_S)
+        try:
+            sock.connect(str(folder / "fork"))
+            socket.send_fds(sock, [encode(message)], list(descriptors))
+            return decode(sock.recv(PACKET))
+        except ConnectionRefusedError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, ValueError):
+            pass
+    return None
+
+
+def fingerprint(threads: int, env: Mapping[str, str]) -> str:
+    """A name for servers that may start each other's ranks: a hash of all that a rank inherits from its server."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(VOLATILE)}
+    status = Path("/proc/self/status").read_text().splitlines()
+    inherited = [line for line in status if line.partition(":")[0] in STATUS]
+    parts = [heritage(), inherited, os.getpriority(os.PRIO_PROCESS, 0), __version__,
+             threads, sorted({**own, **env}.items()), own_search_path()]  # fmt: skip
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
+
+
+def kept_servers() -> list[KeptServer]:
+    """The servers of this user on this node, oldest first."""
+    where, found = servers_folder(make=False), []
+    for note in where.glob("*/server.json") if where else ():
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            plain = json.loads(note.read_text())
+            memory = int(Path(f"/proc/{plain['pid']}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            free = ask(note.parent, Claim()) == Claimed(True)
+            found.append(KeptServer(str(note.parent), socket.gethostname(), plain["pid"], plain["born"], memory, free))
+    return sorted(found, key=lambda server: server.born)
+
+
+def end(folder: str) -> bool:
+    """End the server of a folder; False if it serves a run, or is gone."""
+    if (server := claim(Path(folder))) is None:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(CLAIM_S)
+        with contextlib.suppress(OSError):
+            sock.connect(str(server.folder / "fork"))
+            sock.send(encode(BeginRun(folder, 0)))
+            sock.send(encode(ImportModules(())))
+            sock.recv(PACKET)  # it has read both
+    server.end()
+    return True

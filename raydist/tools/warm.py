@@ -1,0 +1,94 @@
+"""`python -m raydist.tools.warm`: lists the fork servers that stay on the nodes for the next run. (driver)"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from raydist.cluster import connect, ray_private
+from raydist.node import kept_server
+from raydist.node.kept_server import KeptServer
+from raydist.settings.config import Job
+from raydist.shared.rank_names import counted
+from raydist.tools.command_line import run_tool
+from raydist.train import Parser
+
+OnNodes = Callable[[Callable[[], Any]], list[Any]]
+"""Calls a function on each node; its values."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. The exit code: 0; 2 for a wrong flag."""
+
+    def warm() -> int:
+        parser = Parser(
+            prog="python -m raydist.tools.warm",
+            description="Lists the fork servers that stay on this machine, and on the nodes of a running Ray cluster, "
+            "for the next run (scale.keep_warm_s). They are this user's only; no run needs them.",
+        )
+        parser.add_argument("--end", action="store_true", help="end those that no run uses")
+        typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        with nodes() as on_nodes:
+            print("\n".join(end_servers(on_nodes) if typed.end else list_servers(on_nodes)))
+        return 0
+
+    return run_tool(warm)
+
+
+def list_servers(on_nodes: OnNodes) -> Iterator[str]:
+    """A line for each server."""
+    servers = {(each["host"], each["pid"]): KeptServer(**each) for found in on_nodes(servers_here) for each in found}
+    if not servers:
+        yield "no fork server waits for a run"
+        return
+    yield f"{'host':20}  {'pid':>8}  {'age':>7}  {'memory':>9}  state"
+    for server in sorted(servers.values(), key=lambda each: (each.host, each.born)):
+        age, state = time.time() - server.born, "waits" if server.free else "in use"
+        yield f"{server.host:20}  {server.pid:8}  {age:5.0f} s  {server.memory / 2**20:5.0f} MiB  {state}"
+
+
+def end_servers(on_nodes: OnNodes) -> Iterator[str]:
+    """End all that no run uses; a line that says how many."""
+    ended = sum(on_nodes(end_free))
+    yield f"{counted(ended, 'fork server')} ended"
+
+
+def servers_here() -> list[dict[str, Any]]:
+    """The servers of this node."""
+    return [asdict(server) for server in kept_server.kept_servers()]
+
+
+def end_free() -> int:
+    """End those of this node that no run uses; their number."""
+    return sum(kept_server.end(server.folder) for server in kept_server.kept_servers())
+
+
+@contextmanager
+def nodes() -> Iterator[OnNodes]:
+    """Inside the block, a way to call a function on this machine and on each node of the Ray cluster that runs."""
+    if not (ray_private.may_run() and connect.running_address()):
+        yield lambda function: [function()]
+        return
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    connect.start_or_join(Job())
+
+    def call(function: Callable[[], Any]) -> list[Any]:
+        task = ray.remote(num_cpus=0)(function)
+        pinned = [NodeAffinitySchedulingStrategy(node.id, soft=False) for node in connect.alive_nodes()]
+        waiting = [task.options(scheduling_strategy=each).remote() for each in pinned]
+        return [function(), *ray.get(waiting)]
+
+    try:
+        yield call
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Fork servers that stay: claimed, refused, found again, and gone when nobody wants them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from raydist.node import kept_server
+from raydist.node.fork_launcher import ForkServer, heritage
+from raydist.node.kept_server import KeptServer
+from raydist.worker.protocol import Open, WarmServer
+from tests.leftovers import ended
+
+OWNER = """
+import socket, time
+from raydist.node import kept_server
+from raydist.worker.protocol import ImportModules, encode
+
+server = kept_server.obtain(1, {}, 60)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+    sock.connect(str(server.folder / "fork"))
+    sock.send(encode(ImportModules(())))
+    print(sock.recv(99), flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the servers of a test are; all have gone after it."""
+    monkeypatch.delenv("RAYDIST_KEEP_WARM_S", raising=False)
+    monkeypatch.delenv("RAY_RAYLET_PID", raising=False)
+    with tempfile.TemporaryDirectory(prefix="k-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+        for server in kept_server.kept_servers():
+            os.kill(server.pid, signal.SIGKILL)
+            assert ended(server.pid)
+
+
+def obtain(keep_s: float = 60, threads: int = 1, **env: str) -> ForkServer:
+    server = kept_server.obtain(threads, env, keep_s, ("json",))
+    assert server is not None
+    return server
+
+
+def soon(true: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 20
+    while not true() and time.monotonic() < until:
+        time.sleep(0.02)
+    return true()
+
+
+def known(server: ForkServer) -> KeptServer:
+    """What its folder says of a server, once it has begun."""
+    found: list[KeptServer] = []
+
+    def there() -> bool:
+        found[:] = [each for each in kept_server.kept_servers() if each.folder == str(server.folder)]
+        return bool(found)
+
+    assert soon(there)
+    return found[0]
+
+
+def waits() -> bool:
+    """Whether the only server waits for a claim."""
+    return [server.free for server in kept_server.kept_servers()] == [True]
+
+
+def test_one_process_at_a_time_has_a_server_and_the_next_one_gets_it() -> None:
+    first = obtain()
+    second = obtain()
+    assert first.folder != second.folder
+    first.end()
+    again = obtain()
+    assert again.folder == first.folder
+    assert again.alive()
+    again.end()
+    second.end()
+    assert [server.free for server in kept_server.kept_servers()] == [True, True]
+
+
+@pytest.mark.parametrize("other", [{"threads": 2}, {"LAYOUT": "x"}])
+def test_another_environment_has_another_server(other: dict[str, int]) -> None:
+    first = obtain()
+    first.end()
+    second = obtain(**other)  # type: ignore[arg-type]
+    assert second.folder != first.folder
+    second.end()
+
+
+def test_a_variable_of_the_process_counts_and_those_of_a_terminal_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = kept_server.fingerprint(1, {})
+    monkeypatch.setenv("COLUMNS", "77")
+    monkeypatch.setenv("RAY_JOB_ID", "77")
+    assert kept_server.fingerprint(1, {}) == name
+    monkeypatch.setenv("TORCH_LOGS", "+dynamo")
+    assert kept_server.fingerprint(1, {}) != name
+
+
+def test_it_ends_by_itself_when_nobody_claims_it(place: Path) -> None:
+    server = obtain(keep_s=0.5)
+    there = known(server)
+    server.end()
+    assert ended(there.pid)
+    assert soon(lambda: not server.folder.exists())
+
+
+def test_it_outlives_an_owner_that_is_killed(place: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], env={**os.environ, "TMPDIR": str(place)}, stdout=-1)
+    assert owner.stdout is not None
+    assert owner.stdout.readline()  # the server has imported all: until then it would end with its owner
+    owner.kill()
+    owner.communicate()
+    assert soon(waits)
+
+
+def test_it_ends_with_the_ray_that_it_was_started_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    raylet = subprocess.Popen(["sleep", "300"])
+    monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+    server = obtain()
+    there = known(server)
+    server.end()
+    assert soon(waits)
+    raylet.kill()
+    raylet.wait()
+    assert ended(there.pid)
+
+
+def test_one_whose_modules_changed_is_not_used_and_ends(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "lib").mkdir()
+    (place / "lib" / "edited.py").write_text(f"open({str(place / 'imported')!r}, 'w').close()")
+    monkeypatch.setenv("PYTHONPATH", str(place / "lib"))
+    first = kept_server.obtain(1, {}, 60, ("edited",))
+    assert first is not None
+    assert soon((place / "imported").exists)
+    there = known(first)
+    first.end()
+    time.sleep(0.01)  # the clock of a file system ticks slowly
+    (place / "lib" / "edited.py").write_text("x = 1")
+    second = kept_server.obtain(1, {}, 60, ("edited",))
+    assert second is not None
+    assert second.folder != first.folder
+    assert ended(there.pid)
+    second.end()
+
+
+def test_the_folder_of_a_server_that_was_killed_is_removed() -> None:
+    server = obtain()
+    there = known(server)
+    os.kill(there.pid, signal.SIGKILL)
+    assert ended(there.pid)
+    assert not server.alive()
+    obtain().end()
+    assert not server.folder.exists()
+
+
+def test_end_spares_one_that_is_in_use() -> None:
+    server = obtain()
+    there = known(server)
+    assert not kept_server.end(there.folder)
+    server.end()
+    assert kept_server.end(there.folder)
+    assert ended(there.pid)
+    assert kept_server.kept_servers() == []
+
+
+@pytest.mark.parametrize("keep", ["0", "600"])
+def test_an_admin_sets_the_most_seconds(monkeypatch: pytest.MonkeyPatch, keep: str) -> None:
+    monkeypatch.setenv("RAYDIST_KEEP_WARM_S", keep)
+    server = kept_server.obtain(1, {}, 60)
+    assert (server is None) == (keep == "0")
+    if server:
+        server.end()
+
+
+def test_a_folder_that_others_can_reach_is_not_used(place: Path) -> None:
+    path = kept_server.servers_folder()
+    assert path is not None
+    path.chmod(0o755)
+    assert kept_server.servers_folder() is None
+    path.rename(place / "elsewhere")
+    (place / "elsewhere").chmod(0o700)
+    path.symlink_to(place / "elsewhere")
+    assert kept_server.servers_folder() is None
+    assert kept_server.obtain(1, {}, 60) is None
+
+
+def test_an_agent_uses_the_drivers_server_only_if_a_rank_would_inherit_the_same(place: Path) -> None:
+    mine = obtain()
+    for name, inherited in {"equal": heritage(), "other": ("another limit",)}.items():
+        request = Open(
+            run="r", start="fork", modules=("json", "mine"), env={}, interface=None, threads=1, mpirun="auto",
+            secret="", installed=("json",), warm_server=WarmServer(str(mine.folder), inherited),
+        )  # fmt: skip
+        own, modules = kept_server.reach(request, place / name)
+        assert (own is None, modules) == ((True, ("json",)) if name == "equal" else (False, ("json", "mine")))
+        if own is None:
+            assert (place / name / "fork").resolve() == mine.folder / "fork"
+        else:
+            own.end()
+    mine.end()

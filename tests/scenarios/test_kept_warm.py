@@ -1,0 +1,101 @@
+"""Fork servers stay between the commands of a person, on this machine and on the nodes of a Ray."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.leftovers import ended, folders_of, gone
+from tests.programs import Program
+
+PARENT = """
+import os, sys, time
+print("parent", os.getppid(), flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAYDIST_KEEP_WARM_S", "60")
+    (tmp_path / "parent.py").write_text(PARENT)
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (4000, 4000))  # the nodes have more: this driver's server is not for them
+from raydist import train
+sys.exit(train.main())
+"""
+
+
+def parents(program: Program) -> set[int]:
+    return {int(pid) for pid in re.findall(r"parent (\d+)", program.screen)}
+
+
+def again(program: Program, *words: str, address: str | None = None, module: str = "raydist.train") -> Program:
+    """A further command of the same person."""
+    return Program(program.folder, *words, address=address, module=module, tmp=program.tmp)
+
+
+WORDS = ("script=parent.py", "args=0", "scale=1x2")
+
+
+def test_the_second_command_finds_the_server_of_the_first(tmp_path: Path) -> None:
+    first = Program(tmp_path, *WORDS)
+    assert first.wait() == 0, first.screen
+    (server,) = parents(first)
+    second = again(first, *WORDS)
+    assert second.wait() == 0, second.screen
+    assert parents(second) == {server}
+    killed = again(first, "script=parent.py", "args=100", "scale=1x2")
+    killed.until(lambda: "parent" in killed.screen, "a rank")
+    killed.signal(signal.SIGKILL)
+    killed.wait()
+    listed = again(first, module="raydist.tools.warm")
+    assert listed.wait() == 0
+    assert re.search(rf" {server} .* MiB  (waits|in use)$", listed.screen, re.MULTILINE), listed.screen
+    third = again(first, *WORDS)
+    assert third.wait() == 0, third.screen
+    assert len(parents(third)) == 1
+    other = again(first, *WORDS, "scale.keep_warm_s=0")
+    assert other.wait() == 0, other.screen
+    until_end = again(first, "--end", module="raydist.tools.warm")
+    assert until_end.wait() == 0
+    assert "ended" in until_end.screen
+    assert gone(str(first.tmp)) == []
+    assert [path for path in folders_of(first.tmp) if not path.endswith("-warm")] == []
+
+
+@pytest.fixture
+def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Ray whose nodes keep fork servers, unlike that of the other tests."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.mark.ray
+def test_the_nodes_of_a_ray_keep_theirs_until_it_ends(tmp_path: Path, own_ray: Any) -> None:
+    (tmp_path / "limited.py").write_text(LIMITED)
+    at = {"address": own_ray.address, "module": "limited"}
+    first = Program(tmp_path, *WORDS, **at)
+    assert first.wait() == 0, first.screen
+    second = again(first, *WORDS, **at)
+    assert second.wait() == 0, second.screen
+    assert parents(second) == parents(first)
+    (server,) = parents(first)
+    listed = again(first, address=own_ray.address, module="raydist.tools.warm")
+    assert listed.wait() == 0, listed.screen
+    assert re.search(rf" {server} .* MiB  waits$", listed.screen, re.MULTILINE), listed.screen
+    own_ray.shutdown()
+    assert ended(server)
+    again(first, "--end", module="raydist.tools.warm").wait()  # the driver's own
+    assert gone(str(first.tmp)) == []
