@@ -17,12 +17,15 @@ STEPS = """
     import os, sys, time
     import torch
     import torch.distributed as dist
+    import raydist
 
     dist.init_process_group("gloo")
     for step in range(1, 20 if "--short" in sys.argv else 400):
         dist.all_reduce(torch.ones(1))
         if dist.get_rank() == 0:
             print("step", step, flush=True)
+        if "--report" in sys.argv:
+            raydist.report(step=step)
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         if "--fail" in sys.argv and first and dist.get_rank() == 1 and step == 5:
             raise ValueError("it is broken")
@@ -101,7 +104,7 @@ def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
-    program = launch(tmp_path, "--nproc-per-node", "2", "hang.after_s=1", "steps.py")
+    program = launch(tmp_path, "--nproc-per-node", "2", "hang.after_s=1", "steps.py", "--report")
     program.until(lambda: began(program), "step 10")
     (stopped,) = [event["pid"] for event in program.events("joined") if event["rank"] == 1]
     os.kill(stopped, signal.SIGSTOP)
