@@ -6,6 +6,7 @@ Agents on this machine use it if they would start an equal one; all others start
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import uuid
@@ -42,7 +43,12 @@ def begin(overrides: Sequence[str]) -> None:
     Without settings that change the server, it is the one that acquire() returns.
     """
     if not any(text.lstrip("+~").startswith(SETTINGS) for text in overrides):
-        threading.Thread(target=_server, args=(1, {}, Scale().keep_warm_s), name="raydist-warm", daemon=True).start()
+        threading.Thread(target=_begin, name="raydist-warm", daemon=True).start()
+
+
+def _begin() -> None:
+    with contextlib.suppress(Exception):  # acquire() raises it again, where somebody listens
+        _server(1, {}, Scale().keep_warm_s)
 
 
 def _server(threads: int, env: Mapping[str, str], keep_s: float) -> ForkServer:

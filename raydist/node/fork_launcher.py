@@ -86,8 +86,12 @@ def node_folder(name: str) -> Path:
 
 
 def own_search_path() -> list[str]:
-    """Where a server that stays finds modules beside the installed ones: raydist's own folder, PYTHONPATH."""
-    return [str(Path(__file__).parents[2]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    """Where a server that stays finds modules beside the installed ones: raydist's own folder, PYTHONPATH.
+
+    Without the working_dir of a Ray job, which is another folder whenever a file in it has changed.
+    """
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [str(Path(__file__).parents[2]), *(each for each in entries if each and "/working_dir_files/" not in each)]
 
 
 def heritage() -> tuple[str, ...]:

@@ -194,6 +194,7 @@ class Server:
         for folder in self.run_folders:
             shutil.rmtree(folder, ignore_errors=True)
         self.run_folders.clear()
+        self.memories.clear()
         os.close(self.lifeline)  # last: the owner waits for it
         self.lifeline = -1
 

@@ -21,11 +21,14 @@ from pathlib import Path
 
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder, own_search_path
 from raydist.shared import env_names
+from raydist.shared.errors import ConfigError
 from raydist.shared.version import __version__
 from raydist.worker.protocol import PACKET, BeginRun, Claim, Claimed, ImportModules, Message, Open, decode, encode
 
 CLAIM_S = 1.0
 """Longest wait for a server's answer: one that imports modules is another run's."""
+MOST = 4
+"""Servers that a user has on a node: each has some hundred MB."""
 VOLATILE = (
     "RAY_", "RAYDIST_", "SSH_", "XDG_", "TERM", "TMUX", "LS_COLORS", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES",
     "WINDOWID", "INVOCATION_ID", "JOURNAL_STREAM", "PYTHONPATH", "HYDRA_",
@@ -73,17 +76,29 @@ def obtain(threads: int, env: Mapping[str, str], keep_s: float, modules: Sequenc
 
     `threads`, `env`, `modules`: as for ForkServer.launch; the modules are for a new one.
     """
-    keep_s = min(keep_s, float(os.environ.get(env_names.KEEP_WARM, keep_s)))
+    keep_s = min(keep_s, most_s())
     if not keep_s or (where := servers_folder()) is None:
         return None
     name = fingerprint(threads, env)
     for folder in sorted(where.glob(f"{name}-*")):
         if server := claim(folder):
             return server
+    if (surplus := len([*where.iterdir()]) + 1 - MOST) > 0:
+        for oldest in [each for each in kept_servers() if each.free][:surplus]:
+            end(oldest.folder)
     folder, guard = where / f"{name}-{uuid.uuid4().hex[:6]}", os.environ.get("RAY_RAYLET_PID", "1")
     with contextlib.suppress(FileNotFoundError):  # the last server there has just removed it
         return ForkServer.launch(folder, "fork", threads, keep_s, modules=modules, env=env, keep=guard)
     return None
+
+
+def most_s() -> float:
+    """The most seconds that servers may stay on this node; infinite if its admin has not set any."""
+    text = os.environ.get(env_names.KEEP_WARM, "inf")
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) >= 0:
+            return seconds
+    raise ConfigError.of(env_names.KEEP_WARM, text, "must be a number of seconds", f"{env_names.KEEP_WARM}=300")
 
 
 def servers_folder(make: bool = True) -> Path | None:

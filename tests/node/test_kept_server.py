@@ -16,7 +16,8 @@ import pytest
 from raydist.node import kept_server
 from raydist.node.fork_launcher import ForkServer, heritage
 from raydist.node.kept_server import KeptServer
-from raydist.worker.protocol import Open, WarmServer
+from raydist.shared.errors import ConfigError
+from raydist.worker.protocol import Claim, Open, WarmServer
 from tests.leftovers import ended
 
 OWNER = """
@@ -172,6 +173,32 @@ def test_end_spares_one_that_is_in_use() -> None:
     assert kept_server.end(there.folder)
     assert ended(there.pid)
     assert kept_server.kept_servers() == []
+
+
+def test_a_user_has_few_servers_on_a_node() -> None:
+    used = obtain(threads=99)
+    for threads in range(1, 7):
+        server = obtain(threads=threads)
+        assert soon(lambda server=server: kept_server.ask(server.folder, Claim()) is not None)  # type: ignore[misc]
+        server.end()
+    assert len(kept_server.kept_servers()) == kept_server.MOST
+    assert used.alive()
+    used.end()
+
+
+def test_the_folder_of_a_submitted_job_makes_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = kept_server.fingerprint(1, {})
+    monkeypatch.setenv("PYTHONPATH", "/tmp/ray/session_x/runtime_resources/working_dir_files/_ray_pkg_1")
+    assert kept_server.fingerprint(1, {}) == name
+    monkeypatch.setenv("PYTHONPATH", "/home/me/lib")
+    assert kept_server.fingerprint(1, {}) != name
+
+
+@pytest.mark.parametrize("text", ["long", "-1"])
+def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("RAYDIST_KEEP_WARM_S", text)
+    with pytest.raises(ConfigError, match=rf"RAYDIST_KEEP_WARM_S={text}: must be a number of seconds"):
+        kept_server.obtain(1, {}, 60)
 
 
 @pytest.mark.parametrize("keep", ["0", "600"])
