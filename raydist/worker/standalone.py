@@ -79,6 +79,10 @@ def standalone_job(function: Callable[..., Any], overrides: list[str]) -> Job:
 def run_standalone(function: Callable[..., Any], job: Job) -> Any:
     """Join the other ranks, call the function, leave."""
     rank = context.Rank.from_env(os.environ)
+    if rank.world_size > 1:
+        # torch's optimizers import it in their first step. If that happens beside a DDP model, the process group is
+        # never freed, and gloo's threads may abort this process as it exits ("terminate called without an active …").
+        import torch._dynamo  # noqa: F401
     context.enter(context.Context(rank=rank, emit=printer(job.watch.every_s), beat=lambda step, phase: None))
     try:
         with backends.join(job.backend.name, job, os.environ) as comm, in_run_folder(job, rank0_folder(job, comm)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,3 +171,30 @@ def test_deterministic_is_on_in_the_job() -> None:
         assert not torch.are_deterministic_algorithms_enabled()
     context.enter(None)
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+TRAINING = """
+import glob, torch, raydist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def job(config):
+    samples = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+    return raydist.fit(config, model=nn.Linear(4, 2), train=samples, loss=nn.functional.cross_entropy)
+
+
+if __name__ == "__main__":
+    raydist.main(job)
+    names = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
+    print("left:", [name for name in names if "gloo" in name])
+"""
+
+
+def test_gloos_threads_end_with_the_process_group(tmp_path: Path) -> None:
+    """One that lives while its process exits may abort it; torchrun then calls the run a failure."""
+    (tmp_path / "train.py").write_text(TRAINING)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", "train.steps=2"]
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("left: []") == 2, done.stdout
