@@ -43,6 +43,7 @@ def connect(job: Job, events: Events) -> Iterator[None]:
     started = False if connected else start_or_join(job)
     signals.take()  # ray.init has installed a SIGTERM handler that exits without a message
     try:
+        signals.raise_again()
         address = ray.get_runtime_context().gcs_address
         events.say("cluster", address=address, started=started, nodes=len(alive_nodes()))
         for text in ray_private.missing_parts():

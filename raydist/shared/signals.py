@@ -16,10 +16,12 @@ from raydist.shared.errors import Stopped
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
     """Inside the block SIGINT and SIGTERM raise Stopped in the main thread; in another thread nothing changes."""
-    before = take()
+    global _raised
+    _raised, before = None, take()
     try:
         yield
     finally:
+        _raised = None
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -31,18 +33,32 @@ def take() -> dict[signal.Signals, Any]:
     return {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
+def raise_again() -> None:
+    """Raise the Stopped that has been raised in this block, and was passed over: native modules do so at import."""
+    if _raised is not None:
+        raise _raised
+
+
 @contextlib.contextmanager
 def passed_to(receive: Callable[[Stopped], None]) -> Iterator[None]:
     """Inside the block a signal calls `receive` and raises nothing: a loop over many sources loses no message."""
     global _receive
     before, _receive = _receive, receive
     try:
+        if _raised is not None:  # it was passed over, or this would not be reached
+            receive(_raised)
         yield
     finally:
         _receive = before
 
 
+_raised: Stopped | None = None
+"""What a signal has raised since the block of stoppable() began."""
+
+
 def _raise(stop: Stopped) -> None:
+    global _raised
+    _raised = stop
     raise stop
 
 

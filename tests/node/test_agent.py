@@ -37,7 +37,7 @@ from raydist.worker.protocol import (
     StartRank,
     StopRank,
 )
-from tests.leftovers import alive
+from tests.leftovers import alive, ended
 
 Result = TypeVar("Result")
 TIMEOUT_S = 60.0
@@ -379,7 +379,7 @@ def test_a_program_is_lost_with_its_fork_server() -> None:
     assert end.signal == signal.SIGKILL
     assert end.lost != ""
     assert not is_open
-    assert not alive(pid)
+    assert ended(pid)
 
 
 def test_a_folder_that_is_too_long_for_a_socket_is_in_tmp(monkeypatch: pytest.MonkeyPatch) -> None:

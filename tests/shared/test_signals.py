@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import threading
 import pytest
 
 from raydist.shared.errors import Stopped
-from raydist.shared.signals import stoppable
+from raydist.shared.signals import passed_to, raise_again, stoppable
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -30,6 +31,22 @@ def test_a_second_signal_ends_at_once() -> None:
         "        while True: pass\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 130
+
+
+def test_a_stop_that_was_passed_over_is_not_lost() -> None:
+    """Native modules pass over what is raised while they are imported, as Ray's does."""
+    received: list[Stopped] = []
+    with stoppable():
+        with contextlib.suppress(Stopped):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            raise_again()
+        with passed_to(received.append):
+            pass
+    assert [stop.exit_code for stop in received] == [143]
+    with stoppable(), passed_to(received.append):
+        raise_again()  # that of another run is over
+    assert len(received) == 1
 
 
 def test_in_another_thread_nothing_changes() -> None:
