@@ -7,8 +7,8 @@ CACHE  := $(or $(XDG_CACHE_HOME),$(HOME:%=%/.cache))
 SUM     = $(firstword $(shell pwd | cksum))
 AWAY   := $(if $(word 2,$(CURDIR)),$(if $(filter 1,$(words $(CACHE))),$(CACHE)/raydist/$(SUM),/tmp/raydist-$(shell id -u)-$(SUM)))
 VENV   ?= $(AWAY:%=%/).venv$(if $(TORCH),-torch-$(TORCH))
-# `make test JOBS=4` runs the tests of four files side by side. It takes more than two cores; 0: one after another.
-JOBS   ?= 0
+# The tests of two files run side by side: most of their time they wait. JOBS=0: one after another.
+JOBS   ?= 2
 # A file of versions that is used in place of a site's constraints, which pip obeys otherwise. No absolute path: pip splits at spaces.
 PINS   ?= $(if $(TORCH),$(VENV).txt)
 BIN    := $(VENV)/bin

@@ -42,7 +42,7 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
     import ray
 
     os.environ["OMP_NUM_THREADS"] = "1"
-    lines: list[str] = []
+    lines = [f"| command, ranks | {heads(('raydist', 'torchrun'), 'raydist')} |", "|---" * 4 + "|"]
     with tempfile.TemporaryDirectory(prefix="b-") as apart, tempfile.TemporaryDirectory(prefix="b-") as beside:
         ray.init("local", num_cpus=max(ranks) + 1, include_dashboard=True, logging_level="ERROR", log_to_driver=False)
         alone = {"TMPDIR": apart, "RAY_TMPDIR": apart}  # where no Ray has left its address
@@ -59,8 +59,6 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
             found = alternate(sides, rounds)
             for name in list(sides)[:-1]:
                 pair = {name: found[name], "torchrun": found["torchrun"]}
-                if not lines:
-                    lines += [f"| command, ranks | {heads(('raydist', 'torchrun'), 'raydist')} |", "|---" * 4 + "|"]
                 lines.append(f"| {name}, {count} | {row(pair, name, 's')} |")
         for env in (alone, on_ray):
             subprocess.run([sys.executable, "-m", "raydist.tools.warm", "--end"], env={**os.environ, **env}, check=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raydist.shared.errors import RaydistError as RaydistError
     from raydist.shared.errors import RunFailed as RunFailed
     from raydist.shared.errors import Stopped as Stopped
+    from raydist.sweeps.flow import sweep as sweep
     from raydist.watch.result import Result as Result
     from raydist.worker import checkpoint as checkpoint
     from raydist.worker import sharded as sharded
@@ -51,6 +52,7 @@ _HOME = {
     "report": "worker.context",
     "run": "run",
     "sharded": "worker.sharded",
+    "sweep": "sweeps.flow",
 }
 """Where each public name is defined."""
 _MODULES = frozenset({"checkpoint", "data", "models", "sharded"})

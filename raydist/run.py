@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 
 from raydist.cluster import connect, drain, placement
 from raydist.launch import inline, placement_group, preload, run_storage, warm_server
+from raydist.launch.gangs import OneOfMany
 from raydist.launch.payload import RemoteCall
 from raydist.launch.worker_group import WorkerGroup
 from raydist.recovery.attempts import Attempts, explained, settled
@@ -19,10 +20,10 @@ from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt
 from raydist.shared.signals import stoppable
 from raydist.watch import result
-from raydist.watch.console import Console
-from raydist.watch.job_metadata import JobMetadata
-from raydist.watch.page_files import Pages, last_page
+from raydist.watch.page_files import last_page
 from raydist.watch.result import Result
+from raydist.watch.track import Trackers
+from raydist.watch.watching import watching
 from raydist.worker import backends
 
 T = TypeVar("T")
@@ -50,27 +51,27 @@ def run(job: str | Callable[..., T], *overrides: str, args: Sequence[Any] = (), 
     return run_job(compose.compose(overrides, function=job, claim=True), RemoteCall.of(job, args, kwargs))
 
 
-def run_job(job: Job, call: RemoteCall | None = None) -> Result[Any]:
-    """THE FLOW: run the job, make its Result, write and upload the records."""
-    folder, figures = Path(job.dir), result.Figures()
-    pages, console = Pages(folder, figures.failures), Console(job.watch, failures=figures.failures)
-    readers = (figures.add, pages, console, JobMetadata(job.watch))
-    with stoppable(), console, Events(folder / "events.jsonl", readers) as events:
-        try:
-            events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=last_page(folder))
-            attempt = attempt_job(job, call, events)
-        except RaydistError as error:
-            attempt = Attempt(error=error)
-        outcome: Result[Any] = result.make_result(folder, attempt, figures)
-        outcome.save()
-        events.say("result", **outcome.to_json())
+def run_job(job: Job, call: RemoteCall | None = None, many: OneOfMany | None = None) -> Result[Any]:
+    """THE FLOW: run the job, make its Result, write and upload the records. `many`: the run is one of several."""
+    folder = Path(job.dir)
+    halt, shown = (many.halt, many.reader) if many else (None, None)
+    with stoppable(halt), watching(job, shown) as (events, figures):
+        with Trackers(job, events) as trackers:
+            try:
+                events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=last_page(folder))
+                attempt = attempt_job(trackers.with_ids(), call, events, many)
+            except RaydistError as error:
+                attempt = Attempt(error=error)
+            outcome: Result[Any] = result.make_result(folder, attempt, figures)
+            outcome.save()
+            events.say("result", **outcome.to_json())
         run_storage.upload_records(job, events)
     if attempt.error is not None:
         raise attempt.error
     return outcome.or_raise()
 
 
-def attempt_job(job: Job, call: RemoteCall | None, events: Events) -> Attempt:
+def attempt_job(job: Job, call: RemoteCall | None, events: Events, many: OneOfMany | None = None) -> Attempt:
     """Connect, then one placement after the other until the run is over; nearly always one is enough."""
     backends.check_installed(job.backend.name, job.script)
     run_storage.reserve_run(job)
@@ -82,15 +83,15 @@ def attempt_job(job: Job, call: RemoteCall | None, events: Events) -> Attempt:
     with connect.connect(job, events):
         attempts = Attempts(call, events)
         while attempts.outcome is None:
-            attempt_placed(job, events, attempts)
+            attempt_placed(job, events, attempts, many)
         return attempts.outcome
 
 
-def attempt_placed(job: Job, events: Events, attempts: Attempts) -> None:
+def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany | None) -> None:
     """Place the job, and attempt it there until the run is over or its nodes are about to be taken away."""
     try:
         request = placement.resources_for(job, drain.usable_nodes(job, connect.alive_nodes()), connect.node_types())
-        with placement_group.placed_group(job, request, events) as group:
+        with placement_group.placed_group(job, request, events, many.gangs if many else None) as group:
             carry_out(job, group, events, attempts)
     except RaydistError as error:
         attempts.cut_short(error)

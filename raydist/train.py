@@ -138,9 +138,10 @@ def run_command(typed: argparse.Namespace) -> None:
             compose.hydra_app(loader, lenient=True).shell_completion(typed.config_name, typed.overrides)
         elif typed.cfg or typed.info:
             show_settings(loader, typed)
+        elif typed.multirun:
+            run_every_combination(typed)
         else:
-            run = compose.run_sweep if typed.multirun else compose.run_once
-            run(loader, typed.config_name, typed.overrides, run_composed)
+            compose.run_once(loader, typed.config_name, typed.overrides, run_composed)
 
 
 def show_settings(loader: Loader, typed: argparse.Namespace) -> None:
@@ -155,6 +156,19 @@ def show_settings(loader: Loader, typed: argparse.Namespace) -> None:
         hydra.show_info(typed.info, typed.config_name, overrides)
 
 
+def run_every_combination(typed: argparse.Namespace) -> None:
+    """A sweep over a grid, which ends with the first run that fails."""
+    from raydist.sweeps.flow import run_sweep
+
+    try:
+        run_sweep(["sweep.on_failure=end", *typed.overrides], typed.config_name, typed.config_dir)
+    except RaydistError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
 def run_composed(job: Job) -> None:
     """One run, in the folder that Hydra has created for it."""
     from raydist.run import run_job
@@ -164,7 +178,7 @@ def run_composed(job: Job) -> None:
     try:
         run_job(job)
     except RaydistError as error:
-        # not an Exception: Hydra would continue the sweep, and print this error in its own way
+        # not an Exception: Hydra would print this error in its own way
         raise SystemExit(print_error(error)) from None
     except Exception:
         traceback.print_exc()

@@ -46,7 +46,9 @@ def facts(root: Path, box: machines.Box, node: Node, gpus: Sequence[str] | None 
         machines.build(own, box)
     told = probe.read_facts(node.ip, None, gpus, own)
     limits = replace(told.limits, shm=2**34)
-    return replace(told, hostname=node.host, cpus=16, python="3.11.7", versions=VERSIONS, limits=limits)
+    return replace(
+        told, hostname=node.host, cpus=told.cpus if box.cpus else 16, python="3.11.7", versions=VERSIONS, limits=limits
+    )
 
 
 # A run, event by event

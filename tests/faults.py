@@ -108,7 +108,8 @@ def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) ->
 
     figures = raydist.fit(config, train=TensorDataset(inputs, targets), test=TensorDataset(inputs, targets),
                           loss=loss, model=model)  # fmt: skip
-    weights = {name: value.tolist() for name, value in model.state_dict().items()}
+    parts = model.state_dict().items()
+    weights = {name: getattr(value, "full_tensor", lambda value=value: value)().tolist() for name, value in parts}
     return {"figures": figures, "weights": weights, "random": torch.get_rng_state().tolist()}
 
 

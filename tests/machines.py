@@ -68,6 +68,22 @@ class Wire:
 
 
 @dataclass(frozen=True)
+class Processors:
+    """The CPUs: cores in NUMA nodes in sockets. The second threads of all cores come after the first ones."""
+
+    sockets: int = 2
+    nodes: int = 1
+    """NUMA nodes of a socket."""
+    cores: int = 8
+    """Cores of a NUMA node."""
+    threads: int = 2
+    complex: int = 2
+    """Cores that share an L3 cache."""
+    allowed: str = ""
+    """The affinity of this process, as 0-3,8; empty: all."""
+
+
+@dataclass(frozen=True)
 class Box:
     """A machine."""
 
@@ -80,6 +96,8 @@ class Box:
     """User-space drivers; none at all: no libibverbs either."""
     nodes: bool = True
     """/dev/infiniband is there."""
+    cpus: Processors | None = None
+    """None: as many as the machine has that runs the test, in one NUMA node."""
 
 
 def write(path: Path, text: str) -> None:
@@ -107,6 +125,8 @@ def build(root: Path, box: Box) -> Path:
         write(root / f"etc/libibverbs.d/{name}.driver", f"driver {name}")
     write(root / "proc/self/limits", LIMITS)
     write(root / "proc/self/status", "Name:\tpython\nCapEff:\t0000000000000000")
+    if box.cpus:
+        write_cpus(root, box.cpus)
     write(root / "proc/sys/kernel/osrelease", "6.8.0-45-generic")
     write(root / "proc/sys/kernel/random/boot_id", "8f1c0a32-0000-4000-8000-000000000001")
     (root / "dev/shm").mkdir(parents=True)
@@ -165,7 +185,34 @@ def write_gpu(root: Path, pci: str, numa: int) -> None:
     device, bdf = root / "sys/devices" / pci, pci.rpartition("/")[2]
     write(device / "numa_node", str(numa))
     link(root / "sys/bus/pci/devices" / bdf, device)
-    write(root / f"proc/driver/nvidia/gpus/{bdf}/information", "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18")
+    write(
+        root / f"proc/driver/nvidia/gpus/{bdf}/information",
+        f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\nGPU UUID: \t GPU-{bdf}",
+    )
+
+
+def write_cpus(root: Path, has: Processors) -> None:
+    total, system = has.sockets * has.nodes * has.cores, root / "sys/devices/system"
+    allowed = has.allowed or f"0-{total * has.threads - 1}"
+    write(root / "proc/self/status", f"Name:\tpython\nCapEff:\t0000000000000000\nCpus_allowed_list:\t{allowed}")
+
+    def cpus(cores: range) -> str:
+        return ",".join(f"{cores[0] + i * total}-{cores[-1] + i * total}" for i in range(has.threads))
+
+    write(system / "node/possible", f"0-{has.sockets * has.nodes - 1}")
+    for node in range(has.sockets * has.nodes):
+        write(system / f"node/node{node}/cpulist", cpus(range(node * has.cores, (node + 1) * has.cores)))
+    for core in range(total):
+        first = core - core % has.complex
+        for i in range(has.threads):
+            own = system / f"cpu/cpu{core + i * total}"
+            write(own / "topology/physical_package_id", str(core // (has.nodes * has.cores)))
+            write(own / "topology/thread_siblings_list", cpus(range(core, core + 1)))
+            levels = [(1, "Data", core, 1), (1, "Instruction", core, 1), (3, "Unified", first, has.complex)]
+            for index, (level, kind, start, size) in enumerate(levels):
+                said = {"level": str(level), "type": kind, "shared_cpu_list": cpus(range(start, start + size))}
+                for name, text in said.items():
+                    write(own / f"cache/index{index}/{name}", text)
 
 
 def write_wires(root: Path, wires: tuple[Wire, ...]) -> None:

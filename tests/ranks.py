@@ -22,6 +22,7 @@ import torch
 import torch._dynamo  # the first step of an optimizer imports it, 1 s in each rank
 from ray import cloudpickle
 
+from raydist.launch import preload
 from raydist.node.rendezvous import open_store
 from raydist.settings.config import Job
 from raydist.shared.events import Event
@@ -35,8 +36,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def start_server() -> None:
-    """The server has this module, so torch, imported before the first rank is asked for."""
-    SERVER.set_forkserver_preload(["tests.ranks"])
+    """The server has this module, so torch, imported before the first rank is asked for, and what shards a model."""
+    SERVER.set_forkserver_preload(["tests.ranks", *preload.SHARDS, backends.SHARDED])
     here = os.getcwd()
     os.chdir(ROOT)  # where it finds this module
     try:

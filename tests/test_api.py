@@ -28,14 +28,14 @@ Every name that `import raydist` gives. The text is that of the docstrings: `hel
 MEMBERS = {
     "checkpoint": ("save", "latest", "load", "Saved"),
     "sharded": ("keep", "load"),
-    "data": ("on_disk",),
+    "data": ("on_disk", "TokenFiles"),
     "models": ("MLP", "SmallCNN", "build_model"),
 }
 """What users call of the public modules."""
 RETURNED = {"Rank": "worker.context", "End": "shared.outcome"}
 """Types that public functions return and that have no public name of their own."""
 GROUPS = {
-    "Run a job": ("run", "main", "Result", "End", "Job"),
+    "Run a job": ("run", "sweep", "main", "Result", "End", "Job"),
     "Inside a job": ("fit", "rank", "Rank", "report", "models", "data", "accuracy", "process_set"),
     "Keep a state": ("checkpoint", "sharded"),
     "Errors": ("RaydistError", "ConfigError", "LaunchError", "RunFailed", "Stopped"),

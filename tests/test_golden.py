@@ -71,12 +71,13 @@ def tools(here: Path) -> str:
 def plans(here: Path) -> str:
     """The plan on this machine, on two nodes that nobody has looked at, on two that are known, and on none."""
     own, many, types = canned.nodes(1), canned.nodes(2, gpus=8), [NodeType("gpu", {"CPU": 8, "GPU": 8}, 20)]
+    numa = replace(machines.dgx(), cpus=machines.Processors())
     busy = [many[0], replace(many[1], free={"CPU": 16.0, "GPU": 1.0})]
     with patch.dict(os.environ, RAYDIST_RUNS="/data/runs"):  # columns are as wide as what is in them
         return "\n".join(
             [
                 said("plan scale=1x2", here, own, box=machines.plain_box(), running=None),
-                said("plan scale=2x8 backend=nccl env.WANDB_API_KEY=hush", here, many, box=machines.dgx()),
+                said("plan scale=2x8 backend=nccl env.WANDB_API_KEY=hush", here, many, box=numa),
                 said("plan scale=2x2 scale.spares=1", here, canned.nodes(3, gpus=2)),
                 said("plan scale=2x2 backend=gloo scale.gpus=4", here, busy),
                 said("plan scale=20x4 init_method=file", here, own, types),
@@ -228,7 +229,7 @@ launch --nnodes two train.py
 launch --nproc-per-node all train.py
 launch --max-restarts some train.py
 launch --node-rank 1 train.py
-launch --numa-binding node train.py
+launch --logs-specs console train.py
 launch --rdzv-endpont head:29500 train.py
 launch --tee 5 train.py
 launch --module --no-python train

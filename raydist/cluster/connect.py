@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from raydist.cluster import autoscaler, drain, local_ray, placement, ray_private
@@ -21,6 +22,9 @@ from raydist.settings.config import Job
 from raydist.shared import signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
+
+CONNECT_S = 0.5
+"""Longest wait for a connection to a node."""
 
 _local_cpus = 0
 """CPUs of the Ray that this process has started; 0 if it has started none."""
@@ -74,7 +78,7 @@ def end_local_ray() -> None:
 
 def running_address() -> str | None:
     """The address of a running Ray: RAY_ADDRESS, else the last Ray started on this machine; None if none runs."""
-    address = ray_private.default_address()
+    address = ray_private.default_address() if ray_private.may_run() else None
     if address is None or answers(address):
         return address
     # A cluster that was killed leaves its address behind, and ray.init would wait ten minutes for it.
@@ -107,7 +111,7 @@ def settle_group(job: Job) -> Job:
         return job
     ray = sys.modules.get("ray")
     connected = ray is not None and ray.is_initialized()
-    inline = placement.needs_no_ray(job) and not connected and not (ray_private.may_run() and running_address())
+    inline = placement.needs_no_ray(job) and not connected and not running_address()
     return replace(job, group="inline" if inline else "ray")
 
 
@@ -135,8 +139,9 @@ def _start_local_ray(cpus: int, quiet: Mapping[str, Any]) -> None:
     global _local_cpus, _reaper
     import ray
 
+    local_ray.protect_token(Path.home())
     atexit.register(end_local_ray)  # not after each run: the next run of this program uses it
-    with ray_private.processes_in_own_sessions():
+    with ray_private.few_processes_in_own_sessions():
         ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
     _local_cpus = cpus
     _reaper = local_ray.reaper(ray_private.started_processes())
@@ -158,3 +163,17 @@ def node_types() -> list[NodeType] | None:
     """The node types that the autoscaler may add; empty without an autoscaler, None if they can't be read."""
     config = ray_private.cluster_config()
     return types_from_config(config) if config else autoscaler.autoscaler_types()
+
+
+def reachable(node_id: str) -> bool:
+    """Whether a node accepts connections at the port of its raylet."""
+    import ray
+
+    for node in ray.nodes():
+        if node["NodeID"] == node_id:
+            try:
+                socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_S).close()
+            except OSError:
+                return False
+            return True
+    return False

@@ -11,6 +11,7 @@ from raydist.cluster import nodes as cluster_nodes
 from raydist.cluster.nodes import Capacity, Node, NodeType, ResourceRequest, fit_count
 from raydist.cluster.shortage import never_fits
 from raydist.settings.config import Job, Scale
+from raydist.settings.mesh import divides, mesh_shape
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.shared.rank_names import counted
 
@@ -86,7 +87,20 @@ def resources_for(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] | N
     request = resource_request(scale_between(scale, need, chosen), backend, need, capacity)
     if types is not None and not cluster_nodes.holds(request, capacity):
         raise never_fits(scale, request, capacity, cluster_nodes.listing(chosen, coming, need))
+    check_parallel(job, request)
     return request
+
+
+def check_parallel(job: Job, request: ResourceRequest) -> None:
+    """Raise ConfigError if `parallel=` does not fit these ranks. Ranks of a node are consecutive, as tp needs them."""
+    if not divides(job.parallel):
+        return
+    per_node = request.ranks_per_bundle
+    if request.strategy != "STRICT_SPREAD" and (job.parallel.tp or job.parallel.name in ("tp", "hsdp")):
+        cause = "it needs equal numbers of ranks on all nodes"
+        key, value = ("parallel.tp", job.parallel.tp) if job.parallel.tp else ("parallel", job.parallel.name)
+        raise ConfigError.of(key, value, cause, "scale.placement=STRICT_SPREAD scale.per_node=N", "parallel=fsdp")
+    mesh_shape(job.parallel, request.world_size, per_node)
 
 
 def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, float]:

@@ -9,12 +9,17 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 from raydist.shared.errors import LaunchError
 
+LOG_EVERY_S = 0.5
+"""Seconds between two looks of Ray at a log that grows."""
 STATE, SERVICES = "ray._private.state", "ray._private.services"
 MESSAGES, STUBS = "ray.core.generated.gcs_service_pb2", "ray.core.generated.gcs_service_pb2_grpc"
 OPTIONAL = {
@@ -23,6 +28,11 @@ OPTIONAL = {
     f"{SERVICES}:ConsolePopen": "a signal to the whole process group ends Ray before the ranks",
 }
 """module:attribute -> the consequence for a run if this Ray lacks it."""
+NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Methods of Ray's Node that start the autoscaler, the forwarder of workers' output, and the dashboard's process.
+
+They take 2 s of CPU, of the 4.5 s of a Ray that is started for one program, while torch is imported beside them.
+"""
 
 
 def find_part(path: str) -> Any:
@@ -50,6 +60,29 @@ def missing_parts() -> list[str]:
     return [f"ray {ray.__version__} has no {path}: {why}" for path, why in OPTIONAL.items() if find_part(path) is None]
 
 
+def nvml() -> Any:
+    """Ray's copy of pynvml; None in a process that does not use Ray, which would take a second to import."""
+    return find_part("ray._private.thirdparty.pynvml:pynvml") if "ray" in sys.modules else None
+
+
+def read_log(client: Any, node: str, name: str, grows: bool) -> Iterator[bytes]:
+    """A file below the folder of Ray's logs on a node, through a JobSubmissionClient. OSError: no such file.
+
+    `grows`: go on with what is added to it, until the connection breaks.
+    """
+    kind = f"stream?interval={LOG_EVERY_S}&" if grows else "file?"
+    address = f"{client.get_address()}/api/v0/logs/{kind}lines=-1&node_id={node}&filename={quote(name)}"
+    # requests, by which the client itself asks, keeps the blocks of a stream back until it ends
+    with urlopen(Request(address, headers=client._headers)) as reply:
+        while block := reply.read1():
+            yield block
+
+
+def log_folder() -> Path:
+    """The folder of the logs of Ray on this machine, to which this process is connected."""
+    return Path(current_node().get_logs_dir_path())
+
+
 def current_node() -> Any:
     """The ray._private.node.Node that this process has started or is connected through; None without a connection."""
     return find_part("ray._private.worker:_global_node")
@@ -70,7 +103,7 @@ def may_run() -> bool:
     """Whether ray.init might find a running Ray: False only if it would start one. This does not import Ray."""
     if os.environ.get("RAY_ADDRESS"):
         return True
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     return Path(folder, "ray", "ray_current_cluster").exists()
 
 
@@ -100,32 +133,45 @@ def draining_nodes() -> dict[str, int]:
     return deadlines
 
 
-def upload_folder(folder: str, include_gitignore: bool) -> str:
-    """Upload a folder to Ray's store unless it is there already; its URI."""
+def upload_folder(folder: str, include_gitignore: bool, excludes: Sequence[str] = ()) -> str:
+    """Upload a folder to Ray's store unless it is there already; its URI. `excludes`: patterns as in .gitignore."""
+    worker = require("ray._private.worker:global_worker")
+    if not require("ray.experimental.internal_kv:_internal_kv_initialized")():  # a Cluster of this process has ended
+        require("ray.experimental.internal_kv:_initialize_internal_kv")(worker.gcs_client)
     uploaded = require("ray._private.runtime_env.working_dir:upload_working_dir_if_needed")(
-        {"working_dir": folder},
+        {"working_dir": folder, "excludes": [*excludes]},
         include_gitignore=include_gitignore,
-        scratch_dir=require("ray._private.worker:global_worker").node.get_runtime_env_dir_path(),
+        scratch_dir=worker.node.get_runtime_env_dir_path(),
     )
     return str(uploaded["working_dir"])
 
 
 @contextlib.contextmanager
-def processes_in_own_sessions() -> Iterator[None]:
-    """Inside the block, Ray starts each of its processes in a new session.
+def few_processes_in_own_sessions() -> Iterator[None]:
+    """Inside the block, ray.init starts only the processes that a program of its own needs, each in a new session.
 
     `timeout`, a shell or a batch system sends SIGTERM to the whole process group. If that ended the GCS, every call of
     Ray would wait for a minute, and Ray would then abort this process.
     """
-    services, popen = importlib.import_module(SERVICES), find_part(f"{SERVICES}:ConsolePopen")
-    if popen is None:
+    services, node = importlib.import_module(SERVICES), find_part("ray._private.node:Node")
+    with contextlib.ExitStack() as stack:
+        if popen := getattr(services, "ConsolePopen", None):
+            stack.enter_context(replaced(services, "ConsolePopen", functools.partial(popen, start_new_session=True)))
+        for name in NOT_NEEDED:
+            if hasattr(node, name):
+                stack.enter_context(replaced(node, name, lambda self, **_: None))
         yield
-        return
-    services.ConsolePopen = functools.partial(popen, start_new_session=True)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside the block, this attribute has another value."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        services.ConsolePopen = popen  # type: ignore[attr-defined]
+        setattr(owner, name, original)
 
 
 def kill_on_shutdown(node: Any) -> None:

@@ -6,6 +6,8 @@ Gets a Plan and a Job. Gives a worker group: actors on all nodes, warm fork serv
                           standby node
     flush.py              Have the last state of a run written to the disk: a whole one by any node, a sharded one by
                           all
+    gangs.py              The worker groups of runs that have ended, for the next runs of this process with the same
+                          resources
     inline.py             group=inline, without Ray: one rank in this process, where pdb works, or several as plain
                           processes
     mpi.py                backend=mpi: runs mpirun on rank 0's node and its daemons on all nodes, and passes their
@@ -21,6 +23,8 @@ Gets a Plan and a Job. Gives a worker group: actors on all nodes, warm fork serv
     shared_paths.py       (Job, the paths that each node can't see) -> an error or a warning before a rank starts
     standby.py            Standby nodes: nodes without ranks whose fork servers are warm, as spares or for an elastic
                           job
+    vitals.py             Says every some seconds while ranks train how fast each is and how busy each node is: `pace`,
+                          `nodes`
     warm_server.py        The fork server of the driver's machine: it warms up while Ray connects, and stays for the
                           next run
     worker_group.py       The worker group: opens, starts, queries and stops the agents of all ranks by typed requests

@@ -9,6 +9,7 @@ from typing import Any
 
 from raydist.cluster.placement import Plan
 from raydist.node.actor import NodeActor
+from raydist.shared import signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
 from raydist.worker.protocol import AnyReply, Request
@@ -28,6 +29,7 @@ class Waiting:
 
     def report(self, reason: str) -> None:
         """The wait continues. `reason`: what is missing, for a person."""
+        signals.raise_again()
         if time.monotonic() - self._began > self._patience:
             raise LaunchError(f"gave up after {self._patience:g} s (scale.wait_s): {reason}")
         if reason != self._reported:

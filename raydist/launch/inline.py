@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,14 @@ from raydist.cluster.nodes import Node
 from raydist.cluster.placement import Plan
 from raydist.launch import run_storage
 from raydist.launch.payload import RemoteCall
+from raydist.launch.vitals import Pace, Vitals
 from raydist.launch.worker_group import CLOSE_S, WorkerGroup
-from raydist.network import checks_node
+from raydist.network import binding, checks_node
 from raydist.network import variables as network_variables
 from raydist.network.names import RANK_FOLDER
-from raydist.node import probe, rendezvous
+from raydist.node import cache_folder, probe, rendezvous
 from raydist.node.actor import make_agent
+from raydist.node.load import LoadReader
 from raydist.settings.config import Job
 from raydist.shared.errors import Stopped
 from raydist.shared.events import Event, Events
@@ -31,7 +33,7 @@ from raydist.shared.outcome import Attempt, End
 from raydist.state.object_store import environment
 from raydist.worker import backends, context, target
 from raydist.worker.context import exception_facts
-from raydist.worker.protocol import AnyReply, Request
+from raydist.worker.protocol import AnyReply, Request, Transport
 
 LOOPBACK = "127.0.0.1"
 
@@ -61,8 +63,9 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
     events.say("plan", **plan.as_event())
     checks_node.check_nodes(job, plan, (facts,), lambda text: events.say("warning", text=text))
     resume = run_storage.resume(job, 0, lambda text: events.say("warning", text=text))
-    env = {var.name: var.value.replace(RANK_FOLDER, str(logs)) for var in (*variables, *resume)}
-    with environment(env), rank_context(events):
+    env = cache_folder.fill_in({var.name: var.value.replace(RANK_FOLDER, str(logs)) for var in (*variables, *resume)})
+    (cpus,) = binding.bind_all(job, plan, (facts,))
+    with environment(env), bound(cpus), rank_context(events) as pace, Vitals(events, pace, plan, load_reader()):
         try:
             with backends.join(plan.request.backend, job, os.environ):
                 context.emit_event("joined", pid=os.getpid())
@@ -82,14 +85,45 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
             del store
 
 
+@contextlib.contextmanager
+def bound(cpus: tuple[int, ...] | None) -> Iterator[None]:
+    """Bind this thread, and those that it starts, to these CPUs inside the block; None: to none."""
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def call_here(job: Job, call: RemoteCall) -> Any:
     return target.call_function(call.function, job, *call.args, **call.kwargs)
 
 
+def load_reader() -> Transport:
+    """Answers GetLoad about this machine, without an agent."""
+    reader = LoadReader()
+
+    def read(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+        reply: Future[Any] = Future()
+        reply.set_result(reader.read())
+        return reply
+
+    return read
+
+
 @contextlib.contextmanager
-def rank_context(events: Events) -> Iterator[None]:
-    """Make this process a rank, whose events go straight into the event stream."""
+def rank_context(events: Events) -> Iterator[Callable[[], dict[int, Pace]]]:
+    """Make this process a rank, whose events go straight into the event stream; its pace."""
     began: float | None = time.time()
+    newest = 0
+
+    def beat(step: int, phase: int) -> None:
+        nonlocal newest
+        newest = step
 
     def emit(event: Event) -> None:
         nonlocal began
@@ -99,9 +133,9 @@ def rank_context(events: Events) -> Iterator[None]:
             began = None
 
     rank = context.Rank.from_env(os.environ)
-    context.enter(context.Context(rank=rank, emit=emit, beat=lambda step, phase: None))
+    context.enter(context.Context(rank=rank, emit=emit, beat=beat))
     try:
-        yield
+        yield lambda: {0: (newest, 0.0, 0.0)} if newest else {}
     finally:
         context.enter(None)
 

@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 from raydist.cluster import drain, node_history, placement
-from raydist.cluster.connect import alive_nodes, remaining_nodes
+from raydist.cluster.connect import alive_nodes, reachable, remaining_nodes
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan
 from raydist.cluster.shortage import describe_shortage
 from raydist.launch import runtime_env
 from raydist.launch.actors import POLL_S, Actors, Waiting
+from raydist.launch.gangs import Gang, Gangs
 from raydist.launch.standby import StandbyNodes
 from raydist.launch.worker_group import WorkerGroup
 from raydist.settings import validate
@@ -27,23 +28,27 @@ WAIT_S = 1
 
 
 @contextlib.contextmanager
-def placed_group(job: Job, request: ResourceRequest, events: Events) -> Iterator[WorkerGroup]:
-    """The worker group of a job: one placement group, one actor per rank. Leaving the block removes both."""
+def placed_group(
+    job: Job, request: ResourceRequest, events: Events, gangs: Gangs | None = None
+) -> Iterator[WorkerGroup]:
+    """The worker group of a job: one placement group, one actor per rank. Leaving the block removes both.
+
+    `gangs`: it may take them from there, and leave them there.
+    """
     import ray
     from ray.util.placement_group import remove_placement_group
 
     began = time.time()
     address = ray.get_runtime_context().gcs_address
-    with node_history.avoiding_offenders(job, request, alive_nodes(), address, events) as steered:
-        held = create_group(request, len(request.bundles))
-        if steered:
-            held.wait(node_history.PLACE_S)
+    options = runtime_env.actor_options(job)
+    gang = gangs.take(request, options) if gangs else None
+    held = gang.group if gang else steered_group(job, request, address, events)
     actors: Actors | None = None
     try:
         wait_until_placed(held, request, job.scale.wait_s, events)
         plan = placement.assign_ranks(request, bundle_nodes(held))
         events.say("phase", name="place", s=time.time() - began)
-        actors = Actors(plan, held, runtime_env.actor_options(job))
+        actors = gang.actors if gang else Actors(plan, held, options)
         standby = None
         if validate.size_override(job.scale):
             reason_to_avoid = partial(node_history.reason_to_avoid, job, address)
@@ -58,12 +63,26 @@ def placed_group(job: Job, request: ResourceRequest, events: Events) -> Iterator
             draining=drain.draining,
             standby=standby,
             record_attempt=partial(record_attempt, job, address, actors),
+            reachable=reachable,
         ) as group:
             yield group
+        if gangs is not None and standby is None:
+            gangs.put(Gang(request, options, held, actors))
+            actors = held = None
     finally:
         if actors is not None:
             actors.kill_all()
-        remove_placement_group(held)
+        if held is not None:
+            remove_placement_group(held)
+
+
+def steered_group(job: Job, request: ResourceRequest, address: str, events: Events) -> Any:
+    """A placement group for this request, without nodes that were lost or slow in other runs if there is room."""
+    with node_history.avoiding_offenders(job, request, alive_nodes(), address, events) as steered:
+        held = create_group(request, len(request.bundles))
+        if steered:
+            held.wait(node_history.PLACE_S)
+    return held
 
 
 def create_group(request: ResourceRequest, bundles: int, elsewhere: Sequence[str] = ()) -> Any:

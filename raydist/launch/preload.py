@@ -9,22 +9,26 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from raydist.settings.config import Job
+from raydist.settings.config import Job, Parallel
+from raydist.settings.mesh import divides
 from raydist.settings.script import file_of
 from raydist.state.object_store import DRIVERS, scheme
-from raydist.worker.backends import BACKENDS
+from raydist.worker.backends import module_of
 
 ALWAYS = ("torch", "torch.distributed", "cloudpickle")
 LOOP = ("raydist.worker.loop.fit", "torch._dynamo", "hydra.utils")
 """Modules of raydist.fit. torch's optimizers import torch._dynamo in their first step; `_target_` needs hydra."""
+SHARDS = ("torch.distributed.checkpoint.state_dict",)
+"""What fit imports besides, where the model is in shards."""
+DDP = Parallel()
 
 
 def of(job: Job) -> list[str]:
     """The modules to import for a job, in order."""
-    return modules(job.job.target, job.backend.name, job.script, job.storage)
+    return modules(job.job.target, job.backend.name, job.script, job.storage, job.parallel)
 
 
-def modules(target: str, backend: str, script: str = "", store: str = "") -> list[str]:
+def modules(target: str, backend: str, script: str = "", store: str = "", parallel: Parallel = DDP) -> list[str]:
     """The modules to import for a target (`/path/file.py:function` or `package.module:function`), in order.
 
     `backend`: a key of BACKENDS, or `auto`, which becomes a backend of torch.distributed. `script`: the program that
@@ -34,8 +38,8 @@ def modules(target: str, backend: str, script: str = "", store: str = "") -> lis
         return script_modules(script)
     source = source_of(target)
     imports = imported_modules(source.read_text(encoding="utf-8")) if source else []
-    loop = LOOP if "raydist" in imports else ()
-    backend_module = BACKENDS["gloo" if backend == "auto" else backend]
+    loop = (*LOOP, *(SHARDS if divides(parallel) else ())) if "raydist" in imports else ()
+    backend_module = module_of("gloo" if backend == "auto" else backend, parallel)
     driver = [DRIVERS[scheme(store)]] if scheme(store) in DRIVERS else []
     further = installed_imports(source) if source else []
     names = [*ALWAYS, backend_module, *loop, *driver, *(name for name in (*imports, *further) if name != "raydist")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, RaydistError
 from raydist.shared.events import Events
 from raydist.state import checkpoint_files, object_store
+from raydist.state.checkpoint_files import Saved
 from raydist.state.object_store import CLAIM, Remote, StoragePath, environment
 
-RECORDS = ("result.json", "events.jsonl", ".hydra/*", "logs/*")
+RECORDS = ("result.json", "events.jsonl", "blame-*", ".hydra/*", "logs/*", "track/*.json")
 Warn = Callable[[str], None]
 
 
@@ -47,7 +49,7 @@ def resume(job: Job, restarts: int, warn: Warn) -> list[EnvVar]:
     folder = run_folder(job)
     try:
         with environment(job.env):
-            own = checkpoint_files.newest(folder / "checkpoints", warn) if restarts else None
+            own = _own(folder / "checkpoints", warn) if restarts else None
             path = own.path.absolute() if own else checkpoint_files.find_resume(job.resume, folder, warn)
     except RaydistError:
         raise
@@ -60,14 +62,31 @@ def resume(job: Job, restarts: int, warn: Warn) -> list[EnvVar]:
     return [EnvVar(env_names.RESUME, str(path or ""), "the newest of this run" if own else f"resume={job.resume}")]
 
 
+def own_newest(job: Job) -> str:
+    """The newest complete checkpoint of this very run, to go on from; empty if there is none."""
+    with environment(job.env):
+        own = checkpoint_files.newest(run_folder(job) / "checkpoints")
+    return str(own.path.absolute()) if own else ""
+
+
+def _own(folder: StoragePath, warn: Warn) -> Saved | None:
+    """The newest checkpoint of this run, for a restart: most find a newer state in memory, and read none of it.
+
+    Ranks that need it read all of it, and then compare the checksum (worker.checkpoint.latest). Of a sharded one each
+    rank reads only its part, so its checksums are compared here.
+    """
+    found = checkpoint_files.newest(folder, warn, hashed=False)
+    return checkpoint_files.newest(folder, warn, at_most=found.step) if found and found.sharded else found
+
+
 def report_saved(job: Job, events: Events) -> None:
     """Add the event of this run's newest checkpoint if it is missing: a node that lost its driver saves on its own."""
     folder = run_folder(job) / "checkpoints"
-    reported = max((event["step"] for event in events.all() if event["kind"] == "saved"), default=-1)
+    reported = max((event["step"] for event in events.all("saved")), default=-1)
     try:
         with environment(job.env):
             newer = checkpoint_files.newest_step(folder) > reported
-            if newer and (saved := checkpoint_files.newest(folder)) and saved.step > reported:
+            if newer and (saved := checkpoint_files.newest(folder, hashed=False)) and saved.step > reported:
                 events.say("saved", rank=0, step=saved.step, path=str(saved.path), s=0.0)
     except Exception as error:  # the reported checkpoints exist all the same
         text = f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
@@ -93,4 +112,4 @@ def _copy(file: Path, to: StoragePath) -> None:
         to.put(file)
         return
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_bytes(file.read_bytes())
+    shutil.copyfile(file, to)

@@ -14,6 +14,9 @@ from raydist.shared.errors import LaunchError
 INSTALL_S = 1800.0
 """Longest wait for packages: Ray tries three times, ten minutes each (setup_timeout_seconds of runtime_env)."""
 
+SECRET_FILES = (".env", "*.env", "!example.env")
+"""Files with tokens and passwords, which must not lie in Ray's store. env_file= sends what they hold."""
+
 
 def root(job: Job) -> str:
     """The folder that the ranks get a copy of; empty if they run in the driver's own."""
@@ -60,7 +63,8 @@ def read_requirements(file: str) -> list[str]:
 def upload(folder: str) -> str:
     """Upload a folder to Ray, as `ray job submit --working-dir` does, except what .gitignore names; its URI."""
     try:
-        return ray_private.upload_folder(folder, os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1")
+        gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
+        return ray_private.upload_folder(folder, gitignore, SECRET_FILES)
     except LaunchError:
         raise
     except Exception as error:

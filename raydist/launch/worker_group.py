@@ -20,7 +20,7 @@ from raydist.cluster.placement import Plan, Slot
 from raydist.launch import flush as launch_flush
 from raydist.launch import preload, runtime_env, shared_paths
 from raydist.launch.standby import StandbyNodes
-from raydist.network import checks_node, traffic
+from raydist.network import binding, checks_node, traffic
 from raydist.network.facts import Facts
 from raydist.network.names import EnvVar
 from raydist.network.variables import Rendezvous
@@ -45,6 +45,8 @@ OPEN_S = 300.0
 """Longest wait for a node to import torch: a cold network file system takes minutes."""
 ANSWER_S = 60.0
 """Longest wait for a reply that needs no work."""
+IDLE_S = 10.0
+"""Longest wait for an agent whose rank has ended: it has nothing else to do. One that is stopped is replaced."""
 NETWORK_S = 2.0
 """Longest wait for the network counters: the end of a run does not wait long for one line of its summary."""
 CLOSE_S = 2.0
@@ -67,6 +69,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         draining: Callable[[], Mapping[str, float]] = dict,
         standby: StandbyNodes | None = None,
         record_attempt: Callable[[End | None, Sequence[Slow]], None] = lambda cause, slow: None,
+        reachable: Callable[[str], bool] = lambda node_id: True,
     ) -> None:
         """`gpus`: returns each rank's GPUs; None where Ray assigns none.
 
@@ -74,7 +77,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         `replace_nodes`: finds other nodes for lost ranks, and returns the new plan. `draining`: returns the nodes that
         are draining, each with its deadline in seconds since the epoch, or 0. `standby`: the nodes without ranks of a
         job that has or may get some. `record_attempt`: takes the first cause of an attempt and its stragglers, for the
-        node history.
+        node history. `reachable`: whether a node accepts connections; Ray itself finds out that one is gone.
         """
         self.plan = plan
         self.first_world_size = plan.world_size
@@ -84,6 +87,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self.draining = draining
         self.standby = standby
         self.record_attempt = record_attempt
+        self.reachable = reachable
         self.facts: tuple[Facts, ...] = ()
         self.failed_imports: tuple[Mapping[str, str], ...] = ()
         """By rank: the modules that its node could not import, each with the error."""
@@ -163,7 +167,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def lost_ranks(self) -> list[int]:
         """The ranks whose agent is gone, or new and not open yet."""
         futures = [self.call(slot.rank, protocol.IsOpen()) for slot in self.plan.slots]
-        wait(futures, timeout=ANSWER_S)
+        wait(futures, timeout=IDLE_S + len(futures) / 300)
         return [
             rank
             for rank, future in enumerate(futures)
@@ -232,8 +236,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             if slot.local_rank == 0:
                 self._opened[slot.node.id] = opened
             if opened.warm.cuda:
-                text = f"a module imported on {slot.node.host} initialised CUDA, which no fork survives"
-                self._events.say("warning", text=f"{text}: set start=spawn")
+                text = f"a module imported on {slot.node.host} initialised CUDA, which no fork survives: its ranks are"
+                self._events.say("warning", text=f"{text} started as new processes, each of which imports everything")
         if unreachable:
             self._check_paths([each.result(ANSWER_S * 2) for each in unreachable])
         return replies
@@ -284,11 +288,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             sys_path=tuple(path for path in sys.path if not copied or os.path.abspath(path) != copied),
             nccl_aloud=job.fabric.debug, nccl_strict=job.fabric.strict, call=call,
         )  # fmt: skip
-        requests = []
+        requests, cpus = [], binding.bind_all(job, self.plan, self.facts)
         for rank, rank_variables in enumerate(variables):
             env = {var.name: var.value for var in rank_variables}
             args = shared_arguments.fill(job.args, env, job.init_method, self.plan.request.backend)
-            requests.append(replace(common, rank=rank, env=env, argv=(*common.argv, *args)))
+            requests.append(replace(common, rank=rank, env=env, argv=(*common.argv, *args), cpus=cpus[rank]))
         for slot, pid in zip(self.plan.slots, self.call_each(requests), strict=True):
             self._events.say("began", rank=slot.rank, host=slot.node.host, pid=pid)
 

@@ -114,6 +114,25 @@ class Gpu:
     """Its path below /sys/devices."""
     numa: int = -1
     model: str = ""
+    uuid: str = ""
+    """`GPU-…`, by which Ray and CUDA may name it."""
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One NUMA node with CPUs that this process may use. Others are left out, nodes and CPUs."""
+
+    number: int
+    socket: int = 0
+    cores: tuple[tuple[int, ...], ...] = ()
+    """The logical CPUs of each physical core, in order of the first."""
+    caches: tuple[tuple[int, ...], ...] = ()
+    """The logical CPUs of each core complex: those that share the last cache level."""
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """All its logical CPUs."""
+        return tuple(sorted(cpu for core in self.cores for cpu in core))
 
 
 @dataclass(frozen=True)
@@ -183,7 +202,8 @@ class Facts:
     gpus: Sequence[str] | None = None
     """The GPU ids that Ray assigned to this rank; None outside of Ray."""
     cpus: int = 1
-    """CPUs that this process may use."""
+    """CPUs that this process may use, by its affinity and by the quota of its cgroup."""
+    numa: tuple[NumaNode, ...] = ()
     python: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of raydist, and of torch, ray, nccl and cuda (runtime) where installed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from raydist.cluster.placement import Plan, Slot
-from raydist.network import devices
+from raydist.network import binding, devices, levers
 from raydist.network import horovod as network_horovod
 from raydist.network import mpi as network_mpi
 from raydist.network.facts import Facts, version_numbers
@@ -48,7 +48,8 @@ def plan_variables(job: Job, plan: Plan, facts: Sequence[Facts], rendezvous: Ren
     }
     ranks = []
     for slot in plan.slots:
-        planned = [*slot_variables(plan, slot), *shared, *of_node[slot.node_rank]]
+        gpus = gpu_variables(plan, facts, slot)
+        planned = [*slot_variables(plan, slot), *shared, *gpus, *of_node[slot.node_rank]]
         if plan.request.backend == "horovod":
             planned += horovod_variables(job, plan, slot, facts[slot.rank], rendezvous)
         planned += nccl_log_variables(job, plan, slot, facts[slot.rank])
@@ -92,11 +93,12 @@ def rendezvous_variables(job: Job, rendezvous: Rendezvous) -> Iterator[EnvVar]:
 
 def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[EnvVar]:
     """Variables that all ranks of a node share. `lead`: the node's slot with local rank 0."""
-    node = facts[lead.rank]
-    yield from gpu_variables(plan, facts, lead)
+    node, gpus = facts[lead.rank], bool(plan.request.rank_resources.get("GPU"))
     chosen = [
-        EnvVar("OMP_NUM_THREADS", str(max(1, int(job.scale.cpus))), f"scale.cpus={job.scale.cpus:g}"),
+        *levers.thread_variables(job, node, binding.bind_node(job, plan, facts, lead), lead.local_world_size),
         *(EnvVar(name, value, "keeps a step's freed memory for the next step") for name, value in MALLOC.items()),
+        *levers.compiler_variables(gpus),
+        *levers.allocator_variables(job, node, gpus),
         *recorder_variables(node),
         *devices.device_settings(job, node, len(plan.nodes)),
         *mpi_network(job, node),
@@ -152,15 +154,24 @@ def horovod_variables(job: Job, plan: Plan, slot: Slot, node: Facts, rendezvous:
     yield from (unless_set(var, node) for var in network_horovod.horovod_settings(job, node.interface))
 
 
-def gpu_variables(plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[EnvVar]:
-    """CUDA_VISIBLE_DEVICES: all GPUs of the job on this node, in one order for all its ranks, as peer access needs."""
+def gpu_variables(plan: Plan, facts: Sequence[Facts], slot: Slot) -> Iterator[EnvVar]:
+    """The GPUs that a rank sees: all of the job on its node, in one order for all its ranks, as peer access needs."""
+    node, ids = facts[slot.rank], binding.assigned_gpus(facts, slot)
+    why = "all GPUs of this job on the node; a rank takes its LOCAL_RANK's"
     if not plan.request.rank_resources.get("GPU"):
-        yield EnvVar("CUDA_VISIBLE_DEVICES", "", "the job requests no GPU")
+        ids, why = [], "the job requests no GPU"
+    elif not ids:
         return
-    ids = {gpu for i in range(lead.local_world_size) for gpu in facts[lead.rank + i].gpus or ()}
+    elif any(gpu.startswith("MIG-") for gpu in node.gpus or ()):
+        ids = [gpu for gpu in ids if gpu in (node.gpus or ())]
+        why = "the MIG instance of this rank: CUDA would use the first one of a list only"
+    listed = ",".join(ids)
+    yield EnvVar("CUDA_VISIBLE_DEVICES", listed, why)
+    if "rocm" in node.versions.get("torch", ""):  # Ray sets it to the GPUs of the actor, which are one rank's
+        yield EnvVar("HIP_VISIBLE_DEVICES", listed, why)
     if ids:
-        listed = ",".join(sorted(ids, key=lambda gpu: (not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0, gpu)))
-        yield EnvVar("CUDA_VISIBLE_DEVICES", listed, "all GPUs of this job on the node; a rank takes its LOCAL_RANK's")
+        order = EnvVar("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "Ray counts GPUs in this order, CUDA the fastest first")
+        yield unless_set(order, node)
 
 
 def unless_set(var: EnvVar, node: Facts) -> EnvVar:
@@ -168,7 +179,6 @@ def unless_set(var: EnvVar, node: Facts) -> EnvVar:
     hint = f"; raydist's own choice: env.{var.name}={var.value}"
     if var.name in node.environment:
         value = node.environment[var.name]
-        # Ray itself sets OMP_NUM_THREADS, to the same value
         return var if value == var.value else EnvVar(var.name, value, f"already set on {node.hostname}{hint}")
     if var.name in node.nccl_conf:
         value, file = node.nccl_conf[var.name]

@@ -6,6 +6,7 @@ when a rank dies.
     actor.py              The Ray actor of one rank: it holds the rank's resources; the first on a node hosts all agents
                           there
     agent.py              The agent of one rank: starts its process, watches it, answers the driver's requests about it
+    cache_folder.py       The user's folder for compiled code on this node: on its own disk, kept over runs and boots
     checkup.py            The doctor's check-up of one node: connections, libraries, /dev/shm; it leaves nothing behind
     counters.py           Byte counters and rates of this machine's network ports, read from /sys under a given root
     dryrun.py             The addresses that gloo and NCCL choose with a rank's variables, tried before any rank starts
@@ -15,6 +16,7 @@ when a rank dies.
     fork_server.py        The fork server of a node: a plain process that imports torch once, and forks the ranks from
                           itself
     kept_server.py        Fork servers that stay on their node for the next run of the same user, environment and Python
+    load.py               How busy this machine is: CPU, memory, GPUs by NVML, bytes of its network ports
     mpi_agent.py          The agent of a rank under mpirun: it serves mpirun's processes, and forks the rank when mpirun
                           starts it
     mpi_child.py          The program that mpirun starts in place of ssh and of the user's program
@@ -36,4 +38,7 @@ when a rank dies.
     shards.py             Write a sharded state to the disk: each node writes the shards in its memory
     snapshots.py          The snapshot memories of a node: its fork server holds them, its writer processes write them
                           to disk
+    warm_imports.py       What a fork server imports before it forks, and whether its children can use that
+    writer.py             An agent's way to writer processes, which write checkpoints beside its rank; and messages as
+                          lines
 """

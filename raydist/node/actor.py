@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raydist.node.agent import RankAgent
 from raydist.node.mpi_agent import MpiRankAgent
-from raydist.worker.protocol import AnyReply, Request
+from raydist.worker.protocol import AnyReply, Close, Request
 
 
 def make_agent(backend: str) -> RankAgent:
@@ -26,7 +26,10 @@ class NodeActor:
         """Pass a request to the agent of a rank of this node; its reply."""
         if local_rank not in self._agents:
             self._agents[local_rank] = make_agent(self._backend)
-        reply: AnyReply = await self._agents[local_rank].handle(request)
+        agent = self._agents[local_rank]
+        if isinstance(request, Close):  # an agent is of one run; the actor may get another run
+            del self._agents[local_rank]
+        reply: AnyReply = await agent.handle(request)
         return reply
 
     async def gpus(self) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import mmap
 import os
 import shutil
@@ -24,15 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 from raydist.network import nccl_log as network_nccl_log
 from raydist.network.names import RANK_FOLDER
-from raydist.node import counters, kept_server, nccl_output, oom
+from raydist.node import cache_folder, counters, kept_server, nccl_output, oom
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer, node_folder
+from raydist.node.load import LoadReader
 from raydist.node.nccl_output import NcclLog
 from raydist.node.processes import main_stack, process_state, recorded_error
+from raydist.node.writer import Writer, read_messages
 from raydist.shared import env_names
 from raydist.shared.errors import LaunchError
 from raydist.worker import protocol
-from raydist.worker.heartbeat import BEAT_PAGE, STACKS_SIGNAL, read_beat, read_compute_time
+from raydist.worker.heartbeat import BEAT_PAGE, STACKS_SIGNAL, read_beat, read_compute_time, read_pauses
 from raydist.worker.protocol import (
     Activity,
     CheckupRequest,
@@ -62,6 +63,10 @@ LOG_CHUNK = 1 << 20
 """Most bytes of a rank's output in one reply."""
 EXAMINE_S = 0.6
 """Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a second."""
+STOP_S = 3.0
+"""Longest wait for the end of a rank after SIGKILL: the driver gives up after 5 s (recovery.deadlines.SILENT_S)."""
+SERVER_S = 10.0
+"""Seconds after which a fork server that does not answer is ended, if it is needed."""
 ANSWER_S = 3.0
 """Seconds that a busy rank has to answer: a signal handler that interrupts Python code may crash it."""
 
@@ -91,18 +96,18 @@ class RankAgent:
         """Descriptors that mpirun passed for the rank, beside its log, channel and heartbeat."""
         self._error_file: Path | None = None
         self._event_reader: asyncio.Task[None] | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        """Sends messages to the rank."""
+        self._to_rank: asyncio.StreamWriter | None = None
         self._activity: Activity | None = None
         """The rank's answer to the last TellActivity."""
-        self._writer_task: asyncio.Task[None] | None = None
-        """Reads what the process sends that writes the last checkpoint."""
-        self._shards: protocol.ShardsReply | None = None
+        self._writer: Writer | None = None
+        self._load = LoadReader()
         self._checkup: Checkup | None = None
         self._holding: asyncio.Future[int] | None = None
         self._oom_count: oom.Count | None = None
         """The kernel's OOM kills when the rank started."""
-        self._stopping = False
+        self._stopping = self._raised = False
+        self._told = False
+        """As RankEnd.told."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, request: Request[Any]) -> Any:
@@ -113,7 +118,9 @@ class RankAgent:
             case OpenStore():
                 return await self.open_store(request)
             case protocol.FindUnreachablePaths():
-                return await self.find_unreachable_paths(request)
+                from raydist.node import path_check  # it imports the object store
+
+                return await path_check.find_unreachable_paths(request)
             case StartRank():
                 return await self.start(request)
             case protocol.GetNews():
@@ -129,15 +136,17 @@ class RankAgent:
             case protocol.IsOpen():
                 return self._client is not None and self._client.connected
             case protocol.WaitForWriter():
-                return await self.wait_for_writer()
+                return await self._writer.wait() if self._writer is not None else None
             case protocol.Flush():
                 return await self.flush()
             case protocol.ListShards() | protocol.WriteShards() | protocol.CommitShards() | protocol.DropShards():
-                return await self.ask_writer(request)
+                return await self._writer.ask(request) if self._writer is not None and self.pid else None
             case protocol.StopRank():
                 return await self.stop(request.grace)
             case protocol.GetNetworkUse():
                 return self.network_use()
+            case protocol.GetLoad():
+                return await asyncio.to_thread(self._load.read)
             case CheckupRequest():
                 return await self.check_up(request)
             case protocol.Close():
@@ -150,13 +159,15 @@ class RankAgent:
         self.folder = node_folder(f"raydist-{os.getuid()}-{request.run}-{request.node_id[-8:]}")
         facts: Facts | None = None
         modules: tuple[str, ...] = ()
+        place = self.folder
         if request.lead:
             from raydist.node import probe
 
-            self._own_server, modules = await asyncio.to_thread(kept_server.reach, request, self.folder)
+            self._own_server, place, modules = await asyncio.to_thread(kept_server.choose, request, place)
             # the driver knows the GPUs of each rank
             facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
-        self._client = await ForkClient.connect(self.folder)
+        self._client = await ForkClient.connect(place)
+        self._writer = Writer(self._client, self._add_event, self._spawn)
         if request.lead:
             self._server.send(protocol.BeginRun(str(self.folder), request.keep_s))
         self._server.send(protocol.ImportModules(modules))
@@ -166,12 +177,6 @@ class RankAgent:
             facts=facts, born=self.born, warm=warm, store=opened,
             ports=counters.read_counters() if request.lead else None,
         )  # fmt: skip
-
-    async def find_unreachable_paths(self, request: protocol.FindUnreachablePaths) -> dict[str, str]:
-        """The paths that this node can't see, each with the reason."""
-        from raydist.node import path_check  # imports the object store
-
-        return await path_check.find_unreachable_paths(request)
 
     async def open_store(self, request: OpenStore) -> StoreAddress:
         """Open a new rendezvous store for an attempt, on the node of this agent."""
@@ -199,19 +204,24 @@ class RankAgent:
         self._beat = mmap.mmap(beat, BEAT_PAGE)
         agent_end, rank_end = socket.socketpair()
         append = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND)
-        self._server.send(spec, [append, rank_end.fileno(), beat, *self._mpi_fds])
-        for descriptor in (append, beat):
-            os.close(descriptor)
-        rank_end.close()
-        self.pid = (await self._server.reply(protocol.Forked)).pid
-        self._event_reader = self._spawn(self._read_events(agent_end))
-        self._oom_count, self._stopping = oom.read_count(self.pid), False
-        self._spawn(self._await_end(self.pid))
+        try:
+            self.pid, ended = await self._server.fork(spec, [append, rank_end.fileno(), beat, *self._mpi_fds])
+        finally:
+            for descriptor in (append, beat):
+                os.close(descriptor)
+            rank_end.close()
+        reading = read_messages(agent_end, self._add_event, self._handle_reply, self._note_connection)
+        self._event_reader = self._spawn(reading)
+        self._oom_count = oom.read_count(self.pid)
+        self._stopping = self._raised = self._told = False
+        self._spawn(self._await_end(self.pid, ended))
         return self.pid
 
     def _spec(self, request: StartRank, base: str) -> RankSpec:
         """The spec of the rank: the driver's request, completed with the paths and variables of this node."""
-        planned = {name: value.replace(RANK_FOLDER, str(self.folder)) for name, value in request.env.items()}
+        planned = cache_folder.fill_in(
+            {name: value.replace(RANK_FOLDER, str(self.folder)) for name, value in request.env.items()}
+        )
         env = {**os.environ, env_names.SCRATCH: str(self.folder), **self._mpi_env, **planned}
         if request.script:
             self._error_file = Path(f"{base}.error.json")
@@ -221,12 +231,14 @@ class RankAgent:
             rank=request.rank, env=env, job=request.job, argv=request.argv, script=request.script,
             cwd=request.cwd if os.path.isdir(request.cwd) else os.getcwd(),
             sys_path=(*request.sys_path, *(path for path in sys.path if path not in request.sys_path)),
-            value=f"{base}.value", call=f"{base}.call" if request.call is not None else None, cpus=self._cpus,
+            value=f"{base}.value", call=f"{base}.call" if request.call is not None else None,
+            cpus=self._cpus or request.cpus,
         )  # fmt: skip
 
     async def _reset(self, base: str) -> None:
         """Forget the previous attempt, once its last checkpoint is on the disk."""
-        await self.wait_for_writer()
+        if self._writer is not None:
+            await self._writer.wait()
         if self._event_reader is not None:
             self._event_reader.cancel()
         self._events, self._end = [], None
@@ -241,9 +253,12 @@ class RankAgent:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._news.wait(), patience)
         self._news.clear()
-        rank_end = self._end
+        rank_end, server_quiet = self._end, self._server.quiet()
+        if server_quiet > SERVER_S and self._saving():
+            self._server.end_server()
         if rank_end is not None and self._event_reader is not None:
-            readers = {self._event_reader} | ({self._writer_task} if self._writer_task else set())
+            writing = self._writer.reading if self._writer is not None else None
+            readers = {self._event_reader} | ({writing} if writing is not None else set())
             await asyncio.wait(readers, timeout=0.5)  # a child of the rank may still hold the other end
         log = self._log.read(LOG_CHUNK)
         events, self._events = self._events, []
@@ -256,9 +271,11 @@ class RankAgent:
             events.append(self._end_refused(why))
         end = None
         if rank_end is not None and not more:
-            end = replace(rank_end, step=step, phase=phase, error=recorded_error(self._error_file))
+            error = recorded_error(self._error_file)
+            end = replace(rank_end, step=step, phase=phase, error=error, told=self._told)
         quiet = time.time() - at if at else 0.0
-        return RankNews(events, log, nccl, (step, phase, at), quiet, read_compute_time(self._beat), end)
+        beat, work, pauses = (step, phase, at), read_compute_time(self._beat), read_pauses(self._beat)
+        return RankNews(events, log, nccl, beat, quiet, work, pauses, end, server_quiet, time.time())
 
     async def examine(self) -> RankActivity | None:
         """The state of the rank's process, the CPU it uses, its stacks, its last collectives; None if it has ended.
@@ -293,56 +310,39 @@ class RankAgent:
 
     def tell_rank(self, message: RankMessage) -> None:
         """Send a message to the rank, if it listens."""
-        if self._writer is not None:
-            self._writer.write(protocol.encode(message) + b"\n")
+        if self._to_rank is not None:
+            self._to_rank.write(protocol.encode(message) + b"\n")
 
     def value(self) -> RankValue:
         """What the job returned or raised, pickled; it travels over Ray's authenticated channel."""
         value, error = (self.folder / f"rank-{self.rank}.value{end}" for end in ("", ".error"))
         return RankValue(*(path.read_bytes() if path.exists() else None for path in (value, error)))
 
-    async def wait_for_writer(self) -> None:
-        """Wait until the checkpoint that is being written is on the disk."""
-        if self._writer_task is not None:
-            await asyncio.wait({self._writer_task})
-
     async def flush(self) -> list[Event]:
         """Write this node's newest snapshot to the disk; the events of the writer."""
-        await self.wait_for_writer()
-        if self.pid:
-            await asyncio.wait({self._start_writer(WriteCheckpoint())})
+        if self._writer is not None:
+            await self._writer.wait()
+            if self.pid:
+                await asyncio.wait({self._writer.start(WriteCheckpoint())})
         events, self._events = self._events, []
         return events
-
-    async def ask_writer(self, request: protocol.ShardsRequest) -> protocol.ShardsReply | None:
-        """Have a writer process do this, and reply. OSError: it failed."""
-        await self.wait_for_writer()
-        self._shards = None
-        if self.pid:
-            await asyncio.wait({self._start_writer(request)})
-        if isinstance(self._shards, protocol.WriterFailed):
-            raise OSError(self._shards.error)
-        return self._shards
-
-    def _start_writer(self, message: WriteCheckpoint | protocol.ShardsRequest) -> asyncio.Task[None]:
-        """Fork a process that writes to the disk; the task that reads what it sends, and ends with it."""
-        agent_end, writer_end = socket.socketpair()
-        self._server.send(message, [writer_end.fileno()])
-        writer_end.close()
-        self._writer_task = self._spawn(self._read_events(agent_end, of_rank=False))
-        return self._writer_task
 
     async def stop(self, grace: float) -> None:
         """Send SIGTERM, and SIGKILL after `grace` seconds; without grace SIGKILL at once. Returns after the end."""
         if not self.pid:
             return
         self._stopping = True
+        self._told |= self._end is None and not self._raised
         if grace and self._end is None:
             self._server.send(SignalProcess(self.pid, signal.SIGTERM))
             await self._wait_end(grace)
         if self._end is None:
             self._server.send(SignalProcess(self.pid, signal.SIGKILL))
-            await self._wait_end(5)
+            self._server.quiet(0.0)
+            await self._wait_end(STOP_S)
+        if self._end is None and self._server.quiet() >= STOP_S:
+            self._server.end_server()
+            await self._wait_end(1)
 
     def network_use(self) -> protocol.NetworkUse:
         """The counters of this node's network ports (from its first agent), and the rank's channels in NCCL's log."""
@@ -363,6 +363,8 @@ class RankAgent:
         if self._checkup is not None:
             await self._checkup.close()
         if self._client is not None:
+            if self._client.quiet() > STOP_S:
+                self._client.end_server()
             await self._client.close()
         for task in list(self._tasks):
             task.cancel()
@@ -377,6 +379,11 @@ class RankAgent:
         assert self._client is not None, "open() comes first"
         return self._client
 
+    def _saving(self) -> bool:
+        """Whether ranks wait for a checkpoint: for its writer, or for the fork server to tell that it has ended."""
+        _, phase, at = read_beat(self._beat)
+        return (self._writer is not None and self._writer.busy) or (phase == "save" and time.time() - at > SERVER_S)
+
     def _end_refused(self, why: str) -> Event:
         """Kill the rank because a setting forbids it to go on; the event, as if the rank had raised a LaunchError."""
         self._server.send(SignalProcess(self.pid, signal.SIGKILL))
@@ -385,8 +392,14 @@ class RankAgent:
             "traceback": "", "step": read_beat(self._beat)[0],
         }  # fmt: skip
 
-    async def _await_end(self, pid: int) -> None:
-        self._note_end(pid, RankEnd(**vars(await self._server.end_of(pid))))
+    async def _await_end(self, pid: int, ended: asyncio.Future[protocol.ProcessEnd]) -> None:
+        either: set[asyncio.Future[Any]] = {ended, *filter(None, [self._event_reader])}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        while not ended.done():  # the rank has closed its socket, as its end does: the server should tell of it
+            await asyncio.wait({ended}, timeout=1.0)
+            if not ended.done() and self._server.quiet() > SERVER_S:
+                self._server.end_server()
+        self._note_end(pid, RankEnd(**vars(ended.result())))
 
     def _note_end(self, pid: int, end: RankEnd) -> None:
         count = self._oom_count
@@ -399,32 +412,22 @@ class RankAgent:
         if self._holding is not None and not self._holding.done():
             self._holding.set_exception(LaunchError("the rank has ended"))
 
-    async def _read_events(self, sock: socket.socket, of_rank: bool = True) -> None:
-        """Read events until the other end closes. Of the reports of ranks other than 0 only the newest is kept."""
-        reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 26)
-        if of_rank:
-            self._writer = writer
-        with contextlib.suppress(OSError, ValueError):
-            while line := await reader.readline():
-                received = json.loads(line)
-                if protocol.TAG in received:
-                    self._handle_reply(protocol.from_json(received))
-                else:
-                    self._add_event(received)
-        writer.close()
+    def _note_connection(self, to_rank: asyncio.StreamWriter) -> None:
+        self._to_rank = to_rank
 
     def _handle_reply(self, message: protocol.Message) -> None:
         if isinstance(message, Activity):
             self._activity = message
         elif isinstance(message, Holding) and self._holding is not None and not self._holding.done():
             self._holding.set_result(message.step)
-        elif isinstance(message, protocol.ShardsReply):
-            self._shards = message
 
     def _add_event(self, event: Event) -> None:
+        """Keep an event for the driver. Of the reports of ranks other than 0 only the newest is kept."""
         kind = event["kind"]
+        self._raised |= kind == "raised"
         if kind == "save":
-            self._start_writer(WriteCheckpoint(last=False))
+            assert self._writer is not None, "open() comes first"
+            self._writer.start(WriteCheckpoint(last=False))
         elif kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
             self._events[-1] = event
         else:

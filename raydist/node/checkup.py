@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from raydist.node import peers
+from raydist.node import cache_folder, peers
 from raydist.node.peers import Listener
 from raydist.worker.protocol import (
     CallPeers,
@@ -71,7 +71,7 @@ class Checkup:
 
     async def try_libraries(self, request: TryLibraries) -> dict[str, LibraryTrial]:
         """Run node.dryrun with the variables of a rank; its result for each library."""
-        env = {**os.environ, **request.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        env = {**os.environ, **cache_folder.fill_in(request.env), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-m", "raydist.node.dryrun", *request.names]
         done = await asyncio.to_thread(subprocess.run, command, env=env, capture_output=True, text=True)
         if done.returncode:

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shutil
 import signal
 import socket
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from raydist.worker.protocol import PACKET, Ended, Message, ProcessEnd, ServerMessage, decode, encode
+from raydist.worker.protocol import (
+    PACKET,
+    Ended,
+    Failed,
+    Forked,
+    InFile,
+    Message,
+    Ping,
+    Pong,
+    ProcessEnd,
+    ProgramSpec,
+    RankSpec,
+    ServerMessage,
+    Warm,
+    decode,
+    encode,
+)
 
 Kind = TypeVar("Kind")
+PING_S = 2.0
+"""Seconds between an answer of the server and the next question whether it answers."""
 
 
 class ForkClient:
@@ -24,6 +46,14 @@ class ForkClient:
         self._replies: asyncio.Queue[Message | str] = asyncio.Queue()
         """Replies in order; the last is a text: the end of the server's log once it has ended."""
         self._ends: dict[int, asyncio.Future[ProcessEnd]] = {}
+        """By serial number of each process that was forked on request, and lives."""
+        self._began: dict[int, asyncio.Future[ProcessEnd]] = {}
+        """The same of those that `fork` has not returned yet: one may have ended before."""
+        self.pid = 0
+        """Of the server, once it has imported the modules."""
+        self._pinged: float | None = None
+        """When the question was sent that is not answered yet, on the monotonic clock."""
+        self._answered = 0.0
         self._listening = asyncio.get_running_loop().create_task(self._listen())
 
     @classmethod
@@ -45,20 +75,54 @@ class ForkClient:
         """Whether the server still runs."""
         return not self._listening.done()
 
-    def send(self, message: ServerMessage, descriptors: list[int] | None = None) -> None:
+    def quiet(self, after: float = PING_S) -> float:
+        """Seconds for which the server has not answered: it is stopped, or waits for a disk.
+
+        `after`: seconds after its last answer until it is asked again.
+        """
+        now = time.monotonic()
+        if self._pinged is None and now - self._answered >= after and self.connected:
+            self._pinged = now
+            with contextlib.suppress(OSError):
+                self.send(Ping())
+        return 0.0 if self._pinged is None else now - self._pinged
+
+    def end_server(self) -> None:
+        """Kill a server that does not answer; its processes end with it, and all their ends are told as lost."""
+        if self.pid and self.connected:
+            places = {self._folder, (self._folder / "fork").resolve().parent}  # the second of a server that is kept
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            for place in places:
+                shutil.rmtree(place, ignore_errors=True)
+
+    def send(self, message: ServerMessage, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with copies of `descriptors`."""
-        socket.send_fds(self._sock, [encode(message)], descriptors or [])
+        packet = encode(message)
+        with contextlib.ExitStack() as stack:
+            if len(packet) > PACKET:  # a long environment, or a long command line
+                file = stack.enter_context(open(os.memfd_create("raydist-message"), "wb"))
+                file.write(packet)
+                file.flush()
+                packet, descriptors = encode(InFile()), [*descriptors, file.fileno()]
+            socket.send_fds(self._sock, [packet], list(descriptors))
 
     async def reply(self, kind: type[Kind]) -> Kind:
-        """The next reply, which must be of this kind. OSError: the server has ended."""
+        """The next reply, which must be of this kind. OSError: the server could not do it, or has ended."""
         reply = await self._replies.get()
+        if isinstance(reply, Failed):
+            raise OSError(f"the fork server of this node failed: {reply.error}")
         if not isinstance(reply, kind):
             raise OSError(f"the fork server of this node ended: {reply}")
         return reply
 
-    def end_of(self, pid: int) -> asyncio.Future[ProcessEnd]:
-        """The end of a process of this agent. It may come before the reply with the process's pid."""
-        return self._ends.setdefault(pid, asyncio.get_running_loop().create_future())
+    async def fork(
+        self, spec: RankSpec | ProgramSpec, descriptors: Sequence[int]
+    ) -> tuple[int, asyncio.Future[ProcessEnd]]:
+        """Have the server fork a process; its pid, and its end. OSError as in `reply`."""
+        self.send(spec, descriptors)
+        forked = await self.reply(Forked)
+        return forked.pid, self._began.pop(forked.serial)
 
     async def close(self) -> None:
         """Disconnect; returns once the server has ended all that it forked for this agent, and has disconnected too."""
@@ -72,16 +136,30 @@ class ForkClient:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(ConnectionResetError):
             while packet := await loop.sock_recv(self._sock, PACKET):
-                message = decode(packet)
-                if isinstance(message, Ended):
-                    self.end_of(message.pid).set_result(ProcessEnd(message.code, message.signal, message.at))
-                else:
-                    self._replies.put_nowait(message)
+                try:
+                    self._take(decode(packet))
+                except ValueError as error:  # it must not end the listener: the ends of processes come here
+                    print(f"raydist: a message of the fork server was not understood: {error}", file=sys.stderr)
         lost = self._log_end()
         self._replies.put_nowait(lost)
         for end in self._ends.values():
             if not end.done():
                 end.set_result(ProcessEnd(0, signal.SIGKILL, time.time(), lost=lost))
+
+    def _take(self, message: Message) -> None:
+        self._answered = time.monotonic()
+        if isinstance(message, Pong):
+            self._pinged = None
+            return
+        if isinstance(message, Warm):
+            self.pid = message.pid
+        if isinstance(message, Ended):
+            if (end := self._ends.pop(message.serial, None)) is not None and not end.done():
+                end.set_result(ProcessEnd(message.code, message.signal, message.at))
+            return
+        if isinstance(message, Forked):
+            self._ends[message.serial] = self._began[message.serial] = asyncio.get_running_loop().create_future()
+        self._replies.put_nowait(message)
 
     def _log_end(self) -> str:
         with contextlib.suppress(OSError):

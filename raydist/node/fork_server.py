@@ -26,13 +26,9 @@ died, it ends everything, and itself unless it is kept. It ends when no agent ca
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import gc
-import importlib
 import json
 import os
 import resource
-import select
 import selectors
 import shutil
 import signal
@@ -40,13 +36,14 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from raydist.node import mpi_segments
 from raydist.node.processes import end_children, end_session, kill, wait_one
 from raydist.node.snapshots import SnapshotBuffers, run_writer
+from raydist.node.warm_imports import changed_since, ends_with, import_modules, uses_gpu
 from raydist.worker import main as rank_main
 from raydist.worker import protocol
 from raydist.worker.protocol import (
@@ -70,6 +67,8 @@ from raydist.worker.protocol import (
 )
 
 PR_SET_CHILD_SUBREAPER = 36
+DESCRIPTORS = 16
+"""Most descriptors that come with a message."""
 WRITE_S = 600.0
 """Longest wait for the writers of the last states after all ranks have ended: large states take minutes."""
 
@@ -97,6 +96,9 @@ class Server:
     """Agents that have disconnected, and whose processes have not all ended."""
     memories: dict[socket.socket, SnapshotBuffers] = field(default_factory=dict)
     """By agent: the snapshot memories of its ranks."""
+    serials: dict[int, int] = field(default_factory=dict)
+    """By pid of each living child: its number among all forks. The kernel uses pids again."""
+    forks: int = 0
     writers: dict[int, SnapshotBuffers] = field(default_factory=dict)
     """By pid of a process that writes a checkpoint: the memories that it reads."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -117,7 +119,7 @@ class Server:
                 return self.end_all()
             for key, _ in ready:
                 if key.fd == self.listener.fileno():
-                    self.selector.register(self.listener.accept()[0], selectors.EVENT_READ)
+                    self.accept()
                 elif key.fd == wake:
                     os.read(wake, 512)
                 elif key.fd == self.guard:
@@ -135,22 +137,53 @@ class Server:
                     self.handle(key.fileobj)  # type: ignore[arg-type]
             self.reap()
 
-    def handle(self, agent: socket.socket) -> None:
-        """Handle one message of an agent, or its disconnection."""
+    def accept(self) -> None:
+        """Take the connection of an agent. It waits where there are too many open files: others may be closed soon."""
         try:
-            packet, fds, _, _ = socket.recv_fds(agent, PACKET, 4)
+            self.selector.register(self.listener.accept()[0], selectors.EVENT_READ)
         except OSError:
-            packet, fds = b"", []
+            traceback.print_exc()
+            time.sleep(0.1)
+
+    def handle(self, agent: socket.socket) -> None:
+        """Handle one message of an agent, or its disconnection. No message ends the server: others need it."""
+        try:
+            packet, fds, flags, _ = socket.recv_fds(agent, PACKET, DESCRIPTORS)
+        except OSError:
+            packet, fds, flags = b"", [], 0
         if not packet:
             self.disconnect(agent)
             return
-        match protocol.decode(packet):
+        message: protocol.Message | None = None
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ValueError("a message was cut off")
+            message = protocol.decode(packet)
+            if isinstance(message, protocol.InFile):
+                message = read_message(fds.pop())
+            self.answer(agent, message, fds)
+        except Exception as error:
+            traceback.print_exc()
+            if isinstance(message, WriteCheckpoint):
+                self.memories[agent].unlock()  # nothing is being written
+            elif isinstance(message, BeginRun):
+                self.disconnect(agent)  # it shows the end of this server's log
+            elif not isinstance(message, ShardsRequest | SignalProcess):  # these get no reply here
+                send_message(agent, protocol.Failed(f"{type(error).__name__}: {error}"))
+        for fd in fds:
+            os.close(fd)
+
+    def answer(self, agent: socket.socket, message: protocol.Message, fds: list[int]) -> None:
+        """Do what a message of an agent asks for."""
+        match message:
             case Claim():
                 self.claim(agent, fds)
+            case BeginRun() if self.lifeline < 0:  # the owner has died since
+                self.disconnect(agent)
             case BeginRun(folder, keep_s):
-                self.run_folders.append(folder)
-                if self.keep:
-                    self.keep, self.idle_s = keep_s > 0, keep_s or self.idle_s
+                self.begin_run(folder, keep_s)
+            case protocol.Ping():
+                send_message(agent, protocol.Pong())
             case ImportModules(modules):
                 send_message(agent, self.warm_up(modules))
             case RankSpec() as spec:
@@ -164,15 +197,30 @@ class Server:
             case WriteCheckpoint() | ListShards() | WriteShards() | CommitShards() | DropShards() as request:
                 if self.memories[agent].wants_writer(request):
                     self.fork_writer(agent, request, *fds)
-            case SignalProcess(pid, number) if pid in self.owner:
+            case SignalProcess(pid, number) if self.owner.get(pid) is agent:
                 kill(pid, number)
-        for fd in fds:
-            os.close(fd)
+
+    def begin_run(self, folder: str, keep_s: float) -> None:
+        """Make the folder of a run's agents, where all of them find this server. It goes when the claim ends.
+
+        The server makes it: a process that could be killed before it tells the server would leave it behind.
+        """
+        self.run_folders.append(folder)
+        if not os.path.isdir(folder):  # a server of this run alone has it as its own
+            os.mkdir(folder, 0o700)
+            for name in ("server.log", "fork"):
+                os.symlink(os.path.join(self.folder, name), os.path.join(folder, name))
+        if self.keep:
+            self.keep, self.idle_s = keep_s > 0, keep_s or self.idle_s
 
     def warm_up(self, modules: Sequence[str]) -> Warm:
         """Import the modules that ranks need, unless each rank is a new interpreter."""
-        with ends_with(self.lifeline, self.folder) if self.lifeline >= 0 else contextlib.nullcontext():
-            return import_modules(modules if self.start == "fork" else ())
+        folders = (*self.run_folders, self.folder)
+        with ends_with(self.lifeline, folders) if self.lifeline >= 0 else contextlib.nullcontext():
+            warm = import_modules(modules if self.start == "fork" else ())
+        if warm.cuda:  # ranks that are forked from here would have no GPU
+            self.start = "spawn"
+        return warm
 
     @property
     def folder(self) -> str:
@@ -181,7 +229,7 @@ class Server:
     def claim(self, claimant: socket.socket, fds: list[int]) -> None:
         """Adopt the descriptor as the lifeline, if the server is free, and no file that it imported has changed."""
         free = self.lifeline < 0
-        if free and changed_since(self.born):
+        if free and (uses_gpu() or changed_since(self.born)):
             free, self.idle_s = False, 0.0  # it ends when the claimant has gone
         if free and fds:
             self.lifeline = fds.pop()
@@ -199,8 +247,9 @@ class Server:
         self.lifeline = -1
 
     def note_fork(self, pid: int, agent: socket.socket) -> None:
-        self.owner[pid] = agent
-        send_message(agent, protocol.Forked(pid))
+        self.forks += 1
+        self.owner[pid], self.serials[pid] = agent, self.forks
+        send_message(agent, protocol.Forked(pid, self.forks))
 
     def disconnect(self, agent: socket.socket) -> None:
         """An agent has disconnected: SIGKILL its ranks, because a rank in a collective does not handle SIGTERM."""
@@ -223,13 +272,23 @@ class Server:
         """Fork a child that calls `become`; its pid."""
         # The server ignores SIGTERM. Blocked, one for the new rank waits until the rank has its default handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return self.fork_child(lambda: self.with_sigterm(become))
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def with_sigterm(self, become: Callable[[], NoReturn]) -> NoReturn:
+        """In a child: let SIGTERM end it, then go on."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        become()
+
+    def fork_child(self, become: Callable[[], NoReturn]) -> int:
+        """Fork a child that ignores SIGTERM as the server does, and calls `become`; its pid."""
         pid = os.fork()
         if pid == 0:
-            self.close_in_child()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        if pid == 0:
             try:
+                self.close_in_child()
                 become()
             except BaseException:
                 traceback.print_exc()
@@ -240,21 +299,16 @@ class Server:
     def fork_store(self, kind: StoreKind, address: str) -> StoreForked:
         """Fork a process that holds the rendezvous store open."""
         read_end, write_end = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            self.close_in_child()
-            store_process(kind, address, write_end)
-        os.close(write_end)
         with os.fdopen(read_end) as reply:
+            try:
+                pid = self.fork_child(lambda: store_process(kind, address, write_end))
+            finally:
+                os.close(write_end)
             return StoreForked(pid, **json.loads(reply.read()))
 
     def fork_writer(self, agent: socket.socket, request: WriteCheckpoint | ShardsRequest, reply: int = -1) -> None:
         """Fork a process that does this, and sends its events or its reply to the descriptor `reply`."""
-        pid = os.fork()
-        if pid == 0:
-            self.close_in_child()
-            os.setsid()
-            run_writer(self.memories[agent], request, reply)
+        pid = self.fork_child(lambda: run_writer(self.memories[agent], request, reply))
         self.owner[pid], self.writers[pid] = agent, self.memories[agent]
 
     def close_in_child(self) -> None:
@@ -270,13 +324,13 @@ class Server:
         """Report the end of each dead child to its agent, and kill the processes that it left."""
         while (ended := wait_one()) is not None:
             pid, status = ended
-            agent = self.owner.pop(pid, None)
+            agent, serial = self.owner.pop(pid, None), self.serials.pop(pid, None)
             if memories := self.writers.pop(pid, None):
                 memories.unlock()
             end_session(pid)
-            if agent is not None and agent.fileno() >= 0:
+            if agent is not None and agent.fileno() >= 0 and serial is not None:
                 code = os.waitstatus_to_exitcode(status)
-                send_message(agent, protocol.Ended(pid, max(code, 0), max(-code, 0), time.time()))
+                send_message(agent, protocol.Ended(pid, max(code, 0), max(-code, 0), time.time(), serial))
         if self.leaving and not self.owner:
             end_children()  # those that made a session of their own
         for agent in self.leaving - set(self.owner.values()):
@@ -305,6 +359,13 @@ class Server:
 def send_message(agent: socket.socket, message: protocol.Message) -> None:
     with contextlib.suppress(OSError):  # the agent has disconnected; its packet of zero bytes is still to be read
         agent.send(protocol.encode(message))
+
+
+def read_message(descriptor: int) -> protocol.Message:
+    """The message in a file, which is closed."""
+    with open(descriptor, "rb") as file:
+        file.seek(0)
+        return protocol.decode(file.read())
 
 
 def spawn_rank(spec: RankSpec, fds: list[int]) -> int:
@@ -337,55 +398,6 @@ def store_process(kind: str, address: str, reply_fd: int) -> NoReturn:
     os._exit(1)
 
 
-def import_modules(modules: Sequence[str]) -> Warm:
-    """Import modules. One that fails here fails in the rank again, with its own traceback."""
-    failed, had = {}, len(sys.modules)
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except BaseException as error:
-            failed[name] = f"{type(error).__name__}: {error}"
-    if len(sys.modules) > had:
-        gc.collect()
-        gc.freeze()  # ranks share these pages, which the garbage collector would otherwise write to and copy
-    torch = sys.modules.get("torch")
-    return Warm(failed, bool(torch and torch.cuda.is_initialized()))
-
-
-def changed_since(moment: float) -> bool:
-    """Whether a file that this process has imported was changed or removed after `moment`, seconds since the epoch."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if not file or not os.path.isabs(file):
-            continue
-        try:
-            found = os.stat(file)
-        except OSError:
-            return True
-        if max(found.st_mtime, found.st_ctime) > moment:
-            return True
-    return False
-
-
-@contextlib.contextmanager
-def ends_with(lifeline: int, folder: str) -> Iterator[None]:
-    """End this process if the lifeline closes while it imports modules, when nothing reads the lifeline."""
-
-    def end(*_: object) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
-
-    signal.signal(signal.SIGIO, end)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it closed before the signal was set up
-        end()
-    yield
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags)
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-
-
 def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *modules: str) -> None:
     """Detach, import the modules, serve until the lifeline closes; if kept, until nobody claims it any more."""
     import ctypes
@@ -408,6 +420,7 @@ def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *
     server = Server(
         socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start, float(idle_s) or None, keep != "0", guard
     )
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() then leaves CUDA alone
     folder, code = server.folder, 1
     if server.keep:
         with open(os.path.join(folder, "server.json"), "w") as file:

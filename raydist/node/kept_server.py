@@ -23,7 +23,18 @@ from raydist.node.fork_launcher import ForkServer, heritage, node_folder, own_se
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
 from raydist.shared.version import __version__
-from raydist.worker.protocol import PACKET, BeginRun, Claim, Claimed, ImportModules, Message, Open, decode, encode
+from raydist.worker.protocol import (
+    PACKET,
+    BeginRun,
+    Claim,
+    Claimed,
+    ImportModules,
+    Message,
+    Open,
+    ServerMessage,
+    decode,
+    encode,
+)
 
 CLAIM_S = 1.0
 """Longest wait for a server's answer: one that imports modules is another run's."""
@@ -53,10 +64,10 @@ class KeptServer:
     """No run uses it now."""
 
 
-def reach(request: Open, folder: Path) -> tuple[ForkServer | None, tuple[str, ...]]:
-    """Make a fork server reachable in the agents' `folder`: the server if it is their own, and what it has to import.
+def choose(request: Open, folder: Path) -> tuple[ForkServer | None, Path, tuple[str, ...]]:
+    """The fork server of a run's agents: the server if it is their own, its folder, and what it has to import.
 
-    The driver's, if a rank would inherit the same from it; else one that stays on the node; else a new one.
+    The driver's, if a rank would inherit the same from it; else one that stays on the node; else a new one in `folder`.
     """
     warm_server, own = request.warm_server, None
     if warm_server is not None and warm_server.heritage == heritage():
@@ -64,11 +75,8 @@ def reach(request: Open, folder: Path) -> tuple[ForkServer | None, tuple[str, ..
     elif request.start == "fork" and (own := obtain(request.threads, request.env, request.keep_s)):
         place = own.folder
     else:
-        return ForkServer.launch(folder, request.start, request.threads, env=request.env), request.modules
-    folder.mkdir(mode=0o700)
-    for name in ("server.log", "fork"):
-        (folder / name).symlink_to(place / name)
-    return own, request.installed
+        return ForkServer.launch(folder, request.start, request.threads, env=request.env), folder, request.modules
+    return own, place, request.installed
 
 
 def obtain(threads: int, env: Mapping[str, str], keep_s: float, modules: Sequence[str] = ()) -> ForkServer | None:
@@ -105,31 +113,41 @@ def servers_folder(make: bool = True) -> Path | None:
     """The folder of this user's servers on this node; None if it is not there, or not this user's own."""
     path = node_folder(f"raydist-{os.getuid()}-warm")
     with contextlib.suppress(OSError):
-        if make:
-            path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        if own_folder(path, make):
             return path
     return None
+
+
+def own_folder(path: Path, make: bool = True) -> bool:
+    """Whether this is a folder that only this user can reach. `make`: make it, if nothing is there."""
+    if make:
+        path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def claim(folder: Path) -> ForkServer | None:
     """Claim the server of a folder; None if it is gone, serves another process, or has imported files that changed."""
     ours, its = socket.socketpair()
     with its:
-        if ask(folder, Claim(), [its.fileno()]) == Claimed(True):
+        if ask(folder, Claim(), descriptors=[its.fileno()]) == Claimed(True):
             return ForkServer(folder, ours)
     ours.close()
     return None
 
 
-def ask(folder: Path, message: Claim, descriptors: Sequence[int] = ()) -> Message | None:
-    """Send a message to the server of a folder; its reply, or None. The folder of a server that died is removed."""
+def ask(folder: Path, *messages: ServerMessage, descriptors: Sequence[int] = ()) -> Message | None:
+    """Send messages to the server of a folder, descriptors with the last; its reply to that, or None.
+
+    The folder of a server that died is removed.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(CLAIM_S)
         try:
             sock.connect(str(folder / "fork"))
-            socket.send_fds(sock, [encode(message)], list(descriptors))
+            for message in messages[:-1]:
+                sock.send(encode(message))
+            socket.send_fds(sock, [encode(messages[-1])], list(descriptors))
             return decode(sock.recv(PACKET))
         except ConnectionRefusedError:
             shutil.rmtree(folder, ignore_errors=True)
@@ -164,12 +182,6 @@ def end(folder: str) -> bool:
     """End the server of a folder; False if it serves a run, or is gone."""
     if (server := claim(Path(folder))) is None:
         return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(CLAIM_S)
-        with contextlib.suppress(OSError):
-            sock.connect(str(server.folder / "fork"))
-            sock.send(encode(BeginRun(folder, 0)))
-            sock.send(encode(ImportModules(())))
-            sock.recv(PACKET)  # it has read both
+    ask(server.folder, BeginRun(folder, 0), ImportModules(()))  # its reply to the second: it has read both
     server.end()
     return True

@@ -175,10 +175,12 @@ class MpiRankAgent(RankAgent):
         }  # fmt: skip
         path = self.folder / f"{os.path.basename(argv[0])}.log"
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._server.send(ProgramSpec(tuple(argv), {**os.environ, **env, **own_variables}, "/"), [log])
-        os.close(log)
-        pid = (await self._server.reply(protocol.Forked)).pid
-        end = await asyncio.shield(self._server.end_of(pid))
+        program = ProgramSpec(tuple(argv), {**os.environ, **env, **own_variables}, "/")
+        try:
+            _, ended = await self._server.fork(program, [log])
+        finally:
+            os.close(log)
+        end = await asyncio.shield(ended)
         return replace(end, output=path.read_text(errors="replace")[-OUTPUT:])
 
     async def _accept_all(self, listener: socket.socket) -> None:

@@ -9,13 +9,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from raydist.shared.sysfs import read_text
+from raydist.shared.cgroup import lineage, memory_limit
+from raydist.shared.sysfs import counter, read_text
 
 KILLED = re.compile(r"ut of memory: Killed process (\d+) .*?anon-rss:(\d+)kB(?:.*?shmem-rss:(\d+)kB)?")
 """The kernel's log line (mm/oom_kill.c, `__oom_kill_process`), for a cgroup and for the whole machine."""
-NO_LIMIT = 1 << 60
-"""Without a limit cgroup v1 has a number near 2^63."""
-
 NOT_KERNEL, ANOTHER = "SIGKILL was not sent by the kernel's OOM killer", "another process sent it"
 
 
@@ -71,22 +69,9 @@ def killed_beside(before: Count) -> str:
 
 
 def memory_cgroup(pid: int | str, root: Path) -> Path | None:
-    """The memory cgroup of a process: of v1 if that controller is mounted, else of v2."""
-    folder = root / "sys/fs/cgroup"
-    entries = [line.split(":", 2) for line in read_text(root / f"proc/{pid}/cgroup").splitlines()]
-    for _, controllers, path in (entry for entry in entries if len(entry) == 3):
-        base = folder / "memory" if "memory" in controllers.split(",") else folder
-        if (base != folder or not controllers) and (group := nearest_cgroup(base, path)) is not None:
-            return group
-    return None
-
-
-def nearest_cgroup(base: Path, path: str) -> Path | None:
-    """The folder of a cgroup; in a container, where `path` is the host's, that of the container."""
-    for folder in (base / path.lstrip("/"), base):
-        if any((folder / name).exists() for name in ("memory.events", "memory.oom_control")):
-            return folder
-    return None
+    """The innermost memory cgroup of a process that counts OOM kills; None if unknown."""
+    files = ("memory.events", "memory.oom_control")
+    return next((group for group in lineage(pid, root) if any((group / name).exists() for name in files)), None)
 
 
 def cgroup_kills(group: Path | None) -> int | None:
@@ -95,12 +80,6 @@ def cgroup_kills(group: Path | None) -> int | None:
         return None
     kills = counter(read_text(group / "memory.events"), "oom_kill")
     return counter(read_text(group / "memory.oom_control"), "oom_kill") if kills is None else kills
-
-
-def memory_limit(group: Path | None) -> int | None:
-    """The memory limit of a cgroup in bytes; None without a limit."""
-    text = "" if group is None else read_text(group / "memory.max") or read_text(group / "memory.limit_in_bytes")
-    return int(text) if text.isdigit() and int(text) < NO_LIMIT else None
 
 
 def logged_bytes(pid: int, since: float, root: Path) -> int | None:
@@ -125,12 +104,6 @@ def kernel_log(path: Path) -> list[str]:
         finally:
             os.close(descriptor)
     return records
-
-
-def counter(text: str, name: str) -> int | None:
-    """The number in the line `name NUMBER` of a text; None if it has no such line."""
-    match = re.search(rf"^{name} (\d+)$", text, re.MULTILINE)
-    return int(match[1]) if match else None
 
 
 def bytes_text(number: int) -> str:

@@ -17,6 +17,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from raydist.worker.protocol import Peer, Trip
 
@@ -80,8 +81,7 @@ class Connection(asyncio.Protocol):
             self._trusted = self._trusted or hmac.compare_digest(request, self._listener.secret)
             if not self._trusted:
                 return self._transport.close()
-            assert isinstance(self._transport, asyncio.Transport)
-            self._transport.write(CLOCK.pack(self._listener.clock()) + request)
+            cast(asyncio.Transport, self._transport).write(CLOCK.pack(self._listener.clock()) + request)
         return None
 
 

@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raydist.settings.config import Checkpoint
 from raydist.state import checkpoint_files
 from raydist.state.object_store import StoragePath
-from raydist.state.write import META, FileFacts, Meta, complete, drop, file_sizes
+from raydist.state.write import FileFacts, drop
 from raydist.worker.protocol import (
     CommitShards,
     DropShards,
@@ -53,9 +52,9 @@ def answer_request(descriptors: Descriptors, folder: StoragePath, request: Shard
 
 
 def _beside(folder: StoragePath, request: WriteShards | CommitShards | DropShards) -> StoragePath:
-    """The folder for files that are no checkpoint yet; at a URL the checkpoint's own, without its meta.json."""
-    name = f"step-{request.step:08d}"
-    return folder / (f".{name}-{request.mark}" if isinstance(folder, Path) else name)
+    from raydist.state.distributed_checkpoint import beside_name
+
+    return beside_name(folder, request.step, request.mark)
 
 
 def list_shards(descriptors: Descriptors, folder: StoragePath) -> HeldShards:
@@ -82,14 +81,11 @@ def parts_in(descriptors: Descriptors) -> Iterator[tuple[RankPart, int, bool]]:
 
 def write_shards(descriptors: Descriptors, beside: StoragePath, request: WriteShards) -> WrittenShards:
     """Write the parts of some ranks."""
-    from raydist.state.distributed_checkpoint import write_part
+    from raydist.state.distributed_checkpoint import begin_writing, write_part
 
     parts = [part for part, step, _ in parts_in(descriptors) if step == request.step]
     by_rank = {part.rank: part for part in reversed(parts) if part.world_size == request.world_size}
-    if isinstance(beside, Path):
-        beside.mkdir(parents=True, exist_ok=True)
-    else:
-        drop(beside / META)  # a checkpoint of this step is none from now on
+    begin_writing(beside)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         written = pool.map(lambda rank: write_part(beside, by_rank[rank]), request.ranks)
     return WrittenShards({name: asdict(facts) for files in written for name, facts in files.items()})
@@ -97,13 +93,10 @@ def write_shards(descriptors: Descriptors, beside: StoragePath, request: WriteSh
 
 def commit_shards(folder: StoragePath, beside: StoragePath, request: CommitShards) -> SavedShards | UnseenShards:
     """Make a checkpoint of the files that all nodes have written, if this node sees them."""
-    from raydist.state.distributed_checkpoint import write_metadata
+    from raydist.state.distributed_checkpoint import commit
 
-    began, sizes = time.perf_counter(), file_sizes(beside)
-    files = {name: FileFacts(**facts) for name, facts in request.files.items()}
-    if missing := [name for name, facts in files.items() if sizes.get(name) != facts.bytes]:
+    began, files = time.perf_counter(), {name: FileFacts(**facts) for name, facts in request.files.items()}
+    kept = Checkpoint(keep=request.keep, best=request.best)
+    if missing := commit(folder, beside, request.step, len(files), files, kept):
         return UnseenShards(missing, str(folder))
-    ranks, path = len(files), folder / f"step-{request.step:08d}"
-    complete(beside, path, Meta.of(request.step, ranks, {}, files | write_metadata(beside, ranks), sharded=True))
-    checkpoint_files.prune(folder, Checkpoint(keep=request.keep, best=request.best))
-    return SavedShards(str(path), time.perf_counter() - began)
+    return SavedShards(str(folder / f"step-{request.step:08d}"), time.perf_counter() - began)

@@ -121,7 +121,8 @@ class SnapshotBuffers:
 
 
 def run_writer(memories: SnapshotBuffers, request: WriteCheckpoint | ShardsRequest, reply: int) -> NoReturn:
-    """In a child of the fork server: do this, and send the events or the reply to the socket `reply` (-1: to none)."""
+    """In a new child of the fork server: do this; send the events or the reply to the socket `reply` (-1: to none)."""
+    os.setsid()
     try:
         if isinstance(request, WriteCheckpoint):
             lines = [json.dumps(each).encode() for each in write_checkpoint(memories.descriptors, request.last)]

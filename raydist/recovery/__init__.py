@@ -9,6 +9,7 @@ none.
     blame.py              How the ranks of an attempt ended -> the first cause, the reason for it, and the text that a
                           person reads
     classify.py           A rank's report of its end, and what the driver knows of the attempt -> how the rank ended
+    clocks.py             Times of the nodes' clocks -> times of the driver's: clocks differ by more than failures do
     deadlines.py          When to stop the ranks of an attempt, for which reason, and when an agent that does not answer
                           is lost
     drain_monitor.py      Learn while ranks train that their nodes are drained
@@ -22,6 +23,8 @@ none.
     rank_logs.py          What each rank printed, in files of the run folder: rank-N.log, and rank-N.nccl for NCCL's own
                           log
     resize.py             Learn while ranks train that nodes have joined which the run can use
-    straggler.py          Each rank's own work in a step -> the ranks that slow the others, step after step
+    silences.py           Which agents have not answered for too long
+    straggler.py          Each rank's own work in a step, and its pauses -> the ranks that slow the others, step after
+                          step
     supervisor.py         Hear all ranks until each has ended; stop the others once one has failed
 """

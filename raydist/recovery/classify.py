@@ -32,8 +32,6 @@ class RankRecord:
 class AttemptRecord:
     """What the driver knows of a whole attempt."""
 
-    stopped_at: float | None = None
-    """When all ranks were first sent the stop, in seconds since the epoch; None before that."""
     signalled: bool = False
     """A signal to the driver stopped the run."""
     hang: ConfirmedHang | None = None
@@ -51,9 +49,8 @@ def classify_end(report: RankEnd, rank: RankRecord, attempt: AttemptRecord, log_
         rank=rank.rank, host=rank.host, how="finished", at=report.at, step=report.step, phase=report.phase,
         code=report.code, signal=report.signal, log=rank.log, message=report.lost, why=report.why, oom=report.oom,
     )  # fmt: skip
-    raised, drain, stopped_at = rank.raised, attempt.drain, attempt.stopped_at
-    failed_at = raised["t"] if raised else end.at
-    if drain and stopped_at is not None and not attempt.signalled and failed_at >= stopped_at:
+    raised, drain = rank.raised, attempt.drain
+    if drain and report.told and not attempt.signalled:
         return _drained(end, drain)
     if raised:
         facts = {name: raised[name] for name in ("type", "message", "traceback", "step")}
@@ -62,7 +59,7 @@ def classify_end(report: RankEnd, rank: RankRecord, attempt: AttemptRecord, log_
         return replace(end, how="raised", **vars(report.error))
     if attempt.hang and not attempt.signalled and attempt.hang.blames(end.rank):
         return _hung(end, attempt.hang)
-    if stopped_at is not None and end.at >= stopped_at and (end.signal or end.code):
+    if report.told and (end.signal or end.code):
         return replace(end, how="stopped")
     if report.by_mpirun:
         return replace(end, how="ended")

@@ -18,6 +18,12 @@ SILENT_S = 5.0
 ANSWER_S = (0.5, 1.0)
 """Seconds between two answers of one agent, unless its rank ends: at the start of a run, and later, when the ranks need
 the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
+AGENT_S = 10.0
+"""Seconds after its time within which an agent, or a fork server, must answer."""
+UNHEARD = 3
+"""A run of which no agent answers any more is ended after this many times as long: its ranks may well go on."""
+STOPS_PER_S = 300.0
+"""Stops and their answers that the driver can take per second: 1.5 to 3 ms each."""
 ANSWERS_PER_S = 400.0
 """Answers that the driver can take per second; with more ranks each agent answers less often."""
 
@@ -48,9 +54,9 @@ class Deadlines:
             return self
         return replace(self, due=now + seconds if self.due is None else min(self.due, now + seconds))
 
-    def stop_sent(self, grace_s: float, now: float) -> Deadlines:
-        """The ranks were sent a stop with that grace period. A second stop sets the deadline again."""
-        return Deadlines(now + grace_s + SILENT_S, stopping=True)
+    def stop_sent(self, grace_s: float, now: float, ranks: int = 0) -> Deadlines:
+        """So many ranks were sent a stop with that grace period. A second stop sets the deadline again."""
+        return Deadlines(now + grace_s + SILENT_S + ranks / STOPS_PER_S, stopping=True)
 
     def left(self, now: float) -> float | None:
         """Seconds until the deadline; None without one."""
@@ -88,3 +94,8 @@ def answer_interval(running_s: float, ranks: int) -> float:
 def longest_interval(ranks: int) -> float:
     """The longest `answer_interval` of a run of that many ranks."""
     return max(ANSWER_S[1], ranks / ANSWERS_PER_S)
+
+
+def agent_limit(ranks: int) -> float:
+    """Seconds after which an agent that has not answered a call is silent."""
+    return AGENT_S + longest_interval(ranks)

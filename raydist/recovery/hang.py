@@ -41,6 +41,8 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         self._lock = threading.Lock()
         """Guards all below; Events has a lock of its own, which is taken inside this one, never around it."""
         self._stalls = StallCheck(settings)
+        self._unheard: dict[int, Beat] = {}
+        """The last heartbeat of ranks whose agents were silent."""
         self._examining = False
         self._closed = False
         self._reported = ""
@@ -67,8 +69,23 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
 
     def beat(self, rank: int) -> Beat:
         """The last heartbeat of a rank."""
+        return self.beats().get(rank, (0, "", 0.0))
+
+    def beats(self) -> dict[int, Beat]:
+        """The last heartbeat of each rank that runs."""
         with self._lock:
-            return self._stalls.beats().get(rank, (0, "", 0.0))
+            return self._unheard | self._stalls.beats()
+
+    def leave_out(self, rank: int) -> None:
+        """The agent of this rank is silent: nobody knows what the rank does, but its last heartbeat."""
+        with self._lock:
+            self._unheard[rank] = self._stalls.beats().get(rank, (0, "", 0.0))
+            self._stalls.forget(rank)
+
+    def stalled(self) -> bool:
+        """Whether ranks that are heard stand still for longer than their steps explain."""
+        with self._lock:
+            return self._stalls.silent(time.monotonic())
 
     def ended(self, rank: int) -> None:
         """This rank has ended: it is not silent."""

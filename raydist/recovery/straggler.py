@@ -1,12 +1,13 @@
-"""Each rank's own work in a step -> the ranks that slow the others, step after step. (pure)"""
+"""Each rank's own work in a step, and its pauses -> the ranks that slow the others, step after step. (pure)"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raydist.shared.events import Event
 from raydist.shared.outcome import Slow
 from raydist.shared.rank_names import rank_ranges
 
@@ -18,6 +19,9 @@ LASTING = 3
 """Checks in a row after which a slow rank is reported. In one of them at least, all steps of the median are new."""
 LEAST_S = 0.001
 """Seconds of a step below which a difference is not reported, whatever its share."""
+
+PAUSES = 0.05
+"""Share of a rank's time in its garbage collector beyond which it is reported."""
 
 Own = tuple[int, float, float]
 """(steps timed, seconds of own work in one, seconds of one), as worker.heartbeat.read_compute_time returns it."""
@@ -63,6 +67,51 @@ class Stragglers:
         return [slow[rank] for rank in sorted(lasting)]
 
 
+@dataclass
+class Pauses:
+    """The shares of time in which Python's garbage collector stops the ranks of an attempt."""
+
+    hosts: Sequence[str]
+    """By rank."""
+    shares: dict[int, float] = field(default_factory=dict)
+    strikes: dict[int, int] = field(default_factory=dict)
+    """Checks in a row in which a rank's share was too large."""
+    named: frozenset[int] = frozenset()
+    _due: float = 0.0
+
+    def note(self, rank: int, share: float, now: float) -> Event | None:
+        """Take in a rank's share, at `now` seconds of any clock; the facts of an event `slow` if there is a new one."""
+        self.shares[rank] = share
+        if now < self._due:
+            return None
+        self._due = now + CHECK_S
+        long = [rank for rank, share in self.shares.items() if share > PAUSES]
+        self.strikes = {rank: self.strikes.get(rank, 0) + 1 for rank in long}
+        lasting = sorted(rank for rank, count in self.strikes.items() if count >= LASTING)
+        if self.named.issuperset(lasting):
+            return None
+        self.named |= set(lasting)
+        ranks = [{"rank": rank, "host": self.hosts[rank], "pauses": self.shares[rank]} for rank in lasting]
+        return {"text": pauses_text(lasting, self.hosts, self.shares), "ranks": ranks}
+
+
+def pauses_text(ranks: Sequence[int], hosts: Sequence[str], shares: Mapping[int, float]) -> str:
+    """One line: `rank 3 on node-7: Python's garbage collector takes 9% of the time, and …`."""
+    up_to = "" if len(ranks) == 1 else "up to "
+    return (
+        f"{who(ranks, [hosts[rank] for rank in ranks])}: Python's garbage collector takes {up_to}"
+        f"{max(shares[rank] for rank in ranks):.0%} of the time, and the other ranks wait for it; train.gc=100 "
+        "collects on all ranks at the same step"
+    )
+
+
+def who(ranks: Iterable[int], of_ranks: Iterable[str]) -> str:
+    """`ranks 3 and 5 on node-7, node-8`. `of_ranks`: the host of each."""
+    ranks, hosts = list(ranks), list(dict.fromkeys(of_ranks))
+    text = f"rank{'' if len(ranks) == 1 else 's'} {rank_ranges(ranks)} on {', '.join(hosts[:4])}"
+    return text + (f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else "")
+
+
 def slower(times: Mapping[int, Own], hosts: Sequence[str], percent: float) -> list[Slow]:
     """The ranks whose own work exceeds the median of the others by `percent` of a step, by rank."""
     found = []
@@ -84,13 +133,11 @@ def median_without(ordered: Sequence[float], one: float) -> float:
 def straggler_text(slow: Sequence[Slow]) -> str:
     """One line: `rank 3 on node-7 slows the others: its own work takes 62 ms of a step, the median …`."""
     worst = max(slow, key=lambda each: each.share)
-    hosts = list(dict.fromkeys(each.host for each in slow))
-    who = f"rank{'' if len(slow) == 1 else 's'} {rank_ranges(each.rank for each in slow)} on {', '.join(hosts[:4])}"
-    who += f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else ""
+    named = who((each.rank for each in slow), (each.host for each in slow))
     slows, its = ("slows", "its") if len(slow) == 1 else ("slow", "their")
     return (
-        f"{who} {slows} the others: {its} own work takes {worst.own * 1e3:.3g} ms of a step, the median of the others "
-        f"{worst.others * 1e3:.3g} ms; at their pace a step would take {worst.share:.0%} less"
+        f"{named} {slows} the others: {its} own work takes {worst.own * 1e3:.3g} ms of a step, the median of the "
+        f"others {worst.others * 1e3:.3g} ms; at their pace a step would take {worst.share:.0%} less"
     )
 
 

@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from raydist.cluster.drain import DrainNotice
+from raydist.launch.vitals import Pace, Vitals
 from raydist.launch.worker_group import WorkerGroup
 from raydist.recovery import classify, deadlines, straggler
 from raydist.recovery.arrival import Arrival, RestartCost
 from raydist.recovery.classify import AttemptRecord, RankRecord
+from raydist.recovery.clocks import Clocks
 from raydist.recovery.deadlines import Deadlines, Stop
 from raydist.recovery.drain_monitor import DrainMonitor
 from raydist.recovery.hang import HangMonitor
@@ -23,7 +25,8 @@ from raydist.recovery.policy import Retry
 from raydist.recovery.quiesce import Quiesce
 from raydist.recovery.rank_logs import RankLogs
 from raydist.recovery.resize import NodesJoined, ResizeMonitor
-from raydist.recovery.straggler import Stragglers
+from raydist.recovery.silences import Silences
+from raydist.recovery.straggler import Pauses, Stragglers
 from raydist.settings.config import Job
 from raydist.shared import signals
 from raydist.shared.errors import Stopped
@@ -33,6 +36,9 @@ from raydist.worker.protocol import GetNews, RankEnd, RankNews
 
 Message = tuple[int, "Future[RankNews]"] | Stopped | ConfirmedHang | DrainNotice | NodesJoined
 """What the supervisor receives: an agent's answer with its rank, a signal, or the message of a monitor."""
+
+LOOK_S = 1.0
+"""Longest time between two looks at agents that have not answered."""
 
 
 class Supervisor:
@@ -58,12 +64,16 @@ class Supervisor:
         self._drains = DrainMonitor(group, post)
         self._quiesce = Quiesce(group, bool(job.script))
         self._joined: NodesJoined | None = None
-        self._stragglers = Stragglers([slot.node.host for slot in group.plan.slots], job.watch.slow)
+        hosts = [slot.node.host for slot in group.plan.slots]
+        self._stragglers, self._pauses = Stragglers(hosts, job.watch.slow), Pauses(hosts)
         self._arrival = Arrival(self._world, time.time())
         self._restart = RestartCost(retry) if retry else None
         self._record = AttemptRecord()
         self._deadlines = Deadlines()
         self._raised: dict[int, Event] = {}
+        self._clocks = Clocks()
+        self._silences = Silences(deadlines.agent_limit(self._world))
+        self._quiet_servers = set[str]()
         self._answered: dict[int, float] = {}
         """When the agent of each rank last answered, in seconds since the epoch."""
 
@@ -74,13 +84,17 @@ class Supervisor:
             stack.enter_context(self._logs)
             for rank in range(self._world):
                 self._watch(rank)
-            for monitor in (self._hangs, self._drains, self._sizes):
+            vitals = Vitals(self._events, self._pace, self._group.plan, self._group.call)
+            for monitor in (self._hangs, self._drains, self._sizes, vitals):
                 stack.enter_context(monitor)
             while len(self.ends) < self._world:
+                left = self._deadlines.left(time.monotonic())
                 try:
-                    self._receive(self._messages.get(timeout=self._deadlines.left(time.monotonic())))
+                    self._receive(self._messages.get(timeout=LOOK_S if left is None else min(left, LOOK_S)))
                 except queue.Empty:
-                    self._on_deadline()
+                    if left is not None and left <= LOOK_S:
+                        self._on_deadline()
+                self._look_at_agents()
         if self._stragglers.times:
             self._events.say("work", ranks={rank: own[1:] for rank, own in sorted(self._stragglers.times.items())})
         return [self.ends[rank] for rank in range(self._world)]
@@ -88,8 +102,24 @@ class Supervisor:
     def _watch(self, rank: int) -> None:
         """Ask an agent for its next news."""
         running_s = time.time() - (self._arrival.met or self._arrival.began)
+        self._silences.asked(rank, time.monotonic())
         reply = self._group.call(rank, GetNews(deadlines.answer_interval(running_s, self._world)))
         reply.add_done_callback(lambda done: self._messages.put((rank, done)))
+
+    def _look_at_agents(self) -> None:
+        """Name agents that do not answer; their ranks are lost once nothing else goes on, or all others have ended."""
+        for rank in self._silences.look(time.monotonic()):
+            text = f"the agent of rank {rank} on {self._host(rank)} has not answered for {self._silences.limit:.0f} s"
+            self._events.say("warning", rank=rank, text=f"{text}: it is stopped, or its node; the training goes on")
+            self._hangs.leave_out(rank)
+        silent, running = self._silences.named, set(range(self._world)) - self.ends.keys()
+        unheard = running <= silent and (
+            bool(self.ends) or self._silences.over(deadlines.UNHEARD * self._silences.limit)
+        )
+        if silent and not self._deadlines.stopping and (unheard or self._hangs.stalled()):
+            for rank in sorted(silent & running):
+                if self._group.reachable(self._group.plan.slots[rank].node.id):  # otherwise Ray will give the node up
+                    self._on_lost(rank)
 
     def _receive(self, message: Message) -> None:
         match message:
@@ -117,6 +147,9 @@ class Supervisor:
             self._on_lost(rank, error)
             return
         self._answered[rank] = time.time()
+        self._silences.answered(rank)
+        self._note_server(rank, news.server_quiet)
+        self._clocks.note(self._host(rank), news.sent, time.time())
         self._logs.append(rank, news.log, news.nccl)
         self._events.show(rank, news.log)
         for event in news.events:
@@ -127,18 +160,34 @@ class Supervisor:
             self._on_heartbeat(rank, news)
             self._watch(rank)
 
+    def _note_server(self, rank: int, quiet_s: float) -> None:
+        """Name a fork server that does not answer, once; its agent ends it if that is in the way of the end."""
+        host = self._host(rank)
+        if quiet_s > deadlines.AGENT_S and host not in self._quiet_servers:
+            self._quiet_servers.add(host)
+            text = f"the fork server of {host} has not answered for {quiet_s:.0f} s"
+            self._events.say("warning", text=f"{text}: it is stopped, or waits for a disk; the training goes on")
+
     def _on_heartbeat(self, rank: int, news: RankNews) -> None:
         self._hangs.note(rank, news.beat, news.quiet)
         if slow := self._stragglers.note(rank, news.work, time.monotonic()):
             self.slow = slow
             self._events.say("slow", **straggler.as_event(slow))
+        if found := self._pauses.note(rank, news.pauses, time.monotonic()):
+            self._events.say("slow", **found)
+
+    def _pace(self) -> dict[int, Pace]:
+        """Of each rank that runs and has made a step."""
+        beats, times = self._hangs.beats(), dict(self._stragglers.times)
+        steps = {rank: step or times.get(rank, (0,))[0] for rank, (step, _, _) in beats.items()}
+        return {rank: (step, *times.get(rank, (0, 0.0, 0.0))[1:]) for rank, step in steps.items() if step}
 
     def _on_event(self, rank: int, event: Event) -> None:
         self._events.add(event)
         if self._quiesce.note(rank, event):
             self._stop_to_move()
         if event["kind"] == "raised":
-            self._raised[rank] = event
+            self._raised[rank] = {**event, "t": self._clocks.here(self._host(rank), event["t"])}
             # the process may hang while it exits: the stop does not wait for its end
             self._stop_within(deadlines.VICTIM_S)
         if self._restart and (cost := self._restart.add(rank, event)):
@@ -152,6 +201,7 @@ class Supervisor:
     def _on_end(self, rank: int, report: RankEnd) -> None:
         """The process of this rank is gone."""
         log_tail = self._logs.tail(rank) if report.signal == signal.SIGABRT else ""
+        report = replace(report, at=self._clocks.here(self._host(rank), report.at))
         self._ended(classify.classify_end(report, self._known(rank), self._record, log_tail))
 
     def _on_lost(self, rank: int, error: BaseException | None = None) -> None:
@@ -165,6 +215,7 @@ class Supervisor:
     def _ended(self, end: End) -> None:
         if end.rank in self.ends:
             return
+        self._silences.answered(end.rank)
         self.ends[end.rank] = end
         self._hangs.ended(end.rank)
         self._events.say("ended", rank=end.rank, how=end.how, code=end.code, signal=end.signal, step=end.step)
@@ -201,11 +252,9 @@ class Supervisor:
             self._stop(Stop(StopReason.RESIZE, f"the size changes: {self.resize}"))
 
     def _stop(self, stop: Stop) -> None:
-        if self._record.stopped_at is None:
-            self._record = replace(self._record, stopped_at=time.time())
         self._events.say("stop", cause=stop.reason.value, reason=stop.text)
         self._group.stop((rank for rank in range(self._world) if rank not in self.ends), stop.grace_s)
-        self._deadlines = self._deadlines.stop_sent(stop.grace_s, time.monotonic())
+        self._deadlines = self._deadlines.stop_sent(stop.grace_s, time.monotonic(), self._world)
 
     def _known(self, rank: int) -> RankRecord:
         return RankRecord(rank, self._host(rank), str(self._logs.path(rank)), self._raised.get(rank))

@@ -14,9 +14,13 @@ that names the value and what to type instead. Starts nothing.
                           instead
     lookup.py             Files and modules that settings name: found without importing them, or refused with the
                           nearest name
+    mesh.py               `parallel=` and a number of ranks -> how many replicate, shard and share layers; or what to
+                          type instead
     overrides.py          Overrides as typed -> overrides in Hydra's grammar; those without a meaning are refused
     run_folder.py         The place of a run's checkpoints and records
     script.py             The program of `script=`: found before anything starts
+    secrets.py            Which settings are secrets, by name or by value; settings without them, for files and
+                          checkpoints
     targets.py            The function of `job=`: found by name, and its arguments checked, without importing its file
     torchrun.py           torchrun's flags -> raydist's overrides: each is translated, reported as needless, or refused
     validate.py           Values of a Job that cannot be right: a ConfigError with the value and a suggestion

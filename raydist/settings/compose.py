@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from typing import Any
 from hydra import version
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import get_valid_filename, run_job, setup_globals
 from hydra.types import HydraContext, RunMode
@@ -31,10 +31,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from raydist.settings import env_file, script, targets
 from raydist.settings.choices import Choices, schema
-from raydist.settings.config import SECRET, Job, as_saved
+from raydist.settings.config import Job, as_dict, as_saved
 from raydist.settings.hydra_errors import config_errors, refuse_sweeps
 from raydist.settings.lookup import check_files, missing_path
 from raydist.settings.overrides import translate_overrides
+from raydist.settings.secrets import MASK, is_secret, mask_settings
 from raydist.settings.validate import validate
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
@@ -184,12 +185,20 @@ class Loader(ConfigLoaderImpl):
 
     def load(self, overrides: Sequence[str], name: str = CONFIG) -> DictConfig:
         """The config of one run."""
-        overrides = self.translate(overrides)
-        if self.target:  # with the settings of its own name, or of no job
-            stem = targets.target_stem(self.target)
-            files = [source for source in self.get_sources() if source.scheme() == "file"]
-            overrides += [f"job={stem}" if any(source.is_config(f"job/{stem}") for source in files) else "~job"]
-        return self.load_configuration(name, overrides, RunMode.RUN)
+        if wrong := next((text for text in overrides if text.lstrip("+").startswith("sweep.")), None):
+            key, _, value = wrong.partition("=")
+            cause = "a sweep has this setting, one run does not"
+            raise ConfigError.of(key, value, cause, f"python -m raydist.tools.sweep {wrong}")
+        return self.load_configuration(name, self.with_target(self.translate(overrides)), RunMode.RUN)
+
+    def with_target(self, overrides: list[str]) -> list[str]:
+        """The overrides for a job that is given: with the settings of its own name, or of no job."""
+        if not self.target:
+            return overrides
+        stem = targets.target_stem(self.target)
+        files = [source for source in self.get_sources() if source.scheme() == "file"]
+        known = any(source.is_config(f"job/{stem}") for source in files)
+        return [*overrides, f"job={stem}" if known else "~job"]
 
     def load_configuration(
         self,
@@ -228,7 +237,7 @@ class Loader(ConfigLoaderImpl):
                 if name not in config.env:  # a typed variable wins
                     config.env[name] = hide_secret(name, value)
         for name, value in config.env.items_ex(resolve=False):
-            if SECRET.search(name) and not str(value).startswith("${"):
+            if is_secret(name, value) and not str(value).startswith("${"):
                 config.env[name] = hide_secret(name, str(value))
         target = self.target or str(config.job.target)
         if config.script and self.target:
@@ -268,12 +277,30 @@ def validated_job(config: DictConfig) -> Job:
         fields = [field.name for field in dataclasses.fields(Job)]
         job = OmegaConf.to_object(OmegaConf.merge(schema(), OmegaConf.masked_copy(config, fields)))
     assert isinstance(job, Job)
-    return validate(job)
+    return validate(with_fast(job))
+
+
+def with_fast(job: Job) -> Job:
+    """The job with the collections of train.fast; its other part depends on the device of the rank."""
+    if not job.train.fast or job.train.gc:
+        return job
+    return dataclasses.replace(job, train=dataclasses.replace(job.train, gc=100))
 
 
 def save_settings(job: Job, file: Path) -> None:
     """Write all settings of a run as YAML, resolved, without the values of secrets."""
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(as_saved(job))), encoding="utf-8")
+
+
+def hide_values(hidden: Iterable[str], files: Iterable[Path]) -> None:
+    """Replace secrets in the files in which Hydra keeps what was typed."""
+    for file in files:
+        if file.exists():
+            text = before = file.read_text(encoding="utf-8")
+            for value in sorted(hidden, key=len, reverse=True):
+                text = text.replace(value, MASK)
+            if text != before:
+                file.write_text(text, encoding="utf-8")
 
 
 def hydra_app(loader: Loader, lenient: bool = False) -> Hydra:
@@ -293,27 +320,50 @@ def run_once(loader: Loader, name: str, overrides: Sequence[str], task: Callable
     callbacks.on_run_end(config=config, config_name=name, job_return=done)
 
 
-def run_sweep(loader: Loader, name: str, overrides: Sequence[str], task: Callable[[Job], None]) -> None:
-    """Let Hydra's sweeper run `task` for every combination, each in a folder below that of the sweep."""
-    translated = loader.translate([*overrides, "hydra.mode=MULTIRUN"], multirun=True)
-    sweep = loader.load_configuration(name, translated, RunMode.MULTIRUN)
-    typed = [str(text) for text in OmegaConf.to_container(sweep.hydra.overrides.task, resolve=False) or ()]
-    # Refuse a sweep with a wrong run before its folder exists. What another sweeper will run is not known.
-    if sweep.hydra.sweeper._target_.endswith(".BasicSweeper"):
-        params = [f"{key}={value}" for key, value in (sweep.hydra.sweeper.params or {}).items()]
-        parsed = OverridesParser.create(loader).parse_overrides([*params, *typed])
-        for combination in BasicSweeper.split_arguments(parsed, None)[0]:
-            to_job(loader.load_sweep_config(sweep, combination))
-    make_folder(sweep, "hydra.sweep.dir")
-    callbacks = Callbacks(sweep)
-    callbacks.on_multirun_start(config=sweep, config_name=name)
-    sweeper = Plugins.instance().instantiate_sweeper(
-        config=sweep,
-        hydra_context=HydraContext(loader, callbacks),
-        task_function=lambda config: task(_saved(to_job(config))),
-    )
-    done = sweeper.sweep(arguments=typed)
-    callbacks.on_multirun_end(config=sweep, config_name=name, multirun_return=done)
+class SweepConfig:
+    """The settings of a sweep: what its trials have in common, and what differs."""
+
+    def __init__(
+        self,
+        overrides: Sequence[str],
+        name: str = CONFIG,
+        config_dir: str | None = None,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        """`name`, `config_dir`: --config-name and --config-dir. `function`: as for compose()."""
+        with _one_at_a_time, hydra_set_up():
+            self._loader = loader = Loader(None, function, config_dir)
+            translated = loader.with_target(loader.translate([*overrides, "hydra.mode=MULTIRUN"], multirun=True))
+            self._config = config = loader.load_configuration(name, translated, RunMode.MULTIRUN)
+            hydra = config.hydra
+            if not hydra.sweeper._target_.endswith(".BasicSweeper"):
+                cause = "raydist runs sweeps itself"
+                raise ConfigError.of(
+                    "hydra/sweeper", hydra.runtime.choices["hydra/sweeper"], cause, "sweep.sampler=tpe"
+                )
+            typed = [str(text) for text in OmegaConf.to_container(hydra.overrides.task, resolve=False) or ()]
+            params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
+            with config_errors([*params, *typed]):
+                parsed = OverridesParser.create(loader).parse_overrides([*params, *typed])
+        self.overrides: dict[str, Override] = {each.get_key_element(): each for each in parsed}
+        """Hydra's, by key; the last of each."""
+        self._jobs: dict[tuple[str, ...], Job] = {}
+
+    def job(self, overrides: Sequence[str]) -> Job:
+        """The Job of a trial, checked. `overrides`: all of them, in Hydra's grammar, each with one value."""
+        if (known := self._jobs.get(tuple(overrides))) is None:
+            with _one_at_a_time, hydra_set_up():
+                _resolve_within(self._config)
+                known = to_job(self._loader.load_sweep_config(self._config, list(overrides)))
+            self._jobs[tuple(overrides)] = known
+        return known
+
+    def make_folder(self) -> str:
+        """Create the folder of the sweep, with its settings as Hydra has them."""
+        with _one_at_a_time, hydra_set_up():
+            folder = make_folder(self._config, "hydra.sweep.dir")
+            OmegaConf.save(self._config, Path(folder, "multirun.yaml"))
+        return folder
 
 
 def _saved(job: Job) -> Job:
@@ -321,5 +371,7 @@ def _saved(job: Job) -> Job:
     hydra = HydraConfig.get()
     job = dataclasses.replace(job, dir=hydra.runtime.output_dir)
     if hydra.output_subdir is not None:
-        save_settings(job, Path(job.dir, hydra.output_subdir, "config.yaml"))
+        folder = Path(job.dir, hydra.output_subdir)
+        save_settings(job, folder / "config.yaml")
+        hide_values(mask_settings(as_dict(job))[1], [folder / "hydra.yaml", folder / "overrides.yaml"])
     return job

@@ -7,12 +7,13 @@ nodes and ranks can read the settings.
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIAL", re.IGNORECASE)
-"""Names of environment variables whose values must not be saved or printed."""
+from raydist.settings.secrets import mask_settings
+
+TRACKERS = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb", "trackio": "trackio"}
+"""What `track` takes: the name of a tracker, also of its extra in pyproject.toml -> the module that writes it."""
 
 
 def one_of(default: str, *others: str) -> Any:
@@ -113,7 +114,8 @@ class Scale:
     gpus: float | None = at_least(0, None)
     """GPUs of each rank; null: 1 if the nodes have GPUs and the backend can use them, else 0."""
     cpus: float = greater_than(0, 1.0)
-    """CPUs of each rank, and its OMP_NUM_THREADS."""
+    """CPUs of each rank, and its OMP_NUM_THREADS. With 1, a rank that is bound (numa) has a thread per core, divided by
+    the ranks that share the cores."""
     resources: dict[str, float] = field(default_factory=dict)
     """Other Ray resources of each rank: scale.resources.highmem=1."""
     placement: str = one_of("STRICT_SPREAD", "STRICT_PACK", "PACK", "SPREAD")
@@ -121,6 +123,10 @@ class Scale:
     `per_node` ranks one by one: PACK on few nodes, SPREAD over many, STRICT_PACK all on one."""
     labels: dict[str, str] = field(default_factory=dict)
     """Use only nodes with these Ray labels, as Ray's label selectors: scale.labels.market-type=on-demand."""
+    numa: str = one_of("auto", "none", "node", "socket", "exclusive", "core-complex")
+    """Bind each rank to CPUs near its GPU, as torchrun's --numa-binding: those of the GPU's NUMA node, those of its
+    socket, an equal share of that node's cores, or a core complex. Ranks without GPUs are spread over the NUMA nodes.
+    auto: node, or else socket, if the job's GPUs are at all of them, so that no CPU is left out."""
     avoid: bool = True
     """Avoid nodes that were lost or slow in two runs of the last week, if there is room without them."""
     keep_warm_s: float = at_least(0, 300.0)
@@ -200,17 +206,42 @@ class Train:
     steps: int | None = at_least(1, None)
     """Number of optimizer steps, which wins over `epochs`; null: all epochs."""
     precision: str = one_of("fp32", "bf16", "fp16")
-    """bf16 and fp16: autocast; fp16 with loss scaling."""
+    """bf16 and fp16: autocast; fp16 with loss scaling. Where the model is sharded: bf16 parameters in the forward and
+    backward pass, sums of gradients and the optimizer in fp32; no fp16."""
     accumulate: int = at_least(1, 1)
     """Forward and backward passes per optimizer step; gradients are reduced in the last one only."""
     clip: float | None = greater_than(0, None)
     """Maximum norm of the gradient; null: no clipping."""
     compile: bool = False
-    """Use torch.compile for the model."""
+    """Use torch.compile for the model, or for each of its blocks where they are sharded."""
     channels_last: bool = False
-    """Images in channels-last memory order."""
+    """Images in channels-last memory order; parallel=ddp only."""
+    gc: int = at_least(0, 0)
+    """Optimizer steps between full garbage collections of Python, which all ranks make at the same step; 0: each rank
+    when Python decides. Also for script= and loops of your own, if they use torch.optim."""
+    fast: bool = False
+    """Switch on what speeds up training without a change of meaning: gc=100; in raydist.fit on GPUs channels_last."""
     evaluate_every: int = at_least(0, 1)
     """Epochs between evaluations; 0: evaluate at the end only."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How raydist.fit divides the model and the batch among the ranks: replicate x shard x tp = ranks."""
+
+    name: str = one_of("ddp", "fsdp", "hsdp", "tp")
+    """What the numbers below are where they are not set. ddp: each rank has the whole model. fsdp: all ranks share one
+    copy of the parameters, gradients and optimizer state. hsdp: the ranks of a node share one. tp: the ranks of a node
+    share each layer, and fsdp among nodes."""
+    replicate: int | None = at_least(1, None)
+    """Copies of the model; null: ranks / (shard x tp)."""
+    shard: int | None = at_least(1, None)
+    """Ranks that share one copy by torch's fully_shard; null: by `name`."""
+    tp: int | None = at_least(1, None)
+    """Ranks of one node that compute each layer together, by the model's or the job's plan; null: by `name`."""
+    blocks: str = ""
+    """Class of the modules that are sharded, and compiled, one by one: parallel.blocks=Block. Empty: the model's
+    _no_split_modules, else the class that repeats in its ModuleLists and Sequentials."""
 
 
 @dataclass(frozen=True)
@@ -272,8 +303,47 @@ class Watch:
     0: no check."""
     output: str = "auto"
     """Ranks whose output is shown, each line with its rank: all, none, 0,3; auto: all for script=, none for a job."""
+    page: bool = False
+    """Serve a page that shows the run, on 127.0.0.1 of the driver's machine; the link is printed."""
     job_metadata: bool = False
     """Write the result into the metadata of a job that was submitted to Ray. Ray has no public API for it."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Many runs with different settings (`python -m raydist.tools.sweep`)."""
+
+    sampler: str = one_of("auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2")
+    """Who proposes the settings of a trial: grid (every combination), random, or a sampler of Optuna; auto: grid if the
+    space has only choices and at most `trials` combinations, else random."""
+    trials: int | None = at_least(1, None)
+    """Number of trials; null: all combinations of the grid."""
+    objective: str = ""
+    """The reported number that is to become small or large: sweep.objective=min:test_loss. Several are separated by
+    commas. Its last value counts."""
+    prune: str = one_of("none", "asha", "median")
+    """Who ends early. asha: at each milestone the best 1/`reduction` of the trials go on at once, the others are paused
+    and go on once they belong to them. median: a trial ends that is worse than the median of the others."""
+    min_steps: int = at_least(1, 100)
+    """The first milestone, in steps; with asha the next ones at `reduction` times as many, with median at 2, 3, …
+    times."""
+    reduction: int = at_least(2, 3)
+    """asha: the part of the trials that goes on at each milestone, as 1/reduction."""
+    parallel: int | None = at_least(1, None)
+    """The most trials at a time; null: as many as the cluster has room for. A Ray that raydist starts on this machine
+    gets CPUs for so many."""
+    on_failure: str = one_of("skip", "retry", "end")
+    """What follows when a trial fails that is not restarted any more. retry: it is started again from its last state,
+    up to `retries` times. end: the sweep ends; the default of --multirun."""
+    retries: int = at_least(0, 1)
+    """on_failure=retry: how often a trial is started again."""
+    resume: str = ""
+    """The folder of a sweep to go on with: what has finished does not run again, the rest goes on from its last
+    state."""
+    seed: int = at_least(0, 0)
+    """Seed of the sampler."""
+    dir: str = ""
+    """The folder of the sweep that a run is a trial of. raydist sets it."""
 
 
 @dataclass(frozen=True)
@@ -296,11 +366,16 @@ class Job:
     """The model's class or function in `_target_`, and its arguments: model=resnet18 model.num_classes=10."""
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
+    parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     snapshot: Snapshot = field(default_factory=Snapshot)
     restart: Restart = field(default_factory=Restart)
     watch: Watch = field(default_factory=Watch)
+    track: list[str] = field(default_factory=list)
+    """Experiment trackers that get what the run reports: tensorboard, mlflow, wandb, trackio; several as in
+    track=[mlflow,tensorboard]."""
     hang: Hang = field(default_factory=Hang)
+    sweep: Sweep = field(default_factory=Sweep)
     init_method: str = one_of("env", "tcp", "file")
     """Rendezvous of the ranks: env (MASTER_ADDR, MASTER_PORT), tcp (tcp://address:port), file (all nodes see it)."""
     group: str = one_of("auto", "ray", "inline")
@@ -336,8 +411,7 @@ def as_dict(job: Job) -> dict[str, Any]:
 
 def as_saved(job: Job) -> dict[str, Any]:
     """The settings as they may be saved: without the values of secrets."""
-    shown = {name: "***" if SECRET.search(name) else value for name, value in job.env.items()}
-    return {**as_dict(job), "env": shown}
+    return mask_settings(as_dict(job))[0]
 
 
 def from_dict(plain: dict[str, Any]) -> Job:

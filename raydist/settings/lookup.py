@@ -8,7 +8,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from raydist.settings.config import Job
+from raydist.settings.config import TRACKERS, Job
 from raydist.shared.errors import ConfigError, RaydistError, nearest
 from raydist.state import object_store
 
@@ -59,12 +59,23 @@ def python_file(spec: ModuleSpec | None) -> Path | None:
 def check_files(job: Job) -> None:
     """Raise ConfigError if a folder, a file, a store or a checkpoint that the settings name does not exist."""
     object_store.check_url("storage", job.storage)
+    _check_trackers(job)
     _check_resume(job)
     if job.working_dir and not (folder := Path(job.working_dir).expanduser()).is_dir():
         raise missing_path("working_dir", job.working_dir, folder, "working_dir=.", folder=True)
     for line in job.pip:
         if line.endswith(".txt") and not Path(line).is_file():
             raise missing_path("pip", f"[{line}]", Path(line), "pip=[PACKAGE,PACKAGE]")
+
+
+def _check_trackers(job: Job) -> None:
+    """A tracker whose library is missing is refused with the command that installs it."""
+    for name in job.track:
+        if PathFinder.find_spec(TRACKERS[name]) is None:
+            install = f"pip install 'raydist[{name}]'"
+            raise ConfigError(
+                f"track={name}: {TRACKERS[name]} is not installed here; run {install}", "track", name, install
+            )
 
 
 def _check_resume(job: Job) -> None:

@@ -13,7 +13,8 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
-from raydist.settings.config import SECRET, Job
+from raydist.settings.config import Job
+from raydist.settings.secrets import is_secret
 from raydist.shared.errors import ConfigError
 
 VERBATIM = ("env", "scale.labels")
@@ -117,8 +118,8 @@ def _translate(override: Override, groups: Collection[str], multirun: bool, secr
         return _choice(override)
     if dictionary:
         return _entry(override, dictionary, multirun, secrets)
-    if key == "dir":
-        raise override.wrong("raydist sets dir itself", f"hydra.run.dir={value}")
+    if key in ("dir", "sweep.dir"):
+        raise override.wrong(f"raydist sets {key} itself", f"hydra.{'sweep' if key != 'dir' else 'run'}.dir={value}")
     if key in PARTS and not (value or "").startswith("{"):
         inside = [name for name in SETTINGS if name.startswith(f"{key}.")]
         raise override.wrong(f"{key} has the settings {', '.join(inside)}", example(inside[0]))
@@ -126,10 +127,10 @@ def _translate(override: Override, groups: Collection[str], multirun: bool, secr
         raise override.wrong("a setting cannot be removed", example(key))
     if sign == "+":
         raise override.wrong("the setting exists already", f"{key}={value}")
-    if key in ("args", "pip"):
+    if key in ("args", "pip", "track"):
         return f"{key}={as_list(key, value)}"
-    if key == "watch.output":
-        return f"watch.output={quote(_unquote(value))}"  # ranks, not the values of a sweep
+    if key in ("watch.output", "sweep.objective"):
+        return f"{key}={quote(_unquote(value))}"  # a list, not the values of a sweep
     return f"{sign}{key}={_quote_home(value)}"
 
 
@@ -165,7 +166,7 @@ def _entry(override: Override, dictionary: str, multirun: bool, secrets: dict[st
         raise override.wrong(f"{dictionary} is a dictionary", f"{dictionary}.NAME={value}")
     if override.sign == "~" or value is None:
         return override.text
-    if dictionary == "env" and SECRET.search(name) and not value.startswith("${"):
+    if dictionary == "env" and is_secret(name, value) and not value.startswith("${"):
         secrets[name] = _unquote(value)
         value = f"${{raydist.secret:{name}}}"
     elif (

@@ -28,6 +28,7 @@ VALUES = (
     ("tee", "0", "1, 2, 3, or LOCAL_RANK:…: output that goes to the log and to the screen"),
     ("local-ranks-filter", "", "local ranks whose output goes to the screen"),
     ("rdzv-id", "", "TORCHELASTIC_RUN_ID of the ranks"),
+    ("numa-binding", "", "node, socket, exclusive or core-complex: CPUs near a rank's GPU"),
 )
 SWITCHES = {
     "module": "the script is a module: python -m",
@@ -56,7 +57,6 @@ NEEDLESS = {
 """Flags with a value that have no effect here, and why."""
 REFUSED = {
     "virtual-local-rank": "every rank sees all GPUs of its node; call torch.cuda.set_device(LOCAL_RANK)",
-    "numa-binding": "raydist does not bind ranks to cores",
     "logs-specs": "raydist writes the logs of the ranks itself",
 }
 
@@ -142,6 +142,7 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
         *restart_overrides(flags["max-restarts"]),
         *([f"env.ROLE_NAME={flags['role']}"] if flags["role"] else []),
         *([f"env.TORCHELASTIC_RUN_ID={flags['rdzv-id']}"] if flags["rdzv-id"] else []),
+        *([f"scale.numa={flags['numa-binding']}"] if flags["numa-binding"] else []),
         f"watch.output={output_ranks(flags)}",
     ]
     if any(text.startswith("scale.max_nodes=") for text in overrides):

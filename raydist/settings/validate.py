@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
-from raydist.settings.config import Backend, Job, Scale
+from raydist.settings.config import TRACKERS, Backend, Job, Scale, Sweep
+from raydist.settings.mesh import divides, mesh_shape
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
 
@@ -22,11 +24,21 @@ def validate(job: Job) -> Job:
     if not re.fullmatch(r"auto|all|none|\d+(,\d+)*", job.watch.output):
         cause = "must be auto, all, none, or ranks"
         raise ConfigError.of("watch.output", job.watch.output, cause, "watch.output=0,3")
+    if wrong := [name for name in job.track if name not in TRACKERS]:
+        named = re.findall(r"[a-z]+", ",".join(job.track))
+        if set(named) <= TRACKERS.keys():
+            raise ConfigError.of("track", ",".join(job.track), "several are a list", f"track=[{','.join(named)}]")
+        raise ConfigError.unknown("track", wrong[0], TRACKERS)
     if job.backend.name == "mpi" and job.restart.max:
         raise ConfigError.of("restart.max", job.restart.max, "mpirun cannot restart its ranks", "restart=none")
+    if job.backend.name == "mpi" and job.scale.numa not in ("auto", "none"):
+        right = "scale.numa=none backend.mpi.args=[--bind-to,numa]"
+        raise ConfigError.of("scale.numa", job.scale.numa, "mpirun binds its ranks itself", right)
     if job.backend.name == "horovod":
         _check_horovod(job.backend, job.init_method)
     _check_size(job)
+    _check_sweep(job.sweep)
+    _check_parallel(job)
     batch, passes = job.data.global_batch, job.train.accumulate
     if batch is not None and batch % passes:
         near = round(batch / passes) * passes or passes
@@ -104,6 +116,28 @@ def _check_size(job: Job) -> None:
         raise ConfigError.of("data.resize", "scale", cause, "data.resize=keep", "data.batch_size=N")
 
 
+def _check_sweep(sweep: Sweep) -> None:
+    """Who needs an objective, and how many."""
+    objectives = [each for each in sweep.objective.split(",") if each]
+    for each in objectives:
+        if not re.fullmatch(r"(min|max):.+", each.strip()):
+            name = each.partition(":")[2] or each
+            raise ConfigError.of(
+                "sweep.objective", sweep.objective, "must be min:NAME or max:NAME", f"sweep.objective=min:{name}"
+            )
+    for key, value, most in (
+        ("prune", sweep.prune, 1),
+        ("sampler", sweep.sampler, 1 if sweep.sampler == "cmaes" else 9),
+    ):
+        if value in ("none", "auto", "grid", "random"):
+            continue
+        if not objectives:
+            raise ConfigError.of(f"sweep.{key}", value, "it needs an objective", "sweep.objective=min:NAME")
+        if len(objectives) > most:
+            cause = f"it takes one objective, not {len(objectives)}"
+            raise ConfigError.of(f"sweep.{key}", value, cause, f"sweep.objective={objectives[0]}")
+
+
 def _check_batch(job: Job, max_nodes: int) -> None:
     """A global batch, that of the initial ranks, must have a sample for each of the most ranks."""
     least, per_node = job.scale.nodes or 1, job.scale.per_node or 1
@@ -113,6 +147,28 @@ def _check_batch(job: Job, max_nodes: int) -> None:
         cause = f"{batch} samples per step are too few for {ranks} ranks"
         key, _, size = size_override(job.scale).partition("=")
         raise ConfigError.of(key, size, cause, f"data.global_batch={ranks}", "data.resize=scale")
+
+
+def _check_parallel(job: Job) -> None:
+    """A model that is divided among ranks: what else the job must be for that. The number of ranks may be open yet."""
+    settings, scale = job.parallel, job.scale
+    if not divides(settings):
+        return
+
+    typed = {f"parallel.{name}": getattr(settings, name) for name in ("shard", "replicate", "tp")}
+    numbers = [(key, value) for key, value in typed.items() if value and settings.name == "ddp"]
+    wrong = functools.partial(ConfigError.of, *(numbers or [("parallel", settings.name)])[0])
+    if job.backend.name in ("horovod", "mpi", "ucc"):
+        raise wrong(f"backend={job.backend.name} averages gradients only", "backend=auto", "parallel=ddp")
+    if job.script or job.backend.name == "script":
+        raise wrong("a program divides its model itself; raydist.fit does it for a job", "parallel=ddp")
+    if job.train.precision == "fp16":
+        raise wrong("a model in shards has no loss scaling", "train.precision=bf16", "parallel=ddp")
+    if job.train.channels_last:
+        raise wrong("shards are contiguous", "train.channels_last=false", "parallel=ddp")
+    if scale.nodes is not None and scale.per_node is not None:
+        for nodes in range(scale.nodes, (scale.max_nodes or scale.nodes) + 1):
+            mesh_shape(settings, nodes * scale.per_node, scale.per_node)
 
 
 def size_override(scale: Scale) -> str:

@@ -1,6 +1,7 @@
 """The events of a run: one append-only file of JSON lines, and readers that get each event live. (either side)
 
-Every event has `t` (seconds since the epoch, where it happened) and `kind`; its other fields depend on the kind:
+Every event has `t` (seconds since the epoch, where it happened) and `kind`; its other fields depend on the kind. `pace`
+and `nodes` are said each some 10 s, in a large run less often:
 
     run        name, dir, target, pages          the run began; `pages`: failure pages that earlier runs left
     cluster    address, nodes, started           connected to Ray; `started`: raydist started it
@@ -9,9 +10,11 @@ Every event has `t` (seconds since the epoch, where it happened) and `kind`; its
     avoid      node, avoided, text               a node with incidents was left out, or there was no room to do so
     phase      name, s                           a phase of the launch ended: connect, place, actors, warm-up, …
     warning    text, [rank]                      a warning
+    track      text                              a tracker has the run: its name, and where a person finds it
     joined     rank, pid, [network]              the rank joined the process group
     begin      rank, [steps, epochs, samples, resumed]   a training loop began; `resumed`: the step it continues from
-    report     rank, [step], values              what a job reported; of ranks other than 0 only the newest per batch
+    report     rank, [step], values, [kept]      what a job reported; see `Events` for what is in the file. `kept`: the
+                                                 newest step that a snapshot has
     spent      rank, what, s                     an evaluation or a save took `s` seconds
     saved      rank, step, path, s               a checkpoint is complete on disk
     raised     rank, type, message, traceback, step      the job raised an exception
@@ -19,6 +22,8 @@ Every event has `t` (seconds since the epoch, where it happened) and `kind`; its
     ended      rank, code, signal, step          the rank's process ended
     hang       text, ranks, certain, s           ranks are silent for `s` seconds, and which ranks they wait for
     slow       text, ranks                       slow ranks: rank, host, own_s, others_s, step_s, share
+    pace       ranks                             of each rank: [newest step, seconds of its own work per step, per step]
+    nodes      nodes                             of each host: cpu, memory, gpus, ports (worker.protocol.NodeLoad)
     work       ranks                             at the end, of each rank: [seconds of its own work per step, per step]
     network    text, nodes                       what carried a run of several nodes: port counters, NCCL's log
     notice     text, ranks, hosts, s             nodes will be taken away in `s` seconds
@@ -33,14 +38,22 @@ Every event has `t` (seconds since the epoch, where it happened) and `kind`; its
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from raydist.shared.errors import Stopped
+
+RANK_0 = (64 << 20, 500.0)
+"""Bytes of rank 0's reports that go to the disk in any case, and bytes per second after these: 43 MB a day. Of one step
+in 0.1 s all are there for nine hours, of one step in half a second for good."""
+OTHERS = (1 << 20, 50.0)
+"""The same for the reports of all other ranks together, which only live readers need."""
 
 Event = dict[str, Any]
 Reader = Callable[[Event], None]
@@ -53,18 +66,47 @@ def event(kind: str, **facts: Any) -> Event:
     return {"t": time.time(), "kind": kind, **facts}
 
 
+@dataclass
+class Budget:
+    """Bytes that may be written: `left` at once, and `rate` more per second, up to `left` again."""
+
+    left: float
+    rate: float
+    most: float = field(init=False)
+    at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.most = self.left
+
+    def take(self, size: int, now: float) -> bool:
+        """Take this many bytes; whether there were as many. `now`: seconds on a clock that never goes back."""
+        if self.at is not None:
+            self.left = min(self.most, self.left + (now - self.at) * self.rate)
+        self.at = now
+        if size > self.left:
+            return False
+        self.left -= size
+        return True
+
+
 class Events(AbstractContextManager["Events"]):
     """The event stream of one run: each event is appended to a file, then given to the readers.
 
-    A reader that raises is dropped, with a warning event: a reader cannot break a run.
+    Readers get every event. The file of a run of weeks has a limit for reports, by RANK_0 and OTHERS: the newest report
+    of rank 0 is always in it before any other event. A reader that raises is dropped, with a warning event: a reader
+    cannot break a run.
     """
 
-    def __init__(self, path: Path, readers: tuple[Reader, ...] = ()) -> None:
+    def __init__(self, path: Path, readers: tuple[Reader, ...] = (), whole: bool = False) -> None:
+        """`whole`: all reports of rank 0 go to the file, for a reader of the file that needs each."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("ab", buffering=0)
         self._owed = bytearray()
         self._full = False
+        self._budgets = (Budget(*((math.inf, 0.0) if whole else RANK_0)), Budget(*OTHERS))
+        self._left_out = b""
+        """The newest report of rank 0, if it is not in the file."""
         self._readers = list(readers)
         self._lock = threading.RLock()
         """Monitors add events from threads of their own; a reader that fails adds one while it is called."""
@@ -76,8 +118,19 @@ class Events(AbstractContextManager["Events"]):
         """
         line = json.dumps(new, default=str)
         with self._lock:
-            self._write(line.encode() + b"\n")
+            self._write(self._for_disk(new, line.encode() + b"\n"))
             self._tell(json.loads(line))  # readers see the same live as in the file: no tuples, keys are text
+
+    def _for_disk(self, new: Event, line: bytes) -> bytes:
+        """What is appended to the file for this event."""
+        if new["kind"] == "report":
+            first = new.get("rank") == 0
+            fits = self._budgets[not first].take(len(line), time.monotonic())
+            if first:
+                self._left_out = b"" if fits else line
+            return line if fits else b""
+        left_out, self._left_out = self._left_out, b""
+        return left_out + line
 
     def _write(self, line: bytes) -> None:
         if len(self._owed) < OWED_MOST:
@@ -91,9 +144,9 @@ class Events(AbstractContextManager["Events"]):
                 text = f"{self.path.parent} cannot be written ({error.strerror}): the run continues without it"
                 self.say("warning", text=text)
 
-    def all(self) -> Iterator[Event]:
-        """All events up to now."""
-        return read_events(self.path, bytes(self._owed))
+    def all(self, kind: str = "") -> Iterator[Event]:
+        """All events in the file, and those that are still to be written; `kind`: only these."""
+        return read_events(self.path, bytes(self._owed), kind)
 
     def show(self, rank: int, output: bytes) -> None:
         """Give a rank's output to the readers only: the rank's log has it already."""
@@ -119,14 +172,18 @@ class Events(AbstractContextManager["Events"]):
         self._file.close()
 
 
-def read_events(path: Path, owed: bytes = b"") -> Iterator[Event]:
-    """The events of a file and of the bytes still to be written to it. A last line cut off by a crash is left out."""
+def read_events(path: Path, owed: bytes = b"", kind: str = "") -> Iterator[Event]:
+    """The events of a file and of the bytes still to be written to it. A last line cut off by a crash is left out.
+
+    `kind`: only events of this kind; other lines are not parsed.
+    """
+    wanted = f'"kind": "{kind}"'.encode() if kind else b""
     with path.open("rb") as lines:
         for line in lines:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
-            else:
+            if not line.endswith(b"\n"):
                 owed = line + owed
+            elif wanted in line and ((event := json.loads(line))["kind"] == kind or not kind):
+                yield event
     for line in owed.splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            yield json.loads(line)
+        if line.endswith(b"\n") and ((event := json.loads(line))["kind"] == kind or not kind):
+            yield event

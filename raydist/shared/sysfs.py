@@ -1,4 +1,4 @@
-"""Read small files of /sys and /proc; a missing file reads as empty. (actor)"""
+"""Read small files of /sys and /proc; a missing file reads as empty. (either side)"""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ def read_number(path: Path, default: int) -> int:
         return int(read_text(path), 0)
     except ValueError:
         return default
+
+
+def counter(text: str, name: str) -> int | None:
+    """The number in the line `name NUMBER` of a text; None if it has no such line."""
+    match = re.search(rf"^{name} (\d+)$", text, re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def cpu_list(text: str) -> list[int]:
+    """The numbers of a list like 0-3,8."""
+    ends = [part.split("-") for part in text.split(",") if part]
+    return [number for part in ends for number in range(int(part[0]), int(part[-1]) + 1)]
 
 
 def names(path: Path) -> list[str]:

@@ -3,6 +3,8 @@
 Gets a state (tensors, numbers, text). Gives files and memory slots, each complete or absent, and the state again.
 
     checkpoint_files.py   Find, verify, load, write and prune checkpoints; none runs code when it is loaded
+    device.py             The device that a snapshot is copied from: its queue of copies, marks in that queue, page-
+                          locked memory
     direct_io.py          A file that is written past the page cache (O_DIRECT), and hashed meanwhile
     distributed_checkpoint.pySharded states on disk, in the format of torch.distributed.checkpoint (DCP)
     object_store.py       The place of checkpoints: a folder, or a URL of an object store with pathlib's methods

@@ -132,11 +132,18 @@ def newest_step(folder: StoragePath) -> int:
     return max((int(path.name[5:]) for path in _paths(folder)), default=-1)
 
 
-def newest(folder: StoragePath, warn: Warn = lambda text: None) -> Saved | None:
-    """The newest complete checkpoint in a folder; a warning for each newer one that is not complete."""
+def newest(
+    folder: StoragePath, warn: Warn = lambda text: None, *, hashed: bool = True, at_most: int | None = None
+) -> Saved | None:
+    """The newest complete checkpoint in a folder; a warning for each newer one that is not complete.
+
+    `hashed`: as for `verify`. `at_most`: of this step, or of an earlier one.
+    """
     for path in reversed(_paths(folder)):
+        if at_most is not None and int(path.name[5:]) > at_most:
+            continue
         try:
-            return verify(path)
+            return verify(path, hashed)
         except Flaw as why:
             warn(f"checkpoint {path} is passed over: {why}")
     return None
@@ -188,12 +195,12 @@ class Flaw(Exception):
     """A checkpoint is not complete; the message says why."""
 
 
-def verify(path: StoragePath) -> Saved:
-    """A checkpoint, after reading all of it (at a URL only the sizes). Flaw: it is not complete."""
+def verify(path: StoragePath, hashed: bool = True) -> Saved:
+    """A checkpoint, after reading all of it (the sizes only at a URL, or unless `hashed`). Flaw: it is not complete."""
     while True:
         before = _identity(path)
         try:
-            return _examine(path)
+            return _examine(path, hashed)
         except Flaw:
             if isinstance(path, Path) and not path.exists() and path.name in replaced_in(path.parent):
                 put_back(path.parent)  # a writer is between its two renames, or was killed there
@@ -210,7 +217,7 @@ def _identity(path: StoragePath) -> int:
         return 0
 
 
-def _examine(path: StoragePath) -> Saved:
+def _examine(path: StoragePath, hashed: bool) -> Saved:
     try:
         meta = Meta.read(path)
     except (OSError, ValueError) as error:
@@ -221,7 +228,7 @@ def _examine(path: StoragePath) -> Saved:
             raise Flaw(f"{name} is missing")
         if there[name] != facts.bytes:
             raise Flaw(f"{name} has {there[name]} bytes instead of {facts.bytes}")
-        if isinstance(path, Path) and _hashed(path / name) != facts.xxh3_128:
+        if hashed and isinstance(path, Path) and _hashed(path / name) != facts.xxh3_128:
             raise Flaw(f"{name} has another checksum than when it was written")
     return Saved(path, meta)
 

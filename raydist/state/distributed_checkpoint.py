@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.tensor import DTensor
 
 from raydist.shared.errors import RaydistError
-from raydist.state.checkpoint_files import local_copy
+from raydist.state.checkpoint_files import Retention, local_copy, prune
 from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import take_apart
 from raydist.state.snapshot_layout import State
-from raydist.state.write import FileFacts, drop, file_facts, hashed_file
+from raydist.state.write import META, FileFacts, Meta, complete, drop, file_facts, file_sizes, hashed_file
 
 METADATA = ".metadata"
 SAME = "give both keep and load what torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returns"
@@ -190,15 +190,52 @@ def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
     return files.written
 
 
-def load_into(path: StoragePath, state: State) -> None:
+def commit(
+    folder: StoragePath,
+    beside: StoragePath,
+    step: int,
+    ranks: int,
+    files: Mapping[str, FileFacts],
+    kept: Retention,
+    metrics: Mapping[str, float] | None = None,
+) -> list[str]:
+    """Make a checkpoint of what so many ranks have written into `beside`; or the files that are not seen here."""
+    sizes = file_sizes(beside)
+    if missing := [name for name, facts in files.items() if sizes.get(name) != facts.bytes]:
+        return missing
+    made = {**files, **write_metadata(beside, ranks)}
+    complete(beside, folder / f"step-{step:08d}", Meta.of(step, ranks, metrics or {}, made, sharded=True))
+    prune(folder, kept)
+    return []
+
+
+def beside_name(folder: StoragePath, step: int, mark: str) -> StoragePath:
+    """The folder for files that are no checkpoint yet; at a URL the checkpoint's own, without its meta.json."""
+    name = f"step-{step:08d}"
+    return folder / (f".{name}-{mark}" if isinstance(folder, Path) else name)
+
+
+def begin_writing(beside: StoragePath) -> None:
+    """Make the folder of `beside_name`."""
+    if isinstance(beside, Path):
+        beside.mkdir(parents=True, exist_ok=True)
+    else:
+        drop(beside / META)  # a checkpoint of this step is none from now on
+
+
+def load_into(path: StoragePath, state: State, of_ranks: str = "") -> None:
     """Load a sharded checkpoint into a state, on any number of ranks; not a collective, each rank reads what it needs.
 
-    Tensors are filled in place (of a DTensor this rank's shards), all other values are replaced.
+    Tensors are filled in place (of a DTensor this rank's shards), all other values are replaced. `of_ranks`: a tensor
+    with a row for each rank; it is left out of the state if another number of ranks has saved it.
 
     RaydistError: the checkpoint has other keys or other global shapes. pickle.UnpicklingError: it would run code.
     """
     reader, planner = _Reader(path), _LoadPlanner()
     metadata = reader.read_metadata()
+    rows = metadata.state_dict_metadata.get(of_ranks)
+    if isinstance(rows, TensorStorageMetadata) and rows.size != state[of_ranks].shape:
+        del state[of_ranks], metadata.state_dict_metadata[of_ranks]
     planner.set_up_planner(state, metadata, is_coordinator=True)
     if why := _misfit(planner.state_dict, metadata.state_dict_metadata):
         raise RaydistError(f"{path}: {why}")

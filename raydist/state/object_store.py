@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import fnmatch
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -215,17 +216,24 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+_environment = threading.RLock()
+
+
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, and restore the former ones after it."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
+    """Set environment variables inside the block, and restore the former ones after it. One thread at a time."""
+    if not variables:
         yield
-    finally:
-        for name in [name for name in os.environ if name not in before]:
-            del os.environ[name]
-        os.environ.update(before)  # no variable is missing at any time: another thread may read it
+        return
+    with _environment:
+        before = dict(os.environ)
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name in [name for name in os.environ if name not in before]:
+                del os.environ[name]
+            os.environ.update(before)  # no variable is missing at any time: another thread may read it
 
 
 def why_blind(text: str) -> str:

@@ -6,25 +6,33 @@ rank, and ends with the server. Its first page says where each slot is (snapshot
     the bytes of all tensors | their description, as torch.save writes it, read with weights_only
 
 A slot's step is removed from the page before its first byte changes, and written there after the last: a slot whose
-step is on the page is complete. Two slots take turns; the third is used only while one of them is being written to the
-disk.
+step is on the page is complete. One more slot is used while one of them is being written to the disk.
+
+From a CPU two slots take turns. A GPU lags behind the host, so it is the GPU that writes the step, in its queue behind
+the copies, and three slots take turns: the two newest complete ones stay while the third is copied. Ranks need that. A
+rank's GPU finishes the copies of a step only after all ranks have averaged the gradients of that step, that is after
+their GPUs have copied the state before. So when one rank overwrites its third newest state, its second newest one is
+complete on every rank.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import mmap
 import os
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from raydist.shared import cgroup
+from raydist.shared.sysfs import counter, read_text
+from raydist.state.device import Device, HostDevice, Mark
 from raydist.state.snapshot_layout import (
     ALL_SLOTS,
     LOCK,
@@ -49,8 +57,11 @@ SLACK = 1 << 16
 MOST = 0.4
 """The share of the free memory that one slot may take: there are two, and the job needs memory too."""
 
-CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-"""The files with a container's memory limit and use: cgroup v2, v1."""
+PAGE_ITSELF = -1
+"""The first page, among the slots whose memory is page-locked."""
+
+GROWING = threading.Lock()
+"""Held while a file grows: the loop and the thread of the sharded states may each have a buffer of one file."""
 
 
 class NoRoom(Exception):
@@ -97,12 +108,17 @@ def unpack(memory: Any, size: int, length: int, clone: bool = True) -> State:
 class SnapshotBuffer:
     """The slots of one rank."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, device: Device | None = None) -> None:
+        """`device`: that of the states that are written; None: this process only reads, or writes from a CPU."""
         self._descriptor = descriptor
+        self._device = device or HostDevice()
         self._page = mmap.mmap(descriptor, PAGE)
         self._maps: dict[int, tuple[tuple[int, int], mmap.mmap]] = {}
         self._views: dict[int, tuple[list[TensorSpec], list[torch.Tensor]]] = {}
-        self._coming: tuple[int, int, torch.cuda.Event] | None = None
+        self._page_locked: dict[int, torch.Tensor | None] = {}
+        """By slot (PAGE_ITSELF: the first page): its memory; None if it could not be page-locked."""
+        self._coming: Mark | None = None
+        """The end of the copies that may not be done yet."""
 
     @property
     def steps(self) -> dict[int, int]:
@@ -172,18 +188,23 @@ class SnapshotBuffer:
 
     def forget_after(self, step: int) -> None:
         """Drop the states of later steps: an earlier attempt made them, and this one makes its own."""
+        self.settle()
         for later, slot in [*self.steps.items(), *self.replicas.items()]:
             if later > step:
                 write_words(self._page, at_slot(slot), -1)
 
-    def write(self, step: int, state: Mapping[str, Any]) -> int:
+    def write(self, step: int, state: Mapping[str, Any], agreed: bool = False) -> int:
         """Keep the state of a step; return its slot. NoRoom: the machine has too little memory.
 
-        Copies from a GPU run while the rank continues; the slot is complete after `settle`.
+        Copies from a GPU run while the rank continues; the slot is complete after `settle`. `agreed`: all ranks know
+        that all of them have the newest state, so that one complete state is enough while the next is copied.
         """
         self.settle()
-        newest = max(self.steps.items(), default=(-1, -1))[1]
-        slot = next(free for free in range(SLOTS) if free not in (newest, self.locked))
+        tensors: list[torch.Tensor] = []
+        take_apart(state, tensors)
+        keep = 2 if not agreed and any(map(self._device.lags, tensors)) else 1
+        taken = {slot for _, slot in sorted(self.steps.items())[-keep:]} | {self.locked}
+        slot = next(free for free in range(SLOTS) if free not in taken)
         self.fill(slot, step, state)
         return slot
 
@@ -196,13 +217,17 @@ class SnapshotBuffer:
         torch.save({"tree": tree, "spots": [spot.plain for spot in spots]}, described)
         text = described.getvalue()
         memory = self._open(slot, size, len(text), set(state) != {"own"})
+        lagging = [tensor for tensor in tensors if self._device.lags(tensor)]
+        if lagging:
+            self._page_lock(PAGE_ITSELF, self._page)
+            self._page_lock(slot, memory)
         memory[size : size + len(text)] = text
         for view, tensor in zip(self._tensors_of(slot, memory, spots), tensors, strict=True):
-            view.copy_(tensor.detach(), non_blocking=True)
-        if any(tensor.is_cuda for tensor in tensors):
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-            self._coming = slot, step, copied
+            self._device.copy(view, tensor.detach())
+        if lagging:
+            word = torch.frombuffer(self._page, dtype=torch.int64, count=1, offset=at_slot(slot))
+            self._device.write(word, step, lagging)
+            self._coming = self._device.mark()
         else:
             write_words(self._page, at_slot(slot), step)
 
@@ -213,19 +238,22 @@ class SnapshotBuffer:
 
     def drop(self) -> None:
         """Free the memory with all its slots; none may be locked."""
-        for slot in ALL_SLOTS:
-            write_words(self._page, at_slot(slot), -1, 0, 0, 0, 0, 0)
-        self._maps.clear()
-        self._views.clear()
+        self.free(ALL_SLOTS)
         os.ftruncate(self._descriptor, PAGE)
 
+    def free(self, slots: Iterable[int] = (*range(SLOTS), *REPLICA_SLOTS)) -> None:
+        """Free the memory of these slots, by default of all states; none of them may be locked."""
+        self.settle()
+        for slot in slots:
+            _, begin, room, *_ = read_words(self._page, at_slot(slot), SLOT_WORDS)
+            write_words(self._page, at_slot(slot), -1, 0, 0, 0, 0, 0)
+            self._give_back(slot, begin, room)
+
     def settle(self) -> None:
-        """Wait for copies from the GPU, and mark their slot as complete."""
+        """Wait until the GPU has made its copies, and has marked their slot as complete."""
         if self._coming is not None:
-            slot, step, copied = self._coming
-            copied.synchronize()
+            self._coming.wait()
             self._coming = None
-            write_words(self._page, at_slot(slot), step)
 
     def offers(self) -> list[tuple[int, int, int, int]]:
         """The newest states first: step, whether it is a whole one, bytes of its description, of its tensors."""
@@ -250,8 +278,11 @@ class SnapshotBuffer:
         if (need := size + length) > room:
             if need > MOST * (left := memory_left()):
                 raise NoRoom(f"a state takes {need / 2**20:.0f} MiB, and {left / 2**20:.0f} MiB of memory are free")
-            begin, room = os.fstat(self._descriptor).st_size, -(-(need + SLACK) // PAGE) * PAGE
-            os.ftruncate(self._descriptor, begin + room)
+            self._give_back(slot, begin, room)
+            room = -(-(need + SLACK) // PAGE) * PAGE
+            with GROWING:
+                begin = os.fstat(self._descriptor).st_size
+                os.ftruncate(self._descriptor, begin + room)
         write_words(self._page, at_slot(slot), -1, begin, room, size, length, whole)
         return self._map(slot, begin, room)
 
@@ -259,19 +290,38 @@ class SnapshotBuffer:
         """The bytes of a slot."""
         known = self._maps.get(slot)
         if known is None or known[0] != (begin, room):
+            self._unmap(slot)
             known = self._maps[slot] = (begin, room), mmap.mmap(self._descriptor, room, offset=begin)
-            self._views.pop(slot, None)
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                # page-locked: otherwise a copy from the GPU would block the rank until it is done
-                address = torch.frombuffer(known[1], dtype=torch.uint8).data_ptr()
-                torch.cuda.cudart().cudaHostRegister(address, room, 0)  # type: ignore[no-untyped-call]
         return known[1]
+
+    def _give_back(self, slot: int, begin: int, room: int) -> None:
+        """Free the memory of a place in the file, which is never used again."""
+        if room:
+            self._map(slot, begin, room).madvise(mmap.MADV_REMOVE)
+        self._unmap(slot)
+
+    def _unmap(self, slot: int) -> None:
+        if (memory := self._page_locked.pop(slot, None)) is not None:
+            self._device.unregister(memory)
+        self._views.pop(slot, None)
+        self._maps.pop(slot, None)
+
+    def _page_lock(self, slot: int, memory: mmap.mmap) -> None:
+        """Page-lock the memory that a GPU copies to: otherwise each copy would block the rank until it is done."""
+        if slot not in self._page_locked:
+            flat = torch.frombuffer(memory, dtype=torch.uint8)
+            self._page_locked[slot] = flat if self._device.register(flat) else None
 
     def _tensors_of(self, slot: int, memory: mmap.mmap, spots: list[TensorSpec]) -> list[torch.Tensor]:
         known = self._views.get(slot)
         if known is None or known[0] != spots:
             known = self._views[slot] = spots, [spot.view(memory) for spot in spots]
         return known[1]
+
+
+def cloned(value: Any) -> Any:
+    """The value with copies of its tensors."""
+    return value.clone() if isinstance(value, torch.Tensor) else rebuilt(value, cloned)
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], int]:
@@ -314,12 +364,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def memory_left(root: Path = Path("/")) -> int:
     """Free bytes of this machine or of its container, the smaller of both; 2**62 where neither can be read."""
-    left = [1 << 62]
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        left.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
-    for most, now in CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            limit = int((root / "sys/fs/cgroup" / most).read_text())
-            left.append(limit - int((root / "sys/fs/cgroup" / now).read_text()))
-    return max(0, min(left))
+    available = counter((read_text(root / "proc/meminfo")).replace(" kB", ""), r"MemAvailable:\s*")
+    groups = (*cgroup.lineage("self", root), root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory")
+    limits = [left for group in groups if (left := cgroup.left_in(group)) is not None]
+    return max(0, min([1 << 62, *limits, *([] if available is None else [1024 * available])]))

@@ -14,8 +14,9 @@ State = dict[str, Any]
 PAGE = 4096
 """Bytes of the first page of a rank's snapshot memory; slots begin at multiples of it."""
 
-SLOTS = 3
-"""Two for states that take turns, a third while one of them is being written to the disk."""
+SLOTS = 4
+"""Two for states that take turns, a third where a GPU is still copying one, and one more while one of them is being
+written to the disk."""
 
 LAST_SLOT = SLOTS
 """A SaveRequest for the last state of an attempt: all but what the newest snapshot holds."""

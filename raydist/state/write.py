@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from raydist.state.direct_io import DirectFile
 from raydist.state.object_store import Hashing, Remote, StoragePath, parse_path
 
 STATE, META = "state.pt", "meta.json"
+CHECKSUM = re.compile("[0-9a-f]{32}")
 REPLACED = ".replaced-"
 """The prefix of a checkpoint's name while another one replaces it."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -103,9 +105,13 @@ class Meta:
         plain = json.loads((path / META).read_text(encoding="utf-8"))
         try:
             known = {each.name: plain[each.name] for each in fields(cls)}
-            return cls(**known | {"files": {name: FileFacts(**facts) for name, facts in known["files"].items()}})
+            files = {name: FileFacts(**facts) for name, facts in known["files"].items()}
+            odd = [name for name, facts in files.items() if "/" in name or not CHECKSUM.fullmatch(facts.xxh3_128)]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
+        if odd:  # both become names of files on this machine
+            raise ValueError(f"the entry of {odd[0]} is none of raydist's")
+        return cls(**known | {"files": files})
 
 
 def write(request: SaveRequest) -> None:

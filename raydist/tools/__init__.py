@@ -21,5 +21,9 @@ Each gets the same overrides as `python -m raydist.train`.
     plan.py               `python -m raydist.tools.plan`: prints where ranks would run and with which variables; starts
                           nothing
     submit.py             `python -m raydist.tools.submit`: submits a job to a running Ray cluster, and shows its log
+    sweep.py              `python -m raydist.tools.sweep`: runs a job with many settings, side by side, the bad ones
+                          ended early
     warm.py               `python -m raydist.tools.warm`: lists the fork servers that stay on the nodes for the next run
+    watch.py              `python -m raydist.tools.watch`: the page of a run, from its folder, its storage, or a Ray
+                          job's id
 """

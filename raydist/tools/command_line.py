@@ -30,6 +30,11 @@ class ToolParser(Parser):
             help="settings as for python -m raydist.train: backend=nccl scale=2x8 job=resnet ...",
         )
 
+    def positional(self, metavar: str, help: str) -> None:
+        """The command takes no overrides but this."""
+        (action,) = (action for action in self._actions if action.dest == "overrides")
+        action.metavar, action.help = metavar, help
+
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The flags and `overrides`; ConfigError for an unknown flag, SystemExit after --help."""
         parse = self.parse_known_args if self._remainder else self.parse_known_intermixed_args

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,20 +25,25 @@ from raydist.cluster.nodes import (
 from raydist.cluster.placement import Plan, Slot
 from raydist.cluster.shortage import describe_shortage
 from raydist.launch import inline
+from raydist.network import levers as network_levers
 from raydist.network import variables as network_variables
 from raydist.network.facts import Facts
+from raydist.network.levers import Lever
 from raydist.network.names import EnvVar
 from raydist.network.variables import Rendezvous
 from raydist.node import probe
 from raydist.recovery import policy
 from raydist.settings import compose
-from raydist.settings.config import SECRET, Job
+from raydist.settings.config import Job, as_dict
+from raydist.settings.mesh import divides
+from raydist.settings.secrets import MASK, is_secret
 from raydist.shared.rank_names import counted
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.watch import wording
 
 DESCRIPTION = """\
-Prints where each rank would run, and its environment variables with the reason for each. Starts nothing.
+Prints where each rank would run, its environment variables with the reason for each, and each lever of speed: on or
+off, and why. Starts nothing.
 """
 NODES_SHOWN = 8
 
@@ -76,10 +82,35 @@ def show_plan(job: Job, as_json: bool) -> None:
     facts = [leads[slot.node_rank] for slot in plan.slots]
     rendezvous = expected_rendezvous(job, facts[0])
     variables = [mask_secrets(of_rank) for of_rank in network_variables.plan_variables(job, plan, facts, rendezvous)]
+    levers = list(network_levers.levers(job, plan, facts, variables[0]))
+    memory = rank_memory(job, plan)
     if as_json:
-        print(json.dumps(plan_as_data(plan, variables, view), indent=2))
+        data = plan_as_data(plan, variables, levers, view) | ({"memory": memory} if memory else {})
+        print(json.dumps(data, indent=2))
     else:
-        print("\n".join(plan_as_text(plan, variables, view)))
+        print("\n".join([*plan_as_text(plan, variables, levers, view), *memory_line(memory)]))
+
+
+def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
+    """Bytes on each rank for a model in shards that `model=` names, by what for; empty if that is not known here.
+
+    A process of its own computes it: it needs torch, and the model's class.
+    """
+    if not divides(job.parallel) or "_target_" not in job.model:
+        return {}
+    asked = {"job": as_dict(job), "ranks": plan.world_size, "per_node": plan.slots[0].local_world_size}
+    command = [sys.executable, "-m", "raydist.worker.loop.memory"]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    found: dict[str, int] = json.loads(done.stdout) if done.returncode == 0 else {}
+    return found
+
+
+def memory_line(memory: Mapping[str, int]) -> Iterator[str]:
+    """`memory parameters 1.00 + gradients 1.00 + adamw 2.00 = 4.00 GiB on each rank, …`."""
+    if memory:
+        *kept, gathered = ((name, size / 2**30) for name, size in memory.items())
+        sums = f"{' + '.join(f'{name} {size:.2f}' for name, size in kept)} = {sum(size for _, size in kept):.2f} GiB"
+        yield f"memory {sums} on each rank, {gathered[1]:.2f} GiB while a block is gathered, and the activations"
 
 
 def view_cluster(job: Job) -> ClusterView:
@@ -162,10 +193,12 @@ def expected_rendezvous(job: Job, first: Facts) -> Rendezvous:
 
 def mask_secrets(variables: Iterable[EnvVar]) -> tuple[EnvVar, ...]:
     """The variables with *** as the value of secrets."""
-    return tuple(var._replace(value="***") if SECRET.search(var.name) else var for var in variables)
+    return tuple(var._replace(value=MASK) if is_secret(var.name, var.value) else var for var in variables)
 
 
-def plan_as_data(plan: Plan, variables: Sequence[Sequence[EnvVar]], view: ClusterView) -> dict[str, Any]:
+def plan_as_data(
+    plan: Plan, variables: Sequence[Sequence[EnvVar]], levers: Sequence[Lever], view: ClusterView
+) -> dict[str, Any]:
     """The plan for --json."""
     return {
         **plan.as_event(),
@@ -174,11 +207,14 @@ def plan_as_data(plan: Plan, variables: Sequence[Sequence[EnvVar]], view: Cluste
         "bundles": [dict(bundle) for bundle in plan.request.bundles],
         "labels": dict(plan.request.selector),
         "variables": [[var._asdict() for var in of_rank] for of_rank in variables],
+        "levers": [lever._asdict() for lever in levers],
     }
 
 
-def plan_as_text(plan: Plan, variables: Sequence[Sequence[EnvVar]], view: ClusterView) -> Iterator[str]:
-    """The plan as lines: the slots, then the variables of all ranks, of each node, and of each rank."""
+def plan_as_text(
+    plan: Plan, variables: Sequence[Sequence[EnvVar]], levers: Sequence[Lever], view: ClusterView
+) -> Iterator[str]:
+    """The plan as lines: the slots, the variables of all ranks, of each node, and of each rank, what makes it fast."""
     event, request = plan.as_event(), plan.request
     labels = "".join(f", label {key}={pattern}" for key, pattern in request.selector.items())
     yield f"nodes {view.source}"
@@ -196,6 +232,8 @@ def plan_as_text(plan: Plan, variables: Sequence[Sequence[EnvVar]], view: Cluste
         yield from section(f"every rank on {node.host} ({node.ip})", of_node)
     yield from more(len(plan.nodes) - NODES_SHOWN, "node")
     yield from each_rank(plan, variables)
+    yield f"\nspeed, for the ranks on {plan.slots[0].node.host}"
+    yield from wording.table([[lever.name, "on" if lever.on else "off", lever.why] for lever in levers])
 
 
 def by_node(plan: Plan) -> list[list[int]]:

@@ -18,8 +18,8 @@ from raydist import train
 from raydist.cluster import connect as cluster_connect
 from raydist.cluster import gcs, ray_private
 from raydist.settings import compose, targets
-from raydist.settings.config import SECRET
 from raydist.settings.lookup import missing_path
+from raydist.settings.secrets import MASK, is_secret
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.state import object_store
 from raydist.tools.command_line import ToolParser, run_tool
@@ -118,7 +118,7 @@ def check_overrides(words: Sequence[str]) -> None:
 def masked(override: str) -> str:
     """An override with *** in place of a secret."""
     env = re.match(r"(\+*env(?:\.[^=]*)?=)", override)
-    return f"{env[1]}***" if env and SECRET.search(override) else override
+    return f"{env[1]}{MASK}" if env and is_secret(override, override) else override
 
 
 def job_client(address: str) -> JobSubmissionClient:

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from raydist.cluster import connect, ray_private
+from raydist.cluster import connect
 from raydist.node import kept_server
 from raydist.node.kept_server import KeptServer
 from raydist.settings.config import Job
 from raydist.shared.rank_names import counted
 from raydist.tools.command_line import run_tool
+from raydist.tools.plan import connected
 from raydist.train import Parser
 
 OnNodes = Callable[[Callable[[], Any]], list[Any]]
@@ -70,13 +71,11 @@ def end_free() -> int:
 @contextmanager
 def nodes() -> Iterator[OnNodes]:
     """Inside the block, a way to call a function on this machine and on each node of the Ray cluster that runs."""
-    if not (ray_private.may_run() and connect.running_address()):
+    if not connect.running_address():
         yield lambda function: [function()]
         return
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    connect.start_or_join(Job())
 
     def call(function: Callable[[], Any]) -> list[Any]:
         task = ray.remote(num_cpus=0)(function)
@@ -84,10 +83,8 @@ def nodes() -> Iterator[OnNodes]:
         waiting = [task.options(scheduling_strategy=each).remote() for each in pinned]
         return [function(), *ray.get(waiting)]
 
-    try:
+    with connected(Job()):
         yield call
-    finally:
-        ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -43,11 +43,19 @@ class Console(AbstractContextManager["Console"]):
     def __exit__(self, *_: object) -> None:
         self._screen.close()
 
+    def link(self, page: str) -> None:
+        """Show the address of the run's page, if it has one. It has a token: it is in no event."""
+        if page:
+            self._screen.say(f"page  {page}")
+
     def _on_run(self, event: Event) -> None:
         self._screen.say(f"run   {event['name']}, in {event['dir']}", "bold")
 
     def _on_cluster(self, event: Event) -> None:
         self._screen.say(wording.cluster_line(event))
+
+    def _on_track(self, event: Event) -> None:
+        self._screen.say(f"track {event['text']}")
 
     def _on_wait(self, event: Event) -> None:
         self._show_pending()

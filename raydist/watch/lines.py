@@ -31,6 +31,9 @@ class Lines:
         """Write a table; the first row is its headings."""
         self.say("\n".join(table(rows)))
 
+    def show(self, rows: Sequence[Sequence[str]], t: float) -> None:
+        """Do nothing: a table that changes is for terminals."""
+
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
         """Write (name, value) rows, aligned."""
         width = max(len(name) for name, _ in facts)

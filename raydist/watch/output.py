@@ -22,7 +22,9 @@ class Output:
         if self._shown is not None and rank not in self._shown:
             return
         decoder = self._decoders.setdefault(rank, codecs.getincrementaldecoder("utf-8")("backslashreplace"))
-        *whole, self._unfinished[rank] = (self._unfinished.get(rank, "") + decoder.decode(chunk)).split("\n")
+        first, *others = decoder.decode(chunk).split("\n")
+        *whole, rest = self._unfinished.get(rank, "") + first, *others
+        self._unfinished[rank] = _visible(rest)
         for line in whole:
             yield _shown(rank, line)
 
@@ -41,7 +43,13 @@ def ranks_of(shown: str) -> set[int] | None:
     return set() if shown in ("none", "auto") else {int(rank) for rank in shown.split(",")}
 
 
+def _visible(line: str) -> str:
+    """What is left of a line on a screen: a progress bar returns to its beginning, and may write it for hours."""
+    last = line.rstrip("\r").rpartition("\r")[2][: LONG + 1]
+    return last + "\r" if line.endswith("\r") else last
+
+
 def _shown(rank: int, line: str) -> str:
     """`[0] the line`; of a progress bar, which rewrites its line, only the last text."""
-    last = line.rstrip("\r").rpartition("\r")[2]
+    last = _visible(line).rstrip("\r")
     return f"[{rank}] {last[:LONG]}" + (" …" if len(last) > LONG else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from raydist.watch.failures import Failures
 from raydist.watch.goodput import Spent, apart
 
 T = TypeVar("T")
+WARNINGS = 1000
+"""Most different warnings that are counted: some have a number in them that changes from step to step."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Result(Generic[T]):
             "cause": self.cause and asdict(self.cause), "restarts": [asdict(end) for end in self.restarts],
             "why_last": self.why_last,
         }  # fmt: skip
-        return {name: _plain(value) for name, value in facts.items()}
+        return {name: strict_json(value) for name, value in facts.items()}
 
     def save(self) -> None:
         """Write result.json into the run folder, completely or, on a full disk, not at all."""
@@ -100,6 +103,11 @@ class Result(Generic[T]):
             path.write_text(json.dumps(self.to_json(), indent=2, default=str) + "\n", encoding="utf-8")
         except OSError:
             path.unlink(missing_ok=True)
+
+    def _repr_html_(self) -> str:
+        from raydist.watch.notebook import result_html
+
+        return result_html(self.to_json())
 
     def or_raise(self) -> Result[T]:
         """This very Result; RunFailed if the run failed."""
@@ -176,8 +184,8 @@ class Figures:
     """Samples of the steps of the last attempt over all ranks, as the loop itself counted."""
     samples: tuple[Event, ...] = ()
     """The first and the last report with `samples`."""
-    warned: dict[str, list[int | None]] = field(default_factory=dict)
-    """The ranks of each warning; None for a warning of the driver."""
+    warned: dict[str, Counter[int | None]] = field(default_factory=dict)
+    """How often each warning came from each rank; None for the driver."""
 
     def add(self, happened: Event) -> None:
         """Take in one event. Of the ranks only rank 0 counts, except for warnings."""
@@ -186,7 +194,8 @@ class Figures:
         self.spent.add(happened)
         match happened["kind"]:
             case "warning":
-                self.warned.setdefault(happened["text"], []).append(rank)
+                if happened["text"] in self.warned or len(self.warned) < WARNINGS:
+                    self.warned.setdefault(happened["text"], Counter())[rank] += 1
             case "plan":
                 self.world_size = happened["world_size"]
             case "phase" if not self.spent.failures.found:  # later ones are part of a restart
@@ -245,22 +254,22 @@ def _saved(text: str) -> StoragePath:
     return Remote(text) if scheme(text) else Path(text)
 
 
-def _warnings(warned: Mapping[str, Sequence[int | None]]) -> tuple[str, ...]:
+def _warnings(warned: Mapping[str, Counter[int | None]]) -> tuple[str, ...]:
     return tuple(text + _from(ranks) for text, ranks in warned.items())
 
 
-def _from(ranks: Sequence[int | None]) -> str:
+def _from(ranks: Counter[int | None]) -> str:
     """The ranks of a warning, or how often it occurred."""
     named = {rank for rank in ranks if rank is not None}
     if named:
         return f" (rank{'s' if len(named) > 1 else ''} {rank_ranges(named)})"
-    return f" ({len(ranks)} times)" if len(ranks) > 1 else ""
+    return f" ({ranks.total()} times)" if ranks.total() > 1 else ""
 
 
-def _plain(value: Any) -> Any:
+def strict_json(value: Any) -> Any:
     """A value that strict JSON can hold: NaN and infinity become text."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
+        return {str(name): strict_json(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [strict_json(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

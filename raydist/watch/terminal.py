@@ -43,6 +43,14 @@ class Terminal:
         self.say(head, "dim")
         self.say("\n".join(rest))
 
+    def show(self, rows: Sequence[Sequence[str]], t: float) -> None:
+        """Redraw a table in place of the live line, at most every REDRAW_S. `t`: now, on any clock."""
+        if abs(t - self._drawn) < REDRAW_S:
+            return
+        self._drawn = t
+        room = max(4, self._console.height - 2)
+        self._refresh(Text("\n".join(table(rows[:room], self._console.width)), no_wrap=True, overflow="crop"))
+
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
         """Write (name, value) rows, aligned; long values are wrapped between words."""
         width = max(len(name) for name, _ in facts)

@@ -9,6 +9,8 @@ states. Never imports Ray.
     checkpoint.py         A job's own checkpoints: save a state, find the one to continue from
     context.py            The rank's context, for jobs: its rank, its reports, its step. It works under plain torchrun
                           too
+    garbage.py            Python's garbage collector in a training: how long it stops this rank, and collections at the
+                          same step
     heartbeat.py          The heartbeat page and the signal that a rank and its agent share beside messages
     loop/                 The training loop of raydist.fit: samples, steps, precision, schedules, evaluation
     main.py               Start and end of a rank process: become the rank, run the job, report how it ended

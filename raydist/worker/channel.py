@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
@@ -14,11 +13,17 @@ from collections import deque
 
 from raydist.shared.events import Event, event
 from raydist.worker import context, protocol, stacks
-from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time
+from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time, write_pauses
 from raydist.worker.protocol import Activity, Holding, HoldRank, StopAfter, TellActivity
 
 FLUSH_S = 0.1
 """Longest time that a report waits in the rank before it is sent."""
+STALL_S = 2.0
+"""Longest wait for an agent that takes nothing, as one that is stopped; after that none until it takes some again."""
+QUEUED = 50_000
+"""Most events that wait for such an agent; the oldest are dropped first."""
+AT_ONCE = 1000
+"""Most events in one piece."""
 
 
 class Channel:
@@ -27,8 +32,13 @@ class Channel:
     def __init__(self, sock: socket.socket, beat_fd: int) -> None:
         self._sock = sock
         self._page = mmap.mmap(beat_fd, BEAT_PAGE)
-        self._queue: deque[Event] = deque()
+        self._queue: deque[Event | bytes] = deque(maxlen=QUEUED)
+        self._pending = b""
+        """What is left of the last piece."""
+        self._stalled = False
         self._send_lock = threading.Lock()
+        self._sender = 0
+        """The thread that holds the lock: a signal handler may interrupt it, and then finds it taken."""
         self._open = True
         self._reported_gap = ""
         threading.Thread(target=self._serve, name="raydist-channel", daemon=True).start()
@@ -49,25 +59,46 @@ class Channel:
         """Write the compute time and the whole time of one step beside the heartbeat; `steps`: steps timed so far."""
         write_compute_time(self._page, steps, compute_s, step_s)
 
-    def flush(self) -> None:
-        """Send the queued events."""
-        with self._send_lock:
-            lines = []
-            while self._queue:
-                lines.append(json.dumps(self._queue.popleft(), default=str))
-            if lines:
-                self._send(("\n".join(lines) + "\n").encode())
+    def note_pauses(self, share: float) -> None:
+        """Write the share of time in which the garbage collector stops the rank beside the heartbeat."""
+        write_pauses(self._page, share)
 
-    def _send(self, data: bytes) -> None:
-        # OSError: the agent is gone, and the fork server is about to end this rank.
-        with contextlib.suppress(OSError):
-            self._sock.sendall(data)
+    def flush(self) -> None:
+        """Send the queued events. It does not wait for long: the training must not depend on the agent."""
+        if self._sender == threading.get_ident():
+            return  # in a signal handler of a thread that sends: it sends these too
+        with self._send_lock:
+            self._sender = threading.get_ident()
+            try:
+                while (self._pending or self._queue) and self._send_some():
+                    pass
+            finally:
+                self._sender = 0
+
+    def _send_some(self) -> bool:
+        """Send a piece of the queued events; False if the agent takes nothing."""
+        if not self._pending:
+            some = [self._queue.popleft() for _ in range(min(len(self._queue), AT_ONCE))]
+            lines = (each if isinstance(each, bytes) else json.dumps(each, default=str).encode() for each in some)
+            self._pending = b"".join(line + b"\n" for line in lines)
+        until = time.monotonic() + (0.0 if self._stalled else STALL_S)
+        while self._pending:
+            try:
+                self._pending = self._pending[self._sock.send(self._pending, socket.MSG_DONTWAIT) :]
+                self._stalled = False
+            except BlockingIOError:
+                if (left := until - time.monotonic()) <= 0:
+                    self._stalled = True
+                    return False
+                select.select([], [self._sock], [], left)
+            except OSError:  # the agent is gone, and the fork server is about to end this rank
+                self._pending = b""
+        return True
 
     def reply(self, message: protocol.RankReply) -> None:
         """Send a message, after all queued events."""
+        self._queue.append(protocol.encode(message))
         self.flush()
-        with self._send_lock:
-            self._send(protocol.encode(message) + b"\n")
 
     def shut(self) -> None:
         """Send nothing any more."""
@@ -85,7 +116,7 @@ class Channel:
                     self._handle(protocol.decode(line))
                 if not data:
                     readable = []  # the agent is gone
-            if self._queue:
+            if self._queue or self._pending:
                 self.flush()
 
     def _handle(self, message: protocol.Message) -> None:

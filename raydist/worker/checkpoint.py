@@ -110,13 +110,14 @@ def hand_over(request: SaveRequest, snapshot: int = -1) -> bool:
 
 def own_memory() -> SnapshotBuffer | None:
     """This rank's snapshot memory; None where no process outlives the rank to read it."""
+    from raydist.state.device import device_of
     from raydist.state.snapshot import SnapshotBuffer
 
     current = context.current()
     if current.memory is None or current.memory[0] < 0 or current.comm is None:
         return None
     if current.buffer is None:
-        current.buffer = SnapshotBuffer(current.memory[0])
+        current.buffer = SnapshotBuffer(current.memory[0], device_of(current.rank.device))
         current.leaving.append(current.buffer.rest)
     return current.buffer
 
@@ -136,10 +137,20 @@ def latest() -> Saved | None:
     After a restart it is the newest complete checkpoint of this run, otherwise what `resume=` chose. All ranks may
     call it; it is not a collective. `Saved.step` is the number of optimizer steps done, `Saved.state` what `save` got.
     """
+
+    def warn(text: str) -> None:
+        if context.rank().rank == 0:
+            context.emit_event("warning", text=text)
+
     named = os.environ.get(env_names.RESUME)
     if named is None:
-        return newest(home(), lambda text: context.emit_event("warning", text=text))
-    return saved_at(parse_path(named)) if named else None
+        return newest(home(), warn)
+    if not named:
+        return None
+    path, restarted = parse_path(named), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted and path.parent == home().absolute() and not (path.exists() and saved_at(path).sharded):
+        return newest(home(), warn, at_most=resumed_step())  # the driver has not read it: most restarts don't need it
+    return saved_at(path)
 
 
 def resumed_step() -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from raydist.settings.config import Checkpoint
 from raydist.shared import env_names
+from raydist.shared.errors import RaydistError
 from raydist.shared.events import Event, event
 from raydist.worker.heartbeat import PHASES
 
@@ -36,11 +37,19 @@ class Rank:
 
     @property
     def device(self) -> torch.device:
-        """This rank's device: the GPU of its local rank where the job has GPUs, the CPU otherwise."""
+        """This rank's device: the GPU of its local rank where the job has GPUs, the CPU otherwise.
+
+        RaydistError: raydist gave this rank GPUs, and torch finds none. It would train on the CPU for hours.
+        """
         import torch
 
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if gpus == "" or not torch.cuda.is_available():
+        if gpus == "":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            if gpus and env_names.SCRATCH in os.environ:  # an agent started it
+                why = f"torch {torch.__version__} finds no GPU, and this rank has CUDA_VISIBLE_DEVICES={gpus}"
+                raise RaydistError(f"{why}: install a torch with CUDA on its node, or set scale.gpus=0")
             return torch.device("cpu")
         each = torch.cuda.device_count() / self.local_world_size
         return torch.device("cuda", int(self.local_rank * each))
@@ -118,6 +127,8 @@ class Context:
     flush: Callable[[], None] = lambda: None
     """Returns once all emitted events are sent."""
     step: int = 0
+    kept: int = 0
+    """The newest step that a snapshot of this rank has; 0: there is none."""
     comm: Any = None
     """The backend's Comm, while the rank has joined the others."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -190,9 +201,9 @@ def report(step: int | None = None, **values: Any) -> None:
     Four names have a meaning for the progress bar: `steps` (optimizer steps in all), `epoch` (from 1), `epochs`, and
     `samples` (training samples used so far by all ranks), from which the throughput in samples per second follows.
 
-    The last value of each name that rank 0 reported is in `Result.metrics`. All reports of rank 0 are in
-    `events.jsonl`; of the other ranks only the newest since the driver last asked, at most every 0.5 s. Without
-    raydist's launcher rank 0 prints its reports.
+    The last value of each name that rank 0 reported is in `Result.metrics`. `events.jsonl` has all reports of rank 0
+    up to 64 MB, later ones up to 43 MB a day; of the other ranks only some. Without raydist's launcher rank 0 prints
+    its reports.
     """
     context = current()
     if step is not None:
@@ -200,7 +211,7 @@ def report(step: int | None = None, **values: Any) -> None:
         context.beat(step, PHASES.index("end"))
     plain = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
     facts = {"rank": context.rank.rank, "values": plain} | ({} if step is None else {"step": step})
-    context.emit(event("report", **facts))
+    context.emit(event("report", **facts, **({"kept": context.kept} if context.kept else {})))
 
 
 def phase(name: str) -> None:

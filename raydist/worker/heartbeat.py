@@ -14,9 +14,10 @@ PHASES = ("start", "data", "forward", "backward", "collective", "evaluate", "sav
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 5
 """Requests the stacks of a rank: a real-time signal, because programs use SIGUSR1 and SIGUSR2 themselves."""
 
-BEAT_PAGE = 48
+BEAT_PAGE = 56
 """Bytes of the heartbeat page: step, index in PHASES (64-bit integers), seconds since the epoch (double); then the
-number of steps that were timed (integer), compute seconds of one step, seconds of one step (doubles).
+number of steps that were timed (integer), compute seconds of one step, seconds of one step (doubles); then the share of
+the rank's time that Python's garbage collector takes (double).
 Each is written by one store of the processor: struct.pack_into sets all bytes to 0 first, which a reader could see."""
 
 
@@ -40,6 +41,16 @@ def read_compute_time(page: mmap.mmap) -> tuple[int, float, float]:
     view = memoryview(page)
     doubles = view.cast("d")
     return view.cast("q")[3], doubles[4], doubles[5]
+
+
+def write_pauses(page: mmap.mmap, share: float) -> None:
+    """Write, beside the heartbeat, the share of time in which the garbage collector stops the rank."""
+    memoryview(page).cast("d")[6] = share
+
+
+def read_pauses(page: mmap.mmap) -> float:
+    """That share; 0 before the first note."""
+    return memoryview(page).cast("d")[6]
 
 
 def read_beat(page: mmap.mmap) -> tuple[int, str, float]:

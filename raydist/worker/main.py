@@ -14,13 +14,12 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 from raydist.settings import config
-from raydist.worker import backends, context, program, protocol, stacks, target
+from raydist.worker import backends, context, garbage, program, protocol, stacks, target
 from raydist.worker.channel import Channel
 from raydist.worker.protocol import ProgramSpec, RankSpec
 
@@ -64,16 +63,16 @@ def run_rank(
     `own`, `lead`: the snapshot memories, as in context.Context. `pmi_fd`: its connection to MPICH's process manager,
     if mpirun passed one.
     """
-    become_rank(spec, log_fd)
-    if spec.cpus is not None:
+    if spec.cpus is not None:  # first: memory lies on the NUMA node of the CPU that touches it first
         os.sched_setaffinity(0, spec.cpus)
+    become_rank(spec, log_fd)
     if pmi_fd >= 0:
         os.set_inheritable(pmi_fd, True)
         os.environ["PMI_FD"] = str(pmi_fd)
     channel = Channel(socket.socket(fileno=channel_fd), beat_fd)
     rank = context.Rank.from_env(os.environ)
     context.enter(context.Context(rank, emit=channel.emit, beat=channel.beat, flush=channel.flush, memory=(own, lead)))
-    code = run_in_rank(spec, channel.note_compute_time)
+    code = run_in_rank(spec, channel)
     channel.flush()
     end_process(code, whole=bool(spec.script))
 
@@ -100,23 +99,23 @@ def run_program(spec: ProgramSpec, log_fd: int) -> NoReturn:
         os._exit(127)
 
 
-def run_in_rank(spec: RankSpec, note_compute_time: Callable[[int, float, float], None]) -> int:
+def run_in_rank(spec: RankSpec, channel: Channel) -> int:
     """Join, call the job, leave; the exit code: 0, the code of the job's sys.exit, or 1 for an exception.
 
     A script joins by itself, or not at all, so it counts as joined when it begins. It has no heartbeat until it
-    reports. `note_compute_time`: as step_timer.NoteComputeTime.
+    reports. `channel`: takes the measurements of its steps.
     """
     try:
         job = config.from_dict(json.loads(spec.job))
         if spec.script:
             context.emit_event("joined", pid=os.getpid())
-            time_steps(job, note_compute_time)
+            watch_steps(job, channel)
             program.run_script(spec.script, list(spec.argv[1:]))
             return 0
         context.phase("start")
         with backends.join(job.backend.name, job, os.environ):
             context.emit_event("joined", pid=os.getpid())
-            time_steps(job, note_compute_time)
+            watch_steps(job, channel)
             write_pickle(spec.value, call_job(spec, job))
         return 0
     except SystemExit as exit_:
@@ -138,12 +137,17 @@ def run_in_rank(spec: RankSpec, note_compute_time: Callable[[int, float, float],
         return program.NOT_FOUND if spec.script and isinstance(error, program.ProgramNotFound) else 1
 
 
-def time_steps(job: config.Job, note_compute_time: Callable[[int, float, float], None]) -> None:
-    """Time the rank's computation, if `watch.slow` is set and the job has other ranks to compare with."""
-    if job.watch.slow and "torch" in sys.modules and context.rank().world_size > 1:
+def watch_steps(job: config.Job, channel: Channel) -> None:
+    """Time the rank's computation and the pauses of its garbage collector, if others may have to wait for it."""
+    if context.rank().world_size == 1:
+        return
+    if job.watch.slow and "torch" in sys.modules:
         from raydist.worker import step_timer
 
-        step_timer.time_steps_of_process(note_compute_time)
+        step_timer.time_steps_of_process(channel.note_compute_time)
+        garbage.measure_pauses(channel.note_pauses)
+    if job.train.gc:
+        garbage.collect_together(job.train.gc)
 
 
 def frames_of_job(frames: TracebackType | None) -> TracebackType | None:

@@ -104,6 +104,8 @@ class RankEnd(ProcessEnd):
     """Whether the kernel's out-of-memory killer ended it."""
     by_mpirun: bool = False
     """mpirun ended its child of the rank before."""
+    told: bool = False
+    """Its agent had been told to stop it while it ran, and had raised nothing. No clock is needed to know that."""
     error: RecordedError | None = None
     """The error that torch.distributed.elastic's `@record` wrote."""
 
@@ -209,6 +211,8 @@ class StartRank(Request[int]):
     """End the rank if NCCL does not use InfiniBand although the plan says so."""
     call: bytes | None = None
     """The pickled function of the job, if it is one."""
+    cpus: tuple[int, ...] | None = None
+    """The CPUs to which the rank is bound; None: it is not."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +230,14 @@ class RankNews:
     """The age of the heartbeat in seconds."""
     work: tuple[int, float, float]
     """Steps that were timed, compute seconds of one step, seconds of one step."""
+    pauses: float
+    """The share of the rank's time in which Python's garbage collector stops it."""
     end: RankEnd | None = None
     """How it ended; no news follows."""
+    server_quiet: float = 0.0
+    """Seconds for which the fork server of its node has not answered."""
+    sent: float = 0.0
+    """When this was sent, in seconds since the epoch on the clock of its node."""
 
 
 @dataclass(frozen=True)
@@ -395,6 +405,34 @@ class GetNetworkUse(Request[NetworkUse]):
     """Reply with the network counters so far."""
 
 
+class GpuLoad(TypedDict):
+    """How busy one GPU is; None for what it does not tell."""
+
+    util: float | None
+    """Share of the time in which a kernel ran, from 0 to 1."""
+    memory: tuple[int, int] | None
+    """Bytes (used, in all)."""
+    power_w: int | None
+    temp_c: int | None
+
+
+class NodeLoad(TypedDict):
+    """How busy a node is."""
+
+    cpu: float
+    """Share of all cores since the answer before, from 0 to 1."""
+    memory: tuple[int, int]
+    """Bytes (used, in all)."""
+    gpus: list[GpuLoad]
+    ports: dict[str, tuple[int, int]]
+    """Bytes (received, sent) since the port is up, by its name."""
+
+
+@dataclass(frozen=True)
+class GetLoad(Request[NodeLoad]):
+    """Reply how busy the node is."""
+
+
 @dataclass(frozen=True)
 class Close(Request[None]):
     """End the rank and the store, and the fork server if the agent has started it."""
@@ -559,7 +597,7 @@ class RankSpec:
     call: str | None = None
     """The file of the pickled function, if the job is one."""
     cpus: tuple[int, ...] | None = None
-    """The CPUs to which mpirun binds the rank, if it does."""
+    """The CPUs to which the rank is bound, by raydist or by mpirun; None: it is not."""
 
 
 @dataclass(frozen=True)
@@ -611,7 +649,10 @@ class Claimed:
 
 @dataclass(frozen=True)
 class BeginRun:
-    """Remove this folder when the claim ends; afterwards stay for `keep_s` seconds if the server is one that stays."""
+    """Make the folder of a run, with a link to the server, and remove it when the claim ends.
+
+    A server that stays does so for `keep_s` seconds afterwards.
+    """
 
     folder: str
     keep_s: float
@@ -632,6 +673,18 @@ class Warm:
     """Modules that could not be imported, each with the error."""
     cuda: bool = False
     """A module has initialised CUDA, which no fork survives."""
+    pid: int = 0
+    """Of the fork server."""
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Reply with Pong."""
+
+
+@dataclass(frozen=True)
+class Pong:
+    """The fork server handles messages."""
 
 
 @dataclass(frozen=True)
@@ -639,6 +692,8 @@ class Forked:
     """A process was forked."""
 
     pid: int
+    serial: int = 0
+    """Its number among the forks of this server: the kernel uses pids again."""
 
 
 @dataclass(frozen=True)
@@ -659,6 +714,20 @@ class Ended:
     code: int
     signal: int
     at: float
+    serial: int = 0
+    """As in Forked."""
+
+
+@dataclass(frozen=True)
+class InFile:
+    """The message is in the file whose descriptor comes last: it is larger than PACKET."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request could not be carried out."""
+
+    error: str
 
 
 ShardsRequest = ListShards | WriteShards | CommitShards | DropShards
@@ -666,9 +735,9 @@ ShardsRequest = ListShards | WriteShards | CommitShards | DropShards
 ShardsReply = HeldShards | WrittenShards | SavedShards | UnseenShards | WriterFailed
 ServerMessage = (
     Claim | BeginRun | ImportModules | RankSpec | ProgramSpec | OpenStore | WriteCheckpoint | ShardsRequest
-    | SignalProcess
+    | SignalProcess | InFile | Ping
 )  # fmt: skip
-ServerReply = Claimed | Warm | Forked | StoreForked
+ServerReply = Claimed | Warm | Forked | StoreForked | Failed | Pong
 
 
 # --- agent <-> rank
@@ -703,7 +772,7 @@ _BY_NAME: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         Claim, Claimed, BeginRun, ImportModules, Warm, RankSpec, ProgramSpec, OpenStore, WriteCheckpoint, SignalProcess,
-        Forked, StoreForked, Ended, TellActivity, HoldRank, StopAfter, Activity, Holding,
+        Forked, StoreForked, Ended, InFile, Failed, Ping, Pong, TellActivity, HoldRank, StopAfter, Activity, Holding,
         ListShards, WriteShards, CommitShards, DropShards,
         HeldShards, WrittenShards, SavedShards, UnseenShards, WriterFailed,
     )
@@ -721,11 +790,12 @@ def decode(data: bytes) -> Message:
     return from_json(json.loads(data))
 
 
-def from_json(fields: dict[str, Any]) -> Message:
+def from_json(fields: Mapping[str, Any]) -> Message:
     """The message of parsed JSON. ValueError: it is no message."""
     try:
-        kind = _BY_NAME[fields.pop(TAG)]
-        made: Message = kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+        kind = _BY_NAME[fields[TAG]]
+        own = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items() if name != TAG}
+        made: Message = kind(**own)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a message of raydist: {error}") from error
     return made

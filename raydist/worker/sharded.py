@@ -4,10 +4,11 @@
     begin = sharded.load(state)            # the step whose tensors are now in `state`; 0 if nothing was kept
     ...
     sharded.keep(step, state_of_now)       # after a step; the copy travels while the training goes on
+    sharded.save(step, state_of_now)       # now and then: a checkpoint on the disk
 
-All ranks call both, with the same keys. The death of a rank or of a node loses nothing: the copies of its shards are on
-the next node. They go from rank to rank over gloo, as gradients do on a CPU. No port listens for them, and nothing is
-unpickled from them without a list of the classes that may be in it.
+All ranks call them, with the same keys; `raydist.fit` with `parallel=fsdp` does. The death of a rank or of a node loses
+nothing: the copies of its shards are on the next node. They go from rank to rank over gloo, as gradients do on a CPU.
+No port listens for them, and nothing is unpickled from them without a list of the classes that may be in it.
 
 A restart with as many ranks as before loads from memory. When the run can't continue, or continues with another number
 of ranks, the newest state that is complete in the memories becomes a checkpoint in torch.distributed.checkpoint's
@@ -16,22 +17,41 @@ format, which `load` loads on any number of ranks. Under torchrun, where no proc
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from raydist.settings.config import Checkpoint
 from raydist.shared.errors import RaydistError
-from raydist.state.distributed_checkpoint import SAME, RankPart, RankPlanner, load_into
+from raydist.state import object_store
+from raydist.state.device import device_of
+from raydist.state.distributed_checkpoint import (
+    SAME,
+    RankPart,
+    RankPlanner,
+    begin_writing,
+    beside_name,
+    commit,
+    load_into,
+    write_part,
+)
+from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import NoRoom, SnapshotBuffer, rebuilt
 from raydist.state.snapshot_layout import State
+from raydist.state.write import FileFacts, SaveRequest, drop
 from raydist.worker import checkpoint, context
 
 OFFERS = 2
 """How many of its newest states a rank offers: it has two slots for its own, and two for copies."""
+LONGEST = 500
+"""Characters of an error of another rank that are told."""
 
 
 def keep(step: int, state: Mapping[str, Any]) -> None:
@@ -56,7 +76,78 @@ def keep(step: int, state: Mapping[str, Any]) -> None:
         ring.keep(step, state)
 
 
-def load(state: dict[str, Any]) -> int:
+def save(
+    step: int,
+    state: Mapping[str, Any],
+    metrics: Mapping[str, float] | None = None,
+    settings: Checkpoint | None = None,
+) -> StoragePath | None:
+    """Save a state as the checkpoint of a step: each rank writes its shards. Return the path, on all ranks.
+
+    All ranks must call it, with the same step and the same keys. It returns when the checkpoint is complete on the
+    disk or at the URL, in the format of torch.distributed.checkpoint. All nodes must see the folder.
+
+    - `step`: optimizer steps done so far. A checkpoint of the same step is replaced.
+    - `state`: as for `keep`.
+    - `metrics`: name -> number, for `checkpoint.best=max:NAME`.
+    - `settings`: how many checkpoints to keep. None: `checkpoint.keep` and `checkpoint.best` of the run.
+
+    If a rank cannot write, as on a full disk, or rank 0 does not see what others wrote, a warning says so, the
+    checkpoints before it stay, and it returns None on all ranks.
+    """
+    context.phase("save")
+    began, request = time.perf_counter(), checkpoint.save_request(step, {}, metrics, settings)
+    why = _write_together(request, state)
+    if context.rank().rank == 0:
+        if why:
+            context.emit_event("warning", text=f"a checkpoint could not be written: {why}")
+        else:
+            context.emit_event("saved", step=step, path=str(request.path), s=time.perf_counter() - began)
+    return None if why else request.path
+
+
+def _write_together(request: SaveRequest, state: Mapping[str, Any]) -> str:
+    """Each rank writes its shards, and rank 0 makes a checkpoint of them; why that failed, on all ranks alike."""
+    me, own = context.rank(), State()
+    part = RankPart(me.rank, me.world_size, local(state), RankPlanner(me.rank).plan(state))
+    mark = _told_by_all({"mark": uuid.uuid4().hex[:8]})[0]["mark"]
+    beside = beside_name(request.folder, request.step, mark)
+    try:
+        begin_writing(beside)
+        own["files"] = {name: vars(facts) for name, facts in write_part(beside, part).items()}
+    except Exception as error:  # of the disk or of the store
+        own["why"] = f"rank {me.rank}: {object_store.reason(error)}"
+    told = _told_by_all(own)
+    why = "; ".join(each["why"] for each in told if "why" in each)
+    if me.rank == 0 and not why:
+        why = _commit(request, beside, told)
+    why = _told_by_all({"why": why})[0]["why"]
+    if why and me.local_rank == 0:
+        drop(beside)
+    return str(why)
+
+
+def _commit(request: SaveRequest, beside: StoragePath, told: Sequence[Mapping[str, Any]]) -> str:
+    """Make a checkpoint of what all ranks have written; why that failed."""
+    files = {name: FileFacts(**facts) for each in told for name, facts in each["files"].items()}
+    try:
+        unseen = commit(request.folder, beside, request.step, len(told), files, request, request.metrics)
+    except Exception as error:
+        return object_store.reason(error)
+    where = f"rank 0 does not see {', '.join(unseen[:4])} in {request.folder}"
+    return f"{where}; set storage=FOLDER, one that all nodes see, or storage=s3://BUCKET/FOLDER" if unseen else ""
+
+
+def _told_by_all(facts: Mapping[str, Any]) -> list[State]:
+    """Small facts of all ranks, by rank, as JSON: nothing from the network is unpickled."""
+    text = json.dumps({name: value[:LONGEST] if isinstance(value, str) else value for name, value in facts.items()})
+    row = torch.zeros(8 * LONGEST, dtype=torch.uint8)
+    row[: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    rows = context.current().comm.gather(row)
+    return [json.loads(each.numpy().tobytes().rstrip(b"\0")) for each in rows]
+
+
+def load(state: State, *, of_ranks: str = "") -> int:
     """Load the newest kept state that is complete into `state`, in place; return its step, or 0 for none.
 
     All ranks must call it, with the keys that `keep` gets. After a restart with as many ranks as before the state comes
@@ -64,22 +155,32 @@ def load(state: dict[str, Any]) -> int:
 
     - `state`: as for `keep`. Tensors are filled in place, all other values are replaced. Pass it to `set_state_dict`
       afterwards.
+    - `of_ranks`: the key of a tensor with one row for each rank, as of random generators. Where another number of ranks
+      has saved it, it is removed from `state`.
 
     RaydistError: the kept state has other keys or shapes (another model, or a state without the optimizer's).
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     step = ring.load(state) if restarted and (ring := _ring()) is not None else 0
-    return step or _from_disk(state)
+    return step or load_from_disk(state, of_ranks)
 
 
-def _from_disk(state: State) -> int:
-    """Load from the checkpoint that the run continues from, if that is a sharded one."""
+def load_from_disk(state: State, of_ranks: str = "") -> int:
+    """As `load`, from the checkpoint that the run continues from only, if that is a sharded one. No collective."""
     found = checkpoint.latest()
     if found is None or not found.sharded:
         return 0
-    load_into(found.path, state)
+    load_into(found.path, state, of_ranks)
     context.set_step(found.step)
     return found.step
+
+
+def copied() -> bool:
+    """Wait until the copy of the state that `keep` got last is complete; whether states are kept at all."""
+    ring: Ring | None = context.current().sharded
+    if ring is not None:
+        ring.rest()
+    return ring is not None and ring.keeps
 
 
 def _ring() -> Ring | None:
@@ -89,7 +190,7 @@ def _ring() -> Ring | None:
     if not dist.is_initialized():
         raise RaydistError("sharded states need torch.distributed: set backend=gloo or backend=nccl")
     if current.sharded is None:
-        current.sharded = Ring(SnapshotBuffer(current.memory[0]), current.rank)
+        current.sharded = Ring(current.memory[0], current.rank)
         current.leaving.append(current.sharded.rest)
     made: Ring = current.sharded
     return made
@@ -98,8 +199,9 @@ def _ring() -> Ring | None:
 class Ring:
     """The nodes in a ring: each has copies of the shards of the one before it."""
 
-    def __init__(self, memory: SnapshotBuffer, me: context.Rank) -> None:
-        self._memory: SnapshotBuffer | None = memory
+    def __init__(self, descriptor: int, me: context.Rank) -> None:
+        self._cuda = me.device if me.device.type == "cuda" else None
+        self._memory: SnapshotBuffer | None = SnapshotBuffer(descriptor, device_of(me.device))
         self._rank, self._world = me.rank, me.world_size
         self._planner = RankPlanner(me.rank)
         self._group: Any = dist.new_group(backend="gloo")
@@ -114,11 +216,16 @@ class Ring:
             return
         try:
             part = RankPart(self._rank, self._world, local(state), self._planner.plan(state))
-            slot, why = self._memory.write(step, {"own": vars(part)}), ""
+            slot, why = self._memory.write(step, {"own": vars(part)}, agreed=True), ""
         except NoRoom as error:
             slot, why = -1, str(error)
         self._thread = threading.Thread(target=self._copy_in_background, args=(step, slot, why), name="raydist-sharded")
         self._thread.start()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether no rank has given up for want of memory."""
+        return self._memory is not None
 
     def rest(self) -> None:
         """Wait until the copy is complete; an error of it is raised here."""
@@ -130,6 +237,8 @@ class Ring:
 
     def _copy_in_background(self, step: int, slot: int, why: str) -> None:
         try:
+            if self._cuda is not None:  # a thread begins with GPU 0, where a wait would make a context of 0.5 GB
+                torch.cuda.set_device(self._cuda)
             self._copy(step, slot, why)
         except BaseException as error:
             self._failed = error
@@ -162,7 +271,9 @@ class Ring:
         dist.barrier(group=self._group)
 
     def _give_up(self, why: str) -> None:
-        """Keep nothing more, on all ranks: one has too little memory."""
+        """Keep nothing more, on all ranks: one has too little memory. What was kept is freed."""
+        assert self._memory is not None
+        self._memory.free()
         self._memory = None
         if why:
             context.emit_event("warning", text=f"no more snapshots of the sharded state: {why}")
@@ -174,7 +285,7 @@ class Ring:
         own, copies = self._parts(self._memory.steps, self._rank), self._parts(self._memory.replicas, source)
         rows = self._gather(*own, *copies)
         step = common([row[:OFFERS] for row in rows], [row[OFFERS:] for row in rows], self._holders)
-        if step < 0:
+        if step < max(0, checkpoint.resumed_step()):  # there is none, or a newer one is on the disk
             self._memory.forget_after(0)
             return 0
         for rank, row in enumerate(rows):

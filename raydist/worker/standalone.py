@@ -18,7 +18,7 @@ from raydist.shared import env_names
 from raydist.shared.errors import RaydistError
 from raydist.shared.events import Event
 from raydist.state import checkpoint_files, object_store
-from raydist.worker import backends, context, target
+from raydist.worker import backends, context, garbage, target
 
 PATH_BYTES = 4096
 """PATH_MAX of Linux."""
@@ -86,6 +86,8 @@ def run_standalone(function: Callable[..., Any], job: Job) -> Any:
     context.enter(context.Context(rank=rank, emit=printer(job.watch.every_s), beat=lambda step, phase: None))
     try:
         with backends.join(job.backend.name, job, os.environ) as comm, in_run_folder(job, rank0_folder(job, comm)):
+            if rank.world_size > 1 and job.train.gc:
+                garbage.collect_together(job.train.gc)
             return target.call_function(function, job)
     finally:
         context.enter(None)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from raydist.worker.protocol import Collective
+
+if TYPE_CHECKING:
+    import torch
 
 RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 """The flight recorder of each backend: functions of torch._C._distributed_c10d, Python's way to FlightRecorder.hpp.
@@ -27,3 +30,13 @@ def flight_recorder(backend: str) -> list[Collective] | None:
         return None
     entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []
     return [cast("Collective", {key: entry.get(key) for key in Collective.__annotations__}) for entry in entries]
+
+
+def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """Its state_dict with tensors on its device in place of numbers: a number would make the host wait for the GPU."""
+    if not scaler.is_enabled() or (scale := scaler._scale) is None or (tracker := scaler._growth_tracker) is None:
+        return scaler.state_dict()  # it was never used
+    return {
+        "scale": scale, "growth_factor": scaler.get_growth_factor(), "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(), "_growth_tracker": tracker,
+    }  # fmt: skip

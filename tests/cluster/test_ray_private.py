@@ -23,6 +23,7 @@ def test_no_other_file_reaches_into_ray() -> None:
 
 def test_this_ray_lacks_nothing() -> None:
     assert ray_private.missing_parts() == []
+    assert all(ray_private.find_part(f"ray._private.node:Node.{name}") for name in ray_private.NOT_NEEDED)
 
 
 def test_what_is_needed_and_missing_is_named() -> None:
@@ -48,6 +49,7 @@ def test_a_ray_that_may_run_is_looked_for_where_ray_looks(tmp_path: Path, monkey
 @pytest.mark.ray
 def test_each_part_answers(on_ray: Path, ray_address: str) -> None:
     import ray
+    from ray.experimental import internal_kv
 
     (node,) = ray.nodes()
     assert ray_private.current_node() is not None
@@ -60,6 +62,7 @@ def test_each_part_answers(on_ray: Path, ray_address: str) -> None:
     assert ray_private.internal_kv("no such key") is None
     (on_ray / "send").mkdir()
     (on_ray / "send" / "file.txt").write_text("x")
+    internal_kv._internal_kv_reset()  # as ray.cluster_utils.Cluster.shutdown() does
     assert ray_private.upload_folder(str(on_ray / "send"), include_gitignore=True).startswith("gcs://")
     ray_private.check_alive(ray_address, 10)
 

@@ -179,6 +179,17 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
     assert '"world_size": 2' in result.read_text()
 
 
+def test_files_with_tokens_are_in_no_image_and_no_commit(tmp_path: Path) -> None:
+    """The instructions for Docker put Ray's token into deploy/docker/.env, and the image was made of all files."""
+    ignored = (DEPLOY.parent / ".dockerignore").read_text().split()
+    assert {"**/.env", "**/*.env", "!**/example.env"} <= {*ignored}
+    (tmp_path / ".gitignore").write_text((DEPLOY.parent / ".gitignore").read_text())
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    names = ["deploy/docker/.env", "secret.env", "deploy/docker/example.env"]
+    done = subprocess.run(["git", "check-ignore", *names], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == names[:2]
+
+
 ALIVE = "import ray; ray.init(log_to_driver=False); print(sum(node['Alive'] for node in ray.nodes()))"
 
 

@@ -19,7 +19,7 @@ from raydist.watch.result import Result
 SEES = """
 import os, pathlib, sys
 import beside
-print(beside.WORD, os.getcwd(), sys.argv[0], sorted(path.name for path in pathlib.Path().iterdir()))
+print(beside.WORD, os.getcwd(), sys.argv[0], sorted(path.name for path in pathlib.Path().rglob('*')))
 """
 
 
@@ -52,6 +52,7 @@ def test_ranks_run_in_a_copy_of_the_folder_without_ignored_files(on_ray: Path) -
     (on_ray / "project" / "sub" / "beside.py").write_text("WORD = 'sent'")
     (on_ray / "project" / ".gitignore").write_text("big\n")
     (on_ray / "project" / "big").write_text("x")
+    (on_ray / "project" / "sub" / ".env").write_text("TOKEN=hush")
     words = ["script=project/sub/sees.py", "working_dir=project", "scale=1x2", "watch.progress=none"]
     done = run_job(compose.compose([*words, "watch.output=none"], claim=True))
     for rank in range(2):
@@ -59,7 +60,7 @@ def test_ranks_run_in_a_copy_of_the_folder_without_ignored_files(on_ray: Path) -
         assert (sent, argv) == ("sent", "sub/sees.py")
         assert Path(folder) != on_ray / "project"
         assert "'sub']" in listed
-        assert not any("big" in name for name in listed)
+        assert not any("big" in name or ".env" in name for name in listed)
 
 
 def install(project: Path, *words: str) -> Result[Any]:

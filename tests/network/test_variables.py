@@ -140,7 +140,6 @@ def test_an_interface_that_was_asked_for_is_the_reason() -> None:
         ([("3", "2"), ("1", "0")], "0,1,2,3"),
         ([("0",), ("0",)], "0"),
         ([("GPU-b",), ("GPU-a",)], "GPU-a,GPU-b"),
-        ([("MIG-x",), ("7",)], "7,MIG-x"),
     ],
 )
 def test_all_ranks_of_a_node_see_all_its_gpus_in_one_order(held: list[tuple[str, ...]], visible: str) -> None:
@@ -149,6 +148,24 @@ def test_all_ranks_of_a_node_see_all_its_gpus_in_one_order(held: list[tuple[str,
     each = [facts(1, gpus=own, environment={"CUDA_VISIBLE_DEVICES": own[0]}) for own in held]
     values, _ = planned(job(), where, *each)
     assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == [visible, visible]
+
+
+def test_each_rank_has_a_mig_instance_of_its_own() -> None:
+    """CUDA uses only the first instance of a list: all ranks of a node shared one slice."""
+    each = [facts(1, gpus=own) for own in (("MIG-b",), ("MIG-a",))]
+    values, _ = planned(job(), plan(node(1, gpu=8), per_node=2, gpus=1), *each)
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == ["MIG-b", "MIG-a"]
+
+
+def test_gpus_are_counted_as_ray_does_and_amds_have_their_own_variable() -> None:
+    each = [facts(1, gpus=own, versions={"torch": "2.15.0+rocm7.1"}) for own in (("1",), ("0",))]
+    values, _ = planned(job(), plan(node(1, gpu=8), per_node=2, gpus=1), *each)
+    seen = [(own["HIP_VISIBLE_DEVICES"], own["CUDA_VISIBLE_DEVICES"], own["CUDA_DEVICE_ORDER"]) for own in values]
+    assert seen == [("0,1", "0,1", "PCI_BUS_ID")] * 2
+    each = [facts(1, gpus=("0",), environment={"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})]
+    (own,), _ = planned(job(), plan(node(1, gpu=8), per_node=1, gpus=1), *each)
+    assert own["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"  # the site's
+    assert "HIP_VISIBLE_DEVICES" not in own
 
 
 def test_each_node_has_its_own_gpus() -> None:

@@ -255,8 +255,26 @@ def test_a_rank_is_stopped(node: Node, agent: RankAgent, grace: float, number: s
 
     end = node.run(run_and_stop())
     assert end is not None
-    assert (end.code, end.signal) == (0, number)
+    assert (end.code, end.signal, end.told) == (0, number, True)
     assert end.why == ""  # the driver knows who stopped it
+
+
+def test_a_rank_that_failed_before_it_was_to_stop_was_not_told_to(node: Node, agent: RankAgent) -> None:
+    def fail() -> None:
+        import raydist
+
+        raydist.report(step=1)
+        raise ValueError
+
+    async def run_and_stop() -> RankEnd | None:
+        await agent.handle(start_request(fail))
+        await follow(agent, until="raised")
+        await agent.handle(StopRank(0.0))
+        return (await follow(agent)).end
+
+    end = node.run(run_and_stop())
+    assert end is not None
+    assert not end.told
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(node: Node, agent: RankAgent) -> None:
@@ -387,3 +405,38 @@ def test_a_folder_that_is_too_long_for_a_socket_is_in_tmp(monkeypatch: pytest.Mo
     assert node_folder("raydist-1") == Path("/tmp/raydist-1")
     monkeypatch.setattr("tempfile.tempdir", "/short")
     assert node_folder("raydist-1") == Path("/short/raydist-1")
+
+
+def test_a_fork_server_that_is_stopped_is_told_of_and_ended_when_it_is_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its rank had finished, or was to be stopped, and nobody heard of its end for minutes."""
+    monkeypatch.setattr("raydist.node.agent.SERVER_S", 1.0)
+    monkeypatch.setattr("raydist.node.agent.STOP_S", 0.5)
+    monkeypatch.setattr("raydist.node.fork_client.PING_S", 0.2)
+    go = tmp_path / "go"
+
+    async def run(finish: bool) -> tuple[float, RankEnd | None, bool]:
+        agent = RankAgent()
+        await agent.handle(open_request(os.urandom(4).hex()))
+        try:
+            await agent.handle(program_request("sh", "-c", f"until test -e {go}; do sleep 0.05; done"))
+            await follow(agent, until="joined")
+            os.kill(agent._server.pid, signal.SIGSTOP)
+            quiet, until = 0.0, time.monotonic() + 10
+            while quiet < 0.5 and time.monotonic() < until:
+                quiet = (await agent.handle(GetNews(0.1))).server_quiet
+            if finish:
+                go.touch()
+            else:
+                await agent.handle(StopRank(0.0))
+            return quiet, (await follow(agent)).end, await agent.handle(IsOpen())
+        finally:
+            await agent.close()
+
+    for finish in (False, True):
+        quiet, end, is_open = asyncio.run(asyncio.wait_for(run(finish), TIMEOUT_S))
+        assert quiet >= 0.5
+        assert end is not None
+        assert (end.signal, bool(end.lost), end.told) == (signal.SIGKILL, True, not finish)
+        assert not is_open  # it is replaced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
 import os
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,14 +20,18 @@ import cloudpickle
 import psutil
 import pytest
 
+from raydist.node.fork_client import ForkClient
+from raydist.node.warm_imports import uses_gpu
 from raydist.settings.config import Job, as_dict
 from raydist.worker.heartbeat import BEAT_PAGE, read_beat
 from raydist.worker.protocol import (
     PACKET,
     Ended,
+    Failed,
     Forked,
     ImportModules,
     OpenStore,
+    ProgramSpec,
     RankSpec,
     ServerMessage,
     SignalProcess,
@@ -127,8 +133,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     node.close()
 
 
-def soon(true: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 10
+def soon(true: Callable[[], bool], within: float = 10.0) -> bool:
+    until = time.monotonic() + within
     while not true() and time.monotonic() < until:
         time.sleep(0.02)
     return true()
@@ -360,4 +366,110 @@ def test_spawn_gives_a_fresh_interpreter(tmp_path: Path) -> None:
     mark, parent = line.value()
     assert mark == "mine"
     assert "raydist.node.fork_server" in psutil.Process(parent).cmdline()
+    node.close()
+
+
+def test_a_message_larger_than_a_packet_goes_by_a_file(warm: Node) -> None:
+    """The environment of a rank may take more: it ended the server, and with it all ranks of the node."""
+    large = "x" * (3 * PACKET)
+
+    async def main() -> tuple[Any, ...]:
+        client = await ForkClient.connect(warm.folder)
+        client.send(ImportModules(()))
+        await client.reply(Warm)
+        log = os.open(os.devnull, os.O_WRONLY)
+        program = ProgramSpec(("/bin/sh", "-c", "test ${#LARGE} = 120000"), {"LARGE": large[:120_000], "A": large}, "/")
+        del program.env["A"]
+        program.env.update({f"V{number}": large[:1000] for number in range(500)})
+        _, ended = await client.fork(program, [log])
+        end = await ended
+        os.close(log)
+        await client.close()
+        return end.code, end.signal
+
+    assert asyncio.run(main()) == (0, 0)
+
+
+def test_what_the_server_cannot_do_is_answered_and_ends_nothing(warm: Node) -> None:
+    line, other = warm.dial(), warm.dial()
+    line.socket.send(b"no message")
+    assert "JSONDecodeError" in line.receive(Failed).error
+    line.socket.send(b"{" + b" " * PACKET + b"}")
+    assert "cut off" in line.receive(Failed).error
+    line.send(OpenStore("tcp", "no address"))
+    assert line.receive(StoreForked).error
+    line.send(RankSpec(0, {}, "", (), "", "", (), "x"))  # without its descriptors
+    line.receive(Forked)
+    assert line.receive(Ended).code == 1
+    assert other.fork(lambda: 7)
+    assert other.receive(Ended).code == 0
+    assert other.value() == 7
+
+
+def test_a_process_of_another_agent_gets_no_signal(warm: Node) -> None:
+    line, other = warm.dial(), warm.dial()
+    pid = line.fork(lambda: time.sleep(60))
+    other.send(SignalProcess(pid, signal.SIGKILL))
+    other.imported()
+    assert alive(pid)
+    line.send(SignalProcess(pid, signal.SIGKILL))
+    assert line.receive(Ended).signal == signal.SIGKILL
+
+
+def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
+    """With a small pid_max the kernel gives a rank the pid of an old checkpoint writer within hours."""
+    path = tmp_path / "fork"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    listener.listen()
+
+    async def main() -> list[tuple[int, int, int]]:
+        client = await ForkClient.connect(tmp_path)
+        server, _ = listener.accept()
+        found = []
+        for serial in range(1, 6):
+            server.send(encode(Ended(77, 0, 0, 1.0)))  # a writer's, which nobody waits for
+            server.send(b"what?")
+            server.send(encode(Forked(77, serial)))
+            if serial % 2:
+                server.send(encode(Ended(77, serial, 0, 1.0, serial)))
+            pid, ended = await client.fork(ProgramSpec((), {}, "/"), [])
+            if not serial % 2:
+                server.send(encode(Ended(77, serial, 0, 1.0, serial)))
+            end = await asyncio.wait_for(ended, 5)
+            found.append((pid, end.code, len(client._ends) + len(client._began)))
+        server.close()
+        await client.close()
+        return found
+
+    assert asyncio.run(main()) == [(77, serial, 0) for serial in range(1, 6)]
+    listener.close()
+
+
+def test_a_server_that_has_used_a_gpu_is_found_out_though_torch_says_no(tmp_path: Path) -> None:
+    for number, target in enumerate(("/dev/null", "/dev/nvidiactl", "socket:[1]")):
+        (tmp_path / str(number)).symlink_to(target)
+    assert not uses_gpu(tmp_path)
+    (tmp_path / "9").symlink_to("/dev/nvidia-uvm")
+    assert uses_gpu(tmp_path)
+
+
+def test_a_server_that_has_used_a_gpu_spawns_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "poison.py").write_text(
+        "import raydist.node.warm_imports as w, os, torch\n"
+        "w.GPU_DRIVERS = (os.readlink('/proc/self/fd/0'),)\n"
+        "assert os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] == '1'\n"
+    )
+    os.environ["PYTHONPATH"] = str(tmp_path)
+    try:
+        node = Node(tmp_path / "f", modules=("cloudpickle",))
+    finally:
+        del os.environ["PYTHONPATH"]
+    line = node.dial()
+    assert not line.warm.cuda
+    warm = line.imported("poison")
+    assert (warm.cuda, dict(warm.failed)) == (True, {})
+    pid = line.fork(lambda: (os.getppid(), "poison" in sys.modules))
+    assert line.receive(Ended) == Ended(pid, 0, 0, unittest.mock.ANY, unittest.mock.ANY)
+    assert not line.value()[1]
     node.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,9 @@ from raydist.node import kept_server
 from raydist.node.fork_launcher import ForkServer, heritage
 from raydist.node.kept_server import KeptServer
 from raydist.shared.errors import ConfigError
-from raydist.worker.protocol import Claim, Open, WarmServer
+from raydist.worker.protocol import BeginRun, Claim, Open, WarmServer, encode
 from tests.leftovers import ended
+from tests.node import test_fork_server
 
 OWNER = """
 import socket, time
@@ -53,11 +56,7 @@ def obtain(keep_s: float = 60, threads: int = 1, **env: str) -> ForkServer:
     return server
 
 
-def soon(true: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 20
-    while not true() and time.monotonic() < until:
-        time.sleep(0.02)
-    return true()
+soon = partial(test_fork_server.soon, within=20.0)
 
 
 def known(server: ForkServer) -> KeptServer:
@@ -229,10 +228,22 @@ def test_an_agent_uses_the_drivers_server_only_if_a_rank_would_inherit_the_same(
             run="r", start="fork", modules=("json", "mine"), env={}, interface=None, threads=1, mpirun="auto",
             secret="", installed=("json",), warm_server=WarmServer(str(mine.folder), inherited),
         )  # fmt: skip
-        own, modules = kept_server.reach(request, place / name)
+        own, folder, modules = kept_server.choose(request, place / name)
         assert (own is None, modules) == ((True, ("json",)) if name == "equal" else (False, ("json", "mine")))
-        if own is None:
-            assert (place / name / "fork").resolve() == mine.folder / "fork"
-        else:
+        assert folder == (mine.folder if own is None else own.folder)
+        if own is not None:
             own.end()
     mine.end()
+
+
+def test_an_owner_that_dies_as_its_run_begins_leaves_no_folder(place: Path) -> None:
+    for number in range(20):
+        server, run = obtain(), place / f"run-{number}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
+            agent.connect(str(server.folder / "fork"))
+            agent.send(encode(BeginRun(str(run), 60)))
+            if number % 2:  # in every other turn the server has read it by then
+                assert soon((run / "fork").exists)
+            server.lifeline.close()
+        assert soon(lambda server=server: waits() or not server.folder.exists())  # type: ignore[misc]
+        assert not run.exists()

@@ -44,6 +44,8 @@ class FakeGroup:
         self.calls: list[tuple[int, Request[Any]]] = []
         self.stops: list[tuple[list[int], float]] = []
         self.settled = 0
+        self.cut: set[str] = set()
+        """Nodes that accept no connection."""
         self.away: dict[str, float] = {}
         """Nodes that are drained, each with its deadline."""
         self.open: dict[int, queue.SimpleQueue[Future[Any]]] = {rank: queue.SimpleQueue() for rank in range(ranks)}
@@ -61,6 +63,9 @@ class FakeGroup:
     def stop(self, ranks: Iterable[int], grace: float) -> None:
         self.stops.append(([*ranks], grace))
         self.stopped.set()
+
+    def reachable(self, node_id: str) -> bool:
+        return node_id not in self.cut
 
     def draining(self) -> dict[str, float]:
         return self.away
@@ -85,6 +90,8 @@ class Trial:
         self.events = Events(folder / "events.jsonl", (self.seen.append,))
         typed = replace(job(ranks), script=script)
         self.supervisor = Supervisor(cast("WorkerGroup", self.group), self.events, self.logs, typed, retry)
+        self.ahead: dict[int, float] = {}
+        """By rank: the seconds by which the clock of its node is ahead of the driver's."""
         self._ends: list[End] = []
         self._thread = threading.Thread(target=lambda: self._ends.extend(self.supervisor.run()), daemon=True)
 
@@ -95,14 +102,20 @@ class Trial:
     def __exit__(self, *_: object) -> None:
         self.events.__exit__()
 
+    def now(self, rank: int) -> float:
+        """Seconds since the epoch on the clock of the node of this rank."""
+        return time.time() + self.ahead.get(rank, 0.0)
+
     def answer(self, rank: int, *events: Event, step: int = 0, quiet: float = 0.0, **more: Any) -> None:
         """The agent of this rank answers the call that is open."""
-        news = RankNews(events, b"", b"", (step, "forward", time.time()), quiet, (0, 0.0, 0.0))
+        now = self.now(rank)
+        news = RankNews(events, b"", b"", (step, "forward", now), quiet, (0, 0.0, 0.0), 0.0, sent=now)
         self.group.open[rank].get(timeout=PATIENCE_S).set_result(replace(news, **more))
 
     def end(self, rank: int, *events: Event, code: int = 0, signum: int = 0, step: int = 0, **more: Any) -> None:
         """The agent of this rank answers that its process is gone."""
-        end = RankEnd(code, signum, time.time(), step=step, phase="forward")
+        told = any(rank in ranks for ranks, _ in self.group.stops)
+        end = RankEnd(code, signum, self.now(rank), step=step, phase="forward", told=told)
         self.answer(rank, *events, step=step, end=replace(end, **more))
 
     def fail(self, rank: int, error: Exception) -> None:

@@ -21,12 +21,16 @@ HANG = ConfirmedHang(Diagnosis("rank 1 is stopped", (1,), True, STATES), since=8
 OTHER_HANG = replace(HANG, diagnosis=replace(HANG.diagnosis, culprits=(0,)))
 NOBODYS_HANG = ConfirmedHang(Diagnosis("none could be examined"), since=80.0)
 DRAIN, OTHER_DRAIN = DrainNotice((1,), ("node-1",), 30.0), DrainNotice((0,), ("node-0",), 30.0)
-STOPPED = AttemptRecord(stopped_at=95.0)
 
 
 def report(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
     """What the agent of a rank reports whose process ended at 100 seconds."""
     return RankEnd(code, signum, 100.0, step=8, phase="forward", **more)
+
+
+def told(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
+    """The same of a rank that its agent was told to stop before it failed."""
+    return report(code, signum, told=True, **more)
 
 
 @pytest.mark.parametrize(
@@ -35,34 +39,33 @@ def report(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
         (report(), RANK, AttemptRecord(), "finished", 100),
         (report(3), RANK, AttemptRecord(), "exited", 100),
         (report(signum=9), RANK, AttemptRecord(), "killed", 100),
-        # a stop explains a signal or a code, not an end before it or a good one
-        (report(signum=9), RANK, STOPPED, "stopped", 100),
-        (report(1), RANK, STOPPED, "stopped", 100),
-        (report(), RANK, STOPPED, "finished", 100),
-        (report(signum=9), RANK, AttemptRecord(stopped_at=101.0), "killed", 100),
+        # a stop explains a signal or a code, not a good end
+        (told(signum=9), RANK, AttemptRecord(), "stopped", 100),
+        (told(1), RANK, AttemptRecord(), "stopped", 100),
+        (told(), RANK, AttemptRecord(), "finished", 100),
         # an exception counts from when it was raised, whatever became of the process
         (report(1), replace(RANK, raised=RAISED), AttemptRecord(), "raised", 90),
-        (report(signum=9), replace(RANK, raised=RAISED), STOPPED, "raised", 90),
+        (told(signum=9), replace(RANK, raised=RAISED), AttemptRecord(), "raised", 90),
         (report(), replace(RANK, raised=RAISED), AttemptRecord(hang=HANG), "raised", 90),
         # so does one in an error file, if the process failed
         (report(1, error=RecordedError("KeyError", "x", "")), RANK, AttemptRecord(), "raised", 100),
         (report(0, error=RecordedError("KeyError", "x", "")), RANK, AttemptRecord(), "finished", 100),
         # a hang is the end of its culprits, since they fell silent
-        (report(signum=9), RANK, replace(STOPPED, hang=HANG), "hung", 80),
-        (report(signum=9), RANK, replace(STOPPED, hang=NOBODYS_HANG), "hung", 80),
-        (report(signum=9), RANK, replace(STOPPED, hang=OTHER_HANG), "stopped", 100),
-        (report(signum=9), RANK, replace(STOPPED, hang=HANG, signalled=True), "stopped", 100),
+        (told(signum=9), RANK, AttemptRecord(hang=HANG), "hung", 80),
+        (told(signum=9), RANK, AttemptRecord(hang=NOBODYS_HANG), "hung", 80),
+        (told(signum=9), RANK, AttemptRecord(hang=OTHER_HANG), "stopped", 100),
+        (told(signum=9), RANK, AttemptRecord(hang=HANG, signalled=True), "stopped", 100),
         # a drain is the end of ranks on drained nodes, once all were stopped
-        (report(signum=9), RANK, replace(STOPPED, drain=DRAIN), "drained", 100),
-        (report(), RANK, replace(STOPPED, drain=DRAIN), "drained", 100),
-        (report(signum=9), RANK, replace(STOPPED, drain=OTHER_DRAIN), "stopped", 100),
+        (told(signum=9), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
+        (told(), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
+        (told(signum=9), RANK, AttemptRecord(drain=OTHER_DRAIN), "stopped", 100),
         (report(signum=9), RANK, AttemptRecord(drain=DRAIN), "killed", 100),
-        (report(signum=9), RANK, replace(STOPPED, drain=DRAIN, signalled=True), "stopped", 100),
-        (report(1), replace(RANK, raised={**RAISED, "t": 96.0}), replace(STOPPED, drain=DRAIN), "drained", 100),
-        (report(1), replace(RANK, raised=RAISED), replace(STOPPED, drain=DRAIN), "raised", 90),
+        (told(signum=9), RANK, AttemptRecord(drain=DRAIN, signalled=True), "stopped", 100),
+        (told(1), replace(RANK, raised=RAISED), AttemptRecord(drain=DRAIN), "drained", 100),
+        (report(1), replace(RANK, raised=RAISED), AttemptRecord(drain=DRAIN), "raised", 90),
         # mpirun ends a rank
         (report(1, by_mpirun=True, lost="a rank failed"), RANK, AttemptRecord(), "ended", 100),
-        (report(1, by_mpirun=True, lost="a rank failed"), RANK, STOPPED, "stopped", 100),
+        (told(1, by_mpirun=True, lost="a rank failed"), RANK, AttemptRecord(), "stopped", 100),
     ],
 )  # fmt: skip
 def test_each_way_to_end(given: RankEnd, rank: RankRecord, attempt: AttemptRecord, how: str, at: float) -> None:
@@ -79,14 +82,14 @@ def test_an_exception_keeps_its_own_words_and_step() -> None:
 
 
 def test_a_hang_keeps_the_diagnosis_and_the_stack() -> None:
-    end = classify_end(report(signum=9), RANK, replace(STOPPED, hang=HANG))
+    end = classify_end(told(signum=9), RANK, AttemptRecord(hang=HANG))
     assert (end.message, end.traceback) == (HANG.diagnosis.text, 'File "/home/me/train.py", line 31, in job')
 
 
 def test_a_drained_rank_uses_up_no_restart() -> None:
-    end = classify_end(report(signum=9), RANK, replace(STOPPED, drain=DRAIN))
+    end = classify_end(told(signum=9), RANK, AttemptRecord(drain=DRAIN))
     assert (end.preempted, end.message) == (True, DRAIN.text)
-    assert not classify_end(report(signum=9), RANK, replace(STOPPED, drain=OTHER_DRAIN)).preempted
+    assert not classify_end(told(signum=9), RANK, AttemptRecord(drain=OTHER_DRAIN)).preempted
 
 
 @pytest.mark.parametrize(

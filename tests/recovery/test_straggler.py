@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raydist.recovery.straggler import CHECK_S, LASTING, Own, Stragglers, median_without, slower, straggler_text
+from raydist.recovery.straggler import CHECK_S, LASTING, Own, Pauses, Stragglers, median_without, slower, straggler_text
 from raydist.settings import compose
 from raydist.shared.events import read_events
 
@@ -52,6 +52,23 @@ def looks(stragglers: Stragglers, *own: tuple[float, ...], steps: int = 64) -> l
             named += [slow.rank for slow in stragglers.note(rank, one, number * CHECK_S + rank * 0.01)]
         found.append(named)
     return found
+
+
+def test_who_collects_garbage_for_long_is_named_once() -> None:
+    pauses, found = Pauses(HOSTS), []
+    for look in range(12):
+        shares = (
+            0.01,
+            0.04,
+            0.09 if look else 0.0,
+            0.2 if look > 6 or look % 2 else 0.0,
+        )
+        found += [pauses.note(rank, share, look * CHECK_S + rank * 0.01) for rank, share in enumerate(shares)]
+    events = [event for event in found if event]
+    assert [[each["rank"] for each in event["ranks"]] for event in events] == [[2], [2, 3]]
+    assert events[0]["ranks"][0] == {"rank": 2, "host": "b", "pauses": 0.09}
+    assert events[0]["text"].startswith("rank 2 on b: Python's garbage collector takes 9% of the time")
+    assert "ranks 2-3 on b: Python's garbage collector takes up to 20% of the time" in events[1]["text"]
 
 
 def test_only_who_is_slow_for_long_is_named_and_once() -> None:

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from raydist.recovery import deadlines, drain_monitor, hang, resize
+from raydist.recovery import deadlines, drain_monitor, hang, resize, straggler
 from raydist.recovery.policy import Retry
+from raydist.recovery.silences import Silences
 from raydist.shared.events import Event, event
 from raydist.shared.outcome import Attempt, End
 from raydist.shared.signals import stoppable
@@ -48,6 +49,18 @@ def test_answers_are_taken_in_any_order_and_the_ends_are_by_rank(tmp_path: Path)
     assert sorted(trial.group.made(GetNews)) == [0, 0, 1, 1, 1]
 
 
+def test_a_rank_with_long_pauses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(straggler, "CHECK_S", 0.0)
+    with Trial(tmp_path) as trial:
+        for _ in range(straggler.LASTING):
+            trial.answer(1, pauses=0.2)
+        for rank in range(2):
+            trial.end(rank)
+        assert ways(trial) == ["finished", "finished"]
+    (said,) = trial.kinds("slow")
+    assert [(each["rank"], each["pauses"]) for each in said["ranks"]] == [(1, 0.2)]
+
+
 def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
     with Trial(tmp_path, ranks=3) as trial:
         trial.end(1, code=3, step=7)
@@ -57,6 +70,24 @@ def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
         assert ways(trial) == ["stopped", "exited", "stopped"]
         assert trial.cause().rank == 1
     assert trial.kinds("stop")[0]["cause"] == "failure"
+
+
+@pytest.mark.parametrize("ahead", [{}, {0: -5.0}, {2: -5.0, 1: 0.01}, {1: 7.0, 0: -0.01}, {0: 60.0, 1: -60.0}])
+def test_clocks_that_differ_change_neither_the_cause_nor_how_ranks_ended(
+    tmp_path: Path, ahead: dict[int, float]
+) -> None:
+    with Trial(tmp_path, ranks=3) as trial:
+        trial.ahead = ahead
+        trial.answer(0, step=2)
+        trial.answer(1, step=2)
+        trial.end(1, signum=11, step=2)
+        assert trial.stopped()[0] == [0, 2]
+        time.sleep(0.02)
+        own = event("raised", rank=2, type="ValueError", message="nan", traceback="", step=2)
+        trial.end(2, {**own, "t": trial.now(2)}, code=1, step=2, told=False)  # by itself, a little later
+        trial.end(0, signum=9, step=2)
+        assert ways(trial) == ["stopped", "killed", "raised"]
+        assert trial.cause().rank == 1
 
 
 def test_an_exception_ends_the_others_even_if_its_process_hangs(tmp_path: Path) -> None:
@@ -262,3 +293,108 @@ def test_after_a_restart_its_cost_is_reported_once_and_no_launch(tmp_path: Path)
     assert (cost["number"], cost["step"], cost["repeated"], cost["resized"]) == (1, 9, 1, False)
     assert 2 <= cost["s"] < 60
     assert trial.kinds("phase") == []
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents are silent after a moment."""
+    monkeypatch.setattr(deadlines, "AGENT_S", 0.1)
+    monkeypatch.setattr(deadlines, "ANSWER_S", (0.1, 0.1))
+    monkeypatch.setattr("raydist.recovery.supervisor.LOOK_S", 0.05)
+
+
+def wait_for(trial: Trial, kind: str, part: str) -> None:
+    until = time.monotonic() + 10
+    while not any(part in event.get("text", "") for event in trial.kinds(kind)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("short")
+def test_an_agent_that_is_silent_is_named_and_the_training_goes_on_without_it(tmp_path: Path) -> None:
+    """With its actor stopped the run went on for minutes, and ranks that had finished were named as hanging."""
+    with Trial(tmp_path, ranks=3) as trial:
+        for step in range(1, 40):
+            for rank in (0, 2):
+                trial.answer(rank, step=step)
+            time.sleep(0.02)
+        wait_for(trial, "warning", "the agent of rank 1 on")
+        assert trial.group.stops == []
+        trial.answer(1, step=39)  # it goes on: it is not named any more
+        for rank in (0, 1, 2):
+            trial.end(rank)
+        assert ways(trial) == ["finished"] * 3
+    assert len(trial.kinds("warning")) == 1
+    assert trial.kinds("hang") == []
+
+
+@pytest.mark.usefixtures("short")
+def test_a_run_ends_whose_other_ranks_have_finished(tmp_path: Path) -> None:
+    with Trial(tmp_path, ranks=3) as trial:
+        trial.answer(1, step=7)
+        trial.end(0)
+        trial.end(2)
+        assert ways(trial) == ["finished", "lost", "finished"]
+        assert (trial.ends()[1].step, trial.ends()[1].silent) == (7, True)
+    assert trial.kinds("hang") == []
+
+
+@pytest.mark.usefixtures("short")
+def test_ranks_that_wait_for_one_whose_agent_is_silent_are_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Trial(tmp_path) as trial:
+        monkeypatch.setattr(trial.supervisor._hangs, "stalled", lambda: True)
+        while not trial.group.stops:  # rank 0 is heard
+            trial.answer(0, step=3)
+            time.sleep(0.02)
+        assert trial.stopped()[0] == [0]
+        trial.end(0, signum=9)
+        assert ways(trial) == ["stopped", "lost"]
+
+
+@pytest.mark.usefixtures("short")
+def test_a_node_that_is_cut_off_is_left_to_ray_which_moves_its_actors(tmp_path: Path) -> None:
+    with Trial(tmp_path) as trial:
+        trial.group.cut = {trial.group.plan.slots[1].node.id}
+        trial.end(0)
+        wait_for(trial, "warning", "the agent of rank 1 on")
+        time.sleep(0.3)
+        assert set(trial.supervisor.ends) == {0}
+        trial.fail(1, RuntimeError("The actor died because its node did"))
+        assert ways(trial) == ["finished", "lost"]
+
+
+def test_a_fork_server_that_is_silent_is_named_once(tmp_path: Path) -> None:
+    with Trial(tmp_path) as trial:
+        for quiet in (0.0, 9.0, 11.0, 12.0):
+            trial.answer(0, step=1, server_quiet=quiet)
+        trial.end(0)
+        trial.end(1)
+        assert ways(trial) == ["finished"] * 2
+    (warning,) = trial.kinds("warning")
+    assert "the fork server of" in warning["text"]
+    assert "11 s" in warning["text"]
+
+
+def test_a_driver_that_stood_still_itself_blames_no_agent() -> None:
+    silences = Silences(10.0)
+    silences.asked(0, 100.0)
+    silences.asked(1, 100.0)
+    assert [silences.look(at) for at in (101.0, 105.0, 109.0)] == [[], [], []]
+    assert silences.look(500.0) == []  # a laptop was closed
+    assert silences.look(504.0) == []
+    silences.answered(1)
+    assert silences.look(508.0) == []
+    assert silences.look(511.0) == [0]
+    assert silences.look(512.0) == []
+    silences.answered(0)
+    assert silences.named == set()
+
+
+def test_more_ranks_have_more_time() -> None:
+    assert deadlines.agent_limit(2) == pytest.approx(11.0)
+    assert deadlines.agent_limit(4096) == pytest.approx(20.24)
+    small, large = (deadlines.Deadlines().stop_sent(0.0, 0.0, ranks).due or 0 for ranks in (2, 1024))
+    assert 5 < small < 5.1
+    assert large > 5 + 1024 * 0.003

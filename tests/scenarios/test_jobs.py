@@ -239,3 +239,29 @@ def test_a_rank_that_fails_under_torchrun_ends_with_its_code(tmp_path: Path) -> 
     assert "ValueError: first cause" in ran.stderr
     assert re.search(r"exitcode +: 1 ", ran.stderr), ran.stderr
     assert "SIGABRT" not in ran.stderr
+
+
+SMALL_GPT = ("model.layers=2", "model.width=64", "model.heads=2", "model.kv_heads=1", "model.hidden=192",
+             "optim.lr=0.01", "train.steps=60", "data.batch_size=8", "job.args.context=64", "job.args.held_out=64",
+             "job.args.sample=20")  # fmt: skip
+
+
+def test_the_language_model_learns_more_than_the_frequency_of_bytes(tmp_path: Path) -> None:
+    told = trained("gpt", tmp_path, "parallel=fsdp", *SMALL_GPT)
+    figures = told[0].value
+    read = target.load_target(f"{JOBS / 'gpt'}.py:job").__globals__["read"]
+    counts = np.bincount(read("")[-64 * 64 - 1 :].numpy())
+    share = counts[counts > 0] / counts.sum()
+    assert figures["test_loss"] < min(3.0, -(share * np.log(share)).sum())
+    assert figures["perplexity"] == pytest.approx(np.exp(figures["test_loss"]))
+    assert figures["tokens_per_s"] > 0
+    assert told[0].losses[0] > 5
+    (said,) = [each["values"] for each in told[0].kind("report") if "perplexity" in each["values"]]
+    assert said["perplexity"] == figures["perplexity"]
+
+
+def test_the_language_model_refuses_a_folder_without_text(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1")
+    job, call = composed("gpt", f"data.root={tmp_path}")
+    (told,) = run_ranks(1, job, call, tmp_path)
+    assert "its 1 text files (.md, .py, .rst, .txt) have 5 bytes, too few to learn from" in told.error

@@ -102,6 +102,23 @@ def test_two_faults_and_a_snapshot_now_and_then(on_ray: Path, group: str, backen
     assert group == "inline" or groups() == []
 
 
+def test_a_model_in_shards_goes_on_from_memory_and_after_the_run_from_the_disk(on_ray: Path) -> None:
+    whole = train("parallel=fsdp")
+    done = train("parallel=fsdp", struck=(kill(1, 10), kill(0, 30, 1)))
+    assert (done.values, losses(done)) == (whole.values, losses(whole))
+    assert [(event["step"], event["repeated"]) for event in events(done, "restarted")] == [(11, 0), (31, 0)]
+    shards, alone = (each.values[0] or {} for each in (whole, train()))
+    assert shards["figures"] == pytest.approx(alone["figures"], abs=1e-5)
+
+    with pytest.raises(RunFailed) as failed:
+        train("parallel=fsdp", "restart=none", struck=(kill(1, 10),))
+    saved = failed.value.result.checkpoint
+    assert saved is not None
+    assert str(saved).endswith(("step-00000009", "step-00000010"))
+    more = raydist.run(faults.training, "scale=1x1", "group=inline", *WORDS, "parallel=fsdp", f"resume={saved}")
+    assert more.metrics["steps"] == 96 - int(str(saved)[-8:])  # half the ranks take half the samples in a step
+
+
 def test_a_restart_costs_no_placement_and_no_new_actor(on_ray: Path) -> None:
     done = train(struck=(kill(1, 10),), group="ray")
     phases = [event["name"] for event in events(done, "phase")]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.leftovers import folders_of, gone
+from tests.leftovers import folders_of, gone, processes_of
 from tests.programs import Program
 
 pytestmark = pytest.mark.ray
@@ -99,6 +99,9 @@ def test_a_sigterm_for_the_whole_group_ends_the_run_in_order_too(tmp_path: Path)
     """As `timeout` sends it, and batch systems do: a Ray of the run's own must outlive it by a moment."""
     program = Program(tmp_path, *LONG, group=True)
     program.until_step(20)
+    started = processes_of(str(program.tmp))
+    assert any("gcs_server" in each for each in started)
+    assert not [each for each in started if "monitor.py" in each or "dashboard.py" in each]  # it needs none of them
     os.killpg(program.process.pid, signal.SIGTERM)
     assert program.wait(20) == 143
     assert program.result()["status"] == "stopped"
@@ -179,7 +182,7 @@ def test_multirun_runs_every_combination(tmp_path: Path, ray_address: str) -> No
     assert [result["world_size"] for result in results] == [1, 2]
 
 
-def test_the_wheel_carries_conf_and_jobs_and_runs_from_any_folder(tmp_path: Path, ray_address: str) -> None:
+def test_the_wheel_carries_conf_jobs_and_the_page_and_runs_from_any_folder(tmp_path: Path, ray_address: str) -> None:
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -200,3 +203,9 @@ def test_the_wheel_carries_conf_and_jobs_and_runs_from_any_folder(tmp_path: Path
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert str(site) in ended.stdout
     assert (elsewhere / "runs" / "digits").is_dir()
+    export = [sys.executable, "-m", "raydist.tools.watch", "newest", "--export", "page.html"]
+    subprocess.run(export, cwd=elsewhere, env=env, check=True, capture_output=True)
+    page = (elsewhere / "page.html").read_text()  # the page's files are in the wheel, with the licence of one
+    assert "uPlot" in page
+    assert "test_loss" in page
+    assert (site / "raydist/watch/web/static/uPlot.LICENSE").exists()

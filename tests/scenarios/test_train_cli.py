@@ -45,7 +45,7 @@ class Ran:
     jobs: list[Job] = field(default_factory=list)
     does: Callable[[Job], Any] = lambda job: None
 
-    def __call__(self, job: Job, call: object = None) -> None:
+    def __call__(self, job: Job, call: object = None, many: object = None) -> None:
         self.jobs.append(job)
         self.does(job)
 
@@ -55,7 +55,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     ran = Ran()
     module = ModuleType("raydist.run")
     module.run_job = ran  # type: ignore[attr-defined]
+    from raydist.cluster import connect
+    from raydist.sweeps import conduct, room
+
     monkeypatch.setitem(sys.modules, "raydist.run", module)
+    monkeypatch.setattr(conduct, "run_job", ran)
+    monkeypatch.setattr(connect, "connect", lambda job, events: contextlib.nullcontext())
+    monkeypatch.setattr(room, "check_can_ever_fit", lambda job: None)
+    monkeypatch.setattr(room, "find_room", lambda job, gangs, alone, fresh: job if alone else None)
     return ran
 
 

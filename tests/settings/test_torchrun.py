@@ -51,6 +51,7 @@ def test_without_flags_it_is_what_torchrun_means() -> None:
         ("--nproc-per-node gpu", {"scale.gpus": "1"}),
         ("--max-restarts 2", {"restart.max": "2"}),
         ("--role trainer --rdzv-id 77", {"env.ROLE_NAME": "trainer", "env.TORCHELASTIC_RUN_ID": "77"}),
+        ("--numa-binding core-complex", {"scale.numa": "core-complex"}),
         ("-r 3", {"watch.output": "none"}),
         ("--tee 3 -r 3", {"watch.output": "all"}),
         ("--nproc-per-node 3 -r 1:3,2:0", {"watch.output": "0,2"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -76,6 +77,11 @@ def empty(path: Path) -> None:
     (path / "meta.json").write_text("[]")
 
 
+def lead_astray(path: Path) -> None:
+    meta = path / "meta.json"
+    meta.write_text(re.sub(r'"[0-9a-f]{32}"', '"../../elsewhere"', meta.read_text()))
+
+
 def bare(path: Path) -> None:
     (path / "meta.json").unlink()
 
@@ -86,6 +92,7 @@ DAMAGES = {
     unname: "state.pt is missing",
     scramble: "meta.json can't be read",
     empty: "meta.json can't be read",
+    lead_astray: "meta.json can't be read",
     bare: "meta.json can't be read",
 }
 
@@ -416,3 +423,32 @@ def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path)
             run_storage.report_saved(job, stream)
         assert [event["step"] for event in stream.all()] == [8, 16]
         assert [*stream.all()][-1]["path"] == str(tmp_path / "checkpoints" / "step-00000016")
+
+
+def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(
+    tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver read and hashed all of the newest one before each restart, even where memory had a newer state."""
+    hashed, real = list[Path](), checkpoint_files._hashed
+
+    def noted(path: Path) -> str:
+        hashed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(checkpoint_files, "_hashed", noted)
+    paths = [put(step) for step in (8, 16, 24)]
+    damage(paths[1])
+    job = Job(dir=str(tmp_path / "run"))
+    (chosen,) = run_storage.resume(job, 1, lambda text: None)
+    assert (chosen.value, hashed) == (str(paths[2].absolute()), [])
+    monkeypatch.setenv("RAYDIST_RESUME", str(paths[1].absolute()))
+    first = checkpoint.latest()
+    assert first is not None
+    assert first.step == 16  # in the first attempt the driver has read it
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.chdir(tmp_path)
+    stand(tmp_path / "run", events)
+    found = checkpoint.latest()
+    assert found is not None
+    assert found.step == 8  # neither the damaged one nor one that the driver did not choose
+    assert [event["kind"] for event in events if "passed over" in event.get("text", "")] == ["warning"]

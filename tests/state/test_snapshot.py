@@ -16,7 +16,7 @@ import torch
 
 from raydist.state import snapshot
 from raydist.state.snapshot import NoRoom, SnapshotBuffer, layout_of, memory_left, put_together, take_apart
-from raydist.state.snapshot_layout import blank_page
+from raydist.state.snapshot_layout import SAVE_SLOT, blank_page
 from tests.ranks import SERVER, start_server
 
 
@@ -92,6 +92,16 @@ def test_a_slot_on_its_way_to_the_disk_is_left_alone(descriptor: int) -> None:
     assert sorted(memory.steps) == [1, 8, 9]
 
 
+def test_a_state_whose_bytes_are_freed_is_gone_and_a_request_beside_it_stays(descriptor: int) -> None:
+    memory = SnapshotBuffer(descriptor)
+    memory.write(1, state(1, 1 << 20))
+    memory.fill(SAVE_SLOT, 7, {"mine": torch.ones(5)})
+    memory.free()
+    assert not memory.steps
+    assert same(memory.read(SAVE_SLOT), {"mine": torch.ones(5)})
+    assert os.fstat(descriptor).st_blocks * 512 < 1 << 20
+
+
 def test_a_state_may_grow(descriptor: int) -> None:
     memory = SnapshotBuffer(descriptor)
     for step, size in enumerate([10, 1000, 100_000, 10, 1_000_000]):
@@ -159,6 +169,15 @@ def test_the_memory_left_is_the_least_of_machine_and_container(tmp_path: Path) -
     assert memory_left(tmp_path) == 500 * 1024
     (cgroup / "memory.max").write_text("300000\n")
     assert memory_left(tmp_path) == 200_000
+    (cgroup / "memory.stat").write_text("anon 40000\ninactive_file 30000\nactive_file 20000\nshmem 5\n")
+    assert memory_left(tmp_path) == 250_000  # cached files make room
+    inner = cgroup / "system.slice/slurmstepd.scope/job_7"
+    inner.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("0::/system.slice/slurmstepd.scope/job_7/step_0\n")
+    (inner / "memory.max").write_text("90000\n")
+    (inner / "memory.current").write_text("80000\n")
+    assert memory_left(tmp_path) == 10_000  # a limit of a group around its own
 
 
 def test_tensors_are_taken_out_and_put_back_in_their_places() -> None:

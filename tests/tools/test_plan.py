@@ -123,7 +123,7 @@ def test_a_remote_nodes_interface_is_not_known_before_it_is_asked(
 
 def test_each_variable_is_printed_once_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "scale=2x2")
-    everywhere, first, second, each = text.split("\n\n")[1:]
+    everywhere, first, second, each, _ = text.split("\n\n")[1:]
     assert everywhere.startswith("every rank\n")
     assert "\n  WORLD_SIZE " in everywhere
     assert "GROUP_RANK" not in everywhere

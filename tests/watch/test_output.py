@@ -36,6 +36,18 @@ def test_of_a_bar_the_last_state_and_of_a_long_line_the_beginning() -> None:
     assert list(output.lines(0, b"x" * 5000 + b"\n")) == ["[0] " + "x" * LONG + " …"]
 
 
+def test_a_bar_that_writes_for_hours_costs_no_more_from_chunk_to_chunk() -> None:
+    """All that it wrote was joined and split anew for each chunk: hours of a bar took all of the driver's time."""
+    output = Output("all")
+    for percent in range(20_000):
+        assert list(output.lines(0, f"\r{percent:6} it".encode())) == []
+    assert len(output._unfinished[0]) < 20
+    assert list(output.lines(0, b" done\r")) == []
+    assert list(output.lines(0, b"\nnext")) == ["[0]  19999 it done"]
+    assert list(output.lines(0, b"x" * 3000)) == []
+    assert list(output.lines(0, b"y\n")) == ["[0] next" + "x" * (LONG - 4) + " …"]
+
+
 @pytest.mark.parametrize(("shown", "seen"), [("all", [0, 1, 2]), ("none", []), ("auto", []), ("0,2", [0, 2])])
 def test_only_the_ranks_that_were_asked_for(shown: str, seen: list[int]) -> None:
     output = Output(shown)

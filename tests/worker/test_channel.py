@@ -12,7 +12,7 @@ import pytest
 
 from raydist.shared.events import Event, event
 from raydist.worker.channel import Channel
-from raydist.worker.heartbeat import BEAT_PAGE, PHASES, read_beat
+from raydist.worker.heartbeat import BEAT_PAGE, PHASES, read_beat, read_compute_time, read_pauses
 
 
 class Line:
@@ -48,6 +48,13 @@ def test_a_beat_is_in_the_page_at_once(line: Line) -> None:
     step, phase, at = read_beat(line.page)
     assert (step, phase) == (12, "backward")
     assert at > 1.7e9
+
+
+def test_the_page_has_the_pauses_beside_the_compute_time(line: Line) -> None:
+    assert read_pauses(line.page) == 0
+    line.channel.note_compute_time(24, 0.01, 0.02)
+    line.channel.note_pauses(0.25)
+    assert (read_compute_time(line.page), read_pauses(line.page)) == ((24, 0.01, 0.02), 0.25)
 
 
 def test_reports_are_sent_in_order(line: Line) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import raydist
+from raydist.shared.errors import RaydistError
 from raydist.shared.events import Event
 from raydist.worker import context
 from raydist.worker.context import Context, Rank
@@ -39,6 +40,17 @@ def test_without_variables_it_is_rank_0_of_1() -> None:
 def test_the_device_of_a_job_without_gpus_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert Rank().device == torch.device("cpu")
+
+
+def test_a_rank_whose_gpus_torch_does_not_find_fails_rather_than_train_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert Rank().device == torch.device("cpu")  # under torchrun it is the user's own affair
+    monkeypatch.setenv("RAYDIST_SCRATCH", "/tmp/node")
+    with pytest.raises(RaydistError, match="finds no GPU, and this rank has CUDA_VISIBLE_DEVICES=2,3: install"):
+        _ = Rank().device
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_uneven_ranks_and_batches_weigh_by_samples(tmp_path: Path, world: int) -
     def measure(job: Job) -> tuple[dict[str, float], set[tuple[bool, bool]], bool]:
         model = Shift().train()
         metrics: dict[str, Any] = {"mse": F.mse_loss, "mean": mean_target, "each": each_output}
-        found = evaluate(model, batches(context.rank().rank, world), metrics, context.current().comm, CPU)
+        found = evaluate(model, batches(context.rank().rank, world), metrics, context.current().comm, CPU, 99)
         return found, model.modes, model.training
 
     for told in run_ranks(world, GLOO, measure, tmp_path):
@@ -69,7 +69,7 @@ def test_uneven_ranks_and_batches_weigh_by_samples(tmp_path: Path, world: int) -
 def test_a_rank_without_samples_counts_nothing(tmp_path: Path) -> None:
     def measure(job: Job) -> dict[str, float]:
         mine = batches(0, 1) if context.rank().rank == 0 else []
-        return evaluate(Shift(), mine, {"mean": mean_target}, context.current().comm, CPU)
+        return evaluate(Shift(), mine, {"mean": mean_target}, context.current().comm, CPU, 99)
 
     assert [told.value for told in run_ranks(2, GLOO, measure, tmp_path)] == [{"mean": 4.5}] * 2
 

@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ from raydist.shared.events import read_events
 from raydist.state import checkpoint_files, distributed_checkpoint
 from raydist.state.object_store import StoragePath, parse_path
 from raydist.state.snapshot import SnapshotBuffer
-from raydist.state.snapshot_layout import blank_page, whole_slots
+from raydist.state.snapshot_layout import PAGE, blank_page, whole_slots
 from raydist.worker import context, sharded
 from raydist.worker.protocol import Flush, HeldShards
 from tests.conftest import ROOT
+from tests.lagging import Lagging
 from tests.ranks import run_ranks
 from tests.rig import QUICK_DEATH
 
@@ -443,7 +446,34 @@ def no_room(job: Job) -> Any:
     for step in range(1, 4):
         sharded.keep(step, {"x": torch.ones(10_000)})
     here.sharded.rest()
-    return None
+    return os.fstat(here.memory[0]).st_blocks * 512
+
+
+def lagging(job: Job) -> Any:
+    """Two ranks keep the state of a device that lags; its next step changes the state before the copy has begun."""
+    here = context.current()
+    me = here.rank.rank
+    here.rank, here.memory = context.Rank(me, 0, me, 2), (memory(), -1)
+    device = Lagging()
+    device.pause = lambda: bool(time.sleep(0.001 * (me + 1))) or device.advance()  # type: ignore[func-returns-value]
+    pytest.MonkeyPatch().setattr(sharded, "device_of", lambda _: device)
+    x = torch.zeros(4)
+    for step in range(1, 8):
+        device.launch(partial(x.fill_, 10.0 * step + me))
+        sharded.keep(step, {"x": x})
+    here.sharded.rest()
+    own = SnapshotBuffer(here.memory[0])
+    here.sharded, os.environ["TORCHELASTIC_RESTART_COUNT"] = None, "1"
+    state = {"x": torch.zeros(4)}
+    copy = own.read(own.replicas[7])["own"]["state"]["x"]
+    return sharded.load(state), state["x"].tolist(), copy.tolist(), len(own.steps), len(device.registered)
+
+
+def test_shards_of_a_device_that_lags_are_those_of_their_step_here_and_on_the_next_node(tmp_path: Path) -> None:
+    told = run_ranks(2, GLOO, lagging, tmp_path)
+    assert [each.error for each in told] == ["", ""]
+    # two slots take turns, as all ranks wait for each other; the copy of another rank's state never meets the device
+    assert [each.value for each in told] == [(7, [70.0 + me] * 4, [71.0 - me] * 4, 2, 3) for me in range(2)]
 
 
 def test_without_room_on_one_rank_all_go_on_without(tmp_path: Path) -> None:
@@ -452,3 +482,4 @@ def test_without_room_on_one_rank_all_go_on_without(tmp_path: Path) -> None:
     (warning,) = other.kind("warning")
     assert "no more snapshots of the sharded state: a state takes" in warning["text"]
     assert not one.kind("warning")
+    assert max(one.value, other.value) <= PAGE  # what was kept is freed

@@ -17,12 +17,16 @@ from importlib import metadata
 from pathlib import Path
 
 from raydist.network.facts import Facts as Facts
-from raydist.node.probe import hca, machine, nics
+from raydist.node.probe import cpus, hca, machine, nics
+from raydist.shared import sysfs
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.shared.version import __version__
 
-SITE = re.compile(r"(NCCL|GLOO|UCX|FI|OMPI|HOROVOD|TORCH|MALLOC)_\w+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
-"""Environment variables of the network and the devices that a site may have set."""
+SITE = re.compile(
+    r"(NCCL|GLOO|UCX|FI|OMPI|HOROVOD|TORCH|MALLOC)_\w+|OMP_NUM_THREADS|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|CACHE_PATH)"
+    r"|PYTORCH(_\w+)?_ALLOC_CONF|(TORCHINDUCTOR|TRITON)_CACHE_DIR"
+)
+"""Environment variables of the network, the devices and the compilers that a site may have set."""
 DISTRIBUTIONS = ("torch", "ray")
 WHEELS = {
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
@@ -47,10 +51,11 @@ def read_facts(
         address=address,
         interfaces=known,
         gpus=None if gpus is None else tuple(gpus),
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=cpus.count_cpus(allowed := cpus.allowed_cpus(root), root),
+        numa=cpus.read_numa(allowed, root),
         python=".".join(map(str, sys.version_info[:3])),
         versions=read_versions(),
-        environment={name: value for name, value in sorted(os.environ.items()) if SITE.fullmatch(name)},
+        environment=site_environment(os.environ, root),
         nccl_conf=nccl_conf(os.environ, root),
         nics=nics.nics(root),
         hcas=hca.read_hcas(root),
@@ -59,6 +64,16 @@ def read_facts(
         limits=machine.read_limits(root),
         machine=machine.machine(hostname, os.environ, root),
     )
+
+
+def site_environment(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
+    """The variables of network, devices and compilers that were set before raydist started, and not by Ray."""
+    found = {name: value for name, value in sorted(environ.items()) if SITE.fullmatch(name)}
+    if "RAY_RAYLET_PID" in environ:  # Ray sets OMP_NUM_THREADS in its workers (set_omp_num_threads_if_unset)
+        first = sysfs.read_text(root / "proc/self/environ").split("\0")
+        if not any(each.startswith("OMP_NUM_THREADS=") for each in first):
+            found.pop("OMP_NUM_THREADS", None)
+    return found
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:

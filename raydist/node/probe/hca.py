@@ -111,14 +111,15 @@ def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
             bdf=name,
             pci=sysfs.pci_path(bus / name, root),
             numa=sysfs.read_number(bus / name / "numa_node", -1),
-            model=_model(sysfs.read_text(folder / name / "information")),
+            model=_field(information := sysfs.read_text(folder / name / "information"), "Model"),
+            uuid=_field(information, "GPU UUID"),
         )
         for name in sorted(sysfs.names(folder))
     )
 
 
-def _model(information: str) -> str:
-    match = re.search(r"^Model:\s*(.+)$", information, re.MULTILINE)
+def _field(information: str, name: str) -> str:
+    match = re.search(rf"^{name}:\s*(.+)$", information, re.MULTILINE)
     return match.group(1).strip() if match else ""
 
 

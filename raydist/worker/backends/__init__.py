@@ -9,15 +9,16 @@ from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from raydist.settings.mesh import divides
 from raydist.shared.errors import ConfigError
 from raydist.worker import context
 
 if TYPE_CHECKING:
     import torch
 
-    from raydist.settings.config import Job
+    from raydist.settings.config import Job, Parallel
 
 BACKENDS = {
     "gloo": "raydist.worker.backends.ddp",
@@ -28,9 +29,19 @@ BACKENDS = {
 }
 """By backend: a module with a function `join(job, env)`, a context manager that gives this rank's `Comm`."""
 
+SHARDED = "raydist.worker.backends.sharded"
+
+
+def module_of(name: str, parallel: Parallel) -> str:
+    """The module of a backend for this division of the model."""
+    return SHARDED if divides(parallel) else BACKENDS[name]
+
 
 class Comm(Protocol):
     """The operations of a backend that the loop uses. All ranks call them in the same order."""
+
+    sharded: ClassVar[bool]
+    """Whether `wrap` leaves each rank a part of each parameter only."""
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap a model so that its gradients are averaged; parameters and buffers become those of rank 0."""
@@ -43,6 +54,9 @@ class Comm(Protocol):
 
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait until every gradient is the average over all ranks (before clipping)."""
+
+    def clip(self, model: torch.nn.Module, norm: float) -> None:
+        """Scale the gradients down so that their norm, that of the whole model, is at most `norm`."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Enclose optimizer.step() after finish_gradients."""
@@ -92,7 +106,7 @@ def join(name: str, job: Job, env: Mapping[str, str]) -> Iterator[Comm]:
 
     check_installed(name)
     random_state.seed_everything(job.seed, job.deterministic)
-    with import_module(BACKENDS[name]).join(job, env) as comm:
+    with import_module(module_of(name, job.parallel)).join(job, env) as comm:
         current = context.current()
         current.comm, current.checkpoint = comm, job.checkpoint
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ class DDPComm:
     settings: Backend
     device: torch.device
     """The model's device."""
+    sharded: ClassVar[bool] = False
 
     @property
     def comm_device(self) -> torch.device:
@@ -52,6 +53,9 @@ class DDPComm:
 
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: DDP's backward has averaged them."""
+
+    def clip(self, model: torch.nn.Module, norm: float) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         return nullcontext()

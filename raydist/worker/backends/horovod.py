@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import horovod.torch as hvd
 import horovod.torch.optimizer
@@ -50,6 +50,7 @@ class HorovodComm:
     """The Comm of Horovod."""
 
     job: Job
+    sharded: ClassVar[bool] = False
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -81,6 +82,9 @@ class HorovodComm:
 
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.synchronize()  # type: ignore[attr-defined]
+
+    def clip(self, model: torch.nn.Module, norm: float) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         return optimizer.skip_synchronize()  # type: ignore[attr-defined, no-any-return]

@@ -17,18 +17,20 @@ these are other samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from raydist.settings.config import Data
 from raydist.shared.errors import ConfigError
+from raydist.state.snapshot_layout import State
 from raydist.worker.loop import random_state
+from raydist.worker.loop.tokens import TokenFiles as TokenFiles
 
 T = TypeVar("T")
 
@@ -79,6 +81,33 @@ class Order:
             part = micro * self.world_size + self.rank
             yield self.global_batch * part // parts, self.global_batch * (part + 1) // parts
 
+    kind = "map"  # of the source: one of waits.ADVICE
+
+    @property
+    def more(self) -> bool:
+        """Whether the epoch has another step."""
+        return self.steps_left > 0
+
+    def next_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def place(self) -> State:
+        """The position, which is equal on all ranks, for a state that is kept."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def own(self) -> State:
+        """What a kept state needs of this rank besides."""
+        return {}
+
+    def owns(self) -> State:
+        """What it needs of all ranks. A collective."""
+        return {}
+
+    def go_on(self, place: State, own: State | None) -> None:
+        """Continue at a place. `own`: what was kept of this rank; None: nothing was."""
+        self.epoch, self.position = place["epoch"], place["position"]
+
     @property
     def steps_per_epoch(self) -> int:
         return self.size // self.global_batch
@@ -113,13 +142,21 @@ class EvalSampler:
     batch_size: int
     rank: int
     world_size: int
+    together: bool = False
+    """All ranks have as many portions as rank 0, since a forward pass needs all of them: more of the first sample."""
+
+    @property
+    def counted(self) -> int:
+        """Portions of this rank's own samples; others come after them."""
+        return math.ceil(len(range(self.rank, self.size, self.world_size)) / self.batch_size)
 
     def __iter__(self) -> Iterator[Portion]:
         own = torch.arange(self.size)[self.rank :: self.world_size]
-        return (Portion(part, None) for part in torch.split(own, self.batch_size) if part.numel())
+        parts = [part for part in torch.split(own, self.batch_size) if part.numel()]
+        return (Portion(part, None) for part in [*parts, *[torch.tensor([0])] * (len(self) - len(parts))])
 
     def __len__(self) -> int:
-        return math.ceil(len(range(self.rank, self.size, self.world_size)) / self.batch_size)
+        return replace(self, rank=0).counted if self.together else self.counted
 
 
 class Portions(Dataset[Any]):
@@ -131,7 +168,7 @@ class Portions(Dataset[Any]):
 
     def __getitems__(self, portion: Portion) -> Any:
         # One gather makes the batch; one look-up for each sample and a stack would take 20 times as long.
-        if type(self.samples) is TensorDataset and self.collate is default_collate:
+        if type(self.samples) is TensorDataset and self.collate is collate_samples:
             return [tensor[portion.indices] for tensor in self.samples.tensors]
         with self._seeded(portion.seed_key):
             return self.collate(self._samples(portion.indices.tolist()))
@@ -151,6 +188,16 @@ def keep_batch(batch: Any) -> Any:
     return batch
 
 
+def by_column(batch: Any) -> Any:
+    """A batch as (input, …, target): the values of a dict of columns in its order, anything else as it is."""
+    return list(batch.values()) if isinstance(batch, Mapping) else batch
+
+
+def collate_samples(samples: list[Any]) -> Any:
+    """A batch of samples, as torch makes it."""
+    return by_column(default_collate(samples))
+
+
 def loader(
     samples: Dataset[Any],
     portions: Order | EvalSampler,
@@ -159,7 +206,7 @@ def loader(
 ) -> DataLoader[Any]:
     """A DataLoader of `samples` in the order of `portions`; its workers stay from epoch to epoch."""
     return DataLoader(
-        Portions(samples, collate or default_collate),
+        Portions(samples, collate or collate_samples),
         batch_sampler=portions,  # type: ignore[arg-type]  # torch passes its items on, whatever their type
         collate_fn=keep_batch,
         num_workers=settings.workers,
@@ -171,12 +218,19 @@ def loader(
     )
 
 
+def indexed(samples: Any) -> bool:
+    """Whether it is a map-style data set: it has a length and an index."""
+    # torch's IterableDataset inherits an index that raises
+    own_index = not isinstance(samples, IterableDataset) and hasattr(samples, "__getitem__")
+    return own_index and hasattr(samples, "__len__")
+
+
 def size_of(samples: Any, name: str) -> int:
     """The number of samples. ConfigError: the data set has no length or no index. `name`: as in messages."""
-    if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+    if not indexed(samples):
         raise ConfigError(
-            f"{name}={type(samples).__name__} has no length or no index: fit needs a map-style Dataset "
-            "(__len__ and __getitem__); for a stream, write a loop of your own as in jobs/own_loop.py"
+            f"{name}={type(samples).__name__} has no length or no index: it must be a map-style Dataset "
+            f"(__len__ and __getitem__){'' if name == 'test' else ', or a stream or a loader (__iter__)'}"
         )
     return len(samples)
 

@@ -25,14 +25,24 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def evaluate(
-    model: torch.nn.Module, batches: Iterable[Any], metrics: Mapping[str, Metric], comm: Comm, device: torch.device
+    model: torch.nn.Module,
+    batches: Iterable[Any],
+    metrics: Mapping[str, Metric],
+    comm: Comm,
+    device: torch.device,
+    counted: int,
 ) -> dict[str, float]:
-    """The mean of each metric over all samples of all ranks; it leaves the model in training mode."""
+    """The mean of each metric over all samples of all ranks; it leaves the model in training mode.
+
+    `counted`: how many of the batches have samples of this rank; the others are for the ranks that have more.
+    """
     total = torch.zeros(len(metrics) + 1, dtype=torch.float64, device=device)
     model.eval()
     with torch.no_grad():
-        for *inputs, target in batches:
+        for number, (*inputs, target) in enumerate(batches):
             output, count = model(*inputs), len(target)
+            if number >= counted:
+                continue
             for index, metric in enumerate(metrics.values()):
                 value = metric(output, target).double()
                 total[index] += value.sum() if value.dim() else value * count

@@ -13,21 +13,24 @@ import torch
 from torch.utils.data import Dataset
 
 from raydist.settings.config import Job, as_saved
+from raydist.settings.mesh import mesh_shape
 from raydist.shared.errors import ConfigError, RaydistError, nearest
 from raydist.state.checkpoint_files import Saved
+from raydist.state.device import Mark, device_of
 from raydist.state.snapshot_layout import State
-from raydist.worker import checkpoint, context
+from raydist.worker import checkpoint, context, sharded
 from raydist.worker.backends import Comm
-from raydist.worker.loop import data, models, optim, random_state
+from raydist.worker.loop import data, models, optim, random_state, shards, sources
 from raydist.worker.loop.evaluation import Metric, evaluate, same_buffers
 from raydist.worker.loop.snapshotter import Restored, Snapshotter
 from raydist.worker.loop.step import Loss, Stepper
+from raydist.worker.loop.waits import DataWait
 
 
 def fit(
     config: Job,
     *,
-    train: Dataset[Any],
+    train: Any,
     loss: Loss,
     test: Dataset[Any] | None = None,
     metrics: Mapping[str, Metric] | None = None,
@@ -40,7 +43,10 @@ def fit(
     `data.batch_size`, or `data.global_batch` / (`train.accumulate` x ranks) where that is set.
 
     - `config`: the settings, as the job's function gets them in its parameter `config`.
-    - `train`: a map-style Dataset (`__len__` and `__getitem__`). A sample is a sequence (input, …, target).
+    - `train`: a map-style Dataset (`__len__` and `__getitem__`), such as `raydist.data.TokenFiles`. A sample is a
+      sequence (input, …, target), or a dict of columns in that order. Or a stream of samples (IterableDataset of torch
+      or of datasets), a loader of batches for this rank (DataLoader, StatefulDataLoader), a ray.data.Dataset:
+      docs/data.md says what each promises.
     - `collate`: makes a batch of a list of samples. The default is torch's `default_collate`: a sample
       (tensor of shape [3, 32, 32], int) becomes a batch [tensor of shape [B, 3, 32, 32], tensor of shape [B]].
     - `model`: a module, called as `model(*inputs)`. It is moved to the rank's device and trained in place. None: the
@@ -60,22 +66,24 @@ def fit(
 
     It saves checkpoints as `checkpoint.every` says, and continues from a checkpoint or a snapshot if the run has one.
 
-    ConfigError: a data set has no length or no index; the samples do not fill one optimizer step; the global batch
-    cannot be divided among the ranks; `checkpoint.best` names an unknown metric; `model=` names no model; the
-    checkpoint does not fit the model. RaydistError: called outside a run, or the ranks found different checkpoints.
+    ConfigError: `train` has no length and `train.steps` is not set; it is none of these, or `test` is not a map-style
+    Dataset; the samples do not fill one optimizer step; the global batch cannot be divided among the ranks;
+    `checkpoint.best` names an unknown metric; `model=` names no model; the checkpoint does not fit the model.
+    RaydistError: called outside a run, or the ranks found different checkpoints.
     What `model`, `loss`, a metric or a data set raises is passed on.
     """
     if context.current().comm is None:
         raise RaydistError("raydist.fit was called outside a run: end the file with raydist.main(job) and run the file")
-    order = data.order(
-        train, config.data, accumulate=config.train.accumulate, rank=context.rank().rank,
-        world_size=context.rank().world_size, seed=config.seed, even=config.scale.max_nodes is None,
-    )  # fmt: skip
+    me = context.rank()
+    shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
+    order, batches = sources.ordered(train, config, me.rank // shape.tp, shape.data, collate)
     training = Training(config, order, {"test_loss": loss, **(metrics or {})} if test is not None else {})
-    training.batches = data.loader(train, order, config.data, collate)
+    training.batches = batches
     if test is not None:
-        sampler = data.EvalSampler(data.size_of(test, "test"), order.portion, order.rank, order.world_size)
+        size, together = data.size_of(test, "test"), training.comm.sharded
+        sampler = data.EvalSampler(size, order.portion, order.rank, order.world_size, together)
         training.tests = data.loader(test, sampler, config.data, collate)
+        training.counted = sampler.counted
     training.begin(model if model is not None else models.build_model(config.model), loss)
     return training.run()
 
@@ -85,15 +93,19 @@ class Training:
 
     def __init__(self, job: Job, order: data.Order, metrics: dict[str, Metric]) -> None:
         self.job, self.order, self.metrics = job, order, metrics
-        self.device, self.comm = context.rank().device, cast("Comm", context.current().comm)
+        self.me, self.device, self.comm = context.rank(), context.rank().device, cast("Comm", context.current().comm)
         self.batches: Any = None
         self.tests: Any = None
+        self.counted = 0  # batches of `tests` with samples of this rank
         self.step = self.samples = 0
         self.results: dict[str, float] = {}
         self.spent = {"step": 0.0, "evaluate": 0.0, "save": 0.0}
         self.evaluated, self.saved = -1, 0  # the step of the last evaluation, and of the last checkpoint
         self.told = MetricReporter(self.device)
-        self.keeper = Snapshotter(job, self.comm)
+        self.keeper = (shards.ShardSnapshotter if self.comm.sharded else Snapshotter)(job, self.comm)
+        self.waits = DataWait(self.comm, self.device, order.kind, job.data.workers)
+        if isinstance(order, sources.Stream):
+            order.note_wait = self.waits.add
         if (best := job.checkpoint.best) is not None:
             mode, _, metric = best.partition(":")
             if metric not in (known := ["loss", *metrics]):
@@ -102,19 +114,21 @@ class Training:
 
     def begin(self, model: torch.nn.Module, loss: Loss) -> None:
         """Set up the model, and restore a snapshot or a checkpoint if the run has one."""
+        rate = optim.learning_rate(self.job.optim, self.order.global_batch)
+        uneven = [] if self.order.even else self.order.shares
+        self.stepper = Stepper(self.job, model, loss, self.comm, self.device, rate, uneven)
         saved = self._find()
         if saved is not None:
             position = saved.state["position"]
             self.step, self.samples = saved.step, position["samples"]
-            self.order.epoch, self.order.position = position["epoch"], position["position"]
+            own = None if isinstance(saved, shards.Found) else sources.own_part(saved, self.order)
+            self.order.go_on(position, own)
         per_epoch, epochs = self.order.steps_per_epoch, self.job.train.epochs
         after = self.order.steps_left + (epochs - self.order.epoch - 1) * per_epoch
         self.steps = self.job.train.steps or self.step + (after if self.order.epoch < epochs else 0)
-        self.epochs = epochs if self.job.train.steps is None else math.ceil(self.steps / per_epoch)
+        self.epochs = epochs if self.job.train.steps is None else math.ceil(self.steps / per_epoch) if per_epoch else 0
         self.resumed = self.step
-        rate = optim.learning_rate(self.job.optim, self.order.global_batch)
-        shares = [] if self.order.even else self.order.shares
-        self.stepper = Stepper(self.job, model, loss, self.comm, self.device, rate, self.steps, shares)
+        self.stepper.plan(self.job.optim, self.steps)
         # From here on ranks draw different random numbers: equal dropout on all would lose some of its regularization.
         random_state.seed_everything(self._seed(), self.job.deterministic)
         if saved is not None:
@@ -127,15 +141,25 @@ class Training:
     def _seed(self) -> int:
         return random_state.derive(self.job.seed, self.step, self.order.rank)
 
-    def _find(self) -> Saved | Restored | None:
+    def _find(self) -> Saved | Restored | shards.Found | None:
         """The snapshot or checkpoint to resume from, whichever is newer; None to start anew."""
+        if self.comm.sharded:
+            return self._find_shards()
         kept = self.keeper.find()
         if kept is not None and kept.step >= checkpoint.resumed_step():
             self.saved = checkpoint.resumed_step()
             return kept
         found = self._agree(checkpoint.latest())
         self.saved = found.step if found else 0
-        return found
+        return shards.find_shards(self.stepper) if found and found.sharded else found
+
+    def _find_shards(self) -> Saved | shards.Found | None:
+        latest = self._agree(checkpoint.latest())
+        self.saved = latest.step if latest else 0
+        if latest is not None and not latest.sharded:
+            cause = "parallel=ddp has saved it: a state in one piece cannot be divided"
+            raise ConfigError.of("resume", str(latest.path), cause, "parallel=ddp", "resume=none")
+        return shards.find_shards(self.stepper)
 
     def _agree(self, found: Saved | None) -> Saved | None:
         """The checkpoint, if all ranks found the same. RaydistError: they did not, as nodes see different disks."""
@@ -151,12 +175,15 @@ class Training:
             )
         return found
 
-    def _restore(self, saved: Saved | Restored) -> None:
-        state = saved.state
-        if self.step < self.steps:
-            self._rehearse()
-        self.stepper.load(state, saved.path)
-        random = saved.random(self.order.rank, self.order.world_size)
+    def _restore(self, saved: Saved | Restored | shards.Found) -> None:
+        if isinstance(saved, shards.Found):
+            self.stepper.go_on(saved.state)
+            self.loss = saved.loss
+        else:
+            if self.step < self.steps:
+                self._rehearse()
+            self.stepper.load(saved.state, saved.path)
+        random = saved.random(self.me.rank, self.me.world_size)
         if random is not None:
             random_state.restore(random, self.device)
         else:
@@ -167,6 +194,9 @@ class Training:
                 buffer.copy_(saved.mine["buffers"][name])
 
     def _rehearse(self) -> None:
+        if isinstance(self.order, sources.Stream):
+            self.stepper.rehearse(self.order.ahead())
+            return
         position = self.order.position
         if not self.order.steps_left:  # a snapshot of the last step of an epoch
             self.order.position = 0
@@ -187,17 +217,17 @@ class Training:
     def _epoch(self) -> None:
         """Train to the end of the epoch, or of the training."""
         order, every = self.order, self.job.checkpoint.every
-        batches, began = iter(self.batches), time.perf_counter()
+        batches, began = self.waits.timed(iter(self.batches)), time.perf_counter()
         self.keeper.go_on()
-        while order.steps_left and self.step < self.steps:
+        while self.step < self.steps and order.more:
             self._step(batches)
-            if every and self.step % every == 0 and order.steps_left:
+            if every and self.step % every == 0 and (order.kind != "map" or order.more):
                 self.spent["step"] += time.perf_counter() - began
                 self._save()
                 began = time.perf_counter()
         self.spent["step"] += time.perf_counter() - began
-        if not order.steps_left:
-            order.epoch, order.position = order.epoch + 1, 0
+        if (self.step < self.steps or order.kind == "map") and not order.more:
+            order.next_epoch()
             evaluate_every = self.job.train.evaluate_every
             if evaluate_every and order.epoch % evaluate_every == 0:
                 self._evaluate()
@@ -214,6 +244,7 @@ class Training:
             self.step, self.loss, steps=self.steps, epoch=self.order.epoch + 1, epochs=self.epochs,
             samples=self.samples, lr=rate,
         )  # fmt: skip
+        self.waits.step()
         self.keeper.step(self.step, self._own, self._state)
         if self.step < self.steps and context.current().stop_request.due(self.step):
             self._leave()
@@ -228,18 +259,24 @@ class Training:
         context.current().stop_request.stopped(self.step)
 
     def _state(self) -> State:
-        """The part of the state that is equal on all ranks."""
+        """The part of the state that is equal on all ranks; of a model in shards, all of it."""
+        if self.comm.sharded:
+            facts = {
+                "position": self._position(), "schedule": self.stepper.schedule.state_dict(), "scaler": {},
+                "config": as_saved(self.job),
+            }  # fmt: skip
+            return shards.state_of(self.stepper, facts, self.loss)
         return {**self.stepper.state(), "position": self._position()}
 
-    def _position(self) -> dict[str, int]:
-        return {"epoch": self.order.epoch, "position": self.order.position, "samples": self.samples}
+    def _position(self) -> State:
+        return {**self.order.place(), "samples": self.samples}
 
     def _own(self) -> State:
         """The part of the state that differs among ranks."""
         buffers = dict(self.stepper.model.named_buffers())  # running means differ among ranks with some backends
         return {
             "random": random_state.capture(self.device), "loss": self.loss, "buffers": buffers,
-            "world_size": self.order.world_size,
+            "world_size": self.me.world_size, **self.order.own(),
         }  # fmt: skip
 
     def _evaluate(self) -> None:
@@ -247,13 +284,13 @@ class Training:
         if self.tests is None or self.evaluated == self.step:
             return
         with self._spending("evaluate"):
-            if self.order.world_size > 1:
-                same_buffers(self.stepper.model, self.comm, self.order.rank)
+            if self.me.world_size > 1:
+                same_buffers(self.stepper.model, self.comm, self.me.rank)
             batches = (self.stepper.to_device(batch) for batch in self.tests)
             with self.stepper.cast:
-                results = evaluate(self.stepper.model, batches, self.metrics, self.comm, self.device)
+                results = evaluate(self.stepper.model, batches, self.metrics, self.comm, self.device, self.counted)
         self.results, self.evaluated = results, self.step
-        if self.order.rank == 0:
+        if self.me.rank == 0:
             context.report(step=self.step, **results)
 
     def _save(self) -> None:
@@ -261,13 +298,20 @@ class Training:
         if self.saved == self.step:
             return
         with self._spending("save"):
-            drawn = torch.stack(self.comm.gather(random_state.capture(self.device)))
             metrics = {"loss": self.loss.item(), **(self.results if self.evaluated == self.step else {})}
-            beside = {"position": self._position(), "random": drawn}
-            if self.order.rank == 0 and not self.keeper.to_disk(self.step, self._own, self._state, beside, metrics):
-                state = {**self._state(), **beside, "config": as_saved(self.job)}
-                checkpoint.save(self.step, state, metrics, self.job.checkpoint)
+            if self.comm.sharded:
+                sharded.save(self.step, self._state(), metrics, self.job.checkpoint)
+            else:
+                self._save_whole(metrics)
         self.saved = self.step
+
+    def _save_whole(self, metrics: dict[str, float]) -> None:
+        """Rank 0 writes the whole state, or has it written."""
+        drawn = torch.stack(self.comm.gather(random_state.capture(self.device)))
+        beside = {"position": self._position(), "random": drawn, **self.order.owns()}
+        if self.me.rank == 0 and not self.keeper.to_disk(self.step, self._own, self._state, beside, metrics):
+            state = {**self._state(), **beside, "config": as_saved(self.job)}
+            checkpoint.save(self.step, state, metrics, self.job.checkpoint)
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:
@@ -286,25 +330,24 @@ class MetricReporter:
     """Reports steps without making a GPU wait: it reports a step once the GPU has finished it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.waiting: deque[tuple[torch.cuda.Event, int, torch.Tensor, dict[str, Any]]] = deque()
+        self.device = device_of(device)
+        self.waiting: deque[tuple[Mark, int, torch.Tensor, dict[str, Any]]] = deque()
 
     def step(self, step: int, loss: torch.Tensor, **facts: Any) -> None:
         """Report a step with its loss, at once or as soon as the GPU has computed the loss."""
-        if self.device.type != "cuda":
+        if not self.device.lags(loss):
             context.report(step, loss=loss, **facts)
             return
-        on_host = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        self.waiting.append((copied, step, on_host, facts))
-        while self.waiting and self.waiting[0][0].query():  # type: ignore[no-untyped-call]
+        on_host = torch.empty((), dtype=loss.dtype, pin_memory=loss.is_cuda)
+        self.device.copy(on_host, loss)
+        self.waiting.append((self.device.mark(), step, on_host, facts))
+        while self.waiting and self.waiting[0][0].done():
             self._report_next()
 
     def rest(self) -> None:
         """Report all waiting steps."""
         while self.waiting:
-            self.waiting[0][0].synchronize()
+            self.waiting[0][0].wait()
             self._report_next()
 
     def _report_next(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class SmallCNN(nn.Module):
         return scores
 
 
-def build_model(settings: dict[str, Any], **known: Any) -> nn.Module:
+def build_model(settings: Mapping[str, Any], **known: Any) -> nn.Module:
     """Return the model that `model=` names, as `raydist.fit` does without `model`.
 
     - `settings`: `config.model`, a dict with the class's full name as `_target_` and its arguments.
@@ -60,7 +61,7 @@ def build_model(settings: dict[str, Any], **known: Any) -> nn.Module:
     try:
         parameters = inspect.signature(get_object(name)).parameters
         any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        model = instantiate({k: v for k, v in known.items() if any_keyword or k in parameters} | settings)
+        model = instantiate({**{k: v for k, v in known.items() if any_keyword or k in parameters}, **settings})
     except (InstantiationException, ImportError, ValueError) as error:
         raise ConfigError.of("model._target_", name, f"it cannot be constructed: {error.__cause__ or error}") from error
     if not isinstance(model, nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import NamedTuple, cast
 import torch
 
 from raydist.settings.config import Job, as_saved
+from raydist.state.device import Mark, device_of
 from raydist.state.object_store import StoragePath
-from raydist.state.snapshot import NoRoom, SnapshotBuffer, unpack
+from raydist.state.snapshot import NoRoom, SnapshotBuffer, cloned, unpack
 from raydist.state.snapshot_layout import LAST_SLOT, State
 from raydist.state.write import SaveRequest
 from raydist.worker import checkpoint, context
@@ -25,6 +26,8 @@ SHARE = 0.01
 """The share of a step's time that snapshots may take, unless `snapshot.every` is set."""
 FIRST_LOOK = 8
 """Steps after which the cost of a snapshot is measured first; again after 16, 32, …"""
+MEASURED = 64
+"""Most steps of which the time is kept."""
 OFFERS = 2
 """How many of its newest states a rank offers: no rank is more than one step ahead of another."""
 
@@ -73,9 +76,14 @@ class Snapshotter:
         self._memory = checkpoint.own_memory() if self.on else None
         self._lead = SnapshotBuffer(lead) if self.on and lead >= 0 else None
         self._every, self._fixed = job.snapshot.every or 1, job.snapshot.every is not None
-        self._costs: list[float] = []
-        self._steps: list[float] = []
-        self._count, self._look, self._since = 0, FIRST_LOOK, 0.0
+        self._clone = current.rank.device.type != "cuda"
+        """Whether a state that is read must be copied: a GPU has a copy of its own as soon as it is loaded."""
+        self._device = device_of(current.rank.device)
+        self._costs: deque[tuple[Mark, Mark]] = deque(maxlen=FIRST_LOOK)
+        """The beginning and the end of the last snapshots, and below of the last steps, in the queue of the device."""
+        self._steps: deque[tuple[Mark, Mark]] = deque(maxlen=MEASURED)
+        self._count, self._look = 0, FIRST_LOOK
+        self._since = self._device.mark()
 
     def begin(self, step: int) -> None:
         """Describe the checkpoint of the last state, and drop the states of steps after this one."""
@@ -91,19 +99,24 @@ class Snapshotter:
 
     def go_on(self) -> None:
         """The time since the last step belongs to no step."""
-        self._since = time.perf_counter()
+        if not self._fixed:
+            self._since = self._device.mark()
 
     def step(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:
         """After a step: keep it, if it is due. `own`: what differs from rank to rank, `state`: everything else."""
         if not self.on:
             return
-        began = time.perf_counter()
-        self._steps.append(began - self._since)
+        if self._fixed:
+            if step % self._every == 0:
+                self._keep(step, own, state)
+            return
+        began = self._device.mark()
+        self._steps.append((self._since, began))
         if step % self._every == 0:
             self._keep(step, own, state)
-            self._costs.append(time.perf_counter() - began)
+            self._costs.append((began, self._device.mark()))
         self._count += 1
-        if not self._fixed and self._count == self._look:
+        if self._count == self._look:
             self._reckon()
         self.go_on()
 
@@ -113,7 +126,9 @@ class Snapshotter:
             return None
         context.current().flush()  # a restart does not repeat this step: its report must be sent first
         try:
-            return self._memory.write(step, {"own": own(), **(state() if self._me.local_rank == 0 else {})})
+            slot = self._memory.write(step, {"own": own(), **(state() if self._me.local_rank == 0 else {})})
+            context.current().kept = max(self._memory.steps, default=0)
+            return slot
         except NoRoom as why:
             if self._memory.locked < 0:  # otherwise two slots may be enough once the checkpoint is on the disk
                 self._memory.drop()
@@ -170,7 +185,7 @@ class Snapshotter:
         step, source = chosen
         own = None
         if all(step in (offer.step for offer in each) for each in offers) and self._memory is not None:
-            own = self._memory.read(self._memory.steps[step])["own"]
+            own = cloned(self._memory.read(self._memory.steps[step], clone=False)["own"])
         if own is not None and own["world_size"] != self._me.world_size:
             own = None  # the number of ranks is another one now
         return Restored(step, self._whole(step, source, nodes, offers), own)
@@ -179,7 +194,7 @@ class Snapshotter:
         """The state of a step, from the memory of this node if every node has it, otherwise from the rank `source`."""
         there = {node for node, each in zip(nodes, offers, strict=True) if of_step(each, step).whole}
         if there == set(nodes) and self._lead is not None:
-            return self._lead.read(self._lead.steps[step])
+            return self._lead.read(self._lead.steps[step], self._clone)
         offer = of_step(offers[source], step)
         # as int64: not every backend can sum bytes
         words = torch.zeros(-(-(offer.tensors + offer.text) // 8), dtype=torch.int64)
@@ -187,16 +202,22 @@ class Snapshotter:
             raw = self._memory.bytes_of(self._memory.steps[step])[: offer.tensors + offer.text]
             words.view(torch.uint8)[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         # the others add zeros
-        return unpack(self._comm.sum(words).view(torch.uint8).numpy(), offer.tensors, offer.text)
+        return unpack(self._comm.sum(words).view(torch.uint8).numpy(), offer.tensors, offer.text, self._clone)
 
     def _reckon(self) -> None:
         """Set the spacing of snapshots from their measured cost, the same on all ranks."""
-        mine = statistics.median(self._costs) / statistics.median(self._steps) if self._costs else 0.0
+        self._device.mark().wait()
+        cost, took = median_s(self._costs), median_s(self._steps)
+        mine = cost / took if cost else 0.0
         shares = self._comm.gather(torch.tensor([mine], dtype=torch.float64))
         self._every = spacing([float(share) for share in shares])
         self._look *= 2
         self._steps.clear()
-        del self._costs[:-FIRST_LOOK]
+
+
+def median_s(spans: Sequence[tuple[Mark, Mark]]) -> float:
+    """The median of the seconds between these marks; 0.0 without any."""
+    return statistics.median(end.seconds_since(begin) for begin, end in spans) if spans else 0.0
 
 
 def spacing(shares: Sequence[float]) -> int:

@@ -8,17 +8,24 @@ from typing import Any
 
 import torch
 
-from raydist.settings.config import Job
+from raydist.settings.config import Job, Optim
 from raydist.shared.errors import ConfigError
 from raydist.state.object_store import StoragePath
 from raydist.state.snapshot_layout import State
 from raydist.worker import context
 from raydist.worker.backends import Comm
 from raydist.worker.loop import optim
+from raydist.worker.torch_private import scaler_state
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """(output, target) -> the mean over the batch, a tensor without dimensions."""
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def channels_last(job: Job, model: torch.nn.Module, device: torch.device) -> bool:
+    """Whether images are in channels-last order. train.fast: on a GPU only, and not for models of 3-d convolutions."""
+    fast = job.train.fast and device.type == "cuda" and all(each.dim() < 5 for each in model.parameters())
+    return job.train.channels_last or fast
 
 
 class Stepper:
@@ -32,24 +39,29 @@ class Stepper:
         comm: Comm,
         device: torch.device,
         rate: float,
-        steps: int,
         shares: Sequence[float] = (),
     ) -> None:
         """`shares`: the weight of each micro-batch, if their sizes differ among ranks."""
         self.shares = shares
         self.settings, self.device, self.loss, self.comm = job.train, device, loss, comm
-        self.format = torch.channels_last if job.train.channels_last else torch.preserve_format
-        self.model = model.to(device).to(memory_format=self.format)
-        optimizer = optim.optimizer(job.optim, [p for p in model.parameters() if p.requires_grad], rate)
+        last = not comm.sharded and channels_last(job, model, device)  # shards are contiguous
+        self.format = torch.channels_last if last else torch.preserve_format
+        # a part of a model is moved when it is sharded: all of it may not fit on the device
+        self.model = model if comm.sharded else model.to(device).to(memory_format=self.format)
         self.wrapped = comm.wrap(self.model)
+        optimizer = optim.optimizer(job.optim, [p for p in self.model.parameters() if p.requires_grad], rate)
         self.optimizer = comm.wrap_optimizer(optimizer, self.model)
-        self.schedule = optim.schedule(job.optim, self.optimizer, steps)
-        if job.train.compile:
+        if job.train.compile and not comm.sharded:
             self.wrapped.compile()
-        half = HALF.get(job.train.precision)
+        half = None if comm.sharded else HALF.get(job.train.precision)
         self.cast = nullcontext() if half is None else torch.autocast(device.type, half)
         self.scaler = torch.amp.GradScaler(device.type, enabled=half is torch.float16)
         self.wrapped.train()
+        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def plan(self, settings: Optim, steps: int) -> None:
+        """Make the schedule of the learning rate, now that the number of steps is known."""
+        self.schedule = optim.schedule(settings, self.optimizer, steps)
 
     @property
     def rate(self) -> float:
@@ -62,7 +74,7 @@ class Stepper:
         self.comm.finish_gradients(self.optimizer)
         if self.settings.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+            self.comm.clip(self.model, self.settings.clip)
         with self.comm.stepping(self.optimizer):
             self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -92,7 +104,7 @@ class Stepper:
         return (total + self._backward(next_batch(batches), shares[-1])) / full
 
     def _backward(self, batch: Any, share: float) -> torch.Tensor:
-        *inputs, target = self.to_device(batch)
+        *inputs, target = self._copied(batch)
         context.phase("forward")
         with self.cast:
             loss = self.loss(self.wrapped(*inputs), target)
@@ -101,6 +113,18 @@ class Stepper:
         context.phase("backward")
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def _copied(self, batch: Any) -> Any:
+        """A batch on the device. A GPU copies it in a stream of its own, while it still computes the last step."""
+        if self.copies is None or any(tensor.is_cuda for tensor in tensors_in(batch)):
+            return self.to_device(batch)
+        with torch.cuda.stream(self.copies):
+            copied = self.to_device(batch)
+        here = torch.cuda.current_stream(self.device)
+        here.wait_stream(self.copies)
+        for tensor in tensors_in(copied):
+            tensor.record_stream(here)  # its memory is free for another batch only after this step
+        return copied
 
     def to_device(self, value: Any) -> Any:
         """A batch, or a part of one, on the device and in the memory format of the model."""
@@ -119,7 +143,7 @@ class Stepper:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            "scaler": scaler_state(self.scaler),
         }
 
     def load(self, state: State, path: StoragePath) -> None:
@@ -127,19 +151,35 @@ class Stepper:
         settings = [
             {k: v for k, v in group.items() if k not in ("params", "lr")} for group in self.optimizer.param_groups
         ]
-        rates = self.schedule.base_lrs
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             cause = f"this state does not fit the model and the optimizer: {error}"
             raise ConfigError.of("resume", str(path), cause, "resume=none") from error
+        for group, group_settings in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(group_settings)
+        self.go_on(state)
+
+    def go_on(self, state: State) -> None:
+        """Continue the schedule and the scaler of a state, with the learning rate of now."""
+        rates = self.schedule.base_lrs
         self.schedule.load_state_dict({**state["schedule"], "base_lrs": rates})
         if state["scaler"]:  # it is empty if the run had none
-            self.scaler.load_state_dict(state["scaler"])
-        groups = zip(self.optimizer.param_groups, settings, rates, self.schedule.lr_lambdas, strict=True)
-        for group, group_settings, base_rate, factor in groups:
-            group.update(group_settings, lr=base_rate * factor(self.schedule.last_epoch))
+            numbers = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in state["scaler"].items()}
+            self.scaler.load_state_dict(numbers)
+        groups = zip(self.optimizer.param_groups, rates, self.schedule.lr_lambdas, strict=True)
+        for group, base_rate, factor in groups:
+            group["lr"] = base_rate * factor(self.schedule.last_epoch)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(inner)
 
 
 def next_batch(batches: Iterator[Any]) -> Any:

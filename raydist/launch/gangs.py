@@ -1,0 +1,103 @@
+"""The worker groups of runs that have ended, for the next runs of this process with the same resources. (driver)
+
+To place a gang and to start its actors takes longer, and more CPU time, than all else in the launch of a small run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from raydist.cluster import drain
+from raydist.cluster.connect import alive_nodes
+from raydist.cluster.nodes import ResourceRequest
+from raydist.launch.actors import Actors
+from raydist.shared.events import Reader
+from raydist.shared.signals import Halt
+from raydist.worker.protocol import IsOpen
+
+ANSWER_S = 5.0
+"""Longest wait for the actors of a gang that is to be used again."""
+
+
+@dataclass(frozen=True)
+class Gang:
+    """A placement group, with its actors."""
+
+    request: ResourceRequest
+    options: Mapping[str, Any]
+    """Further options of the actors, as their runtime_env."""
+    group: Any
+    actors: Actors
+
+    def remove(self) -> None:
+        """Kill the actors, and give the resources back."""
+        from ray.util.placement_group import remove_placement_group
+
+        self.actors.kill_all()
+        remove_placement_group(self.group)
+
+    def whole(self) -> bool:
+        """Whether all its nodes are alive and stay, and its actors answer."""
+        nodes = {slot.node.id for slot in self.actors.plan.slots}
+        if not nodes <= {node.id for node in drain.not_draining(alive_nodes())}:
+            return False
+        leads = [slot.rank for slot in self.actors.plan.slots if slot.local_rank == 0]
+        replies = [self.actors.call(rank, IsOpen()) for rank in leads]
+        return not wait(replies, ANSWER_S).not_done and all(reply.exception() is None for reply in replies)
+
+
+@dataclass
+class Gangs:
+    """Those that no run uses now. Runs in several threads take them and put them back."""
+
+    _free: list[Gang] = field(default_factory=list)
+    _closed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def put(self, gang: Gang) -> None:
+        """A run has ended that leaves its gang."""
+        with self._lock:
+            if not self._closed:
+                self._free.append(gang)
+                return
+        gang.remove()
+
+    def take(self, request: ResourceRequest, options: Mapping[str, Any]) -> Gang | None:
+        """A whole gang of these resources, or None."""
+        while (gang := self._pop(request, options)) is not None:
+            if gang.whole():
+                return gang
+            gang.remove()
+        return None
+
+    def _pop(self, request: ResourceRequest, options: Mapping[str, Any]) -> Gang | None:
+        with self._lock:
+            fitting = [each for each in self._free if (each.request, each.options) == (request, options)]
+            self._free = [each for each in self._free if each is not fitting[0]] if fitting else self._free
+        return fitting[0] if fitting else None
+
+    def has(self, request: ResourceRequest) -> bool:
+        """Whether there is one of these resources."""
+        with self._lock:
+            return any(each.request == request for each in self._free)
+
+    def clear(self, close: bool = False) -> None:
+        """Remove all. `close`: also those that are put here from now on."""
+        with self._lock:
+            free, self._free, self._closed = self._free, [], close
+        for gang in free:
+            gang.remove()
+
+
+@dataclass(frozen=True)
+class OneOfMany:
+    """What a run has that is not the only one of its process: no screen and no signals of its own."""
+
+    reader: Reader
+    """Gets the events."""
+    halt: Halt
+    gangs: Gangs

@@ -1,0 +1,96 @@
+"""Says every some seconds while ranks train how fast each is and how busy each node is: `pace`, `nodes`. (driver)"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from raydist.cluster.placement import Plan
+from raydist.shared.events import Events
+from raydist.worker.protocol import GetLoad, NodeLoad, Transport
+
+EVERY_S = 10.0
+"""Seconds between two events of a kind, in a run of a few nodes."""
+FIRST_S = 2.0
+"""Seconds until the first; each later interval is twice the one before, up to EVERY_S."""
+BYTES_PER_S = 100.0
+"""Bytes of each kind per second of a run: both together are 17 MB a day, however many ranks there are."""
+ANSWER_S = 5.0
+"""Longest wait for the nodes; one that does not answer is left out."""
+
+Pace = tuple[int, float, float]
+"""(newest step, seconds of own work in one, seconds of one); 0 where they are not timed."""
+
+
+@dataclass
+class Rhythm:
+    """When the next event of a kind is due. Times are seconds of any clock."""
+
+    due: float
+    every_s: float = FIRST_S
+
+    def said(self, now: float, size: int) -> None:
+        """An event of `size` bytes was said at `now`."""
+        self.every_s = max(min(2 * self.every_s, EVERY_S), size / BYTES_PER_S)
+        self.due = now + self.every_s
+
+
+class Vitals(AbstractContextManager["Vitals"]):
+    """One attempt's events `pace` and `nodes`, said by a thread inside the `with` block. Its failure ends no run."""
+
+    def __init__(self, events: Events, pace: Callable[[], Mapping[int, Pace]], plan: Plan, call: Transport) -> None:
+        """`pace`: of each rank that has made a step. `call`: asks the first agent of each node for its load."""
+        self._events, self._pace, self._call = events, pace, call
+        self._leads = {slot.rank: slot.node.host for slot in plan.slots if slot.local_rank == 0}
+        self._asked: dict[int, Future[NodeLoad]] = {}
+        self._lock, self._closed = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> Vitals:
+        threading.Thread(target=self._watch, name="raydist-vitals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:  # an event that is being said is whole before the run goes on
+            self._closed.set()
+
+    def _watch(self) -> None:
+        first = time.monotonic() + FIRST_S
+        kinds: dict[str, Callable[[], Mapping[str, object]]] = {"pace": self._ranks, "nodes": self._nodes}
+        due = {kind: Rhythm(first) for kind in kinds}
+        while due and not self._closed.wait(max(0.0, min(each.due for each in due.values()) - time.monotonic())):
+            kind = min(due, key=lambda name: due[name].due)
+            try:
+                facts = kinds[kind]()
+            except Exception as error:
+                del due[kind]
+                kind, facts = "warning", {"text": f"no more {kind} events: {type(error).__name__}: {error}"}
+            else:
+                due[kind].said(time.monotonic(), len(json.dumps(facts)))
+            with self._lock:
+                if facts and not self._closed.is_set():
+                    self._events.say(kind, **facts)
+
+    def _ranks(self) -> Mapping[str, object]:
+        ranks = {
+            rank: (step, rounded(own), rounded(whole)) for rank, (step, own, whole) in sorted(self._pace().items())
+        }
+        return {"ranks": ranks} if ranks else {}
+
+    def _nodes(self) -> Mapping[str, object]:
+        """Of each node that answers. One that has not answered the question before is not asked again."""
+        for rank in self._leads:
+            if rank not in self._asked or self._asked[rank].done():
+                self._asked[rank] = self._call(rank, GetLoad())
+        done, _ = wait(self._asked.values(), ANSWER_S)
+        answers = {rank: call.result() for rank, call in self._asked.items() if call in done and not call.exception()}
+        return {"nodes": {self._leads[rank]: load for rank, load in answers.items()}} if answers else {}
+
+
+def rounded(seconds: float) -> float:
+    """With four digits."""
+    return float(f"{seconds:.4g}")

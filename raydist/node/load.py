@@ -1,0 +1,99 @@
+"""How busy this machine is: CPU, memory, GPUs by NVML, bytes of its network ports. (actor)"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raydist.cluster import ray_private
+from raydist.node.counters import read_counters
+from raydist.worker.protocol import GpuLoad, NodeLoad
+
+FIRST_S = 0.2
+"""Seconds over which the first CPU share is taken; each later one is the mean since the one before."""
+MOST_PORTS = 16
+"""Ports that are told: those with the most bytes. A host of containers has hundreds of virtual interfaces."""
+
+
+class LoadReader:
+    """Reads the load of this machine again and again."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._cpu: tuple[float, float] | None = None
+        """Seconds (idle, in all) of the cores at the last reading; psutil's own memory of them is one per thread."""
+
+    def read(self) -> NodeLoad:
+        """CPU share of all cores, memory, GPUs, ports. It blocks: 0.2 s at first, later some milliseconds."""
+        import psutil
+
+        if self._cpu is None:
+            self._nvml, self._cpu = open_nvml(), cpu_seconds()
+            time.sleep(FIRST_S)
+        before, self._cpu = self._cpu, cpu_seconds()
+        memory = psutil.virtual_memory()
+        return {
+            "cpu": round(1 - (self._cpu[0] - before[0]) / max(1e-3, self._cpu[1] - before[1]), 3),
+            "memory": (memory.total - memory.available, memory.total),
+            "gpus": gpu_loads(self._nvml) if self._nvml else [],
+            "ports": read_ports(),
+        }
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Seconds (idle, in all) of all cores since the machine is up."""
+    import psutil
+
+    times = psutil.cpu_times()
+    beside = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # Linux counts them in user and nice too
+    return times.idle + getattr(times, "iowait", 0.0), sum(times) - beside
+
+
+def read_ports() -> dict[str, tuple[int, int]]:
+    """(bytes received, bytes sent) of the ports that are up, by name."""
+    ports = {
+        name: (port["received"], port["sent"])
+        for name, port in read_counters().items()
+        if port["active"] and port["received"] is not None and port["sent"] is not None
+    }
+    busiest = sorted(ports, key=lambda name: -sum(ports[name]))[:MOST_PORTS]
+    return {name: ports[name] for name in sorted(busiest)}
+
+
+def open_nvml() -> Any:
+    """pynvml, initialised: that of nvidia-ml-py if it is installed, else Ray's copy; None without an NVIDIA driver."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        nvml = ray_private.nvml()
+    with contextlib.suppress(Exception):  # NVMLError, which each copy has of its own
+        nvml.nvmlInit()
+        return nvml
+    return None
+
+
+def gpu_loads(nvml: Any) -> list[GpuLoad]:
+    """The load of each GPU, in NVML's order. What a GPU does not tell, as under MIG, is None."""
+    found: list[GpuLoad] = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+        memory = told(nvml.nvmlDeviceGetMemoryInfo, gpu)
+        busy, milliwatts = told(nvml.nvmlDeviceGetUtilizationRates, gpu), told(nvml.nvmlDeviceGetPowerUsage, gpu)
+        found.append(
+            {
+                "util": None if busy is None else busy.gpu / 100,
+                "memory": None if memory is None else (memory.used, memory.total),
+                "power_w": None if milliwatts is None else round(milliwatts / 1000),
+                "temp_c": told(nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU),
+            }
+        )
+    return found
+
+
+def told(ask: Callable[..., Any], *args: Any) -> Any:
+    """What NVML answers; None if this GPU does not tell."""
+    with contextlib.suppress(Exception):
+        return ask(*args)
+    return None

@@ -1,0 +1,68 @@
+"""The CPUs that this process may use: NUMA nodes, sockets, cores, caches, the quota of its cgroup. (actor)
+
+Source: Documentation/ABI/stable/sysfs-devices-system-cpu, sysfs-devices-node, Documentation/admin-guide/cgroup-v2.rst.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from raydist.network.facts import NumaNode
+from raydist.shared import sysfs
+
+
+def allowed_cpus(root: Path = Path("/")) -> set[int]:
+    """The CPUs of this process's affinity."""
+    told = re.search(r"^Cpus_allowed_list:\s*(\S+)$", sysfs.read_text(root / "proc/self/status"), re.MULTILINE)
+    return set(sysfs.cpu_list(told[1])) if told else set(range(os.cpu_count() or 1))
+
+
+def count_cpus(allowed: AbstractSet[int], root: Path = Path("/")) -> int:
+    """The number of these CPUs, or the quota of the cgroup (in a container: its limit), if that is less."""
+    quota, period, *_ = (sysfs.read_text(root / "sys/fs/cgroup/cpu.max") or "max 1").split()
+    if quota == "max":  # or cgroup v1, where -1 is no quota
+        quota = sysfs.read_text(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us") or "-1"
+        period = sysfs.read_text(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us") or "1"
+    return min(len(allowed), max(1, int(quota) // int(period))) if int(quota) > 0 else len(allowed)
+
+
+def read_numa(allowed: AbstractSet[int], root: Path = Path("/")) -> tuple[NumaNode, ...]:
+    """The NUMA nodes that have some of these CPUs; one node 0 with all of them if the kernel names none."""
+    system = root / "sys/devices/system"
+    found = [
+        (int(name[4:]), sysfs.cpu_list(sysfs.read_text(system / "node" / name / "cpulist")))
+        for name in sysfs.names(system / "node")
+        if name.startswith("node") and name[4:].isdigit()
+    ]
+    own = [(number, allowed & set(listed)) for number, listed in found]
+    return tuple(_node(number, cpus, system / "cpu") for number, cpus in own or [(0, allowed)] if cpus)
+
+
+def _node(number: int, cpus: AbstractSet[int], folder: Path) -> NumaNode:
+    cores = _groups(cpus, lambda cpu: folder / f"cpu{cpu}/topology/thread_siblings_list")
+    caches = _groups(cpus, lambda cpu: _last_cache(folder / f"cpu{cpu}/cache") / "shared_cpu_list")
+    return NumaNode(
+        number, sysfs.read_number(folder / f"cpu{min(cpus)}/topology/physical_package_id", 0), cores, caches
+    )
+
+
+def _groups(cpus: AbstractSet[int], list_of: Callable[[int], Path]) -> tuple[tuple[int, ...], ...]:
+    """These CPUs in groups, each as the list of its first CPU says."""
+    groups, left = [], set(cpus)
+    while left:
+        first = min(left)
+        group = left.intersection(sysfs.cpu_list(sysfs.read_text(list_of(first)))) | {first}
+        groups.append(tuple(sorted(group)))
+        left -= group
+    return tuple(groups)
+
+
+def _last_cache(folder: Path) -> Path:
+    """The folder of a CPU's highest cache level for data."""
+    caches = [folder / name for name in sysfs.names(folder) if name.startswith("index")]
+    data = [each for each in caches if sysfs.read_text(each / "type") in ("Unified", "Data")]
+    return max(data, key=lambda each: sysfs.read_number(each / "level", 0), default=folder)

@@ -1,0 +1,78 @@
+"""An agent's way to writer processes, which write checkpoints beside its rank; and messages as lines. (actor)"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from raydist.node.fork_client import ForkClient
+from raydist.shared.events import Event
+from raydist.worker import protocol
+from raydist.worker.protocol import Message, ShardsReply, ShardsRequest, WriteCheckpoint
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+class Writer:
+    """Has the fork server fork writer processes, one at a time, and reads what they send."""
+
+    def __init__(self, server: ForkClient, add_event: Callable[[Event], None], spawn: Spawn) -> None:
+        """`spawn`: makes a task that ends with the agent."""
+        self._server, self._add_event, self._spawn = server, add_event, spawn
+        self._reply: ShardsReply | None = None
+        self.reading: asyncio.Task[None] | None = None
+        """Reads what the last process sends, and ends with it."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a process was asked for that has not ended."""
+        return self.reading is not None and not self.reading.done()
+
+    def start(self, message: WriteCheckpoint | ShardsRequest) -> asyncio.Task[None]:
+        """Fork a process for this; the task that ends with it."""
+        agent_end, writer_end = socket.socketpair()
+        self._server.send(message, [writer_end.fileno()])
+        writer_end.close()
+        self.reading = self._spawn(read_messages(agent_end, self._add_event, self._note))
+        return self.reading
+
+    async def wait(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk."""
+        if self.reading is not None:
+            await asyncio.wait({self.reading})
+
+    async def ask(self, request: ShardsRequest) -> ShardsReply | None:
+        """Have a process do this, and reply. OSError: it failed."""
+        await self.wait()
+        self._reply = None
+        await asyncio.wait({self.start(request)})
+        if isinstance(self._reply, protocol.WriterFailed):
+            raise OSError(self._reply.error)
+        return self._reply
+
+    def _note(self, message: Message) -> None:
+        if isinstance(message, ShardsReply):
+            self._reply = message
+
+
+async def read_messages(
+    sock: socket.socket,
+    add_event: Callable[[Event], None],
+    take: Callable[[Message], None],
+    opened: Callable[[asyncio.StreamWriter], None] = lambda _: None,
+) -> None:
+    """Read lines until the other end closes: events, and messages of the protocol. `opened`: gets the way back."""
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 26)
+    opened(writer)
+    with contextlib.suppress(OSError, ValueError):
+        while line := await reader.readline():
+            received = json.loads(line)
+            if protocol.TAG in received:
+                take(protocol.from_json(received))
+            else:
+                add_event(received)
+    writer.close()

@@ -1,0 +1,41 @@
+"""Which agents have not answered for too long. (pure)"""
+
+from __future__ import annotations
+
+PAUSE_S = 5.0
+"""A look that comes this late tells that the driver itself stood still: its agents had no chance to answer."""
+
+
+class Silences:
+    """The open call of each rank's agent. Times are seconds on the driver's monotonic clock."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        """Seconds after which an agent that has not answered is silent."""
+        self.named: set[int] = set()
+        """The ranks whose agents are silent."""
+        self._asked: dict[int, float] = {}
+        self._looked: float | None = None
+
+    def asked(self, rank: int, now: float) -> None:
+        """A call to this agent is open."""
+        self._asked[rank] = now
+
+    def answered(self, rank: int) -> None:
+        """It has answered, or its rank has ended."""
+        self._asked.pop(rank, None)
+        self.named.discard(rank)
+
+    def over(self, seconds: float) -> bool:
+        """Whether an agent had not answered for so long at the last look."""
+        return self._looked is not None and any(self._looked - at > seconds for at in self._asked.values())
+
+    def look(self, now: float) -> list[int]:
+        """The ranks whose agents are silent from now on."""
+        late = self._looked is not None and now - self._looked > PAUSE_S
+        self._looked = now
+        if late:
+            self._asked = dict.fromkeys(self._asked, now)
+        new = sorted(rank for rank, at in self._asked.items() if now - at > self.limit and rank not in self.named)
+        self.named.update(new)
+        return new

@@ -1,0 +1,43 @@
+"""The memory cgroups of a process: their limits, and the memory that is left in them. (either side)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from raydist.shared.sysfs import counter, read_text
+
+NO_LIMIT = 1 << 60
+"""Without a limit cgroup v1 has a number near 2^63."""
+
+
+def lineage(pid: int | str, root: Path = Path("/")) -> Iterator[Path]:
+    """The memory cgroup of a process, then those that contain it: of v1 if that controller is mounted, else of v2.
+
+    In a container /proc may name the host's path; then only the mount itself is found, which is the container's.
+    """
+    mount = root / "sys/fs/cgroup"
+    entries = [line.split(":", 2) for line in read_text(root / f"proc/{pid}/cgroup").splitlines()]
+    for _, controllers, path in (entry for entry in entries if len(entry) == 3):
+        base = mount / "memory" if "memory" in controllers.split(",") else mount
+        if base != mount or not controllers:
+            own = base / path.lstrip("/")
+            yield from (each for each in (own, *own.parents) if each.is_relative_to(base) and each.exists())
+
+
+def memory_limit(group: Path | None) -> int | None:
+    """The memory limit of a cgroup in bytes; None without a limit."""
+    text = "" if group is None else read_text(group / "memory.max") or read_text(group / "memory.limit_in_bytes")
+    return int(text) if text.isdigit() and int(text) < NO_LIMIT else None
+
+
+def left_in(group: Path) -> int | None:
+    """Bytes that its processes may still take; None without a limit. Cached files make room, as in MemAvailable."""
+    limit = memory_limit(group)
+    used = read_text(group / "memory.current") or read_text(group / "memory.usage_in_bytes")
+    if limit is None or not used.isdigit():
+        return None
+    stat = read_text(group / "memory.stat")
+    names = ("inactive_file", "active_file")  # v1: total_, with those of the groups in it
+    cached = sum(counter(stat, f"total_{name}") or counter(stat, name) or 0 for name in names)
+    return limit - max(0, int(used) - cached)

@@ -1,0 +1,160 @@
+"""The device that a snapshot is copied from: its queue of copies, marks in that queue, page-locked memory. (rank side)
+
+A GPU works through a queue, and the host runs ahead of it. So what has to follow a copy goes into the same queue, and
+the host learns from a mark in it that all before it is done. Nothing else in raydist copies from a GPU or asks it for
+events: a test replaces the device by one whose work finishes when the test says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A place in the queue of a device."""
+
+    def done(self) -> bool:
+        """Whether the device has done all that was queued before."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it has. RuntimeError: an operation of the device failed."""
+        ...
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Seconds of the device between two marks; both must be done."""
+        ...
+
+
+class Device(Protocol):
+    """What snapshots and reports need of a device."""
+
+    def lags(self, tensor: torch.Tensor) -> bool:
+        """Whether the work on this tensor is queued, so that a copy of it is not complete at once."""
+        ...
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy to the memory of the host."""
+        ...
+
+    def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
+        """Queue that `word` (int64, of shape [1], in the host's memory) becomes `value` after the copies of `after`."""
+        ...
+
+    def mark(self) -> Mark:
+        """Mark the end of what is queued now."""
+        ...
+
+    def register(self, memory: torch.Tensor) -> bool:
+        """Page-lock memory of the host (uint8), so that copies to it do not block the host; False if that failed."""
+        ...
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Undo `register`. It must come before the memory is unmapped: later memory may get the same address."""
+        ...
+
+
+class HostMark:
+    """A moment: the host does its work at once."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Do nothing: all is done."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, HostMark)
+        return self.at - earlier.at
+
+
+class HostDevice:
+    """The CPU."""
+
+    def lags(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        into.copy_(source)
+
+    def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
+        word.fill_(value)
+
+    def mark(self) -> Mark:
+        return HostMark()
+
+    def register(self, memory: torch.Tensor) -> bool:
+        return False
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Do nothing: `register` did nothing."""
+
+
+class CudaMark:
+    """An event on the current stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record(torch.cuda.current_stream(device))
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, CudaMark)
+        return float(earlier.event.elapsed_time(self.event)) / 1000
+
+
+class CudaDevice:
+    """The GPU of a rank. A tensor may be on another one: a model may be spread over several."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def lags(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        into.copy_(source, non_blocking=True)
+
+    def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for other in {tensor.device for tensor in after if tensor.is_cuda} - {self._device}:
+            stream.wait_event(torch.cuda.current_stream(other).record_event())
+        made = torch.full((1,), value, dtype=torch.int64, device=self._device)
+        word.copy_(made, non_blocking=True)
+
+    def mark(self) -> Mark:
+        return CudaMark(self._device)
+
+    def register(self, memory: torch.Tensor) -> bool:
+        with torch.cuda.device(self._device):  # a thread begins with GPU 0, and would make a context there
+            code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
+            if int(code) == 0:
+                return True
+            # CUDA keeps the error, and the next kernel raises it, wherever that is: so it is raised, and cleared, here
+            with contextlib.suppress(RuntimeError):
+                torch.full((1,), 0, device=self._device)
+        return False
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        with torch.cuda.device(self._device):
+            code = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+        if int(code) != 0:
+            raise RuntimeError(f"cudaHostUnregister failed with error {int(code)}")
+
+
+def device_of(device: torch.device) -> Device:
+    """The port to this device."""
+    return CudaDevice(device) if device.type == "cuda" else HostDevice()

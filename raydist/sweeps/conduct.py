@@ -1,0 +1,318 @@
+"""The trials of a sweep, from the first to the last: starts them as there is room, hears them, ends them. (driver)
+
+Each trial is a run in a thread of its own, on its own part of the cluster. This thread decides, by rules.py.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+from raydist.launch import run_storage
+from raydist.launch.gangs import Gangs, OneOfMany
+from raydist.launch.payload import RemoteCall
+from raydist.run import run_job
+from raydist.settings.compose import save_settings
+from raydist.settings.config import Job, Sweep
+from raydist.shared import signals
+from raydist.shared.errors import ConfigError, RaydistError, Stopped, nearest
+from raydist.shared.events import Event, read_events
+from raydist.shared.signals import Halt
+from raydist.sweeps import room, rules
+from raydist.sweeps.folder import Folder
+from raydist.sweeps.rules import Prune
+from raydist.sweeps.samplers import Sampler
+from raydist.sweeps.space import Space
+from raydist.sweeps.table import SweepScreen
+from raydist.sweeps.trial import Objective, Trial, WatchedTrial
+from raydist.watch.progress import PROGRESS_NAMES
+from raydist.watch.result import Result
+
+LAG_S = 0.3
+"""Seconds until Ray's view of free resources has the gang that was placed last."""
+END_S = 60.0
+"""Longest wait for trials to end after an error of raydist itself."""
+POLL_S = 0.2
+"""Seconds between two looks for room on the cluster, and between two drawings of the table."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A trial has reported its objective at the next milestone."""
+
+    number: int
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Over:
+    """The run of a trial has ended."""
+
+    number: int
+    error: BaseException | None
+
+
+Message = Reached | Over | Stopped | None
+"""None: a trial has got its place, or lost it."""
+
+
+@dataclass
+class Live:
+    """A trial under way."""
+
+    watched: WatchedTrial
+    milestones: int
+    """How many it has reached; its own thread counts them."""
+    thread: threading.Thread
+    halt: Halt = field(default_factory=Halt)
+    began: float = field(default_factory=time.monotonic)
+    intent: Literal["", "paused", "ended", "stopped"] = ""
+    """Its state once it has stopped."""
+
+
+class Conductor:
+    """Runs the trials. `trials` is their state at any time, `results` has those that ran to their end here."""
+
+    def __init__(
+        self,
+        space: Space,
+        sampler: Sampler,
+        sweep: Sweep,
+        most: int,
+        wanted: tuple[Objective, ...],
+        folder: Folder,
+        screen: SweepScreen,
+        trials: dict[int, Trial],
+        summarize: Callable[[Sequence[Trial]], None],
+        call: RemoteCall | None = None,
+    ) -> None:
+        """`most`: number of trials in all. `wanted`: the objectives. `trials`: of an earlier part of the sweep.
+
+        `summarize`: writes the summary of the sweep.
+        """
+        self.trials, self.results = trials, dict[int, Result[Any]]()
+        self._space, self._sampler, self._sweep, self._most, self._wanted = space, sampler, sweep, most, wanted
+        self._folder, self._screen, self._summarize, self._call = folder, screen, summarize, call
+        self._rule = Prune(sweep.prune, wanted[0] if wanted else Objective("", 1), sweep.min_steps, sweep.reduction)
+        self._live: dict[int, Live] = {}
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._gangs = Gangs()
+        self._placed = 0.0
+        """When a trial has got its place, or lost it."""
+        self._error: BaseException | None = None
+        """Why no other trial is started."""
+
+    @property
+    def states(self) -> list[Trial]:
+        """All trials, by number."""
+        return [self.trials[number] for number in sorted(self.trials)]
+
+    def run(self) -> None:
+        """Run all trials. Raises what ended the sweep before: Stopped, or the error of a trial."""
+        try:
+            with signals.passed_to(self._messages.put):
+                while True:
+                    while self._error is None and self._start_next():
+                        pass
+                    if not self._live and (self._error is not None or self._next() is None):
+                        break
+                    self._hear()
+        finally:
+            self._stop_all(Stopped(signal.SIGTERM))
+            for live in self._live.values():
+                live.thread.join(END_S)
+            self._gangs.clear(close=True)
+        if self._error is not None:
+            raise self._error
+
+    def _next(self) -> int | None:
+        """The number of the next trial, which may be a new one."""
+        more = len(self.trials) < self._most
+        if (number := rules.next_trial(self.states, self._rule, more)) is not None or not more:
+            return number
+        number = len(self.trials)
+        self._change(Trial(number, self._sampler.propose(number), dir=str(number)))
+        return number
+
+    def _start_next(self) -> bool:
+        """Start the next trial if there is room for it; whether it was started, or could never be."""
+        if len(self._live) >= (self._sweep.parallel or len(self.trials) + 1):
+            return False
+        if not all(live.watched.settled for live in self._live.values()):
+            if any(live.watched.waiting for live in self._live.values()):
+                self._gangs.clear()  # they may hold what it waits for
+            return False
+        if (number := self._next()) is None:
+            return False
+        try:
+            wanted = self._space.job(self.trials[number].settings)
+            fresh = time.monotonic() - self._placed < LAG_S
+            job = room.find_room(wanted, self._gangs, alone=not self._live, fresh=fresh)
+        except ConfigError as error:
+            self._fail(number, error)
+            return True
+        if job is not None:
+            self._start(number, job)
+        return job is not None
+
+    def _start(self, number: int, job: Job) -> None:
+        trial = self._change(replace(self.trials[number], state="running", why=""), show=True)
+        sweep = replace(job.sweep, dir=str(self._folder.path))
+        job = replace(job, dir=str(self._folder.path / trial.dir), group="ray", sweep=sweep)
+        thread = threading.Thread(target=self._run, args=(trial, job), name=f"raydist-trial-{number}", daemon=True)
+        self._live[number] = Live(WatchedTrial(self._wanted), len(trial.curve), thread)
+        thread.start()
+
+    def _run(self, trial: Trial, job: Job) -> None:
+        """In the trial's thread."""
+        live = self._live[trial.number]
+
+        def read(event: Event) -> None:
+            self._read(trial.number, live, event)
+
+        error: BaseException | None = None
+        try:
+            if own := run_storage.own_newest(job):
+                job = replace(job, resume=own)
+                self._recall(live, Path(job.dir) / "events.jsonl")
+            write_settings(job, trial.settings)
+            self.results[trial.number] = run_job(job, self._call, OneOfMany(read, live.halt, self._gangs))
+        except BaseException as raised:
+            error = raised
+        self._messages.put(Over(trial.number, error))
+
+    @staticmethod
+    def _recall(live: Live, file: Path) -> None:
+        """Read what a trial reported before: if it was killed after its last report, it says nothing now."""
+        with suppress(OSError):
+            for event in read_events(file, kind="report"):
+                live.watched.add(event)
+
+    def _read(self, number: int, live: Live, event: Event) -> None:
+        """An event of a trial, in its thread."""
+        settled = live.watched.settled
+        reported = live.watched.add(event)
+        if event["kind"] == "warning":
+            self._screen.event(event, number)
+        while reported and self._rule.kind != "none" and event["step"] >= self._rule.milestone(live.milestones):
+            live.milestones += 1
+            self._messages.put(Reached(number, event["step"], event["values"][self._wanted[0].name]))
+        if settled != live.watched.settled:
+            self._placed = time.monotonic()
+            self._messages.put(None)
+
+    def _hear(self) -> None:
+        """Take in a message, if one comes before it is time to look for room again."""
+        try:
+            message = self._messages.get(timeout=POLL_S)
+        except queue.Empty:
+            message = None
+        match message:
+            case Stopped():
+                self._error = message
+                self._screen.say(f"stop  {message}: the trials keep their last state", "yellow")
+                self._stop_all(message)
+            case Reached():
+                self._reached(message)
+            case Over():
+                self._over(message)
+        self._screen.draw(self.states, {number: live.watched for number, live in self._live.items()})
+
+    def _reached(self, message: Reached) -> None:
+        live = self._live[message.number]
+        trial = self._change(self.trials[message.number].reached(message.step, message.value))
+        if live.intent:
+            return
+        match rules.verdict(self.states, message.number, self._rule, len(self.trials) < self._most):
+            case "go on":
+                self._change(replace(trial, passed=len(trial.curve)))
+            case what:
+                live.intent = "paused" if what == "pause" else "ended"
+                live.halt.stop(Stopped(signal.SIGTERM))
+
+    def _over(self, message: Over) -> None:
+        live, before = self._live.pop(message.number), self.trials[message.number]
+        trial = self.trials[message.number] = replace(
+            before,
+            step=max(live.watched.step, before.step),
+            values={**before.values, **live.watched.values},
+            metrics={**before.metrics, **live.watched.metrics},
+            wall_s=before.wall_s + time.monotonic() - live.began,
+        )
+        match message.error:
+            case None:
+                self._tell(replace(trial, state="finished", passed=len(trial.curve)))
+                self._check_objectives(trial)
+            case Stopped() as stopped:
+                self._tell(replace(trial, state=live.intent or "stopped"))
+                if not live.intent:  # nobody here has stopped it
+                    self._end(stopped)
+            case RaydistError() as error:
+                self._fail(trial.number, error)
+            case error:
+                self._change(replace(trial, state="failed", why=f"{type(error).__name__}: {error}"), show=True)
+                self._end(error)
+
+    def _fail(self, number: int, error: RaydistError) -> None:
+        """A trial has failed; `sweep.on_failure` says what follows."""
+        trial = self.trials[number]
+        again = self._sweep.on_failure == "retry" and trial.failures < self._sweep.retries and self._error is None
+        trial = replace(trial, state="waiting" if again else "failed", failures=trial.failures + 1, why=error.message)
+        self._tell(trial)
+        if self._sweep.on_failure == "end":
+            self._end(error)
+
+    def _check_objectives(self, trial: Trial) -> None:
+        """End the sweep if a trial has finished without reporting an objective."""
+        for each in self._wanted:
+            if each.name not in trial.values:
+                known = sorted(trial.metrics.keys() - {*PROGRESS_NAMES})
+                mode, close = "min" if each.sign > 0 else "max", nearest(each.name, known)
+                guess = f"sweep.objective={mode}:{close}" if close else None
+                cause = f"the job reports no number {each.name}"
+                self._end(ConfigError.of("sweep.objective", f"{mode}:{each.name}", cause, guess=guess, known=known))
+                return
+
+    def _tell(self, trial: Trial) -> None:
+        """A trial has changed its state."""
+        self._change(trial, show=True)
+        if trial.state in ("finished", "failed", "paused", "ended"):
+            self._sampler.tell(trial)
+
+    def _change(self, trial: Trial, show: bool = False) -> Trial:
+        self.trials[trial.number] = trial
+        self._folder.note(trial)
+        if show:
+            self._screen.changed(trial, self.states)
+            self._summarize(self.states)
+        return trial
+
+    def _end(self, error: BaseException) -> None:
+        """Start no other trial, and stop those under way, which can be gone on with."""
+        if self._error is None:
+            self._error = error
+            self._stop_all(Stopped(signal.SIGTERM))
+
+    def _stop_all(self, stopped: Stopped) -> None:
+        for live in self._live.values():
+            live.intent = live.intent or "stopped"
+            live.halt.stop(stopped)
+
+
+def write_settings(job: Job, settings: Mapping[str, str]) -> None:
+    """Write what a run folder has of its settings."""
+    folder, own = Path(job.dir, ".hydra"), OmegaConf.create([f"{key}={value}" for key, value in settings.items()])
+    with suppress(OSError):  # a full disk: the record of the trial warns
+        folder.mkdir(parents=True, exist_ok=True)
+        save_settings(job, folder / "config.yaml")
+        OmegaConf.save(own, folder / "overrides.yaml")

@@ -1,0 +1,202 @@
+"""A sweep on one screen: settings -> space -> folder -> cluster -> trials -> SweepResult. (driver)"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from raydist.cluster import connect
+from raydist.launch.payload import RemoteCall
+from raydist.settings.compose import CONFIG, SweepConfig
+from raydist.settings.config import Job, Sweep
+from raydist.settings.overrides import Override
+from raydist.settings.secrets import is_secret
+from raydist.shared import signals
+from raydist.shared.errors import ConfigError, Stopped
+from raydist.shared.events import Events
+from raydist.sweeps import optuna_study, room, samplers, table
+from raydist.sweeps.conduct import Conductor
+from raydist.sweeps.folder import Folder, read_summary, read_trials
+from raydist.sweeps.space import Space
+from raydist.sweeps.table import SweepScreen
+from raydist.sweeps.trial import OPEN, Objective, State, Trial, best_trials, objectives, values_of
+from raydist.watch.result import Result
+
+MAY_CHANGE = ("sweep.", "watch.", "env.", "env=", "env_file=")
+"""The overrides that may be typed beside sweep.resume=."""
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What `raydist.sweep` returns. `sweep.json` in its folder has all of it but `results`."""
+
+    dir: Path
+    """The folder of the sweep."""
+    trials: tuple[Trial, ...]
+    """Each with its number, settings, state, step, values of the objectives, metrics and folder."""
+    best: tuple[Trial, ...] = ()
+    """The best finished trial; with several objectives those that no other one is better than in all of them."""
+    results: dict[int, Result[Any]] = field(default_factory=dict)
+    """By number, of each trial that finished in this call; it has the values that the job's function returned."""
+    importance: dict[str, float] = field(default_factory=dict)
+    """By setting, its part in the differences of the first objective; empty without Optuna or with few trials."""
+
+
+def sweep(job: str | Callable[..., Any], *space: str, args: Sequence[Any] = (), **kwargs: Any) -> SweepResult:
+    """Run a job many times with different settings, side by side as the cluster has room; return the trials.
+
+    - `job`: as for `raydist.run`.
+    - `space`: settings as for `raydist.run`. Those with several values make the space, in Hydra's grammar:
+      "model=mlp,small_cnn", "train.epochs=range(1,4)", "optim.lr=tag(log,interval(1e-4,1e-1))". A function gets its
+      own by job.args: "job.args.hidden=16,32". "sweep.…" say who proposes, who ends early, how many.
+    - `args`, `kwargs`: for a function, the same for all trials.
+
+    ConfigError: a wrong setting, nothing was started; or no trial reports the objective. RunFailed, LaunchError: a
+    trial failed, with sweep.on_failure=end. Stopped: SIGINT or SIGTERM; all trials have saved their last state.
+
+        raydist.sweep("digits", "optim.lr=0.1,0.01", "sweep.objective=min:test_loss").best
+    """
+    call = None if isinstance(job, str) else RemoteCall.of(job, args, kwargs)
+    if isinstance(job, str):
+        return run_sweep([f"job={job}", *space])
+    return run_sweep(space, function=job, call=call)
+
+
+def run_sweep(
+    overrides: Sequence[str],
+    name: str = CONFIG,
+    config_dir: str | None = None,
+    function: Callable[..., Any] | None = None,
+    call: RemoteCall | None = None,
+) -> SweepResult:
+    """Check all, create or reopen the folder, and run the trials. The arguments are those of SweepConfig."""
+    began = time.monotonic()
+    resumed, overrides, name = gone_on_with(overrides, name)
+    config = SweepConfig(overrides, name, config_dir, function)
+    space = Space(config)
+    jobs = [checked(job) for job in space.jobs()]
+    settings, wanted = jobs[0].sweep, objectives(jobs[0].sweep.objective)
+    sampler_name, most = samplers.choose_sampler(settings, space)
+    if sampler_name not in ("grid", "random"):
+        optuna_study.check_optuna(sampler_name)
+    path = resumed or Path(config.make_folder())
+    screen = SweepScreen(jobs[0].watch, wanted)
+    folder = Folder(path, lambda text: screen.event({"kind": "warning", "text": text}))
+    trials = {number: reopened(trial, settings, wanted) for number, trial in read_trials(path).items()}
+    sampler = samplers.sampler(sampler_name, settings, space, path)
+    facts = SweepRecord(without_secrets(overrides), name, space, wanted, sampler_name, settings, config)
+
+    def summarize(states: Sequence[Trial], how: str = "running", shares: Mapping[str, float] | None = None) -> None:
+        folder.summarize(facts.to_json(how, states, shares or {}), states, list(space.parts))
+
+    most = max(most, len(trials))
+    conductor = Conductor(space, sampler, settings, most, wanted, folder, screen, trials, summarize, call)
+    how, shares = "failed", dict[str, float]()
+    screen.say(f"sweep {most} trials, sampler {sampler_name}, in {path}", "bold")
+    try:
+        with signals.stoppable(), Events(path / "sweep.jsonl", (screen.event,)) as events:
+            summarize(conductor.states)
+            with connect.connect(room.job_of_all(jobs, settings.parallel or 1), events):
+                for job in jobs:
+                    room.check_can_ever_fit(job)
+                conductor.run()
+        how, shares = "finished", optuna_study.importance(space, wanted, conductor.states)
+    except Stopped:
+        how = "stopped"
+        raise
+    finally:
+        states = conductor.states
+        summarize(states, how, shares)
+        folder.close()
+        lines = table.summary_facts(states, wanted, shares, str(path), facts.command)
+        screen.summary(lines, table.sweep_headline(states, time.monotonic() - began, how), how == "finished")
+    return SweepResult(path, tuple(states), tuple(best_trials(states, wanted)), conductor.results, shares)
+
+
+def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list[str], str]:
+    """(folder, overrides, config's name) of the sweep that `sweep.resume=` names; without it None, and as they are."""
+    parsed = [Override.parse(text) for text in overrides]
+    folder = next((each.value for each in reversed(parsed) if each.key == "sweep.resume"), None)
+    if not folder:
+        return None, [*overrides], name
+    summary = read_summary(folder)
+    for each in parsed:
+        if not each.text.lstrip("+").startswith(MAY_CHANGE) and each.text not in summary["overrides"]:
+            cause = "the sweep has its settings already; leave this one out"
+            raise ConfigError.of(each.key, each.value, cause, typed=each.text)
+    every = [*summary["overrides"], *overrides]
+    typed = {each.key for each in parsed}
+    for key in (each.key for each in map(Override.parse, summary["overrides"])):
+        if key.startswith("env.") and is_secret(key[4:], "") and key not in typed:
+            raise ConfigError.of(key, None, "its value is not saved; type it again", f"{key}=VALUE")
+    last = {Override.parse(text).key: text for text in every}  # in the order of the first
+    return Path(folder).expanduser().absolute(), [*last.values()], summary["config_name"]
+
+
+def checked(job: Job) -> Job:
+    """The job of a trial; ConfigError for what a trial can't have."""
+    if job.group == "inline":
+        raise ConfigError.of("group", "inline", "a sweep runs on Ray", "group=ray")
+    if job.resume == "auto":
+        cause = "each trial begins by itself; sweep.resume=FOLDER goes on with a sweep"
+        raise ConfigError.of("resume", "auto", cause, "resume=none")
+    return job
+
+
+def reopened(trial: Trial, settings: Sweep, wanted: Sequence[Objective]) -> Trial:
+    """A trial of an earlier part of the sweep: what was under way waits, and so does a failure that may be retried."""
+    again = trial.state == "failed" and settings.on_failure == "retry" and trial.failures <= settings.retries
+    state: State = "waiting" if again or trial.state in OPEN else trial.state
+    return replace(trial, state=state, values=values_of(wanted, trial.metrics))
+
+
+def without_secrets(overrides: Sequence[str]) -> list[str]:
+    """The overrides as they may be saved: without the values of secrets, and without the folder to go on with."""
+    parsed = [Override.parse(text) for text in overrides]
+    return [_saved_override(each) for each in parsed if each.key != "sweep.resume"]
+
+
+def _saved_override(override: Override) -> str:
+    """An override without the value of a secret."""
+    group, _, name = override.key.partition(".")
+    given = (override.value or "").startswith("${")
+    secret = group == "env" and not given and is_secret(name, override.value)
+    return f"{override.key}=${{raydist.secret:{name}}}" if secret else override.text
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """What sweep.json has beside the trials."""
+
+    overrides: list[str]
+    config_name: str
+    space: Space
+    wanted: tuple[Objective, ...]
+    sampler: str
+    settings: Sweep
+    config: SweepConfig
+
+    def to_json(self, state: str, trials: Sequence[Trial], importance: Mapping[str, float]) -> Mapping[str, Any]:
+        """As plain JSON."""
+        return {
+            "state": state,
+            "overrides": self.overrides,
+            "config_name": self.config_name,
+            "space": {key: self.config.overrides[key].get_value_string() for key in self.space.parts},
+            "objectives": [{"name": each.name, "direction": each.direction} for each in self.wanted],
+            "sampler": self.sampler,
+            "prune": self.settings.prune,
+            "best": [trial.number for trial in best_trials(trials, self.wanted)],
+            "importance": importance,
+        }
+
+    def command(self, trial: Trial) -> str:
+        """What to type to run a trial alone."""
+        fixed = [text for text in self.overrides if (key := Override.parse(text).key) not in self.space.parts
+                 and not key.startswith(("sweep.", "hydra."))]  # fmt: skip
+        own = [f"{key}={value}" for key, value in trial.settings.items()]
+        return shlex.join(["python", "-m", "raydist.train", *fixed, *own])

@@ -1,0 +1,109 @@
+"""The folder of a sweep: a record of each trial, and a summary of all. Each file is whole at any time. (driver)
+
+    RUNS/NAME/DATE_sweep/sweep.json     the overrides, the space, the state, the best, and all trials
+                         sweep.csv      a line for each trial
+                         sweep.jsonl    events of the sweep itself: the cluster, warnings
+                         multirun.yaml  the settings, as Hydra has them
+                         optuna.journal with one of Optuna's samplers
+                         7/trial.json   the record of trial 7, in its run folder
+
+A trial's record is written before it starts and at each change, so a sweep whose driver is killed loses nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from raydist.shared.errors import ConfigError
+from raydist.sweeps.trial import Trial
+
+SUMMARY, RECORD = "sweep.json", "trial.json"
+
+
+class Folder:
+    """The folder of a sweep, which only this process writes to."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None] = lambda text: None) -> None:
+        """ConfigError: another process runs the sweep."""
+        self.path, self.warn = path, warn
+        self._full = False
+        self._lock = _locked(path)
+
+    def close(self) -> None:
+        """Let another process go on with the sweep."""
+        self._lock.close()
+
+    def note(self, trial: Trial) -> None:
+        """Write the record of a trial."""
+        folder = self.path / str(trial.number)
+        with suppress(OSError):  # a full disk: _write warns
+            folder.mkdir(exist_ok=True)
+        self._write(folder / RECORD, json.dumps(trial.to_json(), indent=1, default=str))
+
+    def summarize(self, facts: Mapping[str, Any], trials: Sequence[Trial], keys: Sequence[str]) -> None:
+        """Write sweep.json and sweep.csv. `facts`: of the sweep. `keys`: the settings that differ."""
+        records = [trial.to_json() for trial in trials]
+        self._write(self.path / SUMMARY, json.dumps({**facts, "trials": records}, indent=1, default=str))
+        names = sorted({name for trial in trials for name in trial.metrics})
+        text = io.StringIO()
+        table = csv.writer(text)
+        table.writerow(["trial", "state", *keys, "step", "wall_s", *names])
+        for trial in trials:
+            own = [trial.settings.get(key, "") for key in keys]
+            metrics = [trial.metrics.get(name, "") for name in names]
+            table.writerow([trial.number, trial.state, *own, trial.step, round(trial.wall_s, 3), *metrics])
+        self._write(self.path / "sweep.csv", text.getvalue())
+
+    def _write(self, path: Path, text: str) -> None:
+        """Write a file as a whole, or leave it as it is. A full disk does not end the sweep."""
+        part = path.with_name(f".{path.name}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            if not self._full:
+                self._full = True
+                self.warn(f"{path} cannot be written ({error.strerror}): the sweep continues without it")
+        else:
+            self._full = False
+
+
+def _locked(path: Path) -> IO[str]:
+    lock = open(path / ".lock", "w")  # noqa: SIM115 - the process holds it
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        cause = "another process runs this sweep"
+        raise ConfigError.of("sweep.resume", str(path), cause) from None
+    os.set_inheritable(lock.fileno(), False)
+    return lock
+
+
+def read_summary(folder: str) -> Mapping[str, Any]:
+    """sweep.json of a sweep to go on with; ConfigError if the folder has none."""
+    path = Path(folder).expanduser()
+    try:
+        summary: Mapping[str, Any] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        beside = sorted(path.parent.glob(f"*/{SUMMARY}")) if path.parent.is_dir() else []
+        guess = f"sweep.resume={beside[-1].parent}" if beside else None
+        raise ConfigError.of("sweep.resume", folder, f"there is no {SUMMARY} in it", guess=guess) from error
+    return summary
+
+
+def read_trials(folder: Path) -> dict[int, Trial]:
+    """The trials by their records."""
+    records = (json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"*/{RECORD}"))
+    trials = {trial.number: trial for trial in map(Trial.from_json, records)}
+    return dict(sorted(trials.items()))

@@ -1,0 +1,84 @@
+"""Who proposes the settings of the next trial: a grid, random numbers, or Optuna. (driver)"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from raydist.settings.config import Sweep
+from raydist.shared.errors import ConfigError
+from raydist.sweeps.space import Interval, Space
+from raydist.sweeps.trial import Trial, objectives
+
+
+class Sampler(Protocol):
+    """Proposes trials in the order of their numbers."""
+
+    def propose(self, number: int) -> dict[str, str]:
+        """The settings of a trial; for a number that it had before, the same."""
+
+    def tell(self, trial: Trial) -> None:
+        """A trial is paused or over."""
+
+
+class Grid:
+    """Every combination of the choices."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+
+    def propose(self, number: int) -> dict[str, str]:
+        return next(islice(self._space.grid(), number, None))
+
+    def tell(self, trial: Trial) -> None: ...
+
+
+class Random:
+    """Random settings, which depend on the seed and the trial's number only."""
+
+    def __init__(self, space: Space, seed: int) -> None:
+        self._space, self._seed = space, seed
+
+    def propose(self, number: int) -> dict[str, str]:
+        return self._space.draw(self._seed, number)
+
+    def tell(self, trial: Trial) -> None: ...
+
+
+def choose_sampler(sweep: Sweep, space: Space) -> tuple[str, int]:
+    """(sampler, number of trials); ConfigError if the sampler can't do the space."""
+    combinations, name = space.combinations, sweep.sampler
+    if name == "auto":
+        name = "grid" if combinations is not None and (sweep.trials or 0) <= combinations else "random"
+        if combinations is not None and sweep.trials is not None and sweep.trials < combinations:
+            name = "random"
+    intervals = [key for key, part in space.parts.items() if isinstance(part, Interval)]
+    if name == "grid" and intervals:
+        cause = f"{intervals[0]} is an interval, which has no grid"
+        raise ConfigError.of("sweep.sampler", "grid", cause, "sweep.sampler=random", f"{intervals[0]}=A,B,C")
+    if name == "cmaes" and len(intervals) < max(2, len(space.parts)):
+        cause = "CMA-ES needs two or more settings, all of them intervals"
+        raise ConfigError.of("sweep.sampler", "cmaes", cause, "sweep.sampler=tpe")
+    if name == "grid":
+        assert combinations is not None
+        if sweep.trials is not None and sweep.trials < combinations:
+            cause = f"the grid has {combinations} combinations"
+            raise ConfigError.of(
+                "sweep.trials", sweep.trials, cause, "sweep.sampler=random", f"sweep.trials={combinations}"
+            )
+        return name, combinations
+    if sweep.trials is None:
+        raise ConfigError.of("sweep.trials", None, f"sweep.sampler={name} needs a number", "sweep.trials=20")
+    return name, sweep.trials
+
+
+def sampler(name: str, sweep: Sweep, space: Space, folder: Path) -> Sampler:
+    """The sampler of this name. `folder`: of the sweep."""
+    if name == "grid":
+        return Grid(space)
+    if name == "random":
+        return Random(space, sweep.seed)
+    from raydist.sweeps.optuna_study import OptunaSampler
+
+    return OptunaSampler(name, sweep.seed, space, objectives(sweep.objective), folder / "optuna.journal")

@@ -1,0 +1,129 @@
+"""Overrides in Hydra's grammar -> the space of a sweep: what is fixed, what differs, and every combination. (driver)"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hydra.core.override_parser.types import IntervalSweep, Override, Transformer
+
+from raydist.settings.compose import SweepConfig
+from raydist.settings.config import Job
+from raydist.settings.hydra_errors import config_errors
+from raydist.shared.errors import ConfigError
+
+CHECKED = 64
+"""Up to so many combinations of a grid are all checked before anything starts; else each value alone is."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting with a list of values."""
+
+    values: tuple[str, ...]
+    """As in overrides."""
+
+    def draw(self, numbers: random.Random) -> str:
+        """One of them."""
+        return numbers.choice(self.values)
+
+    def ends(self) -> tuple[str, ...]:
+        """All values: each is checked before anything starts."""
+        return self.values
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number between two others, both included."""
+
+    low: float
+    high: float
+    log: bool
+    """Drawn by its logarithm: tag(log, interval(1e-4, 1e-1))."""
+    whole: bool
+    """A whole number: int(interval(8, 64))."""
+
+    def text(self, value: float) -> str:
+        """As in overrides."""
+        return str(round(value)) if self.whole else repr(float(value))
+
+    def draw(self, numbers: random.Random) -> str:
+        """A number in it, uniform or log-uniform."""
+        low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
+        if self.log:
+            value = math.exp(numbers.uniform(math.log(max(low, 1e-300)), math.log(high)))
+        else:
+            value = numbers.uniform(low, high)
+        return self.text(min(max(value, self.low), self.high))
+
+    def ends(self) -> tuple[str, ...]:
+        """Its ends: they are checked before anything starts."""
+        return self.text(self.low), self.text(self.high)
+
+
+class Space:
+    """What differs among the trials, and what does not."""
+
+    def __init__(self, config: SweepConfig) -> None:
+        self._config = config
+        self.parts: dict[str, Choice | Interval] = {}
+        """By setting, in the order in which they were typed."""
+        self._fixed: list[str] = []
+        for key, override in config.overrides.items():
+            if not override.is_sweep_override():
+                self._fixed.append(override.input_line or "")
+                continue
+            if key.startswith("sweep."):
+                raise ConfigError.of(key, override.get_value_string(), "a setting of the sweep itself has one value")
+            self.parts[key] = _part(key, override)
+
+    @property
+    def combinations(self) -> int | None:
+        """Number of combinations; None with an interval."""
+        sizes = [len(part.values) for part in self.parts.values() if isinstance(part, Choice)]
+        return math.prod(sizes) if len(sizes) == len(self.parts) else None
+
+    def grid(self) -> Iterator[dict[str, str]]:
+        """Every combination of the choices, the last setting first."""
+        lists = [part.ends() for part in self.parts.values()]
+        return (dict(zip(self.parts, values, strict=True)) for values in itertools.product(*lists))
+
+    def draw(self, seed: int, number: int) -> dict[str, str]:
+        """The random settings of a trial: always the same for this seed and number."""
+        numbers = random.Random(f"{seed} {number}")
+        return {key: part.draw(numbers) for key, part in self.parts.items()}
+
+    def job(self, settings: Mapping[str, str]) -> Job:
+        """The Job with these settings, checked."""
+        return self._config.job([*self._fixed, *(f"{key}={value}" for key, value in settings.items())])
+
+    def jobs(self) -> Iterator[Job]:
+        """The Jobs to check before anything starts: all combinations, or each value and each end of an interval."""
+        first = {key: part.ends()[0] for key, part in self.parts.items()}
+        if (self.combinations or math.inf) <= CHECKED:
+            yield from (self.job(settings) for settings in self.grid())
+            return
+        yield self.job(first)
+        for key, part in self.parts.items():
+            yield from (self.job({**first, key: value}) for value in part.ends()[1:])
+
+
+def _part(key: str, override: Override) -> Choice | Interval:
+    value, typed = override.value(), override.get_value_string()
+    if not isinstance(value, IntervalSweep):
+        with config_errors([override.input_line or ""]):
+            values = tuple(str(each) for each in override.sweep_iterator(transformer=Transformer.encode))
+        if not values:
+            raise ConfigError.of(key, typed, "it has no value")
+        return Choice(values)
+    low, high = value.start or 0, value.end or 0
+    if not low < high:
+        cause = "the interval is empty" if low > high else "the interval has one number"
+        right = f"{key}=interval({high:g},{low:g})" if low > high else f"{key}={low:g}"
+        raise ConfigError.of(key, typed, cause, f"'{right}'")
+    if "log" in value.tags and low <= 0:
+        raise ConfigError.of(key, typed, "there is no logarithm of 0 and below", f"'{key}=interval({low:g},{high:g})'")
+    return Interval(float(low), float(high), "log" in value.tags, isinstance(low, int) and isinstance(high, int))

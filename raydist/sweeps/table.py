@@ -1,0 +1,123 @@
+"""What a person sees of a sweep: a live table in a terminal, a line for each change elsewhere, a summary. (driver)"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TextIO
+
+from raydist.settings.config import Watch
+from raydist.shared.events import Event
+from raydist.shared.rank_names import counted
+from raydist.sweeps.trial import Objective, Trial, WatchedTrial, best_trials
+from raydist.watch import wording
+from raydist.watch.console import screen
+from raydist.watch.progress import number_text
+
+STYLES = {"finished": "green", "failed": "red", "paused": "dim", "ended": "dim"}
+
+
+class SweepScreen:
+    """Writes each change of a trial, and redraws the table where there is a terminal."""
+
+    def __init__(self, settings: Watch, wanted: Sequence[Objective], stream: TextIO | None = None) -> None:
+        self._quiet = settings.progress == "none"
+        self._screen = screen(settings, sys.stdout if stream is None else stream)
+        self._wanted = wanted
+        self._warned: set[str] = set()
+
+    def say(self, text: str, style: str = "") -> None:
+        """Write a line, unless the sweep is to be quiet."""
+        if not self._quiet:
+            self._screen.say(text, style)
+
+    def event(self, event: Event, trial: int | None = None) -> None:
+        """Show an event of the sweep or of a trial: where Ray is, and each warning once."""
+        if event["kind"] == "cluster":
+            self.say(wording.cluster_line(event))
+        elif event["kind"] == "warning" and event["text"] not in self._warned:
+            self._warned.add(event["text"])
+            self._screen.say(f"warning: {event['text']}{'' if trial is None else f' (trial {trial})'}", "yellow")
+
+    def changed(self, trial: Trial, trials: Sequence[Trial]) -> None:
+        """Write that a trial has begun, is paused or is over."""
+        mark = " (best)" if trial in best_trials(trials, self._wanted) else ""
+        values = [f"{name} {number_text(value)}" for name, value in trial.values.items()]
+        wall = [f"{trial.wall_s:.1f} s"] if trial.wall_s else []
+        own = settings_text({key: brief(value) for key, value in trial.settings.items()})
+        parts = [own, *([f"step {trial.step}"] if trial.step else []), *values, *wall]
+        text = f"trial {trial.number}: {trial.state}{mark}  {'  '.join(parts)}"
+        self.say(text + (f"\n  {trial.why}" if trial.why else ""), STYLES.get(trial.state, ""))
+
+    def draw(self, trials: Sequence[Trial], live: Mapping[int, WatchedTrial]) -> None:
+        """Redraw the table."""
+        if not self._quiet and trials:
+            self._screen.show(list(table_rows(trials, live, self._wanted)), time.monotonic())
+
+    def summary(self, facts: Sequence[tuple[str, str]], headline: str, good: bool) -> None:
+        """Write how the sweep ended."""
+        self._screen.close()
+        self._screen.say(headline, "bold green" if good else "bold red")
+        self._screen.facts(facts)
+
+
+def table_rows(
+    trials: Sequence[Trial], live: Mapping[int, WatchedTrial], wanted: Sequence[Objective]
+) -> Iterator[list[str]]:
+    """The table: headings, the best, the trials under way, then the others, the newest first."""
+    keys = list(trials[0].settings)
+    leaders = best_trials(trials, wanted)
+    yield ["trial", *keys, "state", "step", *(each.name for each in wanted)]
+    under_way = [trial for trial in trials if trial.number in live]
+    others = [trial for trial in reversed(trials) if trial not in leaders and trial not in under_way]
+    for trial in [*leaders, *under_way, *others]:
+        now = live.get(trial.number)
+        values = {**trial.values, **(now.values if now else {})}
+        total = now.metrics.get("steps") if now else None
+        mark = "*" if trial in leaders else ""
+        yield [
+            f"{trial.number}{mark}", *(brief(trial.settings[key]) for key in keys), trial.state,
+            f"{now.step if now else trial.step}" + (f"/{total}" if total else ""),
+            *(number_text(values[each.name]) if each.name in values else "" for each in wanted),
+        ]  # fmt: skip
+
+
+def brief(value: str) -> str:
+    """A value of a setting in few digits."""
+    digits = value.lstrip("-").replace(".", "", 1).replace("e-", "", 1)
+    return f"{float(value):.4g}" if digits.isdigit() and len(digits) > 6 else value
+
+
+def settings_text(settings: Mapping[str, str]) -> str:
+    """`optim.lr=0.01 model=mlp`."""
+    return " ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def sweep_headline(trials: Sequence[Trial], wall_s: float, how: str) -> str:
+    """`sweep finished in 35.2 s: 12 finished, 3 paused`."""
+    states = dict.fromkeys(trial.state for trial in trials)
+    parts = [f"{sum(trial.state == state for trial in trials)} {state}" for state in states]
+    return f"sweep {how} in {wall_s:.1f} s: {counted(len(trials), 'trial')}, {', '.join(parts)}"
+
+
+def summary_facts(
+    trials: Sequence[Trial],
+    wanted: Sequence[Objective],
+    shares: Mapping[str, float],
+    folder: str,
+    command: Callable[[Trial], str],
+) -> list[tuple[str, str]]:
+    """(name, value) lines. `shares`: the importance of settings. `command`: what to type for a trial alone."""
+    facts = []
+    for trial in best_trials(trials, wanted)[:5]:
+        values = [f"{each.name} {number_text(trial.values[each.name])}" for each in wanted]
+        facts.append(("best", f"trial {trial.number}: {', '.join(values)}, {settings_text(trial.settings)}"))
+    if facts:
+        facts.append(("again", command(best_trials(trials, wanted)[0])))
+    if shares:
+        facts.append(("importance", ", ".join(f"{key} {share:.2f}" for key, share in shares.items())))
+    unfinished = [trial for trial in trials if trial.state in ("waiting", "running", "stopped")]
+    if unfinished:
+        facts.append(("go on", f"python -m raydist.tools.sweep sweep.resume={folder}"))
+    return [*facts, ("folder", folder), ("records", "sweep.json, sweep.csv")]

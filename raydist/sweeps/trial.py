@@ -1,0 +1,141 @@
+"""A trial of a sweep: its settings, how far it is, and how it ended. Its record as JSON. (pure)"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raydist.shared.events import Event
+from raydist.watch.result import strict_json
+
+State = Literal["waiting", "running", "stopped", "paused", "finished", "failed", "ended"]
+"""`paused`: worse than others at a milestone, and may still go on. `ended`: for the same reason, for good. `stopped`:
+with the sweep."""
+OPEN: tuple[State, ...] = ("waiting", "running", "stopped")
+"""The states of a trial that is still to be run, or to be gone on with."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A reported number that is to become small or large."""
+
+    name: str
+    sign: int
+    """1: small is good. -1: large is good."""
+
+    @property
+    def direction(self) -> str:
+        """minimize or maximize, in Optuna's words."""
+        return "minimize" if self.sign > 0 else "maximize"
+
+    def cost(self, value: float | None) -> float:
+        """The value as a cost: small is good, and no number is the worst."""
+        return math.inf if value is None or math.isnan(value) else self.sign * value
+
+
+def objectives(text: str) -> tuple[Objective, ...]:
+    """Those of `sweep.objective=min:test_loss,max:accuracy`."""
+    parts = [each.strip().partition(":") for each in text.split(",") if each.strip()]
+    return tuple(Objective(name, 1 if mode == "min" else -1) for mode, _, name in parts)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep, of which `trial.json` in its folder has all."""
+
+    number: int
+    settings: Mapping[str, str]
+    """What differs among the trials, as in overrides: {"optim.lr": "0.01"}."""
+    state: State = "waiting"
+    passed: int = 0
+    """Number of milestones that it may pass: it went on after so many."""
+    curve: Sequence[tuple[int, float]] = ()
+    """(step, objective) at each milestone that it has reached."""
+    step: int = 0
+    values: Mapping[str, float] = field(default_factory=dict)
+    """The last value of each objective."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """The last value of each name that rank 0 reported."""
+    failures: int = 0
+    why: str = ""
+    """Why it failed."""
+    wall_s: float = 0.0
+    """Seconds in which it ran."""
+    dir: str = ""
+    """The run folder, relative to the folder of the sweep."""
+
+    def to_json(self) -> Mapping[str, Any]:
+        """The record, as plain JSON; numbers that JSON does not have become text."""
+        plain: Mapping[str, Any] = strict_json(dataclasses.asdict(self))
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Trial:
+        """The trial of such a record."""
+        curve = tuple((int(step), float(value)) for step, value in plain["curve"])
+        values = {name: float(value) for name, value in plain["values"].items()}  # a NaN is text there
+        metrics = {**plain["metrics"], **values}
+        return cls(**{**plain, "curve": curve, "values": values, "metrics": metrics})
+
+    def reached(self, step: int, value: float) -> Trial:
+        """The trial at its next milestone."""
+        return dataclasses.replace(self, curve=(*self.curve, (step, value)))
+
+
+class WatchedTrial:
+    """Reads the events of a trial: its step, its values, the milestones that it reaches. In the trial's thread."""
+
+    def __init__(self, wanted: Sequence[Objective]) -> None:
+        self.step = 0
+        self.metrics: dict[str, Any] = {}
+        """The last value of each name that rank 0 reported."""
+        self.settled = False
+        """All ranks have a place, and none is being restarted."""
+        self.waiting = False
+        """It waits for resources."""
+        self._wanted = wanted
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The last value of each objective."""
+        return values_of(self._wanted, self.metrics)
+
+    def add(self, happened: Event) -> bool:
+        """Take in an event; whether it is a report of the first objective at a step."""
+        self.waiting = happened["kind"] == "wait"
+        match happened["kind"]:
+            case "plan" | "restarted" | "placed":
+                self.settled = True
+            case "restart" | "wait" | "regroup":
+                self.settled = False
+            case "report" if happened.get("rank") == 0:
+                self.step = max(self.step, happened.get("step") or 0)
+                self.metrics.update(happened["values"])
+                return bool(values_of(self._wanted[:1], happened["values"])) and "step" in happened
+        return False
+
+
+def values_of(wanted: Sequence[Objective], metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The objectives among these metrics that are numbers."""
+    found = {each.name: metrics.get(each.name) for each in wanted}
+    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
+def best_trials(trials: Sequence[Trial], wanted: Sequence[Objective]) -> list[Trial]:
+    """The best finished trial; with several objectives those that no other is better than in all (the Pareto front)."""
+    done = [
+        trial for trial in trials if trial.state == "finished" and all(each.name in trial.values for each in wanted)
+    ]
+    costs = {trial.number: [each.cost(trial.values[each.name]) for each in wanted] for trial in done}
+    if not wanted or not done:
+        return []
+    if len(wanted) == 1:
+        return [min(done, key=lambda trial: (costs[trial.number], trial.number))]
+    return [trial for trial in done if not any(_dominates(costs[other.number], costs[trial.number]) for other in done)]
+
+
+def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True)) and any(a < b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,39 @@
+"""`python -m raydist.tools.sweep`: runs a job with many settings, side by side, the bad ones ended early. (driver)"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from raydist.launch import warm_server
+from raydist.settings.compose import CONFIG
+from raydist.sweeps.flow import run_sweep
+from raydist.tools.command_line import ToolParser, run_tool
+
+DESCRIPTION = """\
+Runs a job once for each combination of settings, as many at a time as the cluster has room for.
+
+    python -m raydist.tools.sweep optim.lr=0.1,0.01 model=mlp,small_cnn job=digits
+    python -m raydist.tools.sweep 'optim.lr=tag(log,interval(1e-4,1e-1))' sweep.trials=40 \\
+        sweep.objective=min:test_loss sweep.prune=asha sweep.sampler=tpe
+    python -m raydist.tools.sweep sweep.resume=runs/digits/DATE_sweep
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sweep. The exit code: 0, 1 if no trial finished, or that of the error that ended it."""
+
+    def sweep() -> int:
+        parser = ToolParser("sweep", DESCRIPTION)
+        parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder like conf/ that is searched first")
+        parser.add_argument("--config-name", "-cn", metavar="NAME", default=CONFIG, help="instead of conf/config.yaml")
+        typed = parser.parse(sys.argv[1:] if argv is None else argv)
+        warm_server.begin(typed.overrides)
+        done = run_sweep(typed.overrides, typed.config_name, typed.config_dir)
+        return int(not any(trial.state == "finished" for trial in done.trials))
+
+    return run_tool(sweep)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""`python -m raydist.tools.watch`: the page of a run, from its folder, its storage, or a Ray job's id. (driver)"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from raydist.cluster import ray_private
+from raydist.shared import env_names
+from raydist.shared.errors import ConfigError
+from raydist.shared.events import read_events
+from raydist.shared.signals import stoppable
+from raydist.state import object_store
+from raydist.tools import command_line, submit
+from raydist.tools.command_line import ToolParser, run_tool
+from raydist.watch.trace import trace_of
+from raydist.watch.web.export import export
+from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
+from raydist.watch.web.mirror import Mirror, Open, stored
+from raydist.watch.web.runs import EVENTS, find_place, no_run
+from raydist.watch.web.server import PageServer, link, open_port, serve_page
+
+
+def watch_parser() -> ToolParser:
+    """The flags, and the place."""
+    parser = ToolParser("watch", "Shows a run in a browser: while it goes on, or from what it has left.")
+    parser.positional("RUN", "a run folder, a folder of runs, the URL of a run in its storage, or newest (default)")
+    parser.add_argument("--job", metavar="ID", help="the run of a job that was submitted to Ray: needs its port only")
+    parser.add_argument("--address", default="", help="with --job: http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)")
+    parser.add_argument("--port", default="0", help="the port on 127.0.0.1 (default: a free one)")
+    parser.add_argument("--export", metavar="FILE.html", help="write the page into one file, and serve nothing")
+    parser.add_argument("--trace", metavar="FILE.json", help="write a trace for https://ui.perfetto.dev instead")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve the page until Ctrl-C, or export it. The exit code: 0; 2 for a wrong flag, or if there is no such run."""
+    return run_tool(lambda: watch(watch_parser().parse(sys.argv[1:] if argv is None else argv)))
+
+
+def watch(typed: argparse.Namespace) -> int:
+    """Find the run, then serve or export it."""
+    places = typed.overrides or ["newest"]
+    if len(places) > 1 or (typed.job and typed.overrides):
+        what = " ".join([*places, *(["--job", typed.job] if typed.job else [])])
+        raise no_run(what, "one run, or one folder of runs, can be watched at a time", places[0])
+    port = int(command_line.number("--port", typed.port, 0, 65535, whole=True))
+    with stoppable(), tempfile.TemporaryDirectory(prefix="raydist-watch-") as folder:
+        root, first, fetch = find_run(typed, places[0], Path(folder))
+        if typed.export or typed.trace:
+            return write_run("--export" if typed.export else "--trace", typed.export or typed.trace, root, first, fetch)
+        return serve_until_stopped(PageServer(root, first, secrets.token_urlsafe(16), fetch), port)
+
+
+def find_run(typed: argparse.Namespace, place: str, copies: Path) -> tuple[Path, str, Fetch]:
+    """(the folder of the list of runs, the run in it or "", what brings its files) for what was typed."""
+    if not typed.job and not object_store.scheme(place):
+        runs = Path(os.environ.get(env_names.RUNS, "runs"))
+        return *find_place(place, runs), is_here
+    if typed.job:
+        name, reader = typed.job, files_of_job(typed.job, typed.address)
+    else:
+        object_store.check_url("watch", place)
+        name, reader = place.rstrip("/").rpartition("/")[2], stored(object_store.parse_path(place))
+    mirror = Mirror(copies / name, reader)
+    asyncio.run(mirror.fetch(EVENTS))
+    if not file_size(copies / name / EVENTS):
+        why = "the job has no run folder (yet)" if typed.job else "no run is there: its records come when it has ended"
+        raise no_run(f"--job {typed.job}" if typed.job else place, why, "it again later")
+    return copies, name, mirror.fetch
+
+
+def files_of_job(job: str, address: str) -> Open:
+    """The run folder of a job, read through the dashboard of its cluster (watch.log_link). ConfigError: no such job."""
+    client = submit.job_client(address)
+    try:
+        node = client.get_job_info(job).driver_node_id
+    except RuntimeError as error:
+        raise ConfigError.of("--job", job, submit.reason_of_ray(error), "the id that `ray job list` shows") from error
+    return lambda name: ray_private.read_log(client, node, f"raydist/{job}/{name}", grows=not name.startswith("blame"))
+
+
+def write_run(flag: str, file: str, root: Path, first: str, fetch: Fetch) -> int:
+    """Write the page (--export) or the trace (--trace) of a run into a file."""
+    if not first:
+        raise no_run(str(root), "a file holds one run", "the folder of one")
+    to = Path(file)
+    try:
+        if flag == "--export":
+            asyncio.run(export(FollowedRun(root / first, fetch), to))
+        else:
+            to.write_text(json.dumps(trace_of(read_events(root / first / EVENTS))), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.of(flag, file, f"it cannot be written ({error.strerror})", f"{flag} report") from error
+    where = "; open it at https://ui.perfetto.dev" if flag == "--trace" else ""
+    print(f"{flag.strip('-')}  {to} ({to.stat().st_size / 1e6:.1f} MB){where}")
+    return 0
+
+
+def serve_until_stopped(server: PageServer, port: int) -> int:
+    """Serve the page, and print its link. The events of the first run are read before somebody opens it."""
+    try:
+        sock = open_port(port)
+    except OSError as error:
+        raise ConfigError.of("--port", str(port), f"it cannot be used ({error.strerror})", "--port 0") from error
+
+    async def until_stopped() -> None:
+        stopped = asyncio.Event()
+        for name in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(name, stopped.set)
+        print(f"page  {link(sock, server.token)}\n      Ctrl-C ends it", flush=True)
+        reading = asyncio.create_task(server.read_first())
+        await serve_page(server, sock, stopped.wait())
+        reading.cancel()
+
+    asyncio.run(until_stopped())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

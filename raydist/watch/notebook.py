@@ -1,0 +1,98 @@
+"""The rich form of a Result in a notebook: the summary, and a small curve of each reported value. (driver)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from html import escape
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from raydist.shared.events import Event, read_events
+from raydist.watch import wording
+from raydist.watch.points import Points
+from raydist.watch.progress import PROGRESS_NAMES, number_text
+
+WIDTH, HEIGHT, PAD = 240, 60, 4
+"""Of a curve, in pixels."""
+CURVES = 8
+"""The most curves that are shown."""
+BINS = 240
+"""The most parts of a curve; of each its least and its greatest value are drawn."""
+Curve = list[tuple[int, float]]
+
+
+def result_html(facts: Mapping[str, Any]) -> str:
+    """A table of the summary, and the curves as SVG. No script, no colors of its own: it fits light and dark.
+
+    `facts`: the content of result.json.
+    """
+    rows = "".join(
+        f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
+        for name, value in wording.summary(facts)
+    )
+    curves: dict[str, Curve] = {}
+    restarts: list[int] = []
+    with suppress(OSError, json.JSONDecodeError):  # the folder may be gone
+        curves, restarts = curves_of(read_events(Path(facts["dir"]) / "events.jsonl"))
+    shown = [svg(name, curve, restarts) for name, curve in list(curves.items())[:CURVES]]
+    failure = f"<pre>{escape(facts['failure'])}</pre>" if facts["failure"] else ""
+    head = f"<b>{escape(wording.headline(facts, None))}</b>"
+    return f"<div>{head}{failure}<table>{rows}</table>{''.join(shown)}</div>"
+
+
+def curves_of(events: Iterable[Event]) -> tuple[dict[str, Curve], list[int]]:
+    """The curve of each reported value, each step once; and the steps at which a restart went on."""
+    points, curves, restarts = Points(), dict[str, Curve](), list[int]()
+    for event in events:
+        if event["kind"] == "run":  # an earlier one had the same folder
+            points, curves, restarts = Points(), {}, []
+        if event["kind"] == "restarted":
+            restarts.append(event["step"])
+        for point in points.add(event):
+            for name, value in point.values.items():
+                if name not in PROGRESS_NAMES:
+                    curves.setdefault(name, []).append((point.step, value))
+    finite = {name: [at for at in curve if isfinite(at[1])] for name, curve in curves.items()}
+    return {name: curve for name, curve in finite.items() if curve}, restarts
+
+
+def svg(name: str, curve: Curve, restarts: Sequence[int] = ()) -> str:
+    """A curve over its steps, its newest value as text; restarts are dashed lines."""
+    low, high = min(value for _, value in curve), max(value for _, value in curve)
+    first, last = curve[0][0], curve[-1][0]
+
+    def x(step: int) -> str:
+        return f"{PAD + (WIDTH - 2 * PAD) * (step - first) / max(1, last - first):.1f}"
+
+    def y(value: float) -> str:
+        return f"{HEIGHT - PAD - (HEIGHT - 2 * PAD) * ((value - low) / (high - low) if high > low else 0.5):.1f}"
+
+    line = " ".join(f"{x(step)},{y(value)}" for step, value in thinned_curve(curve))
+    marks = "".join(
+        f"<line x1='{x(step)}' x2='{x(step)}' y1='0' y2='{HEIGHT}' stroke='currentColor' stroke-dasharray='2' "
+        "opacity='0.5'/>"
+        for step in restarts
+        if first <= step <= last
+    )
+    dot = f"<circle cx='{x(last)}' cy='{y(curve[-1][1])}' r='2' fill='currentColor'/>"
+    label = f"{escape(name)} {number_text(curve[-1][1])}"
+    span = f"{label}: steps {first} to {last}, from {number_text(low)} to {number_text(high)}"
+    return (
+        f"<figure style='display:inline-block;margin:4px'><figcaption>{label}</figcaption>"
+        f"<svg width='{WIDTH}' height='{HEIGHT}' role='img' aria-label='{span}'><title>{span}</title>"
+        f"<polyline points='{line}' fill='none' stroke='currentColor'/>{dot}{marks}</svg></figure>"
+    )
+
+
+def thinned_curve(curve: Curve) -> Curve:
+    """The same curve to the eye: of each of BINS parts the least and the greatest value."""
+    if len(curve) <= 2 * BINS:
+        return curve
+    found: Curve = []
+    for number in range(BINS):
+        part = curve[len(curve) * number // BINS : len(curve) * (number + 1) // BINS]
+        found += sorted({min(part, key=lambda at: at[1]), max(part, key=lambda at: at[1])})
+    return found

@@ -1,0 +1,114 @@
+"""Reports of rank 0 -> points of a curve: each step once over all attempts, and settled before it is told. (pure)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raydist.shared.events import Event
+
+TOTALS = ("steps", "epochs")
+"""Reported names that say how long the training is: no curves."""
+HELD_S = 30.0
+"""Longest time that a step waits for a snapshot or a checkpoint: a loop may save once an hour, or never."""
+
+
+@dataclass
+class Point:
+    """What rank 0 reported of one step."""
+
+    step: int
+    t: float
+    """When it was first reported, in seconds since the epoch."""
+    attempt: int
+    values: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Points:
+    """Holds a step until no restart repeats it: a later step is reported, and a snapshot or a checkpoint has it.
+
+    If a step is told because it has waited HELD_S and is repeated all the same, its first values stay: a tracker can
+    not take a point back, and must not have two.
+    """
+
+    told: int = -1
+    """The newest step that was told, in this run or in the one that it resumes. It is never told again."""
+    repeats: bool = True
+    """Whether a restart can repeat steps; if not, a step is settled once a later one is reported."""
+    attempt: int = 0
+    kept: int = -1
+    """The newest step in a snapshot or a checkpoint."""
+    held: dict[int, Point] = field(default_factory=dict)
+
+    def add(self, event: Event) -> list[Point]:
+        """Take in one event; the points that it settles, in the order of their steps."""
+        match event["kind"]:
+            case "restart" | "regroup":
+                self.attempt += 1
+            case "saved":
+                self.kept = max(self.kept, event["step"])
+            case "begin" if event.get("rank") == 0 and event.get("resumed") is not None:
+                self._drop_after(event["resumed"])
+            case "report" if event.get("rank") == 0:
+                self._take(event)
+                return self._settled(event["t"])
+            case "result":
+                return self.rest()
+        return []
+
+    def rest(self) -> list[Point]:
+        """All points that are held: the run is over."""
+        return self._tell(list(self.held))
+
+    def _take(self, report: Event) -> None:
+        step = report.get("step", max(self.held, default=None))
+        if step is None:
+            return
+        self._drop_after(step - 1)
+        self.kept = max(self.kept, report.get("kept", -1))
+        if step > self.told:
+            self.held.setdefault(step, Point(step, report["t"], self.attempt)).values.update(numbers(report["values"]))
+
+    def _drop_after(self, step: int) -> None:
+        """Forget later steps of earlier attempts: this attempt does them again."""
+        self.held = {at: one for at, one in self.held.items() if at <= step or one.attempt == self.attempt}
+
+    def _settled(self, now: float) -> list[Point]:
+        """Steps before the newest, because an evaluation may still add to that one."""
+        newest = max(self.held, default=-1)
+        covered = [at for at in self.held if at < newest and (at <= self.kept or not self.repeats)]
+        late = [at for at, one in self.held.items() if at < newest and now - one.t > HELD_S]
+        return self._tell([at for at in self.held if at <= max(covered + late, default=-1)])
+
+    def _tell(self, steps: list[int]) -> list[Point]:
+        self.told = max([self.told, *steps])
+        return [self.held.pop(step) for step in sorted(steps)]
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The values that are numbers and make a curve."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in TOTALS
+    }
+
+
+def node_numbers(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The event `nodes` as flat names: `system/node-1/gpu0/util`."""
+    found: dict[str, object] = {}
+    for host, facts in nodes.items():
+        at = f"system/{host}"
+        found |= {f"{at}/cpu": facts["cpu"], f"{at}/memory": share(facts["memory"])}
+        for number, gpu in enumerate(facts["gpus"]):
+            found |= {f"{at}/gpu{number}/{name}": share(value) for name, value in gpu.items()}
+        for port, (received, sent) in facts["ports"].items():
+            found |= {f"{at}/{port}/received": received, f"{at}/{port}/sent": sent}
+    return numbers(found)
+
+
+def share(value: Any) -> Any:
+    """(used, in all) as a share from 0 to 1; anything else as it is."""
+    return value[0] / value[1] if isinstance(value, list | tuple) else value

@@ -1,0 +1,174 @@
+"""track=…: starts a process for each tracker, passes on what it says, and waits for its end. (driver)
+
+Each tracker has a process of its own: one that hangs, raises or has no network delays neither the run nor the others.
+It reads events.jsonl by itself, so the driver does nothing for it while the run goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from raydist.recovery import policy
+from raydist.settings.config import Job, as_saved
+from raydist.settings.run_folder import run_folder
+from raydist.shared.events import Events
+from raydist.state import checkpoint_files
+from raydist.state.object_store import StoragePath, environment, parse_path, reason
+from raydist.watch.trackers import END_S, Ledger, Task
+
+KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
+"""Set in the pods of a TrainJob: its status gets the progress, without a setting."""
+READY_S = 30.0
+"""Longest wait for the variables of a program, before its ranks start."""
+
+
+class Trackers(AbstractContextManager["Trackers"]):
+    """The processes of all trackers of a run."""
+
+    def __init__(self, job: Job, events: Events) -> None:
+        self._job, self._events = job, events
+        before = resumed_folder(job, events) if job.track else None
+        names = [*job.track, *(["kubeflow"] if KUBEFLOW in os.environ else [])]
+        self._all: list[TrackerProcess] = []
+        for name in names:
+            try:
+                self._all.append(TrackerProcess(name, job, events, before))
+            except OSError as error:
+                events.say("warning", text=f"{name} cannot be started ({error}); the run goes on without it")
+
+    def with_ids(self) -> Job:
+        """The job; that of a program with the variables by which its own tracker goes on in the same run.
+
+        What the person has set stays.
+        """
+        if not self._job.script or not self._all:
+            return self._job
+        made = {name: value for each in self._all for name, value in each.variables().items()}
+        new = {name: value for name, value in made.items() if name not in os.environ}
+        return dataclasses.replace(self._job, env={**new, **self._job.env})
+
+    def __exit__(self, *_: object) -> None:
+        until = time.monotonic() + END_S
+        for each in self._all:
+            each.close()
+        for each in self._all:
+            each.wait(until)
+
+
+class TrackerProcess:
+    """The process of one tracker."""
+
+    def __init__(self, name: str, job: Job, events: Events, before: Path | None) -> None:
+        """`before`: the folder of the run that this one resumes."""
+        self._name, self._events = name, events
+        self._variables: dict[str, str] = {}
+        self._ready = threading.Event()
+        self._warned = False
+        folder = Path(job.dir).absolute()
+        ledger = Ledger.read(before or folder, name) if job.resume != "none" else Ledger()
+        if name == "wandb":  # the only one whose ids are made by the client
+            ledger.id = ledger.id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+            self._variables = {"WANDB_RUN_ID": ledger.id, "WANDB_RESUME": "allow"}
+        if name != "mlflow":
+            self._ready.set()
+        ledger.write(folder, name)
+        task = Task(
+            name=name, folder=str(folder), project=job.name or folder.parent.name, settings=as_saved(job),
+            repeats=policy.rule(job).max != 0, program=bool(job.script), begin=events.path.stat().st_size,
+        )  # fmt: skip
+        self._process = start(task, job)
+        self._reader = threading.Thread(target=self._read, name=f"raydist-{name}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said = json.loads(line)
+            self._warned |= "warning" in said
+            self._variables.update(said.get("variables", {}))
+            for kind in ("warning", "track"):
+                if kind in said:
+                    self._events.say(kind, text=said[kind])
+            if "ready" in said:
+                self._ready.set()
+        self._ready.set()
+
+    def variables(self) -> dict[str, str]:
+        """The variables of a program, once the tracker has its run, or READY_S later those that are known."""
+        self._ready.wait(READY_S)
+        return self._variables
+
+    def close(self) -> None:
+        """The run is over: say so, which is the end of its input."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+    def wait(self, until: float) -> None:
+        """Wait for its end until this time of the monotonic clock; then end it."""
+        why = ""
+        try:
+            if code := self._process.wait(max(0.0, until - time.monotonic())):
+                why = f"its process ended with {code}"
+            self._reader.join(1.0)
+        except subprocess.TimeoutExpired:
+            why = f"it did not finish in {END_S:g} s"
+        if why and not self._warned:
+            log = Path("logs", f"track-{self._name}.log")
+            self._events.say("warning", text=f"{self._name} has not all of the run: {why} ({log})")
+        with suppress(ProcessLookupError):  # what its library has started ends too
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def start(task: Task, job: Job) -> subprocess.Popen[str]:
+    """Start the process of a tracker: a new interpreter in a session of its own, so that Ctrl-C does not reach it."""
+    log = Path(task.folder, "logs", f"track-{task.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, **job.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "raydist.watch.trackers.child"], env=env, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True,
+        )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(dataclasses.asdict(task), default=str) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def resumed_folder(job: Job, events: Events) -> Path | None:
+    """The folder on this machine of the run that `resume=` continues, if that has been tracked."""
+    here = run_folder(job)
+    try:
+        with environment(job.env):
+            for run in earlier_runs(job.resume, here):
+                local = run if isinstance(run, Path) else Path(job.dir).absolute().parent / run.name
+                if (local / Ledger.FOLDER).is_dir():
+                    return local
+    except Exception as error:
+        text = f"the run to resume cannot be found ({reason(error)}): trackers begin a new one"
+        events.say("warning", text=text)
+    return None
+
+
+def earlier_runs(resume: str, here: StoragePath) -> list[StoragePath]:
+    """The run folders that `resume=` may mean; `here`: the run's own. Checkpoints are not verified: ranks do that."""
+    if resume == "none":
+        return []
+    if resume != "auto":
+        path = parse_path(resume)
+        path = path.absolute()
+        return [path, path.parent, path.parent.parent]
+    beside = sorted((run for run in here.parent.glob("*") if run != here), key=lambda run: run.name, reverse=True)
+    return [next((run for run in (here, *beside) if checkpoint_files.newest_step(run / "checkpoints") >= 0), here)]

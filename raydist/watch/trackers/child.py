@@ -1,0 +1,223 @@
+"""The main loop: follows events.jsonl, retries, and tells the truth at the end. (driver)
+
+    python -m raydist.watch.trackers.child    its input: a Task as a line of JSON; it ends when the run is over
+
+It says lines of JSON: `warning`, `track` (where a person finds the run), `variables`, `ready`. What libraries print
+goes to logs/track-NAME.log of the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from raydist.shared.events import Event
+from raydist.watch.points import Points, node_numbers
+from raydist.watch.progress import Progress
+from raydist.watch.trackers import END_S, Ending, Ledger, Measured, Task, Tracker
+
+CLASSES = {"tensorboard": "TensorBoard", "mlflow": "Mlflow", "wandb": "Wandb", "trackio": "Trackio",
+           "kubeflow": "Kubeflow"}  # fmt: skip
+LOOK_S = 0.5
+"""Seconds between two looks at the events."""
+AGAIN_S = 10.0
+"""Seconds from a call that raised to the next."""
+HANG_S = 60.0
+"""Seconds after which a call that does not return is a warning."""
+ROWS = 200
+"""The most rows of one call."""
+KEPT_ROWS = 100_000
+"""The most rows that wait for a tracker that does not answer; the oldest go first."""
+Say = Callable[..., None]
+
+
+class Life(threading.Thread):
+    """Knows when the run is over: the driver has closed our input, or is gone. Then there is an end to all of this.
+
+    A driver's forked processes may keep the other end of our input open, so its process id counts too.
+    """
+
+    def __init__(self, name: str, say: Say) -> None:
+        super().__init__(daemon=True)
+        self.over = threading.Event()
+        self.called = 0.0
+        """When the call began that has not returned, on the monotonic clock; 0: there is none."""
+        self._name, self._say, self._driver = name, say, os.getppid()
+
+    def run(self) -> None:
+        told = False
+        while os.getppid() == self._driver and not select.select([0], [], [], LOOK_S)[0]:
+            if self.called and time.monotonic() - self.called > HANG_S and not told:
+                told = True
+                self._say(warning=f"{self._name} has not answered for {HANG_S:g} s; the run goes on without it")
+        self.over.set()
+        time.sleep(END_S + LOOK_S)  # the driver, if it lives, ends this process before
+        os.killpg(0, signal.SIGKILL)
+
+
+class Follower:
+    """One tracker of one run."""
+
+    def __init__(self, task: Task, say: Say, life: Life) -> None:
+        self._task, self._say, self._life = task, say, life
+        self._folder = Path(task.folder)
+        self._ledger = Ledger.read(self._folder, task.name)
+        self._points = Points(told=self._ledger.told, repeats=task.repeats)
+        self._progress = Progress()
+        self._tracker: Tracker | None = None
+        self._rows: list[Measured] = []
+        self._pages, self._pages_before = set[Path](), 0
+        self._ending: Ending | None = None
+        self._placed = self._warned = False
+        self._again = 0.0
+
+    def run(self) -> None:
+        """Follow the events until the run is over, then close the tracker."""
+        lines = read_on(self._folder / "events.jsonl", self._task.begin)
+        over = False
+        while not over and self._ending is None:
+            over = self._life.over.is_set()
+            for happened in next(lines):
+                self._take(happened)
+            if over or self._ending is not None or time.monotonic() >= self._again:
+                self._try(self._bring_up_to_date)
+            if not over and self._ending is None:
+                self._life.over.wait(LOOK_S)
+        self._rows += self._rows_of(self._points.rest())
+        self._try(self._finish)
+
+    def _take(self, happened: Event) -> None:
+        self._rows += self._rows_of(self._points.add(happened))
+        match happened["kind"]:
+            case "begin" if happened.get("rank") == 0:
+                self._progress.begin(happened)
+            case "report" if happened.get("rank") == 0:
+                self._progress.report(happened)
+            case "run":
+                self._pages_before = happened.get("pages", 0)
+            case "plan":
+                self._placed = True
+            case "nodes":
+                self._rows.append(Measured(happened["t"], None, node_numbers(happened["nodes"])))
+            case "result":
+                status = "killed" if happened["status"] == "stopped" else str(happened["status"])
+                text = str(happened["failure"] or happened["error"])
+                self._ending = Ending(status, text.partition("\n")[0])
+        del self._rows[:-KEPT_ROWS]
+
+    @staticmethod
+    def _rows_of(points: list[Any]) -> list[Measured]:
+        return [Measured(point.t, point.step, point.values) for point in points if point.values]
+
+    def _try(self, act: Callable[[], None]) -> None:
+        """Call this; what it raises is one warning, and is tried again later."""
+        self._life.called = time.monotonic()
+        try:
+            act()
+        except Exception as error:
+            traceback.print_exc()
+            self._again = time.monotonic() + AGAIN_S
+            if not self._warned:
+                self._warned = True
+                first = f"{type(error).__name__}: {error}".splitlines()[0]
+                log = self._folder / "logs" / f"track-{self._task.name}.log"
+                self._say(warning=f"{self._task.name}: {first[:300]}; the run goes on without it ({log})")
+        finally:
+            self._life.called = 0.0
+
+    def _bring_up_to_date(self) -> None:
+        """Write what is there to write."""
+        if self._tracker is None and self._wanted():
+            self._tracker = self._open()
+        if self._tracker is None:
+            return
+        if self._task.name == "kubeflow":  # it shows the newest state, settled or not
+            self._tracker.write(())
+        while self._rows:
+            some = self._rows[:ROWS]
+            # noted first: if this process is killed in between, a step is missing rather than there twice
+            self._ledger.told = max([self._ledger.told, *(row.step for row in some if row.step is not None)])
+            self._ledger.write(self._folder, self._task.name)
+            self._life.called = time.monotonic()
+            self._tracker.write(some)
+            del self._rows[: len(some)]
+        for page in sorted(set(self._folder.glob("blame-*.txt")) - self._pages):
+            if int(page.stem.partition("-")[2]) > self._pages_before:
+                self._tracker.page(page)
+            self._pages.add(page)
+
+    def _wanted(self) -> bool:
+        """Whether it is time for the tracker's run: not before the ranks have a place, nor for a program's own one.
+
+        MLflow's makes the id that the program needs.
+        """
+        if self._task.program:
+            return self._task.name == "mlflow" or any(row.step is not None for row in self._rows)
+        return self._placed
+
+    def _open(self) -> Tracker:
+        kind = import_module(f"raydist.watch.trackers.{self._task.name}")
+        tracker = cast("Tracker", getattr(kind, CLASSES[self._task.name])(self._task, self._ledger.id))
+        if self._task.name == "kubeflow":
+            vars(tracker)["progress"] = self._progress
+        self._ledger.id = tracker.id
+        self._ledger.write(self._folder, self._task.name)
+        self._say(variables=dict(tracker.variables), ready=True, track=f"{self._task.name}  {tracker.link}")
+        if why := getattr(tracker, "why_offline", ""):
+            self._say(warning=f"{self._task.name} writes to the run folder ({why}); to upload it: {tracker.link}")
+        return tracker
+
+    def _finish(self) -> None:
+        self._bring_up_to_date()
+        if self._tracker is not None:
+            self._tracker.close(self._ending or Ending("killed", "the driver ended without a result"))
+
+
+def read_on(path: Path, begin: int) -> Iterator[list[Event]]:
+    """At each call the events that were added; a line that is still being written comes with the next ones."""
+    cut = b""
+    with path.open("rb") as file:
+        file.seek(begin)
+        while True:
+            *whole, cut = (cut + file.read()).split(b"\n")
+            yield [json.loads(line) for line in whole]
+
+
+def main() -> None:
+    """Track one run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to a whole job: the run's own end comes first
+    os.nice(10)
+    task = Task(**json.loads(sys.stdin.readline()))
+    said = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(**facts: Any) -> None:
+        with suppress(OSError):  # the driver is gone
+            print(json.dumps(facts), file=said)
+
+    life = Life(task.name, say)
+    life.start()
+    code = 1
+    try:
+        Follower(task, say, life).run()
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # threads of a library that has failed would wait for ever
+
+
+if __name__ == "__main__":
+    main()

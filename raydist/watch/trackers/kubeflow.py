@@ -1,0 +1,74 @@
+"""Progress to Kubeflow Trainer: what `kubectl describe trainjob` shows as Trainer Status. (driver)
+
+A TrainJob's pods get the three variables if its controller has the feature gate TrainJobStatus (alpha in 2.2). The
+request is that of its documentation, docs/user-guides/trainjob-progress.md: POST {"trainerStatus": {…}} with the token
+of a file, which is replaced now and then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from raydist.watch.points import numbers
+from raydist.watch.progress import Progress
+from raydist.watch.trackers import Ending, Measured, Task
+
+URL, TOKEN, CA = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "TOKEN", "CA_CERT"))
+EVERY_S = 5.0
+"""Shortest time between two requests."""
+ANSWER_S = 5.0
+METRICS = 16
+"""The most metrics that are sent: they are kept in the TrainJob object."""
+
+
+class Kubeflow:
+    """Shows the newest state, not each step."""
+
+    def __init__(self, task: Task, run: str) -> None:
+        self.id, self.link, self.variables = task.run, os.environ[URL], dict[str, str]()
+        self.progress = Progress()
+        """The main loop's own, once it is set."""
+        self._due = 0.0
+
+    def write(self, rows: Sequence[Measured]) -> None:
+        if time.monotonic() >= self._due:
+            self._send(99)
+            self._due = time.monotonic() + EVERY_S
+
+    def page(self, path: Path) -> None:
+        """There is no place for it."""
+
+    def close(self, ending: Ending) -> None:
+        self._send(100 if ending.status == "finished" else 99)
+
+    def _send(self, most: int) -> None:
+        """Send the progress; 100 percent is for a run that has finished."""
+        body = json.dumps({"trainerStatus": status(self.progress, most)}).encode()
+        headers = {"Authorization": f"Bearer {Path(os.environ[TOKEN]).read_text().strip()}",
+                   "Content-Type": "application/json"}  # fmt: skip
+        request = urllib.request.Request(os.environ[URL], body, headers)
+        trusted = ssl.create_default_context(cafile=os.environ.get(CA))
+        urllib.request.urlopen(request, timeout=ANSWER_S, context=trusted).close()
+
+
+def status(progress: Progress, most: int) -> Mapping[str, object]:
+    """The fields of TrainJob.status.trainerStatus, those that are known."""
+    found: dict[str, object] = {"lastUpdatedTime": datetime.now(timezone.utc).isoformat()}
+    step, steps, (rate, _) = progress.step or 0, progress.totals.get("steps"), progress.rates()
+    if most == 100:
+        found |= {"progressPercentage": 100, "estimatedRemainingSeconds": 0}
+    elif steps:
+        found["progressPercentage"] = max(0, min(most, int(100 * step / steps)))
+        if rate > 0:
+            found["estimatedRemainingSeconds"] = max(0, round((steps - step) / rate))
+    values = numbers({**progress.values, **progress.evaluated})
+    if values:
+        found["metrics"] = [{"name": name, "value": f"{value:.6g}"} for name, value in list(values.items())[:METRICS]]
+    return found

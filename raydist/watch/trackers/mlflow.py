@@ -1,0 +1,77 @@
+"""MLflow: a server, or a database. (driver)"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from raydist.watch.trackers import Ending, Measured, Task, by_full_name
+
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+METRICS, PARAMS, LONGEST = 1000, 100, 6000
+"""The most metrics and params of one request, and characters of a param (mlflow.utils.validation)."""
+
+
+class Mlflow:
+    """The user's MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME count; the run has the name of its folder."""
+
+    def __init__(self, task: Task, run: str) -> None:
+        # its own retries last minutes; a call that raised is made again anyway
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+        import mlflow
+
+        self._client = mlflow.MlflowClient()
+        self.id = run or os.environ.get("MLFLOW_RUN_ID", "")
+        if self.id:
+            self._client.update_run(self.id, status="RUNNING")
+        else:
+            made = self._client.create_run(self._experiment(task.project), run_name=task.run)
+            self.id = made.info.run_id
+            self._log_settings(task)
+        uri = mlflow.get_tracking_uri()
+        self.link = f"{uri} run {self.id}"
+        self.variables = {"MLFLOW_RUN_ID": self.id, "MLFLOW_TRACKING_URI": uri}
+
+    def _experiment(self, project: str) -> str:
+        if made := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return made
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", project)
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self._client.create_experiment(name))
+
+    def _log_settings(self, task: Task) -> None:
+        from mlflow.entities import Param
+
+        params = (Param(plain(name), str(value)[:LONGEST]) for name, value in by_full_name(task.settings).items())
+        while some := list(islice(params, PARAMS)):
+            self._client.log_batch(self.id, params=some)
+
+    def write(self, rows: Sequence[Measured]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = (
+            Metric(plain(name), value, int(t * 1000), int(t) if step is None else step)
+            for t, step, values in rows
+            for name, value in values.items()
+        )
+        while some := list(islice(metrics, METRICS)):  # one that it has already is left out by the server
+            self._client.log_batch(self.id, metrics=some)
+
+    def page(self, path: Path) -> None:
+        self._client.log_text(self.id, path.read_text(), path.name)
+
+    def close(self, ending: Ending) -> None:
+        tags = {"raydist.status": ending.status, "raydist.culprit": ending.text}
+        for name, text in tags.items():
+            self._client.set_tag(self.id, name, text)
+        self._client.set_terminated(self.id, STATUS[ending.status], int(time.time() * 1000))
+
+
+def plain(name: str) -> str:
+    """A name of the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

@@ -1,0 +1,56 @@
+"""Weights & Biases: its cloud, a server, or a folder for `wandb sync`. (driver)"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from raydist.watch.trackers import Ending, Measured, Task
+
+INIT_S = 20.0
+"""Longest wait for its server; without an answer the run is written to the run folder."""
+
+
+class Wandb:
+    """The user's WANDB_… variables count; the run has the name of its folder.
+
+    `step` is a value of its own: W&B's internal step must grow with each call, and the nodes' metrics have none.
+    """
+
+    def __init__(self, task: Task, run: str) -> None:
+        import wandb
+
+        quiet = wandb.Settings(
+            console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True, init_timeout=INIT_S
+        )
+        facts: Any = {
+            "project": os.environ.get("WANDB_PROJECT", task.project), "name": task.run, "id": run, "resume": "allow",
+            "dir": task.folder, "config": dict(task.settings), "settings": quiet, "allow_val_change": True,
+        }  # fmt: skip
+        try:
+            self._run = wandb.init(**facts)
+        except (wandb.errors.Error, OSError) as error:  # no key, no network, no such server
+            if "WANDB_MODE" in os.environ:
+                raise
+            self._run = wandb.init(**facts, mode="offline")
+            self.why_offline = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.id, self.variables = run, {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow"}
+        self.link = self._run.url or f"wandb sync {Path(self._run.dir).parent}"
+        self._folder, self._teardown = task.folder, wandb.teardown
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step", step_sync=False)
+        self._run.define_metric("system/*", step_metric="system/t")
+
+    def write(self, rows: Sequence[Measured]) -> None:
+        for t, step, values in rows:
+            self._run.log({**values, **({"system/t": t} if step is None else {"step": step})})
+
+    def page(self, path: Path) -> None:
+        self._run.save(str(path), base_path=self._folder, policy="now")
+
+    def close(self, ending: Ending) -> None:
+        self._run.summary.update({"raydist.status": ending.status, "raydist.culprit": ending.text})
+        self._run.finish(exit_code=0 if ending.status == "finished" else 1)
+        self._teardown()

@@ -1,0 +1,43 @@
+"""What writes and shows the events of a run: records, failure pages, console, page, metrics. (driver)"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from raydist.settings.config import Job
+from raydist.shared.events import Events, Reader
+from raydist.watch.console import Console
+from raydist.watch.job_metadata import JobMetadata
+from raydist.watch.log_link import LogLink
+from raydist.watch.metrics import Metrics
+from raydist.watch.page_files import Pages
+from raydist.watch.result import Figures
+from raydist.watch.web.beside import PageBeside
+
+
+class Watched(NamedTuple):
+    """A run that is watched."""
+
+    events: Events
+    figures: Figures
+
+
+@contextlib.contextmanager
+def watching(job: Job, shown: Reader | None = None) -> Iterator[Watched]:
+    """Inside the block, all events of the run have their readers. `shown`: one in place of the console."""
+    folder, figures = Path(job.dir), Figures()
+    console = Console(job.watch, failures=figures.failures)
+    readers = (
+        figures.add,
+        Pages(folder, figures.failures),
+        shown or console,
+        JobMetadata(job.watch),
+        LogLink(folder),
+        Metrics(f"{job.name}/{folder.name}", figures),
+    )
+    with console, Events(folder / "events.jsonl", readers, whole=bool(job.track)) as events, PageBeside(job) as page:
+        console.link(page.link)
+        yield Watched(events, figures)

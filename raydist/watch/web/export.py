@@ -1,0 +1,48 @@
+"""The page of a run as one file that opens from a disk: styles, scripts, curves, logs and failures inside. (driver)"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from raydist.watch.web.follow import FollowedRun, Viewer, log_name, read_from
+from raydist.watch.web.server import STATIC
+
+LOGS = 32
+"""Ranks whose logs go into the file: all ranks with a failure, then the first."""
+
+
+async def export(run: FollowedRun, to: Path) -> None:
+    """Write the page of a run as it is now. OSError: the file can't be written."""
+    while await run.catch_up() < 1:
+        pass
+    failures = run.model.figures.failures.found
+    ranks = list(dict.fromkeys([*(failure.cause["rank"] for failure in failures), *sorted(run.model.ranks)]))[:LOGS]
+    for name in [*(failure.page for failure in failures), *map(log_name, ranks)]:
+        await run.fetch(name)
+    pages = {failure.page: run.folder / failure.page for failure in failures}
+    data = {
+        "now": run.model.figures.ended,
+        "sections": {name: json.loads(text) for name, text in Viewer(run).news(1.0)},
+        "pages": {name: path.read_text(errors="replace") for name, path in pages.items() if path.exists()},
+        "logs": {rank: read_from(run.folder / log_name(rank), -1)[0] for rank in ranks},
+    }
+    to.write_text(one_file(json.dumps(data, separators=(",", ":"))), encoding="utf-8")
+
+
+def one_file(data: str) -> str:
+    """The page with all that it would load, and the data of a run."""
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+
+    def style(match: re.Match[str]) -> str:
+        return f"<style>\n{(STATIC / match[1]).read_text(encoding='utf-8')}</style>"
+
+    def script(match: re.Match[str]) -> str:
+        return f"<script{match[2]}>\n{(STATIC / match[1]).read_text(encoding='utf-8')}</script>"
+
+    page = re.sub(r'<link rel="stylesheet" href="([^"]+)">', style, page)
+    page = re.sub(r'<script src="([^"]+)"([^>]*)></script>', script, page)
+    safe = data.replace("</", "<\\/")
+    element = f'<script type="application/json" id="data">{safe}</script>\n'
+    return page.replace("<script>", element + "<script>", 1)

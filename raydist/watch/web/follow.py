@@ -1,0 +1,176 @@
+"""Follows a run folder while somebody looks: folds new events, gives what a viewer has not seen yet. (driver)"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from raydist.watch.web.curves import SHOWN, Curve, Piece
+from raydist.watch.web.model import Model
+
+SLICE = 1 << 19
+"""Bytes of events that are folded before other work gets its turn: some 30 ms."""
+TURN_S = 0.3
+"""Seconds of folding after which viewers are told how far it is."""
+TAIL = 1 << 17
+"""Bytes at the end of a log that a viewer gets before its new lines."""
+MOST_SHOWN = 4 * SHOWN
+"""Most points of a curve in a page: beyond, it gets the curve again, thinned."""
+FOUND = 300
+"""Most lines that a search gives."""
+SHARED = re.compile(r"blame-\d+\.txt|logs/rank-\d+\.(log|nccl|stacks)")
+"""The files of a run folder that a page may read beside its events."""
+
+
+class Fetch(Protocol):
+    """Brings a file into the run folder before it is read."""
+
+    async def __call__(self, name: str) -> None: ...
+
+
+async def is_here(name: str) -> None:
+    """For a run folder of this machine."""
+
+
+@dataclass
+class FollowedRun:
+    """One run folder, and the fold of its events so far."""
+
+    folder: Path
+    fetch: Fetch = is_here
+    model: Model = field(default_factory=Model)
+    read: int = 0
+    """Bytes of events.jsonl that were folded."""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def catch_up(self, turn_s: float = TURN_S) -> float:
+        """Fold new events, for at most so many seconds; the share of the file that is folded."""
+        await self.fetch("events.jsonl")
+        path, until = self.folder / "events.jsonl", time.monotonic() + turn_s
+        async with self._lock:
+            while (size := file_size(path)) > self.read:
+                if not self._fold(path) or time.monotonic() > until:
+                    return self.read / size
+                await asyncio.sleep(0)
+        return 1.0
+
+    def _fold(self, path: Path) -> int:
+        """Fold the next whole lines; their bytes."""
+        with path.open("rb") as file:
+            file.seek(self.read)
+            lines = file.read(SLICE)
+            if not lines.endswith(b"\n") and b"\n" not in lines:
+                lines += file.readline()
+        whole = lines[: lines.rfind(b"\n") + 1]
+        for line in whole.decode(errors="replace").split("\n")[:-1]:
+            with contextlib.suppress(ValueError):  # a crash cut it off, and a later run in this folder went on
+                self.model.add(json.loads(line))
+        self.read += len(whole)
+        return len(whole)
+
+    async def log(self, rank: int, poll_s: float) -> AsyncIterator[str]:
+        """The end of a rank's log, then its new lines; an empty text each time that there are none."""
+        path, at = self.folder / log_name(rank), -1
+        while True:
+            await self.fetch(log_name(rank))
+            text, at = read_from(path, at)
+            yield text
+            if not text:
+                await asyncio.sleep(poll_s)
+
+    def search(self, text: str) -> list[tuple[int, int, str]]:
+        """(rank, number of the line, line) of the lines in all logs that contain this text, in any case."""
+        found: list[tuple[int, int, str]] = []
+        paths = {int(path.stem[5:]): path for path in self.folder.glob("logs/rank-*.log")}
+        for rank, path in sorted(paths.items()):
+            found += matching(rank, path, text.casefold(), FOUND - len(found))
+        return found
+
+
+def log_name(rank: int) -> str:
+    """A rank's log in the run folder."""
+    return f"logs/rank-{rank}.log"
+
+
+def file_size(path: Path) -> int:
+    """In bytes; 0 without the file."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def read_from(path: Path, at: int) -> tuple[str, int]:
+    """The whole lines of a log after byte `at`, and where they end; below 0: of its last TAIL bytes."""
+    size = file_size(path)
+    begin = max(0, size - TAIL) if at < 0 else at
+    if size <= begin:
+        return "", begin if at >= 0 or size else -1
+    with path.open("rb") as file:
+        file.seek(begin)
+        block = file.read(max(TAIL, 1 << 16))
+    end = block.rfind(b"\n") + 1 or len(block)
+    begin_of_line = block.find(b"\n") + 1 if at < 0 and begin else 0
+    return block[begin_of_line:end].decode(errors="replace"), begin + end
+
+
+def matching(rank: int, path: Path, text: str, most: int) -> Iterator[tuple[int, int, str]]:
+    """The lines of one log that contain a text, at most so many."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if most <= 0:
+                return
+            if text in line.casefold():
+                most -= 1
+                yield rank, number, line.rstrip()[:500]
+
+
+class Shown(NamedTuple):
+    """What a page has of a curve."""
+
+    curve: Curve
+    cuts: int
+    read: int
+    """Points that were sent or thinned away."""
+    points: int
+    """Points that it holds."""
+
+
+@dataclass
+class Viewer:
+    """What one open page has been sent."""
+
+    run: FollowedRun
+    sent: dict[str, str] = field(default_factory=dict)
+    points: dict[str, Shown] = field(default_factory=dict)
+    """By the name of a curve."""
+
+    def news(self, share: float) -> Iterator[tuple[str, str]]:
+        """(name, JSON) of each section that has changed; of curves only what was added, where nothing was replaced."""
+        for name, section in {**self.run.model.sections(), "read": {"share": round(share, 3)}}.items():
+            text = json.dumps(section, separators=(",", ":"))
+            if self.sent.get(name) != text:
+                self.sent[name] = text
+                yield name, text
+        if curves := {
+            name: piece for name, curve in self.run.model.curves.items() if (piece := self._new(name, curve))
+        }:
+            yield "curves", json.dumps(curves, separators=(",", ":"))
+
+    def _new(self, name: str, curve: Curve) -> tuple[bool, Piece] | None:
+        """(whether it takes the place of all before, the points); None without new ones."""
+        known, count = self.points.get(name), len(curve.steps)
+        added = count - known.read if known else 0
+        if known is None or known.curve is not curve or known.cuts != curve.cuts or known.points + added > MOST_SHOWN:
+            piece = curve.piece()
+            self.points[name] = Shown(curve, curve.cuts, count, len(piece.steps))
+            return True, piece
+        self.points[name] = Shown(curve, curve.cuts, count, known.points + added)
+        return (False, curve.since(known.read)) if added else None

@@ -1,0 +1,79 @@
+"""Finds run folders: the one that a person names, the newest, those beside it. (driver)"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TypedDict
+
+from raydist.shared.errors import ConfigError, nearest
+
+EVENTS = "events.jsonl"
+TAIL = 1 << 16
+"""Bytes at the end of a run's events in which its result is looked for."""
+MOST = 500
+"""Most runs of a list, the newest first."""
+
+
+class RunRow(TypedDict):
+    """One line in the list of runs."""
+
+    run: str
+    """Its path below the folder of the list."""
+    changed: float
+    """When its newest event was written, in seconds since the epoch."""
+    status: str
+    """finished, failed, stopped; empty without a result."""
+    text: str
+    """Its metrics, or its failure."""
+
+
+def runs_below(root: Path) -> dict[str, Path]:
+    """The run folders at most three levels below `root`, itself included, the newest first; by their paths below it."""
+    paths = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in root.glob(depth + EVENTS)]
+    newest = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[:MOST]
+    return {str(path.parent.relative_to(root)): path.parent for path in newest}
+
+
+def find_place(place: str, here: Path) -> tuple[Path, str]:
+    """(the folder of a list of runs, the run in it or "" for the list) of what a person typed: a folder, `newest`.
+
+    `here`: the folder in which `newest` is looked for.
+    """
+    if place == "newest":
+        runs = runs_below(here)
+        if not runs:
+            raise no_run(place, f"no run is below {here.absolute()}", "a run folder, or a folder of runs")
+        newest = next(iter(runs.values()))
+        return newest.parent, newest.name
+    folder = Path(place).absolute()
+    if (folder / EVENTS).exists():
+        return folder.parent, folder.name
+    if not folder.is_dir() or not runs_below(folder):
+        there = [path.name for path in folder.parent.glob("*")] if folder.parent.is_dir() else []
+        guess = nearest(folder.name, there)
+        why = "no run is in that folder" if folder.is_dir() else "there is no such folder"
+        raise no_run(place, why, str(folder.parent / guess) if guess else "newest")
+    return folder, ""
+
+
+def no_run(place: str, why: str, instead: str) -> ConfigError:
+    """The refusal of a place that a person typed, and what to type instead."""
+    return ConfigError(f"{place}: {why}; type {instead}", "RUN", place, instead)
+
+
+def run_row(name: str, folder: Path) -> RunRow:
+    """One line of the list, from the end of the run's events."""
+    path = folder / EVENTS
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        last = next((line for line in reversed(file.read().splitlines()) if b'"kind": "result"' in line), b"{}")
+    try:
+        result = json.loads(last)
+    except ValueError:
+        result = {}
+    numbers = [(name, value) for name, value in result.get("metrics", {}).items() if isinstance(value, float)]
+    text = result.get("failure", "").partition("\n")[0] or ", ".join(
+        f"{name} {value:.4g}" for name, value in numbers[:6]
+    )
+    return {"run": name, "changed": path.stat().st_mtime, "status": result.get("status", ""), "text": text}

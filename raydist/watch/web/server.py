@@ -1,0 +1,211 @@
+"""Serves the page on 127.0.0.1 to whoever has its token: static files, a stream of news, logs, other runs. (driver)"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raydist.watch.web.follow import SHARED, Fetch, FollowedRun, Viewer, is_here
+from raydist.watch.web.runs import run_row, runs_below
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".LICENSE": "text/plain"}
+POLL_S = 0.5
+"""Seconds between two looks at a run folder while somebody watches."""
+PING_S = 15.0
+"""Seconds of silence after which a stream says that it is alive: proxies close silent connections."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
+
+
+@dataclass
+class PageServer:
+    """The page of the runs below one folder."""
+
+    root: Path
+    first: str
+    """The run that the page shows if its address names none; empty: the list of runs."""
+    token: str
+    fetch: Fetch = is_here
+    """Brings files of the first run into its folder."""
+    followed: dict[str, FollowedRun] = field(default_factory=dict)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request whose path has the token in it: behind a proxy it may have a prefix."""
+        from aiohttp import web
+
+        *before, name = request.path.split("/")
+        if not before or not hmac.compare_digest(before[-1].encode(), self.token.encode()):
+            if hmac.compare_digest(name.encode(), self.token.encode()) and request.method == "GET":
+                return web.Response(status=308, headers={"Location": f"{name}/"})
+            return web.Response(status=404)
+        calls: dict[str, Handler] = {
+            "runs": self.runs, "stream": self.stream, "curves": self.curves, "file": self.file, "log": self.log,
+            "search": self.search,
+        }  # fmt: skip
+        if request.method != "GET":
+            return web.Response(status=405, headers=HEADERS)
+        if name in calls:
+            return await calls[name](request)
+        file = STATIC / (name or "index.html")
+        if file.parent != STATIC or file.suffix not in TYPES or not file.is_file():
+            return web.Response(status=404, headers=HEADERS)
+        return web.Response(body=file.read_bytes(), content_type=TYPES[file.suffix], charset="utf-8", headers=HEADERS)
+
+    def run(self, request: web.Request) -> FollowedRun:
+        """The run that the request names, else the first; HTTPNotFound if it is not there."""
+        from aiohttp import web
+
+        name = request.query.get("run") or self.first
+        if name not in self.followed and name not in runs_below(self.root):
+            raise web.HTTPNotFound(headers=HEADERS)
+        return self.follow(name)
+
+    def follow(self, name: str) -> FollowedRun:
+        """A run of the list, with all that was read of it."""
+        if name not in self.followed:
+            self.followed[name] = FollowedRun(self.root / name, self.fetch if name == self.first else is_here)
+        return self.followed[name]
+
+    async def read_first(self) -> None:
+        """Read the events of the first run: who opens its page later need not wait."""
+        while self.first and await self.follow(self.first).catch_up() < 1:
+            pass
+
+    async def runs(self, request: web.Request) -> web.Response:
+        """The runs below the folder."""
+        rows = await asyncio.to_thread(lambda: [run_row(name, path) for name, path in runs_below(self.root).items()])
+        return as_json({"folder": str(self.root), "first": self.first, "runs": rows})
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """News of the run, as server-sent events, until the viewer leaves."""
+        run = self.run(request)
+        return await send_events(request, self._news(run))
+
+    async def _news(self, run: FollowedRun) -> AsyncIterator[tuple[str, str]]:
+        viewer, before = Viewer(run), -1
+        while True:
+            share = await run.catch_up()
+            if (read := run.read) != before or share < 1:
+                for name, text in viewer.news(share):
+                    yield name, text
+            before = read
+            if share == 1:
+                yield "", ""
+                await asyncio.sleep(POLL_S)
+
+    async def curves(self, request: web.Request) -> web.Response:
+        """All curves of a run, or between `from` and `to` of `by` (step or time), thinned to a screen."""
+        run = self.run(request)
+        while await run.catch_up() < 1:
+            pass
+        low, high = query_number(request, "from", -math.inf), query_number(request, "to", math.inf)
+        by = request.query.get("by", "step")
+        pieces = {name: (True, curve.piece(low, high, by)) for name, curve in run.model.curves.items()}
+        return as_json({"began": run.model.figures.began, "curves": pieces})
+
+    async def file(self, request: web.Request) -> web.Response:
+        """A page of a failure, or another text of the run folder that a page may read."""
+        from aiohttp import web
+
+        run, name = self.run(request), request.query.get("name", "")
+        if not SHARED.fullmatch(name):
+            raise web.HTTPNotFound(headers=HEADERS)
+        await run.fetch(name)
+        if not (run.folder / name).is_file():
+            raise web.HTTPNotFound(headers=HEADERS)
+        text = (run.folder / name).read_text(encoding="utf-8", errors="replace")
+        return web.Response(text=text, headers=HEADERS)
+
+    async def log(self, request: web.Request) -> web.StreamResponse:
+        """A rank's log: its end, then its new lines."""
+        run, rank = self.run(request), int(query_number(request, "rank", 0))
+
+        async def lines() -> AsyncIterator[tuple[str, str]]:
+            async for text in run.log(rank, POLL_S):
+                yield ("log", json.dumps(text)) if text else ("", "")
+
+        return await send_events(request, lines())
+
+    async def search(self, request: web.Request) -> web.Response:
+        """The lines of all logs that contain a text."""
+        run, text = self.run(request), request.query.get("text", "")
+        for rank in run.model.ranks:
+            await run.fetch(f"logs/rank-{rank}.log")
+        return as_json(await asyncio.to_thread(run.search, text) if text else [])
+
+
+def as_json(value: object) -> web.Response:
+    from aiohttp import web
+
+    return web.json_response(value, headers=HEADERS)
+
+
+def query_number(request: web.Request, name: str, default: float) -> float:
+    """A number in the query; HTTPBadRequest for anything else."""
+    from aiohttp import web
+
+    try:
+        return float(request.query.get(name, default))
+    except ValueError as error:
+        raise web.HTTPBadRequest(headers=HEADERS) from error
+
+
+async def send_events(request: web.Request, news: AsyncIterator[tuple[str, str]]) -> web.StreamResponse:
+    """Send (name, JSON) pairs as server-sent events until the viewer leaves; without a name only a sign of life."""
+    from aiohttp import web
+
+    response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+    await response.prepare(request)
+    sent = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        async for name, text in news:
+            if name or time.monotonic() - sent > PING_S:
+                await response.write(f"event: {name}\ndata: {text}\n\n".encode() if name else b":\n\n")
+                sent = time.monotonic()
+            if request.transport is None or request.transport.is_closing():
+                break
+    return response
+
+
+def open_port(port: int = 0) -> socket.socket:
+    """A socket that listens on 127.0.0.1; OSError: the port is taken."""
+    return socket.create_server(("127.0.0.1", port), backlog=16)
+
+
+async def serve_page(server: PageServer, sock: socket.socket, until: Awaitable[object]) -> None:
+    """Serve until this is done; then viewers get what is new, and their streams end."""
+    from aiohttp import web
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
+    await runner.setup()
+    await web.SockSite(runner, sock).start()
+    try:
+        await until
+    finally:
+        await runner.cleanup()
+
+
+def link(sock: socket.socket, token: str) -> str:
+    """The address of the page."""
+    return f"http://127.0.0.1:{sock.getsockname()[1]}/{token}/"

@@ -1,0 +1,274 @@
+// The page of a run. It gets sections of JSON from one stream, or, exported, from the element #data. It only reads.
+const $ = (id) => document.querySelector(id);
+const query = new URLSearchParams(location.search);
+const data = $("#data") && JSON.parse($("#data").textContent);
+const now = () => data ? data.now : Date.now() / 1000;
+const url = (call, more = {}) => {
+  const words = new URLSearchParams(more);
+  if (query.get("run") && !words.has("run")) words.set("run", query.get("run"));
+  return `${call}?${words}`;
+};
+const json = (call, more) => fetch(url(call, more)).then((reply) => reply.ok ? reply.json() : Promise.reject(reply.status));
+
+// --- small things
+
+// An element with properties and children. Text is always text: logs and names come from programs.
+function h(tag, props = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), props);
+  made.append(...children.flat(9).filter((child) => child !== null && child !== undefined).map((c) => c instanceof Node ? c : String(c)));
+  return made;
+}
+const fill = (where, ...children) => where.replaceChildren(...children.flat());
+const table = (where, heads, rows) => fill(where,
+  h("thead", {}, h("tr", {}, heads.map(([text, kind]) => h("th", { className: kind || "", scope: "col" }, text)))),
+  h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell, i) => h("td", { className: heads[i][1] || "" }, cell))))));
+const four = (value) => value === null || value === undefined ? "" : Number(value).toPrecision(4).replace(/\.?0+(e|$)/, "$1");
+const ms = (s) => s ? `${four(s * 1e3)} ms` : "";
+const bytes = (n) => { let i = 0; for (; n >= 1000 && i < 5; i++) n /= 1000; return `${n >= 100 || !i ? Math.round(n) : n.toFixed(1)} ${["B", "kB", "MB", "GB", "TB", "PB"][i]}`; };
+const clock = (s) => { s = Math.max(0, Math.round(s)); const [hours, m, sec] = [Math.floor(s / 3600), Math.floor(s / 60) % 60, s % 60];
+  return hours ? `${hours}:${String(m).padStart(2, "0")}:${String(sec).padStart(2, "0")}` : `${m}:${String(sec).padStart(2, "0")}`; };
+const share = (s) => `${Math.round(100 * s)}%`;
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// --- what is known of the run
+
+let state = {}, lanes = { times: [], shares: {} }, marks = [], other = null;
+const curves = {};
+
+const sections = {
+  state(news) {
+    state = news;
+    document.title = `${news.name} · ${news.status}`;
+    fill($("#name"), news.name, h("span", { className: "faint" }, ` ${news.dir.split("/").pop()}`));
+    const health = news.health.concat(news.evaluation).map((text) => { const at = text.search(/ [^ ]*$/), rate = text.match(/^(\S+) (\S+\/s)$/);
+      return rate ? [rate[2], rate[1]] : [text.slice(0, at), text.slice(at + 1)]; });
+    const figures = [...news.position.map((text) => text.split(" ")), ...health, ["left", (news.left[0] || "").replace(" left", "")],
+      ["attempt", news.attempt], ["goodput", share(news.goodput)], ["ranks", news.world_size], ["run time", clock(news.wall_s)]];
+    fill($("#state dl"), figures.filter(([, value]) => value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+    fill($("#alarm"), [news.failure, news.status === "running" ? news.slow : ""].filter(Boolean).join("\n"));
+    tick();
+  },
+  ranks({ ranks }) {
+    const rows = Object.entries(ranks);
+    const hidden = (state.world_size || 0) - rows.length;
+    fill($("#more"), hidden > 0 ? `The ${rows.length} ranks in trouble or with the most work of their own, of ${state.world_size}.` : "");
+    rows.sort(([a, x], [b, y]) => y[3] - x[3] || a - b);
+    table($("#ranks table"), [["rank"], ["host"], ["state"], ["step", "n"], ["own work", "n"], ["step time", "n"], ["over time"]],
+      rows.map(([rank, [step, host, pid, own, whole, how]]) => [
+        h("button", { className: "link", title: `process ${pid}: show its log`, onclick: () => { $("#rank").value = rank; openLog(); $("#logs").scrollIntoView(); } }, rank),
+        host, h("span", { className: /^(|started|runs|finished|stopped)$/.test(how) ? "" : "bad" }, how), step || "", ms(own), ms(whole), lane(rank)]));
+  },
+  lanes(news) { lanes = news; drawLanes(); },
+  marks(news) { marks = news.marks; drawLanes(); redraw(); },
+  failures({ failures }) {
+    fill($("#failures div"), failures.length ? failures.slice().reverse().map((one) => h("article", {},
+      h("p", {}, h("strong", {}, `rank ${one.rank} on ${one.host}, step ${one.step}: ${one.how}`), ` · ${new Date(one.at * 1000).toLocaleString()}`),
+      h("p", {}, one.text), h("p", { className: "faint" }, one.reason),
+      h("p", {}, one.status === "restarted" && one.s !== null ? `next step after ${four(one.s)} s, ${one.repeated} step${one.repeated === 1 ? "" : "s"} repeated · ` : `${one.status} · `,
+        h("button", { className: "link", onclick: () => openPage(one.page) }, one.page)))) : h("p", { className: "faint" }, "none"));
+  },
+  nodes({ nodes }) {
+    const memory = (pair) => pair ? `${bytes(pair[0])} of ${bytes(pair[1])}` : "";
+    const gpu = (one, i) => h("div", {}, `${i}: `, one.util === null ? "" : meter(one.util), ` ${memory(one.memory)}`, one.power_w === null ? "" : ` ${one.power_w} W`, one.temp_c === null ? "" : ` ${one.temp_c} °C`);
+    const port = ([name, rates]) => h("div", {}, `${name} ${rates ? `↓ ${bytes(rates[0])}/s ↑ ${bytes(rates[1])}/s` : "…"}`);
+    table($("#nodes table"), [["host"], ["CPU"], ["memory"], ["GPUs"], ["network ports"]], Object.entries(nodes).map(([host, load]) =>
+      [host, meter(load.cpu), [meter(load.memory[0] / load.memory[1]), ` ${memory(load.memory)}`], load.gpus.map(gpu), Object.entries(load.ports).map(port)]));
+    if (!Object.keys(nodes).length) fill($("#nodes table"), h("caption", { className: "faint" }, "nothing told yet"));
+  },
+  launch({ launch, spent }) {
+    const [first, second] = document.querySelectorAll("#launch .bars");
+    bars(first, launch); bars(second, spent);
+  },
+  warnings({ warnings }) { fill($("#warnings"), warnings.map((text) => h("li", {}, text))); },
+  read({ share: part }) { $("#link").textContent = part < 1 ? `reading the events: ${share(part)}` : data ? "a copy" : state.status === "running" ? "live" : ""; },
+  curves(news) {
+    for (const [name, [replace, [steps, times, values]]] of Object.entries(news)) {
+      const own = curves[name] = replace || !curves[name] ? { steps: [], times: [], values: [] } : curves[name];
+      const last = own.steps.length ? own.steps[own.steps.length - 1] : -Infinity;
+      steps.forEach((step, i) => { if (step > last || replace) { own.steps.push(step); own.times.push(times[i]); own.values.push(values[i]); } });
+    }
+    redraw();
+  },
+};
+const meter = (value) => [h("meter", { value, max: 1, title: share(value) }), ` ${share(value)}`];
+function bars(where, parts) {
+  const most = Math.max(...Object.values(parts), 1e-9);
+  fill(where, Object.entries(parts).flatMap(([name, s]) => {
+    const bar = h("div", { className: "bar" }); bar.style.width = `${100 * s / most}%`;
+    return [h("span", {}, name), h("div", {}, bar), h("span", {}, s < 60 ? `${four(s)} s` : clock(s))];
+  }));
+}
+
+// Once a second: what changes without an event.
+function tick() {
+  if (!state.status) return;
+  const silent = state.status === "running" && state.last && now() - state.last > state.quiet_s;
+  const kind = { running: "busy", finished: "good" }[state.status] || "bad";
+  fill($("#status"), silent ? "no news" : state.status); $("#status").className = `badge ${silent ? "bad" : kind}`;
+  fill($("#waits"), silent ? `No event for ${clock(now() - state.last)}: the driver has ended without a result, or waits. ` : "",
+    state.waits ? `${state.attempt > 1 ? `attempt ${state.attempt}: ` : ""}waits ${state.waits.startsWith("for ") || state.waits.startsWith("until ") ? "" : "for: "}${state.waits}` : "");
+}
+
+// --- lanes
+
+const lane = (rank) => { const made = h("canvas", { className: "lane", width: 600, height: 32 }); made.dataset.rank = rank; made.setAttribute("role", "img"); drawLane(made); return made; };
+const drawLanes = () => document.querySelectorAll("canvas.lane").forEach(drawLane);
+function drawLane(canvas) {
+  const shares = lanes.shares[canvas.dataset.rank] || [], context = canvas.getContext("2d"), { width, height } = canvas;
+  const known = shares.filter((one) => one >= 0);
+  canvas.setAttribute("aria-label", known.length ? `own work: ${known[known.length - 1]}% of a step` : "not timed");
+  context.clearRect(0, 0, width, height);
+  const [first, last] = [lanes.times[0], lanes.times[lanes.times.length - 1]], step = width / Math.max(1, shares.length);
+  shares.forEach((own, i) => {
+    if (own < 0) return;
+    context.fillStyle = colour("wait"); context.fillRect(i * step, 0, step + 1, height);
+    context.fillStyle = colour("blue"); context.fillRect(i * step, height * (1 - own / 100), step + 1, height * own / 100);
+  });
+  context.fillStyle = colour("red");
+  for (const mark of marks) if (mark.kind === "restart" && mark.t >= first && last > first) context.fillRect((mark.t - first) / (last - first) * (width - 4), 0, 4, height);
+}
+
+// --- curves
+
+const charts = {};
+let by = "step", waiting = 0;
+const xs = (curve, began) => by === "step" ? curve.steps : curve.times.map((t) => t - began);
+function redraw() {  // at most once a frame, however many sections came
+  if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; Object.keys(curves).sort(order).forEach(draw); document.body.dataset.drawn = Object.keys(charts).length; window.raydist.drawn ??= performance.now(); });
+}
+const order = (a, b) => (b === "loss") - (a === "loss") || (a === "steps/s") - (b === "steps/s") || a.localeCompare(b);
+function columns(name) {
+  const own = curves[name], mine = [xs(own, state.began), own.values];
+  const theirs = other && other.curves[name];
+  if (!theirs) return [...mine, []].slice(0, 2).concat([mine[0].map(() => null)]);
+  const [steps, times, values] = theirs[1];
+  return uPlot.join([mine, [xs({ steps, times }, other.began), values]]);
+}
+function draw(name) {
+  const chart = charts[name] || (charts[name] = makeChart(name));
+  const values = curves[name].values, last = values[values.length - 1];
+  chart.value.textContent = last === null ? "not a number" : four(last);
+  if (!chart.zoomed) chart.plot.setData(columns(name));
+}
+function makeChart(name) {
+  const value = h("span", { className: "faint" }), box = h("div"), chart = { value, zoomed: false };
+  const figure = h("figure", {}, h("figcaption", {}, h("span", {}, name), value), box);
+  figure.dataset.name = name;
+  const after = Object.keys(charts).filter((one) => order(one, name) > 0).sort(order)[0];
+  after ? charts[after].figure.before(figure) : $("#charts").append(figure);
+  const axis = { stroke: () => colour("faint"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 46 };
+  const line = (name) => ({ stroke: () => colour(name), width: 1.5, points: { size: 4 }, spanGaps: name === "purple" || !!other });
+  chart.plot = new uPlot({
+    width: box.clientWidth || 420, height: 200, scales: { x: { time: false } }, series: [{}, line("blue"), line("purple")],
+    axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((t) => by === "time" ? clock(t) : t) }, axis],
+    cursor: { drag: { x: true, y: false }, sync: { key: "x" } },
+    hooks: { draw: [drawMarks], setSelect: [(plot) => zoom(name, chart, plot)], setCursor: [(plot) => readOut(plot, name, value)] },
+  }, [[], [], []], box);
+  new ResizeObserver(() => chart.plot.setSize({ width: box.clientWidth, height: 200 })).observe(box);
+  box.addEventListener("dblclick", () => { chart.zoomed = false; draw(name); });
+  return Object.assign(chart, { figure });
+}
+function readOut(plot, name, value) {
+  const i = plot.cursor.idx;
+  if (i === null || i === undefined) { value.textContent = four(curves[name].values.at(-1)); return; }
+  const x = plot.data[0][i];
+  value.textContent = `${by === "time" ? clock(x) : `step ${x}`}: ${four(plot.data[1][i])}${other ? ` / ${four(plot.data[2][i])}` : ""}`;
+}
+// A dragged stretch: its points come in full, as far as a screen can show them.
+function zoom(name, chart, plot) {
+  if (plot.select.width < 3 || data) return;
+  const [from, to] = [plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x")];
+  const offset = by === "time" ? state.began : 0;
+  chart.zoomed = true;
+  json("curves", { by, from: from + offset, to: to + offset }).then(({ curves: found }) => {
+    const [steps, times, values] = found[name][1], x = xs({ steps, times }, state.began);
+    if (chart.zoomed && x.length) { plot.setData([x, values, x.map(() => null)], false); plot.setScale("x", { min: from, max: to }); }
+  });
+}
+function drawMarks(plot) {
+  const { ctx: context, bbox } = plot, kinds = { restart: ["red", 1, 0], save: ["green", .06, .94], evaluation: ["orange", .06, 0] };
+  context.save();
+  for (const mark of marks) {
+    const x = plot.valToPos(by === "step" ? mark.step : mark.t - state.began, "x", true), [name, part, from] = kinds[mark.kind];
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    context.fillStyle = colour(name);
+    context.fillRect(Math.round(x) - 1, bbox.top + bbox.height * from, 2, bbox.height * part);
+  }
+  context.restore();
+}
+document.querySelectorAll("[name=by]").forEach((button) => button.addEventListener("change", () => {
+  by = button.value; Object.values(charts).forEach((chart) => { chart.zoomed = false; }); redraw();
+}));
+$("#other").addEventListener("change", async ({ target }) => {
+  other = target.value ? await json("curves", { run: target.value }) : null;
+  $("#legend-other").hidden = !other;
+  for (const name of Object.keys(charts)) { charts[name].figure.remove(); charts[name].plot.destroy(); delete charts[name]; }
+  redraw();
+});
+
+// --- pages of failures, logs
+
+async function openPage(name) {
+  const text = data ? data.pages[name] : await fetch(url("file", { name })).then((reply) => reply.ok ? reply.text() : `${name} is not there`);
+  fill($("#page pre"), text || `${name} is not in this copy`); $("#page").showModal();
+}
+let log = null;
+const show = (text) => { $("#log").append(text); if ($("#log").textContent.length > 2e6) $("#log").textContent = $("#log").textContent.slice(-1e6);
+  if ($("#follow").checked) $("#log").scrollTop = $("#log").scrollHeight; };
+function openLog() {
+  if (log) log.close();
+  fill($("#log"));
+  const rank = $("#rank").value || 0;
+  if (data) { show(data.logs[rank] || "this copy has no log of the rank"); return; }
+  log = new EventSource(url("log", { rank }));
+  log.addEventListener("log", ({ data: text }) => show(JSON.parse(text)));
+  log.onopen = () => fill($("#log"));
+}
+$("#rank").addEventListener("change", openLog);
+$("#logs form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const text = $("#text").value, found = !text ? [] : data ? searchCopy(text.toLowerCase()) : await json("search", { text });
+  fill($("#found"), found.map(([rank, number, line]) => h("li", {}, h("button", { className: "link", onclick: () => { $("#rank").value = rank; openLog(); } }, `rank ${rank}, line ${number}`), ` ${line}`)));
+  if (text && !found.length) fill($("#found"), h("li", {}, "in no log"));
+});
+const searchCopy = (text) => Object.entries(data.logs).flatMap(([rank, lines]) => lines.split("\n").map((line, i) => [rank, i + 1, line])).filter(([, , line]) => line.toLowerCase().includes(text)).slice(0, 300);
+new IntersectionObserver(([seen]) => { if (seen.isIntersecting && !log && state.status) openLog(); }).observe($("#log"));
+
+// --- the list of runs
+
+async function listRuns() {
+  const { runs, first, folder } = await json("runs"), here = query.get("run") || first;
+  $("#other").append(...runs.filter(({ run }) => run !== here).map(({ run }) => h("option", { value: run }, run)));
+  $("#beside").hidden = runs.length < 2;
+  $("#runs").hidden = runs.length < 2;
+  if (!here) { document.querySelectorAll("main > section:not(#runs), nav, footer").forEach((one) => { one.hidden = true; }); $("#link").textContent = folder; $("#runs").hidden = false; }
+  table($("#runs table"), [["run"], ["status"], ["last event"], ["result"]], runs.slice(0, here ? 12 : 500).map(({ run, status, changed, text }) =>
+    [run === here ? h("strong", {}, run) : h("a", { href: `?run=${encodeURIComponent(run)}` }, run), status, new Date(changed * 1000).toLocaleString(), text]));
+  return here;
+}
+
+// --- keys, start
+
+const shown = [...document.querySelectorAll("main > section:not(#runs)")];
+fill($("nav"), shown.map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent)));
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.altKey || event.metaKey || /INPUT|SELECT/.test(event.target.tagName)) return;
+  if (event.key >= "1" && event.key <= String(shown.length)) shown[event.key - 1].scrollIntoView();
+  else if (event.key === "x") $(`[name=by]:not(:checked)`).click();
+  else if (event.key === "/") { event.preventDefault(); $("#text").focus(); }
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLanes(); Object.values(charts).forEach(({ plot }) => plot.redraw()); });
+
+if (data) {
+  $("#beside").hidden = true;
+  for (const [name, section] of Object.entries(data.sections)) sections[name](section);
+} else {
+  const stream = () => {
+    const news = new EventSource(url("stream"));
+    for (const name of Object.keys(sections)) news.addEventListener(name, (event) => sections[name](JSON.parse(event.data)));
+    news.onerror = () => { $("#link").textContent = "not connected"; };
+    setInterval(tick, 1000);
+  };
+  if (query.get("run")) { stream(); listRuns(); } else listRuns().then((here) => here && stream());
+}
+window.raydist = { curves, charts };  // for whoever wants the numbers in the browser's console

@@ -1,0 +1,150 @@
+"""A model in shards over torch's DeviceMesh: fully_shard by blocks, tensor parallel by a plan. (rank side)"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from raydist.settings.config import Job
+from raydist.settings.mesh import MeshShape, mesh_shape
+from raydist.shared.errors import ConfigError
+from raydist.worker import context
+from raydist.worker.backends import ddp
+from raydist.worker.backends.ddp import DDPComm
+from raydist.worker.loop.blocks import find_blocks
+
+
+@dataclass(frozen=True)
+class ShardedComm(DDPComm):
+    """The Comm of a model whose parameters are DTensors."""
+
+    job: Job
+    shape: MeshShape
+    sharded: ClassVar[bool] = True
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks: replicate x shard x tp."""
+        shape = self.shape.replicate, self.shape.shard, self.shape.tp
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        blocks = find_blocks(model, self.job.parallel.blocks)
+        same_as_rank0(model, self)
+        if self.shape.tp > 1 and any(each.is_meta for each in model.parameters()):
+            cause = "a model on meta is made block by block, which tp's layers cannot be yet"
+            raise ConfigError.of("parallel.tp", self.shape.tp, cause, "parallel=fsdp parallel.tp=1")
+        if self.shape.tp > 1:
+            parallelize_module(model, self.mesh["tp"], styles(model))
+        if self.job.train.compile:
+            for block in blocks:
+                block.compile()
+        data = self.mesh["shard"] if self.shape.replicate == 1 else self.mesh["replicate", "shard"]
+        half = torch.bfloat16 if self.job.train.precision == "bf16" else None
+        sums = torch.float32 if half else None
+        for block in blocks:
+            materialize(block, self.device)
+            fully_shard(block, mesh=data, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums))
+        materialize(model, self.device)
+        whole = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums, output_dtype=sums)  # the loss is in fp32
+        fully_shard(model, mesh=data, mp_policy=whole)
+        return model
+
+    @contextmanager
+    def accumulating(self, model: torch.nn.Module) -> Iterator[None]:
+        root = cast("FSDPModule", model)
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def clip(self, model: torch.nn.Module, norm: float) -> None:
+        # One sum over all ranks, each with its parts of the gradients, and a part that several have divided by their
+        # number. torch's clip_grad_norm_ takes DTensors of one mesh only; layers that tp divides have another.
+        alike: dict[int, list[torch.Tensor]] = {}
+        for gradient in (cast("DTensor", each.grad) for each in model.parameters() if each.grad is not None):
+            cut = (dim for dim, placed in enumerate(gradient.placements) if not placed.is_replicate())
+            parts = math.prod(gradient.device_mesh.size(dim) for dim in cut)
+            alike.setdefault(dist.get_world_size() // parts, []).append(gradient.to_local())
+        own = [torch.nn.utils.get_total_norm(parts) ** 2 / copies for copies, parts in alike.items()]
+        total = self.sum(torch.stack(own).sum()).sqrt()
+        torch._foreach_mul_([part for parts in alike.values() for part in parts], (norm / (total + 1e-6)).clamp(max=1))
+
+
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+"""The words of a plan, as Hugging Face's models use them; `_rep`: it gives, or takes, whole activations."""
+
+
+def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
+    """The model's plan: by name of a module, with * for any part of it, how its layer is divided.
+
+    ConfigError: there is no plan, a name matches no module, or a word is unknown.
+    """
+    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    kind, names = type(model).__name__, [name for name, _ in model.named_modules()]
+    if not plan:
+        cause = f"{kind} has no plan of its layers: set model.tp_plan = {{'blocks.*.up': 'colwise', …}} in the job"
+        raise ConfigError.of("parallel.tp", None, cause, "parallel=fsdp")
+    for name, word in plan.items():
+        if not fnmatch.filter(names, name):
+            raise ConfigError.of("parallel.tp", None, f"{kind}.tp_plan has {name!r}, but no module has this name")
+        if isinstance(word, str) and word not in STYLES:
+            raise ConfigError.unknown(f"tp_plan[{name!r}]", word, STYLES)
+    return {name: STYLES[word]() if isinstance(word, str) else word for name, word in plan.items()}
+
+
+def materialize(model: torch.nn.Module, device: torch.device) -> None:
+    """Make the parameters and buffers that are on meta by the modules' own reset_parameters, the outer ones last.
+
+    All ranks draw the same random numbers. ConfigError: a module with such parameters has no reset_parameters.
+    """
+    modules = [*model.modules()]
+    empty = [each for each in modules if any(value.is_meta for value in _own(each))]
+    for module in reversed(modules):
+        if module in empty:
+            module.to_empty(device=device, recurse=False)
+        if hasattr(module, "reset_parameters") and any(inner in empty for inner in module.modules()):
+            module.reset_parameters()  # type: ignore[operator]
+        elif module in empty and not hasattr(model, "reset_parameters"):
+            cause = f"{type(module).__name__} is on meta and has no reset_parameters to make its values"
+            raise ConfigError(f"{type(model).__name__}: {cause}; build the model without torch.device('meta')")
+
+
+def _own(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def same_as_rank0(model: torch.nn.Module, comm: DDPComm) -> None:
+    """Copy rank 0's parameters and buffers to all ranks, as DDP does: a job may have made others on each rank."""
+    with torch.no_grad():
+        for value in (each for each in (*model.parameters(), *model.buffers()) if not each.is_meta):
+            sent = value.to(comm.comm_device).contiguous()
+            dist.broadcast(sent, 0)
+            value.copy_(sent)
+
+
+@contextmanager
+def join(job: Job, env: Mapping[str, str]) -> Iterator[ShardedComm]:
+    """As ddp.join. ConfigError: `parallel=` does not fit the number of ranks."""
+    me = context.rank()
+    shape = mesh_shape(job.parallel, me.world_size, me.local_world_size)
+    with ddp.join(job, env) as comm:
+        yield ShardedComm(comm.settings, comm.device, job, shape)

@@ -1,0 +1,60 @@
+"""Bytes of a rank for a model, without a batch: parameters, gradients, the optimizer's state, a block. (rank side)
+
+`python -m raydist.worker.loop.memory` answers tools.plan, which runs where there may be no torch.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import sys
+
+import torch
+from torch import nn
+
+from raydist.settings import config
+from raydist.settings.mesh import MeshShape, mesh_shape
+from raydist.worker.loop import models
+from raydist.worker.loop.blocks import find_blocks
+
+STATES = {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}
+"""Tensors of the optimizer for each parameter; sgd has one with momentum."""
+
+
+def memory_of(model: nn.Module, job: config.Job, shape: MeshShape) -> dict[str, int]:
+    """Bytes by what they are for, on the rank with the most. Activations are not among them.
+
+    `model`: may be on meta. ConfigError: its blocks are not known.
+    """
+    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
+    states = STATES.get(job.optim.name, int(bool(job.optim.args.get("momentum"))))
+    own = trained = 0
+    for name, value in model.named_parameters():
+        layer = name.rpartition(".")[0]
+        part = part_bytes(value, shape.shard, shape.tp if any(fnmatch.fnmatch(layer, each) for each in plan) else 1)
+        own += part
+        trained += part * value.requires_grad
+    blocks = [sum(value.nbytes for value in block.parameters()) for block in find_blocks(model, job.parallel.blocks)]
+    outside = sum(value.nbytes for value in model.parameters()) - sum(blocks)
+    gathered = (max(blocks) // shape.tp + outside) // (2 if job.train.precision == "bf16" else 1)
+    return {"parameters": own, "gradients": trained, job.optim.name: states * trained, "gathered": gathered}
+
+
+def part_bytes(value: torch.Tensor, shard: int, tp: int) -> int:
+    """Bytes of the first of `shard` parts of a tensor, which is cut along its first dimension."""
+    rows = value.shape[0] if value.dim() else 1
+    return value.nbytes // rows * math.ceil(rows / shard) // tp
+
+
+def main() -> None:
+    """Read {"job": …, "ranks": …, "per_node": …} from the standard input, and print what `memory_of` returns."""
+    asked = json.load(sys.stdin)
+    job = config.from_dict(asked["job"])
+    with torch.device("meta"):
+        model = models.build_model(job.model)
+    print(json.dumps(memory_of(model, job, mesh_shape(job.parallel, asked["ranks"], asked["per_node"]))))
+
+
+if __name__ == "__main__":
+    main()

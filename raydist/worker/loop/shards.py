@@ -1,0 +1,140 @@
+"""The state of a model in shards: what of it is kept in memory and saved, and how a training finds it. (rank side)"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raydist.shared.errors import ConfigError, RaydistError
+from raydist.state.object_store import StoragePath
+from raydist.state.snapshot import rebuilt
+from raydist.state.snapshot_layout import State
+from raydist.worker import checkpoint, context, sharded
+from raydist.worker.loop import random_state
+from raydist.worker.loop.snapshotter import Snapshotter
+
+if TYPE_CHECKING:
+    from raydist.worker.loop.step import Stepper
+
+RANDOM = "random"
+"""The key of the random generators, a row for each rank."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A state that was found. Its tensors are in the model and in the optimizer already."""
+
+    step: int
+    state: State
+    """What is not a tensor: the position in the data, the schedule, the settings of the run that saved it."""
+    loss: torch.Tensor
+    generators: torch.Tensor | None
+    path: StoragePath = Path("a state in shards")
+
+    def random(self, rank: int, world_size: int) -> torch.Tensor | None:
+        """The state of this rank's random generators; None if another number of ranks has saved them."""
+        return self.generators
+
+
+class ShardSnapshotter(Snapshotter):
+    """The snapshots of one rank of a model in shards: each rank keeps its own, and the next node a copy of them."""
+
+    _kept = -1
+
+    def begin(self, step: int) -> None:
+        self.go_on()
+
+    def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
+        context.current().flush()  # a restart does not repeat this step: its report must be sent first
+        sharded.keep(step, state())
+        self._kept = step
+        return None
+
+    def hold(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> bool:
+        if self.on and self._kept != step:
+            self._keep(step, own, state)
+        return self.on and sharded.copied()
+
+
+def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
+    """The state for raydist.sharded, in the form of torch.distributed.checkpoint.state_dict.get_state_dict.
+
+    That function would make the state of a new optimizer by a step, which Adam counts. `facts`: what is no tensor.
+    """
+    names, kept = _names(stepper), stepper.optimizer.state_dict()
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in kept["param_groups"]]
+    for group in groups:
+        group.pop("initial_lr", None)  # the schedule's
+    by_name = {names[index]: of_one for index, of_one in kept["state"].items()}
+    mesh = getattr(stepper.comm, "mesh", None)
+    optimizer = {"state": _on_mesh(by_name, mesh), "param_groups": groups}
+    return {
+        "model": _on_mesh(stepper.model.state_dict(), mesh), "optimizer": optimizer, "loss": loss,
+        RANDOM: _row_of_each(stepper), "training": json.dumps(facts),
+    }  # fmt: skip
+
+
+def _on_mesh(value: Any, mesh: Any) -> Any:
+    """The value with each DTensor on the mesh of all ranks: a layer that tp does not divide is alike on its ranks.
+
+    The tensors share their memory with those of the model and of the optimizer.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(value, DTensor):
+        return rebuilt(value, lambda inner: _on_mesh(inner, mesh))
+    placed = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements, strict=True))
+    everywhere = [placed.get(name, Replicate()) for name in mesh.mesh_dim_names]
+    return DTensor.from_local(
+        value.to_local(), mesh, everywhere, run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
+def _names(stepper: Stepper) -> list[str]:
+    """The names of the optimizer's parameters, in its order."""
+    return [name for name, value in stepper.model.named_parameters() if value.requires_grad]
+
+
+def _row_of_each(stepper: Stepper) -> torch.Tensor:
+    """The states of the random generators of all ranks, [ranks, n], of which each rank of a mesh has its own row."""
+    own, me = random_state.capture(stepper.device)[None], context.rank()
+    mesh = getattr(stepper.comm, "mesh", None)
+    if mesh is None:
+        return own.repeat(me.world_size, 1)
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(own.to(stepper.device), mesh, [Shard(0)] * mesh.ndim, run_check=False)
+
+
+def find_shards(stepper: Stepper) -> Found | None:
+    """Fill the model and the optimizer with the newest state in shards, from memory or from the disk; None for none.
+
+    All ranks must call it. ConfigError: the state has other keys or shapes.
+    """
+    latest = checkpoint.latest()
+    in_memory = stepper.comm.sharded and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not in_memory and latest is None:
+        return None
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    get_optimizer_state_dict(stepper.model, stepper.optimizer)  # makes the optimizer's state, which is filled then
+    state = state_of(stepper, {}, torch.zeros((), device=stepper.device))
+    load = sharded.load if stepper.comm.sharded else sharded.load_from_disk
+    try:
+        step = load(state, of_ranks=RANDOM)
+    except RaydistError as error:
+        cause = f"this state does not fit the model and the optimizer: {error}"
+        raise ConfigError.of("resume", str(latest.path if latest else "auto"), cause, "resume=none") from error
+    if not step:
+        stepper.optimizer.state.clear()
+        return None
+    # tensors are filled in place; the settings of the optimizer are those of now
+    rows = sharded.local(state[RANDOM]).cpu() if RANDOM in state else None
+    own = None if rows is None else rows[0 if stepper.comm.sharded else context.rank().rank]
+    return Found(step, json.loads(state["training"]), state["loss"], own)

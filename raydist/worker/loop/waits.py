@@ -1,0 +1,76 @@
+"""How long a rank waits for its data, and what to change if that is long. (rank side)"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from raydist.worker import context
+from raydist.worker.backends import Comm
+
+MOST = 0.05
+"""The share of the time that a rank may wait for data before it is said."""
+FIRST_LOOK = 16
+"""Steps after which the ranks compare their waits first; again after 32, 64, … The first batches are not counted."""
+LEAST_S = 10.0
+"""Seconds that must be measured: what lasts for less is not worth a line."""
+ADVICE = {
+    "map": ("data.workers=2 loads batches beside the training", "data.workers={more} loads more of them at a time"),
+    "stream": ("data.workers=1 reads ahead beside the training", "a StatefulDataLoader of it may have more workers"),
+    "loader": ("give the loader more workers (num_workers)",) * 2,
+    "ray": ("leave more CPUs to Ray Data, or do less for each row",) * 2,
+}
+"""Kind of source -> what to change without workers, and with some."""
+
+
+class DataWait:
+    """The seconds of one rank in which it waits for its data."""
+
+    def __init__(self, comm: Comm, device: torch.device, kind: str, workers: int) -> None:
+        self._comm, self._device, self._kind, self._workers = comm, device, kind, workers
+        self._waited, self._since = 0.0, time.perf_counter()
+        self._count, self._look, self._told = 0, FIRST_LOOK, False
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; the time to get each is counted."""
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self.add(time.perf_counter() - began)
+            yield batch
+
+    def add(self, s: float) -> None:
+        """The rank has waited. It does not count if the GPU still computes."""
+        if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
+            self._waited += s
+
+    def step(self) -> None:
+        """A step is done. After some steps a collective; rank 0 says once how long which rank waits."""
+        self._count += 1
+        if self._told or self._count < self._look:
+            return
+        now, self._look = time.perf_counter(), 2 * self._look
+        mine = torch.tensor([self._waited, now - self._since], dtype=torch.float64)
+        rows = [(float(row[0]), float(row[1])) for row in self._comm.gather(mine)]
+        if self._count > FIRST_LOOK and (text := finding(rows, self._kind, self._workers)):
+            self._told = True  # on all ranks: they have the same rows
+            if context.rank().rank == 0:
+                context.emit_event("warning", text=text)
+        self._waited, self._since = 0.0, now
+
+
+def finding(rows: Sequence[tuple[float, float]], kind: str, workers: int) -> str:
+    """The line for the rank that waits most, from (seconds waited, seconds) of each rank; empty if that is little."""
+    waited, all_s = max(rows)
+    if all_s < LEAST_S or waited <= MOST * all_s:
+        return ""
+    who = f"rank {rows.index((waited, all_s))} waits" if len(rows) > 1 else "the training waits"
+    what = ADVICE[kind][workers > 0].format(more=2 * workers)
+    return f"{who} for data {waited / all_s:.0%} of the time: {what}"

@@ -1,0 +1,137 @@
+"""A device whose work finishes when the test says so, and hosts that run ahead of such devices."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from raydist.state.device import Mark
+
+
+class Killed(BaseException):
+    """Ends the thread of a host."""
+
+
+class LaggingMark:
+    """A place in the queue of a `Lagging`."""
+
+    def __init__(self, device: Lagging) -> None:
+        self._device = device
+        self._clock = [0.0]
+        device.launch(lambda: self._clock.append(device.clock))
+        self._number = device.queued
+
+    def done(self) -> bool:
+        return self._device.ended >= self._number
+
+    def wait(self) -> None:
+        while not self.done():
+            self._device.pause()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, LaggingMark)
+        assert self.done()
+        return self._clock[-1] - earlier._clock[-1]
+
+
+class Lagging:
+    """A device (raydist.state.device) with all tensors on it. `pause`: called while a host waits for it."""
+
+    def __init__(self, pause: Callable[[], Any] | None = None, copy_s: float = 0.0) -> None:
+        self.pause = pause or self.advance
+        self.queue: deque[tuple[Callable[[], Any], Callable[[], bool]]] = deque()
+        self.queued = self.ended = 0
+        self.clock = 0.0
+        self.registered: dict[int, int] = {}
+        self.register_calls = 0
+        self.room = 1 << 40
+        self._copy_s = copy_s
+
+    def launch(self, work: Callable[[], Any], s: float = 0.0, ready: Callable[[], bool] = lambda: True) -> None:
+        """Queue work that takes `s` seconds, and begins when it is `ready`."""
+
+        def run() -> None:
+            work()
+            self.clock += s
+
+        self.queue.append((run, ready))
+        self.queued += 1
+
+    def advance(self) -> bool:
+        """Do the next piece of work; whether there was one that was ready."""
+        if not self.queue or not self.queue[0][1]():
+            return False
+        self.queue.popleft()[0]()
+        self.ended += 1
+        return True
+
+    def lags(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        self.launch(lambda: into.copy_(source), self._copy_s)
+
+    def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
+        self.launch(lambda: word.fill_(value))
+
+    def mark(self) -> Mark:
+        return LaggingMark(self)
+
+    def register(self, memory: torch.Tensor) -> bool:
+        self.register_calls += 1
+        if sum(self.registered.values()) + memory.numel() > self.room:
+            return False
+        assert memory.data_ptr() not in self.registered, "this address is page-locked already"
+        self.registered[memory.data_ptr()] = memory.numel()
+        return True
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        assert self.registered.pop(memory.data_ptr()) == memory.numel()
+
+
+class TurnHost:
+    """A thread that runs only in its turns, and gives them back in `pause`: any order of several can be tried."""
+
+    def __init__(self, program: Callable[[TurnHost], None]) -> None:
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._killed = False
+        self.failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(program,), daemon=True)
+        self._thread.start()
+
+    def _run(self, program: Callable[[TurnHost], None]) -> None:
+        try:
+            self._turn.acquire()
+            if not self._killed:
+                program(self)
+        except Killed:
+            pass
+        except BaseException as error:
+            self.failed = error
+        self._killed = True
+        self._back.release()
+
+    def pause(self) -> None:
+        """Called by the program: wait for the next turn."""
+        self._back.release()
+        self._turn.acquire()
+        if self._killed:
+            raise Killed
+
+    def go(self) -> None:
+        """Give the program a turn, to its next pause."""
+        if not self._killed:
+            self._turn.release()
+            self._back.acquire()
+        if self.failed is not None:
+            raise self.failed
+
+    def kill(self) -> None:
+        if not self._killed:
+            self._killed = True
+            self._turn.release()
+        self._thread.join(10)

@@ -1,0 +1,176 @@
+"""What is told of ranks and nodes while they train: what, how often, how much of it in a large run."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.cluster import placement
+from raydist.cluster.placement import Plan
+from raydist.launch import vitals
+from raydist.launch.vitals import Pace, Rhythm, Vitals
+from raydist.node.load import LoadReader, gpu_loads
+from raydist.shared.events import Event, Events
+from raydist.worker.protocol import Request
+from tests.cluster.test_placement import node
+from tests.recovery.fake_group import job
+
+DAY_S = 86400.0
+GPU = {"util": 0.97, "memory": (71234567890, 85899345920), "power_w": 687, "temp_c": 61}
+PORTS = {f"mlx5_{i}:1": (12345678901234, 12345678901234) for i in range(8)} | {"eth0": (123456789012, 12345678901)}
+LOAD = {"cpu": 0.123, "memory": (123456789012, 2199023255552), "gpus": [GPU] * 8, "ports": PORTS}
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FIRST_S": 0.01, "EVERY_S": 0.01, "ANSWER_S": 0.05, "BYTES_PER_S": 1e9}.items():
+        monkeypatch.setattr(vitals, name, value)
+
+
+def plan(nodes: int, per_node: int = 1) -> Plan:
+    there = [node(i, cpu=per_node) for i in range(1, nodes + 1)]
+    small = placement.assign_ranks(placement.resources_for(job(nodes), there), there)
+    assert small.world_size == nodes
+    return small
+
+
+class Told:
+    """The events that a Vitals says, in a run of so many nodes with the given paces and answers."""
+
+    def __init__(self, folder: Path, nodes: int, paces: Any, answers: Any) -> None:
+        self.seen: list[Event] = []
+        self.events = Events(folder / "events.jsonl", (self.seen.append,))
+        self.asked: list[int] = []
+        self._answers = answers
+        self.vitals = Vitals(self.events, paces, plan(nodes), self._call)
+
+    def _call(self, rank: int, request: Request[Any]) -> Future[Any]:
+        self.asked.append(rank)
+        reply: Future[Any] = Future()
+        self._answers(rank, reply)
+        return reply
+
+    def until(self, *kinds: str) -> dict[str, Event]:
+        """The first event of each of these kinds."""
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            if {event["kind"] for event in self.seen} >= set(kinds):
+                return {kind: next(event for event in self.seen if event["kind"] == kind) for kind in kinds}
+            time.sleep(0.01)
+        raise AssertionError(f"only {self.seen}")
+
+
+def answer(rank: int, reply: Future[Any]) -> None:
+    if rank == 1:
+        reply.set_exception(OSError("the node is gone"))
+    elif rank != 2:  # which is silent
+        reply.set_result(LOAD)
+
+
+@pytest.mark.usefixtures("_soon")
+def test_both_are_told_of_what_answers(tmp_path: Path) -> None:
+    told = Told(tmp_path, 4, lambda: {3: (7, 0.0123456, 0.5), 0: (8, 0.0, 0.0)}, answer)
+    with told.vitals:
+        found = told.until("pace", "nodes")
+    assert found["pace"]["ranks"] == {"0": [8, 0.0, 0.0], "3": [7, 0.01235, 0.5]}
+    assert list(found["nodes"]["nodes"]) == ["node-1", "node-4"]
+    assert found["nodes"]["nodes"]["node-1"]["gpus"][0]["memory"] == [71234567890, 85899345920]
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_silent_node_is_asked_once_and_nothing_is_said_after_the_end(tmp_path: Path) -> None:
+    told = Told(tmp_path, 3, dict, answer)
+    with told.vitals:
+        while told.asked.count(0) < 3:
+            time.sleep(0.01)
+    assert told.asked.count(2) == 1
+    said = len(told.seen)
+    time.sleep(0.2)
+    assert len(told.seen) == said
+    assert {event["kind"] for event in told.seen} == {"nodes"}
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_failure_is_one_warning_and_the_other_kind_goes_on(tmp_path: Path) -> None:
+    def broken() -> dict[int, Pace]:
+        raise RuntimeError("no such thing")
+
+    told = Told(tmp_path, 1, broken, answer)
+    with told.vitals:
+        found = told.until("warning", "nodes")
+        while told.asked.count(0) < 4:
+            time.sleep(0.01)
+    assert found["warning"]["text"] == "no more pace events: RuntimeError: no such thing"
+    assert [event["kind"] for event in told.seen].count("warning") == 1
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "every_s"), [(1, 2, 10), (2, 8, 22), (128, 8, 1500)])
+def test_a_day_of_a_large_run_is_small(tmp_path: Path, nodes: int, per_node: int, every_s: float) -> None:
+    facts: dict[str, dict[str, Any]] = {
+        "pace": {"ranks": dict.fromkeys(range(nodes * per_node), (1234567, 0.01234, 0.1234))},
+        "nodes": {"nodes": {f"gpu-node-{i:03}": LOAD for i in range(nodes)}},
+    }
+    path, longest = tmp_path / "events.jsonl", 0.0
+    for kind, fields in facts.items():
+        with Events(tmp_path / kind) as events:
+            events.say(kind, **fields)
+        size, rhythm = (tmp_path / kind).stat().st_size, Rhythm(2.0)
+        with path.open("ab") as file:
+            while rhythm.due < DAY_S:
+                file.write(b"x" * size)
+                rhythm.said(rhythm.due, size)
+        longest = max(longest, rhythm.every_s)
+    assert path.stat().st_size < 20e6
+    assert longest == pytest.approx(every_s, rel=0.3)
+
+
+def test_this_machine_has_a_load() -> None:
+    reader = LoadReader()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:  # an agent's readings are in any thread
+        first = one.submit(reader.read).result()
+        busy_until = time.process_time() + 0.3
+        while time.process_time() < busy_until:
+            pass
+        second = other.submit(reader.read).result()
+    assert 0 < second["cpu"] <= 1
+    for load in (first, second):
+        assert 0 < load["memory"][0] < load["memory"][1]
+        assert all(received >= 0 and sent >= 0 for received, sent in load["ports"].values())
+
+
+class Nvml:
+    """What pynvml answers on a machine with two GPUs, of which the second tells only its memory."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> Any:
+        return type("Memory", (), {"used": 10 + gpu, "total": 100})
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> Any:
+        if gpu:
+            raise RuntimeError("Not Supported")
+        return type("Rates", (), {"gpu": 93})
+
+    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
+        return 1 // (1 - gpu) * 512400
+
+    def nvmlDeviceGetTemperature(self, gpu: int, sensor: int) -> int:
+        return 1 // (1 - gpu) * 55
+
+
+def test_a_gpu_that_does_not_tell_everything_tells_the_rest() -> None:
+    assert gpu_loads(Nvml()) == [
+        {"util": 0.93, "memory": (10, 100), "power_w": 512, "temp_c": 55},
+        {"util": None, "memory": (11, 100), "power_w": None, "temp_c": None},
+    ]

@@ -1,0 +1,272 @@
+"""track=…: each tracker has each step once, the settings, the pages and the truth, whatever happens to the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+
+import raydist
+from raydist.shared.errors import ConfigError, RunFailed
+from raydist.shared.events import read_events
+from raydist.watch import track
+from raydist.watch.result import Result
+from tests import trackers
+from tests.faults import Fault, training
+from tests.leftovers import gone, processes_of
+from tests.programs import Program
+
+ALL = "track=[tensorboard,mlflow,wandb,trackio]"
+JOB = """
+from tests.faults import kill, training
+
+def job(config):
+    return training(config, 0.2, (kill(0, 6), kill(0, 12, 1)))["figures"]
+"""
+SCRIPT = """
+import json, os, sys
+names = ("WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI")
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+open(f"{sys.argv[1]}-{attempt}", "w").write(json.dumps([os.environ[name] for name in names]))
+sys.exit(attempt == "0")
+"""
+
+
+@pytest.fixture(scope="module")
+def there() -> Iterator[Path]:
+    """A folder for all tests: MLflow takes seconds to make a database."""
+    fast = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="t-", dir=fast, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def stores(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Where trackers of a test keep what they are told."""
+    made = {"TRACKIO_DIR": f"{there}/trackio", "MLFLOW_TRACKING_URI": f"sqlite:///{there}/mlflow.db",
+            "WANDB_MODE": "offline", "HOME": str(there), "TMPDIR": str(there)}  # fmt: skip
+    for name, value in made.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return made
+
+
+def ledger(folder: Path, name: str) -> Any:
+    return json.loads((folder / "track" / f"{name}.json").read_text())
+
+
+@trackers.requires_trackers
+def test_each_step_once_whoever_is_killed(tmp_path: Path, stores: dict[str, str], monkeypatch: Any) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    words = ("job=job.py", "scale=1x2", "group=inline", "train.epochs=2", "data.batch_size=8", "snapshot.every=1",
+             "env.API_KEY=hidden", "watch.progress=none", ALL)  # fmt: skip
+    first = Program(tmp_path, *words)
+    first.until_step(20)
+    first.signal(signal.SIGKILL)
+    first.wait()
+    before = first.run_dir
+    # the trackers say what has become of it, and are gone
+    assert gone(str(first.tmp)) == []
+    assert trackers.read("mlflow", ledger(before, "mlflow")["id"], env=stores)["status"] == "KILLED"
+
+    again = Program(tmp_path, *words, "resume=auto")
+    assert again.wait() == 0, again.screen
+    after = again.run_dir
+    assert after != before
+    ids = {name: ledger(after, name)["id"] for name in ("tensorboard", "mlflow", "wandb", "trackio")}
+    assert ids == {name: ledger(before, name)["id"] for name in ids}
+    wanted = {
+        "tensorboard": ["tensorboard", ids["tensorboard"]], "mlflow": ["mlflow", ids["mlflow"]],
+        "trackio": ["trackio", "job", ids["trackio"]], "wandb": ["wandb", str(before)], "rest": ["wandb", str(after)],
+    }  # fmt: skip
+    with ThreadPoolExecutor() as pool:
+        read = {name: pool.submit(trackers.read, *words, env=stores) for name, words in wanted.items()}
+    found = {name: each.result() for name, each in read.items()}
+    rest = found.pop("rest")
+    for name in found["wandb"]["curves"]:
+        found["wandb"]["curves"][name] += rest["curves"][name]
+    # what counted: the last that rank 0 reported of each step
+    losses = {
+        event["step"]: event["values"]["loss"]
+        for folder in (before, after)
+        for event in read_events(folder / "events.jsonl")
+        if event["kind"] == "report" and event["rank"] == 0 and "loss" in event["values"]
+    }
+    for name, facts in found.items():
+        assert [step for step, _ in facts["curves"]["loss"]] == sorted(losses), name
+        assert dict(facts["curves"]["loss"]) == pytest.approx(losses, abs=1e-6), name
+        assert [step for step, _ in facts["curves"]["test_loss"]] == [16, 32], name
+        assert {"blame-1", "blame-2"} <= {Path(page).name.removesuffix(".txt") for page in facts["pages"]}, name
+        text = json.dumps(facts["config"])
+        assert "hidden" not in text, name
+        assert "***" in text, name
+        assert "train.epochs" in text or facts["config"]["train"]["epochs"] == 2, name
+    cpu = f"system/{socket.gethostname()}/cpu"
+    assert cpu in rest["system"]
+    assert cpu in found["tensorboard"]["curves"].keys() & found["mlflow"]["curves"].keys()
+    assert cpu in found["trackio"]["system"]
+    assert (found["mlflow"]["runs"], found["trackio"]["runs"]) == (1, 1)
+    assert {*found["wandb"]["ids"], *rest["ids"]} == {ids["wandb"]}
+    ends = (found["tensorboard"]["status"][-1], found["mlflow"]["status"], found["trackio"]["status"], rest["status"])
+    assert ends == ("finished", "FINISHED", ["finished"], [0])
+
+
+@trackers.requires_trackers
+def test_a_failed_run_is_no_finished_one(tmp_path: Path, stores: dict[str, str]) -> None:
+    with pytest.raises(RunFailed) as caught:
+        run(tmp_path, "track=[mlflow,wandb]", "restart=none", struck=(Fault("raise", 1, 3),))
+    folder = caught.value.result.dir
+    for facts in (
+        trackers.read("mlflow", ledger(folder, "mlflow")["id"], env=stores),
+        trackers.read("wandb", str(folder), env=stores),
+    ):
+        assert facts["status"] in ("FAILED", [1])
+        assert "rank 1" in facts["culprit"]
+        assert "struck at step 3" in facts["culprit"]
+
+
+def run(folder: Path, *words: str, struck: tuple[Fault, ...] = ()) -> Result[Any]:
+    return raydist.run(
+        training, f"hydra.run.dir={folder}/run", "scale=1x2", "group=inline", "train.epochs=1", "data.batch_size=16",
+        "watch.progress=none", *words, struck=struck,
+    )  # fmt: skip
+
+
+@trackers.requires_trackers
+def test_a_tracker_that_cannot_costs_one_warning(
+    tmp_path: Path, stores: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has a full disk, or as good as that; one is never answered; one has no key."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").write_text("no folder")
+    monkeypatch.setattr(track, "END_S", 6.0)
+    monkeypatch.delenv("WANDB_MODE")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        done = run(tmp_path, "track=[tensorboard,mlflow,wandb]")
+    assert done.status == "finished"
+    warned = [event["text"] for event in read_events(done.dir / "events.jsonl") if event["kind"] == "warning"]
+    assert sorted(text.partition(" ")[0].strip(":") for text in warned) == ["mlflow", "tensorboard", "wandb"]
+    assert not [line for line in processes_of(stores["TMPDIR"]) if "fork_server" not in line]
+    assert list((done.dir / "wandb").glob("offline-run-*"))
+
+
+@trackers.requires_trackers
+def test_a_tracker_that_is_killed_costs_one_warning(tmp_path: Path, stores: dict[str, str]) -> None:
+    def job() -> None:
+        raydist.report(step=1, loss=1.0)
+        (process,) = [each for each in psutil.process_iter(["cmdline"]) if is_tracker(each, stores["TMPDIR"])]
+        process.kill()
+
+    folder = f"hydra.run.dir={tmp_path}/run"
+    done = raydist.run(job, folder, "scale=1x1", "group=inline", "watch.progress=none", "track=tensorboard")
+    (warned,) = [event["text"] for event in read_events(done.dir / "events.jsonl") if event["kind"] == "warning"]
+    assert "tensorboard has not all of the run: its process ended with -9" in warned
+    assert done.status == "finished"
+
+
+def is_tracker(process: psutil.Process, mark: str) -> bool:
+    """Whether it is the process of a tracker that a test with this TMPDIR has started."""
+    try:
+        return "raydist.watch.trackers.child" in process.info["cmdline"] and process.environ().get("TMPDIR") == mark
+    except psutil.Error:
+        return False
+
+
+@trackers.requires_trackers
+def test_a_program_goes_on_in_the_same_run(tmp_path: Path, stores: dict[str, str]) -> None:
+    (tmp_path / "program.py").write_text(SCRIPT)
+    words = (f"script={tmp_path}/program.py", f"args={tmp_path}/ids", "scale=1x1", "restart.max=1")
+    done = Program(tmp_path, *words, "watch.progress=none", "track=[wandb,mlflow]", "env.WANDB_RESUME=must")
+    assert done.wait() == 0, done.screen
+    folder = done.run_dir
+    first, second = (json.loads((tmp_path / f"ids-{attempt}").read_text()) for attempt in (0, 1))
+    assert first == second
+    assert first == [
+        ledger(folder, "wandb")["id"],
+        "must",
+        ledger(folder, "mlflow")["id"],
+        stores["MLFLOW_TRACKING_URI"],
+    ]
+    assert trackers.read("mlflow", first[2], env=stores)["status"] == "FINISHED"
+    assert not (folder / "wandb").exists(), "the program's own tracker writes that run"
+
+
+@pytest.mark.parametrize(
+    ("word", "suggestion"),
+    [("track=mlfow", "track=mlflow"), ("track='tensorboard,mlflow'", "track=[tensorboard,mlflow]")],
+)
+def test_wrong_names_are_refused(word: str, suggestion: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        raydist.run(training, word)
+    assert caught.value.suggestion == suggestion
+    assert not list(Path.cwd().glob("runs/*"))
+
+
+def test_a_missing_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
+    with pytest.raises(ConfigError, match=r"pip install 'raydist\[trackio\]'"):
+        raydist.run(training, "track=trackio")
+
+
+class Controller(BaseHTTPRequestHandler):
+    """Kubeflow Trainer's status server."""
+
+    heard: ClassVar[list[tuple[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.heard.append((self.headers["Authorization"], body["trainerStatus"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
+def test_a_trainjob_gets_the_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key", "-out", "ca.crt", "-subj",
+         "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "1"],
+        cwd=tmp_path, check=True, capture_output=True,
+    )  # fmt: skip
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Controller)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "ca.crt", tmp_path / "key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "token").write_text("of the job\n")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"https://localhost:{server.server_port}/status")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(tmp_path / "token"))
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(tmp_path / "ca.crt"))
+    try:
+        done = run(tmp_path)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert not done.warnings
+    assert {token for token, _ in Controller.heard} == {"Bearer of the job"}
+    last = Controller.heard[-1][1]
+    assert (last["progressPercentage"], last["estimatedRemainingSeconds"]) == (100, 0)
+    assert {each["name"]: float(each["value"]) for each in last["metrics"]}["loss"] == pytest.approx(
+        done.metrics["loss"], rel=1e-4
+    )
+    assert datetime.fromisoformat(last["lastUpdatedTime"]).tzinfo is not None
+    assert all(status.get("progressPercentage", 0) < 100 for _, status in Controller.heard[:-1])

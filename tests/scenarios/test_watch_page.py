@@ -1,0 +1,223 @@
+"""The page of real runs in a real browser: a rank is killed, then the driver; then from the folder, and as a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from raydist.shared.events import Event, Events, event, read_events
+from tests.browser import Browser, needs_chromium
+from tests.programs import Program
+
+STEPS = """
+import time
+import torch.distributed as dist
+import raydist
+from raydist import checkpoint
+
+def job(config):
+    found = checkpoint.latest()
+    for step in range((found.step if found else 0) + 1, 100000):
+        dist.barrier()
+        time.sleep(0.02)
+        print("step", step, "of rank", raydist.rank().rank, flush=True)
+        raydist.report(step=step, loss=1 / step, lr=0.1)
+        if step % 10 == 0:
+            checkpoint.save(step, {"step": step}, {})
+"""
+DRAWN = "document.body.dataset.drawn > 0"
+LOSS = "Array.from(raydist.curves.loss.steps)"
+
+
+@contextmanager
+def watching(folder: Path, *words: str) -> Iterator[str]:
+    """`python -m raydist.tools.watch WORD…` in a folder; the link."""
+    argv = [sys.executable, "-m", "raydist.tools.watch", *words]
+    with subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            assert program.stdout is not None
+            yield program.stdout.readline().split()[1]
+        finally:
+            program.terminate()
+
+
+def status_of(url: str) -> tuple[int, bytes]:
+    """The status and the body of an answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            return reply.status, reply.read(100)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def servers(program: Program) -> list[psutil.Process]:
+    """The processes that serve the page beside a run."""
+    children = psutil.Process(program.process.pid).children()
+    return [each for each in children if "raydist.watch.web" in each.cmdline()]
+
+
+def assert_only_local(browser: Browser) -> None:
+    """The page asked nobody but its server, and its scripts had nothing to complain about."""
+    urls = [url for url in browser.requests.values() if not url.startswith("data:")]
+    hosts = {re.sub(r"^(\w+://[^/:]*).*", r"\1", url) for url in urls}
+    assert hosts <= {"http://127.0.0.1", "file://"}
+    assert browser.errors == []
+
+
+@needs_chromium
+def test_a_run_from_its_first_step_to_the_death_of_its_driver(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    program = Program(tmp_path, "job=steps.py", "group=inline", "scale=1x3", "watch.page=true", "restart=some")
+    program.until(lambda: "page  http" in program.screen, "link")
+    link = re.findall(r"page  (http\S+)", program.screen)[0]
+    program.until_step(5)
+    assert servers(program) == []  # while nobody looks there is none
+    with Browser() as browser:
+        browser.open(link)
+        browser.until(DRAWN)
+        browser.until("document.querySelectorAll('#ranks tbody tr').length == 3")
+        assert "steps.py" not in browser.text("#alarm")
+        (joined,) = [each for each in program.events("joined") if each["rank"] == 1]
+        os.kill(joined["pid"], signal.SIGKILL)
+        killed = time.time()
+        browser.until("document.querySelector('#failures article')")
+        seen = time.time() - killed
+        (failure,) = program.events("failure")
+        assert f"rank 1 on {failure['cause']['host']}, step {failure['cause']['step']}: killed" in browser.text(
+            "#failures"
+        )
+        print(f"on the page {seen:.2f} s after the kill, said by the driver after {failure['t'] - killed:.2f} s")
+        browser.until(f"{LOSS}.at(-1) > {failure['reached'] + 20}")
+        steps = browser.value(LOSS)
+        assert steps == list(range(1, steps[-1] + 1))
+        assert browser.text("#status") == "running"
+        assert "attempt\n2" in browser.text("#state")
+        browser.value("document.querySelector('#failures button').click()")
+        browser.until("document.querySelector('dialog[open] pre')?.innerText.includes('root cause')")
+        browser.value("document.querySelector('dialog button').click()")
+        browser.value("document.querySelector('#log').scrollIntoView()")
+        browser.until(f"document.querySelector('#log').innerText.includes('step {steps[-1] + 5} of rank 0')")
+        browser.press("/")
+        assert browser.value("document.activeElement.id") == "text"
+        browser.value("document.querySelector('#text').value = 'STEP 7 of rank'")
+        browser.value("document.querySelector('#logs button').click()")
+        browser.until("document.querySelectorAll('#found li').length == 3")
+        browser.value("document.activeElement.blur()")
+        browser.press("x")
+        browser.until("document.querySelector('[name=by]:checked').value == 'time'")
+        browser.until("raydist.charts.loss.plot.data[0].at(-1) < 1000")
+        assert_only_local(browser)
+        for address in (link[:-2] + "/", re.sub(r"(:\d+)/.*", r"\1/", link)):
+            for name in ("", "stream", "runs", "page.js", "log?rank=0"):
+                assert status_of(address + name) == (404, b"")
+        behind = re.sub(r"(:\d+)/", r"\1/user/me/proxy/", link)
+        assert status_of(behind)[0] == status_of(behind + "page.js")[0] == 200
+        assert status_of(link + "file?name=events.jsonl")[0] == 404
+        assert status_of(link + "../../etc/passwd")[0] == 404
+        assert status_of(link + "file?name=blame-1.txt")[1].startswith(b"failure 1")
+        (server,) = servers(program)
+        program.signal(signal.SIGKILL)
+        program.wait()
+        browser.until("document.querySelector('#link').innerText == 'not connected'")
+    psutil.wait_procs([server], timeout=10)
+    assert not server.is_running()
+    from_its_folder(tmp_path, program.run_dir)
+
+
+def from_its_folder(folder: Path, run: Path) -> None:
+    """The same page without its driver: from the folder, on a small dark screen, from one file."""
+    reports = [each for each in read_events(run / "events.jsonl") if each["kind"] == "report" and each["rank"] == 0]
+    with watching(folder) as link, Browser(400, 900, dark=True) as browser:
+        browser.open(link.rstrip("/"))  # as a person may copy it
+        browser.until(DRAWN)
+        steps = browser.value(LOSS)
+        assert steps == list(range(1, steps[-1] + 1))
+        assert steps[-1] == reports[-1]["step"]
+        assert "rank 1 on" in browser.text("#failures")
+        assert browser.value("document.documentElement.scrollWidth") <= 400
+        browser.value("const now = Date.now; Date.now = () => now() + 3600e3")
+        browser.until("document.querySelector('#status').innerText == 'no news'")
+        assert "No event for 1:0" in browser.text("#waits")
+        assert_only_local(browser)
+    argv = [sys.executable, "-m", "raydist.tools.watch", str(run), "--export", "report.html"]
+    subprocess.run(argv, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    with Browser() as browser:
+        browser.open(f"file://{folder}/report.html")
+        browser.until(DRAWN)
+        assert browser.value(LOSS) == steps
+        assert "rank 1 on" in browser.text("#failures")
+        browser.value("document.querySelector('#log').scrollIntoView()")
+        browser.until("document.querySelector('#log').innerText.includes('of rank 0')")
+        browser.value("document.querySelector('#failures button').click()")
+        browser.until("document.querySelector('dialog[open] pre')?.innerText.includes('root cause')")
+        assert_only_local(browser)
+        assert [url for url in browser.requests.values() if url.startswith("http")] == []
+
+
+def large_run(folder: Path, ranks: int = 16, steps: int = 100_000) -> Path:
+    """The events of such a run, as its driver writes them."""
+    folder.mkdir(parents=True)
+    slots = [{"rank": rank, "host": f"node-{rank // 8}", "ip": "10.0.0.1", "node": "n"} for rank in range(ranks)]
+
+    def lines() -> Iterator[Event]:
+        yield event("run", name="large", dir=str(folder), target="x", pages=0)
+        yield event("plan", backend="nccl", world_size=ranks, slots=slots)
+        for step in range(1, steps + 1):
+            values = {"loss": 5 / step**0.5, "lr": 0.1, "grad_norm": 1 + step % 7, "steps": steps, "samples": step * 64}
+            yield {"t": 1.7e9 + step / 10, "kind": "report", "rank": 0, "step": step, "values": values}
+            if step % 100 == 0:
+                paces = {r: (step, 0.05 + r / 1000, 0.1) for r in range(ranks)}
+                yield {"t": 1.7e9 + step / 10, "kind": "pace", "ranks": paces}
+            if step % 5000 == 0:
+                yield {"t": 1.7e9 + step / 10, "kind": "saved", "rank": 0, "step": step, "path": "x", "s": 1.0}
+
+    with (folder / "events.jsonl").open("w") as file:
+        file.writelines(json.dumps(each) + "\n" for each in lines())
+    return folder
+
+
+@needs_chromium
+def test_a_hundred_thousand_steps_of_sixteen_ranks(tmp_path: Path) -> None:
+    run, other = large_run(tmp_path / "runs/large/one"), tmp_path / "runs/large/two"
+    with Events(other / "events.jsonl") as events:
+        for step in range(1, 50):
+            events.say("report", rank=0, step=step * 1000, values={"loss": 1.0})
+    with watching(tmp_path, str(run)) as link, Browser() as browser:
+        browser.open(link)
+        browser.until("raydist?.curves?.loss?.steps.at(-1) == 100000")
+        browser.until(DRAWN)
+        assert browser.value("Math.max(...Object.values(raydist.curves).map((one) => one.steps.length))") <= 4800
+        assert browser.value("document.querySelectorAll('#ranks tbody tr').length") == 16
+        assert browser.text("#ranks tbody tr").split()[0] == "15"  # the one with the most work of its own
+        page = {url: size for url, size in browser.received.items() if "stream" not in url and "runs" not in url}
+        assert len(page) >= 5
+        assert 0 < sum(page.values()) < 200_000
+        browser.until("document.querySelector('#other option[value=two]')")
+        browser.value("document.querySelector('#other').value = 'two'")
+        browser.value("document.querySelector('#other').dispatchEvent(new Event('change'))")
+        browser.until("raydist.charts.loss?.plot.data[2].some((value) => value === 1)")
+        assert_only_local(browser)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for words, says in (
+        ([], "no run is below"),
+        (["nowhere"], "there is no such folder"),
+        (["--port", "x"], "must be a whole number"),
+        (["--exprt", "a.html"], "did you mean --export"),
+    ):
+        argv = [sys.executable, "-m", "raydist.tools.watch", *words]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, says in done.stderr) == (2, True), done.stderr

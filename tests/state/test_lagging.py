@@ -1,0 +1,233 @@
+"""Devices that lag behind their hosts: in every order of copies and collectives there is a state to return to."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from raydist.state.snapshot import SnapshotBuffer
+from raydist.state.snapshot_layout import blank_page
+from raydist.worker import context
+from raydist.worker.loop import fit, snapshotter
+from raydist.worker.loop.snapshotter import OFFERS, Offer, choose_snapshot
+from tests.lagging import Lagging, TurnHost
+
+AHEAD = 6
+"""Steps by which a host may run ahead of its device."""
+
+
+def new_memory() -> int:
+    made = os.memfd_create("test")
+    os.pwrite(made, blank_page(), 0)
+    return made
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    made = new_memory()
+    yield made
+    os.close(made)
+
+
+class Training:
+    """Ranks whose hosts queue steps on lagging devices, and keep every `every`-th; the scheduler chooses who goes on.
+
+    A step is an all-reduce, which a device begins once all have come to it, and an optimizer step.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.choose = random.Random(seed)
+        self.every, self.size = self.choose.choice([1, 1, 2, 3]), self.choose.choice([2, 3])
+        self.devices = [Lagging() for _ in range(self.size)]
+        self.reached, self.done = [0] * self.size, [0] * self.size
+        self.descriptors = [new_memory() for _ in range(self.size)]
+        self.hosts = [TurnHost(lambda host, rank=rank: self.train(rank, host)) for rank in range(self.size)]  # type: ignore[misc]
+
+    def train(self, rank: int, host: TurnHost) -> None:
+        device = self.devices[rank]
+        device.pause = host.pause
+        memory, weight, step = SnapshotBuffer(self.descriptors[rank], device), torch.zeros(50), 0
+        while True:
+            step += 1
+            self.queue_step(rank, step, weight)
+            if step % self.every == 0:
+                if self.choose.random() < 0.1:  # a checkpoint is begun, or was written
+                    memory.settle()
+                    memory.lock(self.choose.choice([-1, *memory.steps.values()]))
+                memory.write(step, {"own": {"step": step}, "model": weight})
+            host.pause()
+            while step - self.done[rank] > AHEAD:
+                host.pause()
+
+    def queue_step(self, rank: int, step: int, weight: torch.Tensor) -> None:
+        def come() -> bool:
+            self.reached[rank] = step
+            return min(self.reached) >= step
+
+        def update() -> None:
+            weight.fill_(step)
+            self.done[rank] = step
+
+        self.devices[rank].launch(lambda: None, ready=come)
+        self.devices[rank].launch(update)
+
+    def run(self) -> None:
+        """Some time of training; then a rank is killed, and the others go on to where they need it."""
+        likely = [self.choose.random() for _ in range(2 * self.size)]  # some hosts or devices are slow
+        for _ in range(self.choose.randrange(20, 400)):
+            (chosen,) = self.choose.choices(range(2 * self.size), likely)
+            self.hosts[chosen].go() if chosen < self.size else self.devices[chosen - self.size].advance()
+        self.devices[self.choose.randrange(self.size)].queue.clear()
+        for _ in range(self.choose.randrange(100)):
+            self.devices[self.choose.randrange(self.size)].advance()
+        for host in self.hosts:
+            host.kill()
+
+
+@pytest.mark.parametrize("seeds", range(4))
+def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back_than_asked_for(seeds: int) -> None:
+    found = 0
+    for seed in range(100 * seeds, 100 * seeds + 100):
+        training = Training(seed)
+        training.run()
+        memories = [SnapshotBuffer(descriptor) for descriptor in training.descriptors]
+        chosen = choose_snapshot([[Offer(*row) for row in memory.offers()[:OFFERS]] for memory in memories])
+        reached = max(training.done)
+        if chosen is None:
+            assert reached <= training.every, (seed, [memory.steps for memory in memories], training.done)
+        else:
+            found += 1
+            step, _ = chosen
+            assert reached - step <= training.every, (seed, [memory.steps for memory in memories], training.done)
+            for memory in (memory for memory in memories if memory.steps):  # otherwise it takes the state of another
+                state = memory.read(memory.steps[step])
+                assert (state["own"]["step"], state["model"].unique().tolist()) == (step, [step])
+        for descriptor in training.descriptors:
+            os.close(descriptor)
+    assert found > 30
+
+
+def test_a_slot_is_complete_when_the_device_says_so_though_the_host_asks_nothing(descriptor: int) -> None:
+    device = Lagging()
+    memory = SnapshotBuffer(descriptor, device)
+    memory.write(1, {"model": torch.ones(3)})
+    seen = []
+    while device.advance():
+        seen.append(sorted(SnapshotBuffer(descriptor).steps))
+    assert seen == [[], [1], [1]]  # the copy, the step, the mark
+
+
+def test_two_complete_states_stay_while_a_third_is_copied(descriptor: int) -> None:
+    device = Lagging()
+    memory = SnapshotBuffer(descriptor, device)
+    used = {memory.write(step, {"model": torch.ones(3)}) for step in range(1, 8)}
+    assert (sorted(memory.steps), len(used)) == ([5, 6], 3)
+    memory.settle()
+    assert sorted(memory.steps) == [5, 6, 7]
+
+
+def test_memory_is_no_longer_page_locked_when_it_is_left(descriptor: int) -> None:
+    """The next memory at that address would be copied to the old pages."""
+    device = Lagging()
+    memory = SnapshotBuffer(descriptor, device)
+    for step, size in enumerate([10, 100_000, 10, 1_000_000, 2_000_000, 4_000_000], 1):
+        memory.write(step, {"model": torch.ones(size)})
+    memory.settle()
+    assert len(device.registered) == 4  # three slots, and the first page
+    reader = SnapshotBuffer(descriptor, other := Lagging())
+    reader.read(memory.steps[6])
+    reader.open_replica(1000, 10)
+    assert not other.register_calls  # for a copy from a GPU only
+    memory.drop()
+    assert len(device.registered) == 1
+    assert not memory.steps
+
+
+def test_memory_that_cannot_be_page_locked_is_used_all_the_same_and_asked_for_once(descriptor: int) -> None:
+    device = Lagging()
+    device.room = 0
+    memory = SnapshotBuffer(descriptor, device)
+    for step in range(1, 10):
+        memory.write(step, {"model": torch.full((3,), step)})
+    memory.settle()
+    assert memory.read(memory.steps[9])["model"].tolist() == [9, 9, 9]
+    assert device.register_calls == 4
+
+
+def test_memory_that_a_state_has_outgrown_is_given_back(descriptor: int) -> None:
+    memory = SnapshotBuffer(descriptor)
+    for step in range(12):
+        memory.write(step, {"model": torch.ones(1 << (10 + step))})
+    memory.write(12, {"model": torch.ones(1 << 21)})
+    used = os.fstat(descriptor).st_blocks * 512
+    assert used < 1.1 * 4 * ((1 << 21) + (1 << 21))  # the two newest
+    memory.free()
+    assert os.fstat(descriptor).st_blocks * 512 <= 1 << 16
+
+
+def test_reports_come_in_order_each_when_its_device_has_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, told = Lagging(), list[tuple[int, float]]()
+    monkeypatch.setattr(fit, "device_of", lambda _: device)
+    monkeypatch.setattr(context, "report", lambda step, loss, **_: told.append((step, float(loss))))
+    reporter, loss = fit.MetricReporter(torch.device("cpu")), torch.zeros(())
+    for step in range(1, 6):
+        device.launch(lambda step=step: loss.fill_(step))  # type: ignore[misc]
+        reporter.step(step, loss)
+        while step == 3 and device.advance():
+            pass
+    assert told == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    reporter.rest()
+    assert told == [(step, float(step)) for step in range(1, 6)]
+
+
+@pytest.mark.parametrize(("copy_s", "every"), [(0.0005, 1), (0.0049, 5), (0.1999, 200)])
+def test_the_cost_of_a_snapshot_is_the_time_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, descriptor: int, copy_s: float, every: int
+) -> None:
+    """The host waits for the queue of the device when it keeps a state: that is no cost of the state."""
+    device = Lagging(copy_s=copy_s)
+    monkeypatch.setattr(snapshotter, "device_of", lambda _: device)
+    keeper = made_snapshotter(monkeypatch, descriptor, device)
+    for step in range(1, 9):
+        device.launch(lambda: None, s=0.1)
+        keeper.step(step, lambda: {"step": step}, lambda: {"model": torch.ones(3)})  # noqa: B023 - called at once
+    assert keeper._every == every
+
+
+def test_nothing_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch, descriptor: int) -> None:
+    for fixed in (1, None):
+        device = Lagging()
+        keeper = made_snapshotter(monkeypatch, descriptor, device, fixed)
+        for step in range(1, 400):
+            keeper.step(step, lambda: {"step": step}, lambda: {"model": torch.ones(3)})  # noqa: B023 - called at once
+            while device.advance():
+                pass
+        assert len(keeper._steps) + len(keeper._costs) < 100
+
+
+def made_snapshotter(
+    monkeypatch: pytest.MonkeyPatch, descriptor: int, device: Lagging, every: int | None = None
+) -> Any:
+    """The Snapshotter of a run with one rank."""
+    from raydist.settings.config import Job, Snapshot
+    from raydist.worker import checkpoint
+
+    class Alone:
+        def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+            return [tensor]
+
+    monkeypatch.setattr(snapshotter, "device_of", lambda _: device)
+    monkeypatch.setattr(checkpoint, "own_memory", lambda: SnapshotBuffer(descriptor, device))
+    here = context.Context(context.Rank(), lambda event: None, lambda step, phase: None, memory=(descriptor, -1))
+    context.enter(here)
+    try:
+        made = snapshotter.Snapshotter(Job(snapshot=Snapshot(every=every)), Alone())  # type: ignore[arg-type]
+        made.go_on()
+    finally:
+        context.enter(None)
+    return made

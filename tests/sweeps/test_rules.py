@@ -1,0 +1,165 @@
+"""Who goes on, who is paused or ended, who is next: decisions over trials, and over 64 recorded curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raydist.sweeps.rules import Prune, next_trial, verdict
+from raydist.sweeps.trial import Objective, State, Trial, best_trials, objectives
+
+CURVES: list[list[float]] = json.loads(Path(__file__).with_name("curves.json").read_text())
+"""64 trainings of a linear model on digits, with random learning rates: the test loss after each of 27 steps."""
+LOSS = Objective("loss", 1)
+ASHA = Prune("asha", LOSS, first=1, reduction=3)
+MEDIAN = Prune("median", LOSS, first=1)
+
+
+def trial(number: int, *values: float, state: State = "paused", passed: int = 0) -> Trial:
+    curve = tuple((step, value) for step, value in enumerate(values))
+    return Trial(number, {}, state=state, curve=curve, passed=passed, values={"loss": values[-1]} if values else {})
+
+
+def reference_asha(workers: int) -> dict[int, int]:
+    """Algorithm 2 of arXiv:1810.05934 with r=1, eta=3, R=27: the highest rung that each trial was run to."""
+    rungs: list[dict[int, float]] = [{}, {}, {}, {}]
+    promoted: list[set[int]] = [set(), set(), set(), set()]
+    started = 0
+
+    def get_job() -> tuple[int, int] | None:
+        nonlocal started
+        for k in (2, 1, 0):
+            ranked = sorted(rungs[k], key=lambda t: (rungs[k][t], t))
+            candidates = [t for t in ranked[: len(ranked) // 3] if t not in promoted[k]]
+            if candidates:
+                promoted[k].add(candidates[0])
+                return candidates[0], k + 1
+        if started == len(CURVES):
+            return None
+        started += 1
+        return started - 1, 0
+
+    now: list[tuple[int, int, int]] = []  # (time at which it is done, trial, rung)
+    time = 0
+    while True:
+        while len(now) < workers and (job := get_job()) is not None:
+            number, rung = job
+            now.append((time + 3**rung - (3 ** (rung - 1) if rung else 0), number, rung))
+        if not now:
+            return {number: max(k for k in range(4) if number in rungs[k]) for number in range(started)}
+        now.sort()
+        time, number, rung = now.pop(0)
+        rungs[rung][number] = CURVES[number][3**rung - 1]
+
+
+def ours(workers: int) -> dict[int, int]:
+    """The same by our rules, where a trial that may go on does so without leaving its place."""
+    trials: dict[int, Trial] = {}
+    now: list[tuple[int, int, int]] = []
+    time = 0
+
+    def run(number: int) -> None:
+        rung = len(trials[number].curve)
+        now.append((time + 3**rung - (3 ** (rung - 1) if rung else 0), number, rung))
+
+    while True:
+        while len(now) < workers:
+            more = len(trials) < len(CURVES)
+            chosen = next_trial([*trials.values()], ASHA, more)
+            if chosen is None and more:
+                chosen = len(trials)
+                trials[chosen] = trial(chosen, state="waiting")
+            if chosen is None:
+                break
+            trials[chosen] = replace(trials[chosen], state="running", passed=len(trials[chosen].curve))
+            run(chosen)
+        if not now:
+            return {number: len(each.curve) - 1 for number, each in trials.items()}
+        now.sort()
+        time, number, rung = now.pop(0)
+        trials[number] = trials[number].reached(3**rung, CURVES[number][3**rung - 1])
+        if rung == 3:
+            trials[number] = replace(trials[number], state="finished", passed=4)
+        elif verdict([*trials.values()], number, ASHA, len(trials) < len(CURVES)) == "go on":
+            trials[number] = replace(trials[number], passed=rung + 1)
+            run(number)
+        else:
+            trials[number] = replace(trials[number], state="paused")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 16])
+def test_asha_ends_the_trials_that_the_reference_ends(workers: int) -> None:
+    reached = ours(workers)
+    assert reached == reference_asha(workers)
+    assert sorted({*reached.values()}) == [0, 1, 2, 3]
+
+
+def verdicts() -> Iterator[tuple[str, list[Trial], Prune, bool, str]]:
+    a, b = trial(0, 1.0), trial(1, 2.0)
+    here = trial(9, 0.5, state="running")
+    yield "first of many", [here], ASHA, True, "pause"
+    yield "the only one at all", [here], ASHA, False, "go on"
+    yield "best of three", [a, b, here], ASHA, True, "go on"
+    yield "second of three", [trial(0, 0.1), b, here], ASHA, True, "pause"
+    yield "may pass already", [trial(0, 0.1), b, replace(here, passed=1)], ASHA, True, "go on"
+    yield "no number is the worst", [a, b, trial(9, math.nan, state="running")], ASHA, True, "pause"
+    yield (
+        "large is good",
+        [a, b, trial(9, 9.0, state="running")],
+        replace(ASHA, objective=Objective("x", -1)),
+        True,
+        "go on",
+    )
+    yield "others still run", [trial(0, 0.1, state="running"), here], ASHA, False, "pause"
+    yield "one has finished", [trial(0, 0.1, state="finished"), here], ASHA, False, "pause"
+    yield "too few for a median", [a, b, trial(9, 7.0, state="running")], MEDIAN, True, "go on"
+    three = [a, b, trial(2, 3.0)]
+    yield "worse than the median", [*three, trial(9, 7.0, state="running")], MEDIAN, True, "end"
+    yield "as good as the median", [*three, trial(9, 2.0, state="running")], MEDIAN, True, "go on"
+    yield (
+        "was good before",
+        [*(trial(n, 4.0, 4.0) for n in range(3)), trial(9, 1.0, 9.0, state="running")],
+        MEDIAN,
+        True,
+        "go on",
+    )
+    yield "no rule", [*three, trial(9, 7.0, state="running")], Prune(), True, "go on"
+
+
+@pytest.mark.parametrize(("what", "trials", "rule", "more", "expected"), verdicts(), ids=lambda case: str(case)[:30])
+def test_verdict(what: str, trials: list[Trial], rule: Prune, more: bool, expected: str) -> None:
+    assert verdict(trials, 9, rule, more) == expected, what
+
+
+def test_next() -> None:
+    waiting = trial(5, state="waiting")
+    paused = [trial(0, 3.0), trial(1, 1.0), trial(2, 2.0)]
+    assert next_trial([], ASHA, True) is None
+    assert next_trial([*paused, waiting], ASHA, True) == 1  # a promoted one first
+    assert next_trial([*paused[:2], waiting], ASHA, True) == 5
+    assert next_trial([*paused, waiting], Prune(), True) == 5
+    assert next_trial(paused[:2], ASHA, True) is None
+    assert next_trial(paused[:2], ASHA, False) == 1  # all are paused: the best finishes
+    assert next_trial([*paused[:2], trial(7, state="failed")], ASHA, False) == 1
+    assert next_trial([*paused[:2], trial(7, state="finished")], ASHA, False) is None
+    assert next_trial([trial(0, 3.0), trial(1, 5.0, 4.0), trial(3, 2.0)], replace(ASHA, reduction=9), False) == 1
+
+
+def test_best() -> None:
+    wanted = objectives("min:loss, max:accuracy")
+    assert [each.direction for each in wanted] == ["minimize", "maximize"]
+
+    def done(number: int, loss: float, accuracy: float, state: State = "finished") -> Trial:
+        return Trial(number, {}, state=state, values={"loss": loss, "accuracy": accuracy})
+
+    trials = [done(0, 1, 0.5), done(1, 2, 0.9), done(2, 2, 0.4), done(3, 0, 1, "paused"), done(4, math.nan, 0.1)]
+    assert [each.number for each in best_trials(trials, wanted)] == [0, 1]
+    assert [each.number for each in best_trials(trials, wanted[:1])] == [0]
+    assert best_trials(trials, ()) == []
+    assert Trial.from_json(json.loads(json.dumps(done(1, 2, 0.9).to_json()))).values == {"loss": 2, "accuracy": 0.9}
+    assert math.isnan(Trial.from_json(done(4, math.nan, 0.1).to_json()).values["loss"])

@@ -1,0 +1,135 @@
+"""What trackers have of a run, read back by their own readers: a process each, as a person who looks at them has."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIBRARIES = ("tensorboardX", "tensorboard", "mlflow", "sqlalchemy", "wandb", "trackio")
+MISSING = [name for name in LIBRARIES if find_spec(name) is None]
+requires_trackers = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+
+def tensorboard(folder: str) -> dict[str, Any]:
+    """By TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 0})
+    reader.Reload()
+    texts = {
+        name.removesuffix("/text_summary"): [each.tensor_proto.string_val[0].decode() for each in reader.Tensors(name)]
+        for name in reader.Tags()["tensors"]
+    }
+    curves = {name: [[each.step, each.value] for each in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
+    return {"curves": curves, "config": texts.get("settings", [""])[0], "pages": texts, "status": texts["status"]}
+
+
+def mlflow(run: str) -> dict[str, Any]:
+    """By MLflow's client, of the store in MLFLOW_TRACKING_URI."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    found = client.get_run(run)
+    curves = {
+        name: [[each.step, each.value] for each in client.get_metric_history(run, name)] for name in found.data.metrics
+    }
+    pages = [each.path for each in client.list_artifacts(run)]
+    runs = client.search_runs([found.info.experiment_id])
+    return {"curves": curves, "config": found.data.params, "pages": pages, "status": found.info.status,
+            "runs": len(runs), "culprit": found.data.tags.get("raydist.culprit", "")}  # fmt: skip
+
+
+def trackio(project: str, run: str) -> dict[str, Any]:
+    """By Trackio's own storage, of the database in TRACKIO_DIR."""
+    import trackio
+
+    found = trackio.Api().runs(project)
+    storage = sys.modules["trackio.sqlite_storage"].SQLiteStorage
+    curves: dict[str, list[list[float]]] = {}
+    for row in storage.get_logs(project, run):
+        for name, value in row.items():
+            if name not in ("step", "timestamp"):
+                curves.setdefault(name, []).append([row["step"], value])
+    alerts = found[0].alerts()
+    return {"curves": curves, "config": found[0].config, "pages": [each["title"] for each in alerts],
+            "runs": len(found), "status": [each["title"] for each in alerts][:1],
+            "system": [name for row in storage.get_system_logs(project, run) for name in row]}  # fmt: skip
+
+
+def wandb(folder: str) -> dict[str, Any]:
+    """By W&B's own messages, from the files that `wandb sync` sends: one for each process that has written to the run.
+
+    They are LevelDB's log in blocks of 32 KiB: checksum, length and type of each piece; a header of 7 bytes before.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    curves: dict[str, list[list[float]]] = {}
+    found: dict[str, Any] = {
+        "curves": curves,
+        "ids": [],
+        "config": {},
+        "pages": [],
+        "status": [],
+        "culprit": "",
+        "system": [],
+    }
+    for file in sorted(Path(folder).glob("wandb/offline-run-*/*.wandb")):
+        for raw in pieces(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(raw)
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                found["ids"].append(record.run.run_id)
+                found["config"] |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
+            elif kind == "history":
+                row = {
+                    each.key or "/".join(each.nested_key): json.loads(each.value_json) for each in record.history.item
+                }
+                found["system"] += [] if "step" in row else [*row]
+                for name in row.keys() - {"step"} if "step" in row else ():
+                    curves.setdefault(name, []).append([row["step"], row[name]])
+            elif kind == "files":
+                found["pages"] += [each.path for each in record.files.files]
+            elif kind == "summary":
+                new = {each.key or "/".join(each.nested_key): json.loads(each.value_json)
+                       for each in record.summary.update}  # fmt: skip
+                found["culprit"] = new.get("raydist.culprit", found["culprit"])
+            elif kind == "exit":
+                found["status"].append(record.exit.exit_code)
+    return found
+
+
+def pieces(log: bytes) -> list[bytes]:
+    """The records of such a file."""
+    found, at, begun = [], 7, b""
+    while at + 7 <= len(log):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", log[at : at + 7])
+        begun += log[at + 7 : at + 7 + length]
+        if kind in (1, 4):  # full, last
+            found.append(begun)
+            begun = b""
+        at += 7 + length
+    return found
+
+
+def read(kind: str, *args: str, env: Mapping[str, str]) -> Any:
+    """Read in a process of its own: none of these libraries is made to be asked twice in one."""
+    code = f"import json; from tests import trackers; print('\\n' + json.dumps(trackers.{kind}(*{args!r})))"
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env={**os.environ, **env}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

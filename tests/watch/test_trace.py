@@ -1,0 +1,53 @@
+"""The trace of a real run that was struck."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import raydist
+from raydist.shared.errors import ConfigError
+from raydist.tools import watch
+from tests.faults import kill, training
+
+
+def test_a_trace_has_launch_steps_saves_and_failures(tmp_path: Path, capsys: Any) -> None:
+    words = ("scale=1x2", "group=inline", "train.epochs=1", "data.batch_size=8", "snapshot.every=1")
+    done = raydist.run(
+        training, f"hydra.run.dir={tmp_path}/run", *words, "watch.progress=none", struck=(kill(1, 5),), pause=0.02
+    )
+    assert watch.main(["--trace", str(tmp_path / "out.json"), str(done.dir)]) == 0
+    assert "ui.perfetto.dev" in capsys.readouterr().out
+    spans = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    names = {(each["pid"], each["tid"]): each["args"]["name"] for each in spans if each["name"] == "thread_name"}
+    lanes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for each in spans:
+        if each["ph"] == "X":
+            lanes[names[each["pid"], each["tid"]]].append(each)
+    assert lanes.keys() == {"launch", "failures", "checkpoints", "rank 0", "rank 1"}
+    assert [each["name"] for each in lanes["launch"]] == ["actors", "warm-up", "rendezvous", "first step"]
+    assert [each["name"] for each in lanes["checkpoints"]] == ["step 16"]
+    (failure,) = lanes["failures"]
+    assert failure["name"].startswith("rank 1 on ")
+    # of rank 0 each step once, in its order, none before the one before it has ended
+    own = lanes["rank 0"]
+    assert [each["name"] for each in own if each["name"] != "evaluate"] == [
+        *(f"step {n}" for n in range(1, 17)),
+        "save",
+    ]
+    assert all(one["ts"] + one["dur"] <= other["ts"] + 2 for one, other in pairwise(own))
+    # the failure lies between the last step before it and the first one after it
+    steps = {each["name"]: each for each in own}
+    assert steps["step 5"]["ts"] <= failure["ts"] <= steps["step 6"]["ts"]
+    assert abs(failure["ts"] + failure["dur"] - steps["step 6"]["ts"] - steps["step 6"]["dur"]) < 50_000
+    assert steps["step 3"]["args"]["loss"] > 0
+    marks = {each["name"] for each in spans if each["ph"] == "i"}
+    assert {"joined", "finished", "ended: finished", "killed at step 5"} <= marks
+
+
+def test_a_folder_without_events_is_refused(tmp_path: Path, capsys: Any) -> None:
+    assert watch.main(["--trace", str(tmp_path / "out.json"), str(tmp_path)]) == ConfigError.exit_code
+    assert "no run is in that folder" in capsys.readouterr().err

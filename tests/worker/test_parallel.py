@@ -1,0 +1,319 @@
+"""A model divided among ranks: the same training under every `parallel=`, and from one division to another."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import raydist
+from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Train
+from raydist.settings.mesh import MeshShape, mesh_shape
+from raydist.shared.errors import ConfigError
+from raydist.tools import plan
+from raydist.worker import context
+from raydist.worker.backends.sharded import styles
+from raydist.worker.loop.blocks import find_blocks
+from raydist.worker.loop.evaluation import accuracy
+from raydist.worker.loop.gpt import GPT, Block
+from raydist.worker.loop.memory import memory_of
+from raydist.worker.loop.models import MLP, SmallCNN
+from tests.conftest import ROOT
+from tests.ranks import Told, run_ranks
+
+BASE = Job(
+    backend=Backend("gloo"),
+    data=Data(global_batch=24),
+    optim=Optim("adamw", lr=0.005, warmup=5),
+    train=Train(steps=50, clip=0.5),
+    checkpoint=Checkpoint(every=10, keep=9),
+    seed=5,
+)
+STEPS = 50
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "per_node", "shape"),
+    [
+        (Parallel(), 16, 8, (16, 1, 1)),
+        (Parallel("fsdp"), 16, 8, (1, 16, 1)),
+        (Parallel("hsdp"), 16, 8, (2, 8, 1)),
+        (Parallel("tp"), 16, 8, (1, 2, 8)),
+        (Parallel(shard=8), 16, 8, (2, 8, 1)),
+        (Parallel(tp=2), 16, 8, (1, 8, 2)),
+        (Parallel(replicate=2), 16, 8, (2, 8, 1)),
+        (Parallel("hsdp", tp=2), 16, 8, (2, 4, 2)),
+        (Parallel("fsdp", shard=4, tp=2), 16, 8, (2, 4, 2)),
+        (Parallel("fsdp"), 1, 1, (1, 1, 1)),
+        (Parallel(shard=1, tp=1), 4, 4, (4, 1, 1)),
+    ],
+)
+def test_the_shape_follows_from_the_scale(settings: Parallel, ranks: int, per_node: int, shape: Any) -> None:
+    assert mesh_shape(settings, ranks, per_node) == MeshShape(*shape)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "per_node", "right"),
+    [
+        (Parallel("fsdp", shard=3), 16, 8, "parallel.shard=2"),
+        (Parallel("fsdp", shard=64), 16, 8, "parallel.shard=16"),
+        (Parallel(shard=4, replicate=3), 16, 8, "parallel.replicate=null"),
+        (Parallel(tp=3), 16, 8, "parallel.tp=2"),
+        (Parallel(tp=16), 16, 8, "parallel.tp=8"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(settings: Parallel, ranks: int, per_node: int, right: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        mesh_shape(settings, ranks, per_node)
+    assert refused.value.suggestion == right
+
+
+@pytest.mark.parametrize(
+    ("settings", "optim", "trained", "frozen", "states"),
+    [
+        (Parallel("fsdp"), Optim("adamw"), 2 * 2 * 5 + 3, 3 * 8, 2),  # of 8 rows 2 each, of 9 rows 3
+        (Parallel("hsdp", shard=2), Optim("sgd"), 2 * 4 * 5 + 5, 5 * 8, 0),
+        (Parallel("fsdp", tp=2), Optim("sgd", args={"momentum": 0.9}), 2 * (4 * 5) // 2 + 5, 5 * 8, 1),
+    ],
+)
+def test_the_memory_of_a_rank(settings: Parallel, optim: Optim, trained: int, frozen: int, states: int) -> None:
+    model: Any = nn.Sequential(nn.Linear(5, 8, bias=False), nn.Linear(8, 9), nn.Linear(5, 8, bias=False))
+    model[1].weight.requires_grad = False
+    model.tp_plan = {"0": "colwise", "2": "colwise"}
+    shape = mesh_shape(settings, 4, 4)
+    assert memory_of(model, replace(BASE, parallel=settings, optim=optim), shape) == {
+        "parameters": 4 * (trained + frozen),
+        "gradients": 4 * trained,
+        optim.name: 4 * trained * states,
+        "gathered": 4 * (8 * 9 + 9) // shape.tp,
+    }
+
+
+def test_the_plan_says_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["job=gpt", "model.size=8b", "model.vocab=128256", "model.tied=false", "parallel=fsdp", "scale=1x8"]
+    assert plan.main([*words, "group=inline", "backend=gloo", "train.precision=bf16"]) == 0
+    # 8.03e9 parameters in fp32 on 8 ranks; a block and what is outside of blocks in bf16
+    assert (
+        "memory parameters 3.74 + gradients 3.74 + adamw 7.48 = 14.96 GiB on each rank, 2.36" in capsys.readouterr().out
+    )
+
+
+class Named(nn.Module):
+    _no_split_modules = ("Layer",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.more = Layer(), Layer(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "named", "blocks"),
+    [
+        (Named(), "", ["Layer", "Layer"]),
+        (Named(), "Linear", ["Linear"] * 6),
+        (MLP(), "", ["Linear", "Linear"]),
+        (SmallCNN(), "", ["Conv2d", "Conv2d"]),
+        (GPT(layers=3, width=16), "", ["Block"] * 3),
+        (nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(Layer(), Layer())), "",
+         ["Linear", "Linear", "Layer", "Layer"]),
+    ],
+)  # fmt: skip
+def test_the_blocks_of_a_model(model: nn.Module, named: str, blocks: list[str]) -> None:
+    assert [type(each).__name__ for each in find_blocks(model, named)] == blocks
+
+
+def test_a_model_without_blocks_or_plan_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no class repeats .* set parallel\.blocks=CLASS or parallel=ddp \(known: Lin"
+    ):
+        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    with pytest.raises(ConfigError, match=r"parallel\.blocks=Linaer: .* did you mean parallel\.blocks=Linear"):
+        find_blocks(MLP(), "Linaer")
+    with pytest.raises(ConfigError, match=r"parallel\.tp: MLP has no plan"):
+        styles(MLP())
+    for layers, words in (
+        ({"head": "colwise"}, "no module has this name"),
+        ({"1": "colwsie"}, "did you mean .*colwise"),
+    ):
+        model: Any = MLP()
+        model.tp_plan = layers
+        with pytest.raises(ConfigError, match=words):
+            styles(model)
+
+
+def digits(job: Job) -> dict[str, float]:
+    """The first layers of the digits; 43 test samples are not the same number on each rank."""
+    found = load_digits()
+    images, labels = torch.tensor(found.images / 16, dtype=torch.float32).unsqueeze(1), torch.tensor(found.target)
+    torch.manual_seed(raydist.rank().rank)  # the parameters are rank 0's
+    model: Any = SmallCNN(width=8)
+    model.tp_plan = {"classify.2": "colwise_rep"}
+    train, test = (TensorDataset(images[part], labels[part]) for part in (slice(1000), slice(1000, 1043)))
+    return raydist.fit(job, model=model, train=train, test=test, loss=F.cross_entropy, metrics={"accuracy": accuracy})
+
+
+def gpt(job: Job) -> dict[str, float]:
+    text = torch.randint(256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    train = TensorDataset(text[:2048].view(64, 32), text[1:].view(64, 32))
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=32, heads=4, kv_heads=2, hidden=96)
+    return raydist.fit(job, model=model, train=train, loss=next_token)
+
+
+def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
+
+
+def fine(told: list[Told]) -> list[Told]:
+    assert [one.error for one in told] == [""] * len(told)
+    return told
+
+
+def mean_losses(told: list[Told]) -> list[float]:
+    """The loss of each step, the mean over the ranks."""
+    return [sum(losses) / len(told) for losses in zip(*(one.losses for one in told), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parallel")
+
+
+@cache
+def trained(folder: Path, name: str, settings: Parallel, ranks: int = 4) -> tuple[list[Any], list[list[float]]]:
+    """What the ranks come to: what each model's fit returned, and the losses of each."""
+
+    def both(job: Job) -> list[Any]:
+        here, figures = context.current(), []
+        for train in (digits, gpt):
+            here.rank = replace(here.rank, run_dir=folder / name / train.__name__)
+            figures.append(train(job))
+        return figures
+
+    told = fine(run_ranks(ranks, replace(BASE, parallel=settings), both, folder / name))
+    losses = mean_losses(told)
+    return told[0].value, [losses[:STEPS], losses[STEPS:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "alone"),
+    [
+        ("fsdp", Parallel("fsdp"), 4),
+        ("hsdp", Parallel("hsdp", shard=2), 4),
+        ("tp", Parallel(tp=2), 2),  # with two ranks to a sample, batch norm sees the samples of two ranks of ddp
+    ],
+)
+def test_the_losses_are_those_of_ddp(folder: Path, name: str, settings: Parallel, alone: int) -> None:
+    figures, wanted = trained(folder, f"ddp{alone}", Parallel(), alone)
+    found, losses = trained(folder, name, settings)
+    for one, other in zip(losses, wanted, strict=True):
+        assert len(one) == STEPS
+        assert one[-1] < one[0]
+        assert one == pytest.approx(other, abs=1e-6)
+    assert found[0]["accuracy"] == figures[0]["accuracy"]
+    assert found[0]["test_loss"] == pytest.approx(figures[0]["test_loss"], abs=1e-5)
+
+
+PLAIN = """
+import json, sys
+import torch
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from raydist.worker.loop.gpt import GPT, Block
+for path in sys.argv[1:]:
+    model = GPT(layers=2, width=32, heads=4, kv_heads=2, hidden=96)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    text = torch.arange(64)[None] % 256
+    print(json.dumps([model(text).square().mean().item(), int(optimizer.state[model.norm.weight]["step"])]))
+"""
+
+
+def resumed(ranks: int, settings: Parallel, checkpoint: Path, to: Path, steps: int = STEPS) -> list[float]:
+    job = replace(BASE, parallel=settings, train=replace(BASE.train, steps=steps))
+    return mean_losses(fine(run_ranks(ranks, job, gpt, to, {"RAYDIST_RESUME": str(checkpoint)})))
+
+
+def test_a_state_in_shards_goes_on_with_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
+    _, (_, whole) = trained(folder, "fsdp", Parallel("fsdp"))
+    at, losses = folder / "fsdp" / "gpt", whole[:10]
+    for begin, ranks, end in ((10, 3, 20), (20, 2, 30), (30, 4, STEPS)):
+        to = tmp_path / str(ranks)
+        losses = losses + resumed(ranks, Parallel("fsdp"), at / "checkpoints" / f"step-{begin:08d}", to, end)
+        at = to
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_state_in_shards_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:
+    _, (_, whole) = trained(folder, "fsdp", Parallel("fsdp"))
+    _, (_, divided) = trained(folder, "tp", Parallel(tp=2))
+    at = folder / "fsdp" / "gpt" / "checkpoints" / "step-00000040"
+    assert resumed(4, Parallel("fsdp"), at, tmp_path / "same") == whole[40:]
+    assert resumed(1, Parallel(), at, tmp_path / "one") == pytest.approx(whole[40:], abs=1e-5)
+    at = folder / "tp" / "gpt" / "checkpoints" / "step-00000040"
+    assert resumed(4, Parallel("fsdp"), at, tmp_path / "from-tp") == pytest.approx(divided[40:], abs=1e-5)
+
+
+def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
+    trained(folder, "tp", Parallel(tp=2))
+    trained(folder, "fsdp", Parallel("fsdp"))
+    saved = [str(folder / name / "gpt" / "checkpoints" / "step-00000050") for name in ("fsdp", "tp")]
+    ended = subprocess.run([sys.executable, "-c", PLAIN, *saved], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    (one, steps), (other, _) = map(json.loads, ended.stdout.splitlines())
+    assert (one, steps) == (pytest.approx(other, rel=1e-4), STEPS)
+
+
+def test_a_model_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
+    def made(job: Job) -> Any:
+        with torch.device("meta"):
+            model = GPT(layers=3, width=32, heads=4, kv_heads=2, hidden=96)
+        reset, whole = Block.reset_parameters, []
+
+        def counted(block: Block) -> None:
+            ups = [each.feed_forward.up.weight for each in model.blocks]  # type: ignore[union-attr]
+            whole.append(sum(not up.is_meta and not hasattr(up, "full_tensor") for up in ups))
+            reset(block)
+
+        Block.reset_parameters = counted  # type: ignore[assignment, method-assign]
+        text = torch.arange(64, dtype=torch.uint8).view(2, 32)
+        raydist.fit(job, model=model, train=TensorDataset(text, text), loss=next_token)
+        values = {name: value.full_tensor().detach() for name, value in model.named_parameters()}  # type: ignore[attr-defined]
+        return max(whole), values
+
+    job = replace(BASE, parallel=Parallel("fsdp"), train=Train(steps=1), data=Data(global_batch=2))
+    one, two = fine(run_ranks(2, replace(job, optim=Optim("sgd", 1e-9)), made, tmp_path))
+    (most, values), (_, others) = one.value, two.value
+    assert most == 1
+    assert all(torch.equal(values[name], others[name]) for name in values)
+    for name, spread in (("embedding.weight", 0.02), ("blocks.2.attention.out.weight", 0.02 / 6**0.5)):
+        assert float(values[name].std()) == pytest.approx(spread, rel=0.1)
+    assert float(values["norm.weight"].mean()) == 1
+    assert not torch.equal(values["blocks.0.attention.out.weight"], values["blocks.1.attention.out.weight"])
+
+
+def test_a_whole_state_is_refused_for_shards(folder: Path, tmp_path: Path) -> None:
+    trained(folder, "ddp2", Parallel(), 2)
+    saved = folder / "ddp2" / "gpt" / "checkpoints" / "step-00000010"
+    told = run_ranks(2, replace(BASE, parallel=Parallel("fsdp")), gpt, tmp_path, {"RAYDIST_RESUME": str(saved)})
+    assert all("set parallel=ddp or resume=none" in one.error for one in told)
