@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from raydist.cluster.drain import DrainNotice
-from raydist.recovery.blame import last_words
+from raydist.recovery.blame import is_victim, last_words
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.recovery.pace import Beat
 from raydist.shared.errors import last_line, out_of_memory
@@ -49,16 +49,16 @@ def classify_end(report: RankEnd, rank: RankRecord, attempt: AttemptRecord, log_
         rank=rank.rank, host=rank.host, how="finished", at=report.at, step=report.step, phase=report.phase,
         code=report.code, signal=report.signal, log=rank.log, message=report.lost, why=report.why, oom=report.oom,
     )  # fmt: skip
-    raised, drain = rank.raised, attempt.drain
+    drain = attempt.drain
     if drain and report.told and not attempt.signalled:
         return _drained(end, drain)
-    if raised:
-        facts = {name: raised[name] for name in ("type", "message", "traceback", "step")}
-        return replace(end, how="raised", at=raised["t"], **facts)
-    if end.code and report.error is not None:
-        return replace(end, how="raised", **vars(report.error))
-    if attempt.hang and not attempt.signalled and attempt.hang.blames(end.rank):
-        return _hung(end, attempt.hang)
+    hang = None if attempt.signalled else attempt.hang
+    error = _raised(end, report, rank)
+    # Ranks that hung lose their peers while all are being stopped: such an error is not their end.
+    if error and (hang is None or error.at < hang.since or not is_victim(error)):
+        return error
+    if hang and hang.blames(end.rank):
+        return _hung(end, hang)
     if report.told and (end.signal or end.code):
         return replace(end, how="stopped")
     if report.by_mpirun:
@@ -66,6 +66,16 @@ def classify_end(report: RankEnd, rank: RankRecord, attempt: AttemptRecord, log_
     if end.signal == signal.SIGABRT and not end.message:
         end = replace(end, message=last_words(log_tail))
     return replace(end, how="killed" if end.signal else "exited" if end.code else "finished")
+
+
+def _raised(end: End, report: RankEnd, rank: RankRecord) -> End | None:
+    """The exception that ended it, as it was reported or as its error file has it; None if there is none."""
+    if rank.raised:
+        facts = {name: rank.raised[name] for name in ("type", "message", "traceback", "step")}
+        return replace(end, how="raised", at=rank.raised["t"], **facts)
+    if end.code and report.error is not None:
+        return replace(end, how="raised", **vars(report.error))
+    return None
 
 
 def _drained(end: End, drain: DrainNotice) -> End:

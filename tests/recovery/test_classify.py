@@ -15,6 +15,8 @@ from raydist.shared.outcome import End
 from raydist.worker.protocol import RankEnd, RecordedError
 
 RAISED = {"t": 90.0, "kind": "raised", "type": "ValueError", "message": "nan", "traceback": "line 31", "step": 7}
+CLOSED = "[/pytorch/gloo/transport/tcp/pair.cc:561] Connection closed by peer [192.0.2.2]:684"
+LOST_PEER = RAISED | {"type": "RuntimeError", "message": CLOSED}
 RANK = RankRecord(1, "node-1", "/logs/rank-1.log")
 STATES = (RankState(1, "node-1", stack='Current thread 0x1:\n  File "/home/me/train.py", line 31 in job\n'),)
 HANG = ConfirmedHang(Diagnosis("rank 1 is stopped", (1,), True, STATES), since=80.0)
@@ -55,6 +57,11 @@ def told(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
         (told(signum=9), RANK, AttemptRecord(hang=NOBODYS_HANG), "hung", 80),
         (told(signum=9), RANK, AttemptRecord(hang=OTHER_HANG), "stopped", 100),
         (told(signum=9), RANK, AttemptRecord(hang=HANG, signalled=True), "stopped", 100),
+        # while the ranks of a hang are stopped, the last ones lose their peers; before it, that is how they end
+        (told(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=HANG), "hung", 80),
+        (told(1, error=RecordedError("RuntimeError", CLOSED, "")), RANK, AttemptRecord(hang=HANG), "hung", 80),
+        (told(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=OTHER_HANG), "stopped", 100),
+        (told(signum=9), replace(RANK, raised=LOST_PEER | {"t": 70.0}), AttemptRecord(hang=HANG), "raised", 70),
         # a drain is the end of ranks on drained nodes, once all were stopped
         (told(signum=9), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
         (told(), RANK, AttemptRecord(drain=DRAIN), "drained", 100),

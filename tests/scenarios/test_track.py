@@ -184,7 +184,8 @@ def test_a_tracker_that_is_killed_costs_one_warning(tmp_path: Path, stores: dict
 def is_tracker(process: psutil.Process, mark: str) -> bool:
     """Whether it is the process of a tracker that a test with this TMPDIR has started."""
     try:
-        return "raydist.watch.trackers.child" in process.info["cmdline"] and process.environ().get("TMPDIR") == mark
+        words = process.info["cmdline"] or ()  # None: the process has ended
+        return "raydist.watch.trackers.child" in words and process.environ().get("TMPDIR") == mark
     except psutil.Error:
         return False
 
