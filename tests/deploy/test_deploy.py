@@ -116,6 +116,38 @@ def test_compose_would_take_its_file() -> None:
     assert sorted(compose.service_names()) == ["head", "worker"]
 
 
+def test_a_node_ends_the_helper_of_its_earlier_ray_and_no_other_process_that_has_its_number(tmp_path: Path) -> None:
+    """After a reboot the number in ~/.raydist/follows is some other process's."""
+    script, stubs = DEPLOY / "node" / "environment.sh", tmp_path / ".raydist" / "env" / "bin"
+    stubs.mkdir(parents=True)
+    for name in ("prlimit", "mount", "sudo"):  # first on the script's PATH: it must not change this machine
+        (stubs / name).symlink_to("/bin/true")
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    follows, noted = tmp_path / ".raydist" / "follows", f". {script}; process {{}} >~/.raydist/follows"
+
+    def bash(words: str) -> None:
+        subprocess.run(["bash", "-c", words], env={**os.environ, "HOME": str(tmp_path)}, check=True)
+
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        bash(noted.format(sleeper.pid))
+        born = follows.read_text()
+        assert born.split()[0] == str(sleeper.pid)
+        assert len(born.split()) == 3
+        for other in (f"{sleeper.pid}\n", born.replace(born.split()[1], "another-boot"), f"{born.rstrip()}1\n"):
+            follows.write_text(other)
+            bash(f". {script}")
+            assert not follows.exists()
+            assert sleeper.poll() is None, other
+        follows.write_text(born)
+        bash(f". {script}")
+        assert sleeper.wait(10) == -signal.SIGTERM
+    finally:
+        sleeper.kill()
+    assert tool("shellcheck", str(script)) == ""
+
+
 SRUN = """#!/bin/bash
 # a stand-in for Slurm's: the command once for each node of the allocation, all on this machine
 echo "$@" >> "$SLURM_SUBMIT_DIR/srun.txt"
