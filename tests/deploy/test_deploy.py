@@ -59,7 +59,7 @@ def test_a_field_that_is_misspelt_is_found() -> None:
 
 
 def test_what_a_training_needs_of_a_pod() -> None:
-    (job, _) = kuberay.build(DEPLOY / "kubernetes" / "overlays" / "infiniband")
+    (job, *_) = kuberay.build(DEPLOY / "kubernetes" / "overlays" / "infiniband")
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     pod = kuberay.groups(job)[1]["template"]["spec"]
@@ -72,6 +72,29 @@ def test_what_a_training_needs_of_a_pod() -> None:
     drain = worker["lifecycle"]["preStop"]["exec"]["command"]
     assert drain[0] == (DEPLOY / "docker" / "raydist-drain").name
     assert int(drain[1]) < pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZE, ids=lambda folder: folder.name)
+def test_a_pod_has_no_more_rights_than_it_needs(folder: Path) -> None:
+    resource, *others = kuberay.build(folder)
+    spec = resource["spec"].get("rayClusterSpec", resource["spec"])
+    head = kuberay.groups(resource)[0]
+    for group in kuberay.groups(resource):
+        pod = group["template"]["spec"]
+        autoscaler = group is head and spec.get("enableInTreeAutoscaling", False)
+        assert pod["automountServiceAccountToken"] is autoscaler
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (container,) = pod["containers"]
+        own = container["securityContext"]
+        assert own["allowPrivilegeEscalation"] is False
+        assert own["capabilities"] == ({"add": ["IPC_LOCK"]} if "runAsUser" in own else {"drop": ["ALL"]})
+    if "autoscalerOptions" in spec:
+        assert spec["autoscalerOptions"]["securityContext"]["allowPrivilegeEscalation"] is False
+    (policy,) = [each["spec"] for each in others if each["kind"] == "NetworkPolicy"]
+    rays = policy["podSelector"]
+    within, dashboard = policy["ingress"]
+    assert (policy["policyTypes"], within) == (["Ingress"], {"from": [{"podSelector": rays}]})
+    assert dashboard["ports"] == [{"port": 8265}]
 
 
 def test_the_cluster_of_a_job_is_the_cluster() -> None:
