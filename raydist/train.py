@@ -115,7 +115,7 @@ def print_error(error: RaydistError) -> int:
 
 
 def warn_of_secrets(overrides: Sequence[str]) -> None:
-    """Print a warning if secrets were typed: a run's files don't have them, but the command line of this process has."""
+    """Print a warning if secrets were typed: a run's files don't have them, but this process's command line has."""
     if text := command_line_warning(overrides):
         print(f"warning: {text}", file=sys.stderr, flush=True)
 

@@ -22,7 +22,7 @@ def is_secret(name: str, value: object) -> bool:
 
 
 def command_line_warning(overrides: Sequence[str]) -> str:
-    """A warning if one of these overrides is a secret; empty if none is. All users of a machine can read a command line."""
+    """A warning if one of these overrides is a secret, otherwise empty: all users can read a command line."""
     typed = [text.lstrip("+").partition("=") for text in overrides]
     names = [name for name, _, value in typed if name.startswith("env.") and "${" not in value
              and _secret_argument(name.removeprefix("env."), value)]  # fmt: skip

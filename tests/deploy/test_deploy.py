@@ -234,6 +234,29 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
     assert '"world_size": 2' in result.read_text()
 
 
+LISTENER = (
+    "import os, socket; os.setuid(65534); door = socket.create_server(('127.0.0.1', 0)); "
+    "print(door.getsockname()[1], flush=True); os.read(0, 1)"
+)
+
+
+@pytest.mark.root
+@pytest.mark.ray
+@requires_root
+def test_slurm_connects_to_no_port_of_another_user(allocation: dict[str, str], tmp_path: Path) -> None:
+    """The owner of that port would get Ray's token, and the training."""
+    command = [sys.executable, "-c", LISTENER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        allocation |= {"PORT": other.stdout.readline().strip(), "SLURM_NNODES": "1"}
+        job = batch(tmp_path, allocation, "job=slow.py")
+        assert job.wait(120) == 1
+        other.communicate("x")
+    screen = (tmp_path / "screen.txt").read_text()
+    assert f"port {allocation['PORT']} of 127.0.0.1 is another user's: submit the job again" in screen
+    assert not list(tmp_path.glob("runs/*"))
+
+
 def test_files_with_tokens_are_in_no_image_and_no_commit(tmp_path: Path) -> None:
     """The instructions for Docker put Ray's token into deploy/docker/.env, and the image was made of all files."""
     ignored = (DEPLOY.parent / ".dockerignore").read_text().split()
