@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-STEPS, WARM = 600, 30
+STEPS, WARM, BATCH = 600, 30, 32
 
 
 def train(told: bool) -> float:
@@ -66,7 +66,7 @@ def network(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
         nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 7 * 7, 10),
     )  # fmt: skip
-    return net, torch.randn(32, 1, 28, 28)
+    return net, torch.randn(BATCH, 1, 28, 28)
 
 
 def turn_raydist() -> float:

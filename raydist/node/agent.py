@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
