@@ -12,11 +12,13 @@ from raydist.state.snapshot import layout_of, take_apart
 
 def state_on(device: str) -> list[torch.Tensor]:
     """The tensors of a model in channels_last and of its optimizer's moments, as take_apart finds them."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 2)).to(device)
-    model = model.to(memory_format=torch.channels_last)
+    with torch.device(device):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 2))
+    weights = model.state_dict()
+    weights["0.weight"] = weights["0.weight"].to(memory_format=torch.channels_last)
     moments = [torch.zeros_like(each) for each in model.parameters()]
     tensors: list[torch.Tensor] = []
-    take_apart({"model": model.state_dict(), "optimizer": {"moments": moments}, "step": 7}, tensors)
+    take_apart({"model": weights, "optimizer": {"moments": moments}, "step": 7}, tensors)
     return tensors
 
 
