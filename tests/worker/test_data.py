@@ -215,10 +215,10 @@ def test_workers_are_forked_unless_the_program_has_chosen(monkeypatch: pytest.Mo
             return index
 
     default = multiprocessing.get_context("forkserver")
-    monkeypatch.setattr(multiprocessing.context._default_context, "_default_context", default)  # type: ignore[attr-defined]
-    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(multiprocessing.context._default_context, "_default_context", default)
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
     batches = list(data.loader(Local(), order(8, 4), Data(workers=1)))
     assert len(batches) == 2
-    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", default)  # type: ignore[attr-defined]
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", default)
     assert data.worker_start(1) is None
     assert data.worker_start(0) is None
