@@ -96,7 +96,7 @@ def network(rounds: int) -> Figure:
     command = [sys.executable, "-m", "raydist.tools.doctor", "--json", f"backend={BACKEND}", f"scale=1x{RANKS}"]
     done = subprocess.run([*command, "group=inline"], capture_output=True, text=True)
     found = json.loads(done.stdout)
-    problems = [finding["problem"] for finding in found["findings"]]
+    problems = [finding["text"] for finding in found["findings"]]
     return "; ".join([f"{len(found['checks'])} checks, {len(problems)} findings", *problems]), done.returncode == 0
 
 
