@@ -24,7 +24,7 @@ from raydist.run import run_job
 from raydist.settings.compose import save_settings
 from raydist.settings.config import Job, Sweep
 from raydist.shared import signals
-from raydist.shared.errors import ConfigError, RaydistError, Stopped, nearest
+from raydist.shared.errors import ConfigError, RaydistError, Stopped
 from raydist.shared.events import Event, read_events
 from raydist.shared.signals import Halt
 from raydist.sweeps import room, rules
@@ -33,8 +33,7 @@ from raydist.sweeps.rules import Prune
 from raydist.sweeps.samplers import Sampler
 from raydist.sweeps.space import Space
 from raydist.sweeps.table import SweepScreen
-from raydist.sweeps.trial import Objective, Trial, WatchedTrial
-from raydist.watch.progress import PROGRESS_NAMES
+from raydist.sweeps.trial import Objective, Trial, WatchedTrial, unreported_objective
 from raydist.watch.result import Result
 
 LAG_S = 0.3
@@ -252,7 +251,8 @@ class Conductor:
         match message.error:
             case None:
                 self._tell(replace(trial, state="finished", passed=len(trial.curve)))
-                self._check_objectives(trial)
+                if (wrong := unreported_objective(trial, self._wanted)) is not None:
+                    self._end(wrong)
             case Stopped() as stopped:
                 self._tell(replace(trial, state=live.intent or "stopped"))
                 if not live.intent:  # nobody here has stopped it
@@ -271,17 +271,6 @@ class Conductor:
         self._tell(trial)
         if self._sweep.on_failure == "end":
             self._end(error)
-
-    def _check_objectives(self, trial: Trial) -> None:
-        """End the sweep if a trial has finished without reporting an objective."""
-        for each in self._wanted:
-            if each.name not in trial.values:
-                known = sorted(trial.metrics.keys() - {*PROGRESS_NAMES})
-                mode, close = "min" if each.sign > 0 else "max", nearest(each.name, known)
-                guess = f"sweep.objective={mode}:{close}" if close else None
-                cause = f"the job reports no number {each.name}"
-                self._end(ConfigError.of("sweep.objective", f"{mode}:{each.name}", cause, guess=guess, known=known))
-                return
 
     def _tell(self, trial: Trial) -> None:
         """A trial has changed its state."""
