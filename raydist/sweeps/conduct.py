@@ -36,8 +36,6 @@ from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import Objective, Trial, WatchedTrial, unreported_objective
 from raydist.watch.result import Result
 
-LAG_S = 0.3
-"""Seconds until Ray's view of free resources has the gang that was placed last."""
 END_S = 60.0
 """Longest wait for trials to end after an error of raydist itself."""
 POLL_S = 0.2
@@ -106,8 +104,6 @@ class Conductor:
         self._live: dict[int, Live] = {}
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._gangs = Gangs()
-        self._placed = 0.0
-        """When a trial has got its place, or lost it."""
         self._error: BaseException | None = None
         """Why no other trial is started."""
 
@@ -155,8 +151,7 @@ class Conductor:
             return False
         try:
             wanted = self._space.job(self.trials[number].settings)
-            fresh = time.monotonic() - self._placed < LAG_S
-            job = room.find_room(wanted, self._gangs, alone=not self._live, fresh=fresh)
+            job = room.find_room(wanted, self._gangs, alone=not self._live)
         except ConfigError as error:
             self._fail(number, error)
             return True
@@ -207,7 +202,6 @@ class Conductor:
             live.milestones += 1
             self._messages.put(Reached(number, event["step"], event["values"][self._wanted[0].name]))
         if settled != live.watched.settled:
-            self._placed = time.monotonic()
             self._messages.put(None)
 
     def _hear(self) -> None:
