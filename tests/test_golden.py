@@ -26,7 +26,10 @@ from raydist.cluster.nodes import Node, NodeType
 from raydist.launch import warm_server
 from raydist.node import probe
 from raydist.settings.config import Watch
-from raydist.tools import bandwidth, doctor, horovod, launch, plan, submit, warm
+from raydist.sweeps.table import SweepScreen, summary_facts, sweep_headline, table_rows
+from raydist.sweeps.trial import Trial, WatchedTrial, objectives, unreported_objective
+from raydist.tools import bandwidth, doctor, horovod, launch, plan, submit, sweep, warm
+from raydist.watch import wording
 from raydist.watch.console import Console
 from raydist.watch.failures import Failures
 from raydist.watch.page_files import Pages
@@ -44,6 +47,7 @@ COMMANDS: dict[str, Main] = {
     "bandwidth": bandwidth.main,
     "horovod": horovod.main,
     "warm": warm.main,
+    "sweep": sweep.main,
 }
 
 
@@ -113,6 +117,31 @@ def screen(events: Sequence[dict[str, object]], settings: Watch) -> str:
     return stream.getvalue()
 
 
+def sweeps(here: Path) -> str:
+    """A sweep's lines, its table in a terminal of 80 columns, and its summary, with one objective and with two."""
+    made = {"finished": 0.31, "paused": 0.62, "failed": 1.5, "ended": 0.9, "stopped": 0.4, "running": 0.5}
+    trials = [Trial(0, {"optim.lr": "0.03215846508121117", "job.args.a_setting_with_a_long_name": "false"})]
+    for number, (state, loss) in enumerate(made.items(), 1):
+        values = {"test_loss": loss, "accuracy": 1 - loss / 2}
+        why = "rank 1 failed at step 12: ValueError" if state == "failed" else ""
+        settings = {key: value.replace("3", str(number)) for key, value in trials[0].settings.items()}
+        trials.append(Trial(number, settings, state, step=8 * number, values=values, why=why, wall_s=number))  # type: ignore[arg-type]
+    text = []
+    for wanted in (objectives("min:test_loss"), objectives("min:test_loss,max:accuracy")):
+        stream, (live := WatchedTrial(wanted)).metrics["steps"] = io.StringIO(), 96
+        shown = SweepScreen(Watch(progress="lines"), wanted, stream)
+        for trial in trials[:4]:
+            shown.changed(trial, trials)
+        text += [stream.getvalue(), *wording.table([*table_rows(trials, {6: live}, wanted)], 80)]
+        stream.truncate(0)
+        facts = summary_facts(
+            trials, wanted, {"optim.lr": 0.81}, "runs/a_sweep", lambda trial: f"(trial {trial.number})"
+        )
+        shown.summary(facts, sweep_headline(trials, 35.2, "stopped"), good=False)
+        text.append(stream.getvalue().lstrip("\0"))
+    return "\n".join(text)
+
+
 def failures(here: Path) -> str:
     """The page of each kind of failure."""
     texts = []
@@ -132,7 +161,12 @@ def refusals(here: Path) -> str:
     """A wrong command line of each kind, and what is said to it. Nothing is started."""
     wrong_files(here)
     many = canned.nodes(2, gpus=8)
-    text = "\n".join(said(line, here, many if line.startswith("plan") else ()) for line in REFUSED.strip().splitlines())
+    text = "\n".join(
+        said(line, here, many if line.startswith(("plan", "sweep")) else ()) for line in REFUSED.strip().splitlines()
+    )
+    for objective in ("min:los", "max:bleu"):  # what a sweep says once its first trial has finished
+        trial = Trial(0, {}, metrics={"loss": 0.1, "accuracy": 0.9, "steps": 48})
+        text += f"{unreported_objective(trial, objectives(objective))}\n"
     return re.sub(r"\d+ are known", "N are known", text)
 
 
@@ -224,6 +258,24 @@ bandwidth --pair
 submit --adress http://head:8265
 submit --working-dir cnf
 submit -- lr=1
+sweep 'optim.lr=interval(0.1,0.01)'
+sweep 'optim.lr=interval(0.1,0.1)'
+sweep 'optim.lr=tag(log,interval(0,1))'
+sweep 'data.batch_size=range(9,9)'
+sweep optim.lr=0.1,x
+sweep 'optim.lr=interval(0.01,0.1)'
+sweep 'optim.lr=interval(0.01,0.1)' sweep.sampler=grid
+sweep 'optim.lr=interval(0.01,0.1)' sweep.sampler=tpe
+sweep optim.lr=0.1,0.2 sweep.sampler=grid sweep.trials=1
+sweep 'optim.lr=interval(0.01,0.1)' model=mlp,small_cnn sweep.sampler=cmaes sweep.objective=min:loss
+sweep 'optim.lr=interval(0.01,0.1)' seed=1,2 sweep.sampler=cmaes sweep.objective=min:loss,max:accuracy
+sweep optim.lr=0.1,0.2 sweep.prune=asha sweep.objective=min:loss,max:accuracy
+sweep optim.lr=0.1,0.2 sweep.objective=loss
+sweep optim.lr=0.1,0.2 sweep.seed=1,2
+sweep optim.lr=0.1,0.2 group=inline
+sweep optim.lr=0.1,0.2 resume=auto
+sweep sweep.resume=nowhere
+sweep scale=1x1,1x64
 launch
 launch --nnodes two train.py
 launch --nproc-per-node all train.py
@@ -246,6 +298,7 @@ SURFACES: dict[str, Callable[[Path], str]] = {
     "console": console,
     "failures": failures,
     "refusals": refusals,
+    "sweep": sweeps,
 }
 
 
@@ -282,6 +335,8 @@ def pictured(
         stack.enter_context(patch.object(warm_server, "begin", lambda overrides: None))
         stack.enter_context(patch.object(connect, "running_address", lambda: running))
         stack.enter_context(patch.object(connect, "start_or_join", lambda job: False))
+        if nodes:
+            stack.enter_context(patch.object(connect, "connect", lambda job, events: contextlib.nullcontext()))
         stack.enter_context(patch.object(connect, "alive_nodes", lambda: list(nodes)))
         stack.enter_context(patch.object(connect, "node_types", lambda: list(types)))
         stack.enter_context(patch.object(connect, "local_node", lambda job: nodes[0]))

@@ -31,11 +31,23 @@ def autoscaler_types() -> list[NodeType] | None:
     elif not is_active():
         return []
     else:
-        task = ray.remote(num_cpus=0, resources={HEAD: 0.001})(read_config)
-        config = ray.get(task.remote(context.gcs_address), timeout=READ_S)
+        config = read_config_there(head[0], context.gcs_address)
     if config is None:  # the head node runs no autoscaler: on Kubernetes it has its own container
         return None if is_active() else []
     return types_from_file(config)
+
+
+def read_config_there(node: str, gcs: str) -> Any:
+    """`read_config` on this node.
+
+    The node is chosen by its id, not by a resource of it: a task without a strategy of its own belongs to the placement
+    group of the actor that calls, as that of a trial of Ray Tune, which has no such resource.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task = ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(read_config)
+    return ray.get(task.remote(gcs), timeout=READ_S)
 
 
 def is_active() -> bool:

@@ -315,9 +315,11 @@ class Server:
         """In a new child: close the server's descriptors, and make the child die with the server."""
         rank_main.die_with_parent()
         signal.set_wakeup_fd(-1)
-        for key in list(self.selector.get_map().values()):
+        # an agent that leaves waits for the end of its connection: no child of another may hold it
+        fds = [key.fd for key in self.selector.get_map().values()]
+        for fd in [*fds, *(agent.fileno() for agent in self.leaving)]:
             with contextlib.suppress(OSError):
-                os.close(key.fd)
+                os.close(fd)
         self.selector.close()
 
     def reap(self) -> None:

@@ -313,7 +313,7 @@ class Watch:
 class Sweep:
     """Many runs with different settings (`python -m raydist.tools.sweep`)."""
 
-    sampler: str = one_of("auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2")
+    sampler: str = one_of("auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2", "qmc")
     """Who proposes the settings of a trial: grid (every combination), random, or a sampler of Optuna; auto: grid if the
     space has only choices and at most `trials` combinations, else random."""
     trials: int | None = at_least(1, None)

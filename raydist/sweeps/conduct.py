@@ -24,7 +24,7 @@ from raydist.run import run_job
 from raydist.settings.compose import save_settings
 from raydist.settings.config import Job, Sweep
 from raydist.shared import signals
-from raydist.shared.errors import ConfigError, RaydistError, Stopped, nearest
+from raydist.shared.errors import ConfigError, RaydistError, Stopped
 from raydist.shared.events import Event, read_events
 from raydist.shared.signals import Halt
 from raydist.sweeps import room, rules
@@ -33,12 +33,9 @@ from raydist.sweeps.rules import Prune
 from raydist.sweeps.samplers import Sampler
 from raydist.sweeps.space import Space
 from raydist.sweeps.table import SweepScreen
-from raydist.sweeps.trial import Objective, Trial, WatchedTrial
-from raydist.watch.progress import PROGRESS_NAMES
+from raydist.sweeps.trial import Objective, Trial, WatchedTrial, unreported_objective
 from raydist.watch.result import Result
 
-LAG_S = 0.3
-"""Seconds until Ray's view of free resources has the gang that was placed last."""
 END_S = 60.0
 """Longest wait for trials to end after an error of raydist itself."""
 POLL_S = 0.2
@@ -107,8 +104,6 @@ class Conductor:
         self._live: dict[int, Live] = {}
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._gangs = Gangs()
-        self._placed = 0.0
-        """When a trial has got its place, or lost it."""
         self._error: BaseException | None = None
         """Why no other trial is started."""
 
@@ -156,8 +151,7 @@ class Conductor:
             return False
         try:
             wanted = self._space.job(self.trials[number].settings)
-            fresh = time.monotonic() - self._placed < LAG_S
-            job = room.find_room(wanted, self._gangs, alone=not self._live, fresh=fresh)
+            job = room.find_room(wanted, self._gangs, alone=not self._live)
         except ConfigError as error:
             self._fail(number, error)
             return True
@@ -208,7 +202,6 @@ class Conductor:
             live.milestones += 1
             self._messages.put(Reached(number, event["step"], event["values"][self._wanted[0].name]))
         if settled != live.watched.settled:
-            self._placed = time.monotonic()
             self._messages.put(None)
 
     def _hear(self) -> None:
@@ -252,7 +245,8 @@ class Conductor:
         match message.error:
             case None:
                 self._tell(replace(trial, state="finished", passed=len(trial.curve)))
-                self._check_objectives(trial)
+                if (wrong := unreported_objective(trial, self._wanted)) is not None:
+                    self._end(wrong)
             case Stopped() as stopped:
                 self._tell(replace(trial, state=live.intent or "stopped"))
                 if not live.intent:  # nobody here has stopped it
@@ -271,17 +265,6 @@ class Conductor:
         self._tell(trial)
         if self._sweep.on_failure == "end":
             self._end(error)
-
-    def _check_objectives(self, trial: Trial) -> None:
-        """End the sweep if a trial has finished without reporting an objective."""
-        for each in self._wanted:
-            if each.name not in trial.values:
-                known = sorted(trial.metrics.keys() - {*PROGRESS_NAMES})
-                mode, close = "min" if each.sign > 0 else "max", nearest(each.name, known)
-                guess = f"sweep.objective={mode}:{close}" if close else None
-                cause = f"the job reports no number {each.name}"
-                self._end(ConfigError.of("sweep.objective", f"{mode}:{each.name}", cause, guess=guess, known=known))
-                return
 
     def _tell(self, trial: Trial) -> None:
         """A trial has changed its state."""

@@ -81,13 +81,13 @@ def run_sweep(
     jobs = [checked(job) for job in space.jobs()]
     settings, wanted = jobs[0].sweep, objectives(jobs[0].sweep.objective)
     sampler_name, most = samplers.choose_sampler(settings, space)
-    if sampler_name not in ("grid", "random"):
+    if sampler_name in samplers.OPTUNA:
         optuna_study.check_optuna(sampler_name)
     path = resumed or Path(config.make_folder())
     screen = SweepScreen(jobs[0].watch, wanted)
     folder = Folder(path, lambda text: screen.event({"kind": "warning", "text": text}))
     trials = {number: reopened(trial, settings, wanted) for number, trial in read_trials(path).items()}
-    sampler = samplers.sampler(sampler_name, settings, space, path)
+    sampler = samplers.sampler(sampler_name, settings, space, folder)
     facts = SweepRecord(without_secrets(overrides), name, space, wanted, sampler_name, settings, config)
 
     def summarize(states: Sequence[Trial], how: str = "running", shares: Mapping[str, float] | None = None) -> None:
@@ -96,13 +96,13 @@ def run_sweep(
     most = max(most, len(trials))
     conductor = Conductor(space, sampler, settings, most, wanted, folder, screen, trials, summarize, call)
     how, shares = "failed", dict[str, float]()
-    screen.say(f"sweep {most} trials, sampler {sampler_name}, in {path}", "bold")
     try:
         with signals.stoppable(), Events(path / "sweep.jsonl", (screen.event,)) as events:
             summarize(conductor.states)
             with connect.connect(room.job_of_all(jobs, settings.parallel or 1), events):
                 for job in jobs:
                     room.check_can_ever_fit(job)
+                screen.say(f"sweep {most} trials, sampler {sampler_name}, in {path}", "bold")
                 conductor.run()
         how, shares = "finished", optuna_study.importance(space, wanted, conductor.states)
     except Stopped:
@@ -112,8 +112,9 @@ def run_sweep(
         states = conductor.states
         summarize(states, how, shares)
         folder.close()
-        lines = table.summary_facts(states, wanted, shares, str(path), facts.command)
-        screen.summary(lines, table.sweep_headline(states, time.monotonic() - began, how), how == "finished")
+        if states:
+            lines = table.summary_facts(states, wanted, shares, str(path), facts.command)
+            screen.summary(lines, table.sweep_headline(states, time.monotonic() - began, how), how == "finished")
     return SweepResult(path, tuple(states), tuple(best_trials(states, wanted)), conductor.results, shares)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raydist.settings.config import Sweep
 from raydist.shared.errors import ConfigError
 from raydist.sweeps.space import Choice, Interval, Space
-from raydist.sweeps.trial import Objective, Trial
+from raydist.sweeps.trial import Objective, Trial, objectives
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
 
 NUMBER = "raydist_trial"
 """The attribute of Optuna's trials with our number: one that is taken up again after it was paused is told twice."""
+PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch"), "qmc": ("scipy",)}
+"""What samplers need beside Optuna."""
+POPULATION = 50
+"""Trials of a generation of nsga2: Optuna's default. Of few trials it would make no second generation."""
 
 
 def check_optuna(name: str) -> None:
     """Raise ConfigError if Optuna, or a package that this sampler needs, is not installed."""
-    for package in ("optuna", *(["cmaes"] if name == "cmaes" else [])):
+    for package in ("optuna", *PACKAGES.get(name, ())):
         if find_spec(package) is None:
             cause = f"it needs {package}: pip install 'raydist[sweep]'"
             raise ConfigError.of("sweep.sampler", name, cause, "sweep.sampler=random")
@@ -33,54 +39,71 @@ def check_optuna(name: str) -> None:
 class OptunaSampler:
     """A study of Optuna. What it has proposed is in its journal, so a sweep that is gone on with gets the same."""
 
-    def __init__(self, name: str, seed: int, space: Space, wanted: Sequence[Objective], journal: Path) -> None:
-        self._seed, self._name, self._wanted = seed, name, wanted
-        self._space = {key: _distribution(part) for key, part in space.parts.items()}
-        self._parts = space.parts
+    def __init__(
+        self, name: str, sweep: Sweep, space: Space, journal: Path, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """`journal`: its file; no other process writes to it. `warn`: gets what a person should know."""
+        self._name, self._sweep, self._space, self._warn = name, sweep, space, warn
+        self._wanted = objectives(sweep.objective)
+        self._distributions = {key: _distribution(part) for key, part in space.parts.items()}
+        self._journal = journal
+        mend(journal)
         with _quiet() as optuna:
             storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
             self._study = optuna.create_study(
                 storage=storage, study_name="sweep", load_if_exists=True,
-                directions=[each.direction for each in wanted],
+                directions=[each.direction for each in self._wanted],
             )  # fmt: skip
 
     def propose(self, number: int) -> dict[str, str]:
-        """Optuna's proposal; for a trial that it has proposed before, the same."""
+        """Optuna's proposal; for a trial that it has proposed before, the same. Random ones if the disk is full."""
         with _quiet():
             if (known := self._known(number)) is not None:
                 return self._texts(known.params)
             # a new generator for each trial: its numbers do not depend on how often the sweep was gone on with
-            self._study.sampler = _sampler(self._name, self._seed * 100_003 + number)
-            trial = self._study.ask(self._space)
-            trial.set_user_attr(NUMBER, number)
+            self._study.sampler = _sampler(self._name, self._sweep, number)
+            try:
+                trial = self._study.ask(self._distributions)
+                trial.set_user_attr(NUMBER, number)
+            except OSError as error:
+                self._not_written(error, f"the settings of trial {number} are random")
+                return self._space.draw(self._sweep.seed, number)
             return self._texts(trial.params)
 
     def tell(self, trial: Trial) -> None:
         """A trial is paused or over. One that is paused counts as pruned; if it goes on, its end is told too."""
-        from optuna.trial import TrialState
+        try:
+            with _quiet() as optuna:
+                self._tell(trial, optuna)
+        except OSError as error:
+            self._not_written(error, f"Optuna does not learn of trial {trial.number}")
 
-        with _quiet() as optuna:
-            known = self._known(trial.number)
-            state = {"finished": TrialState.COMPLETE, "failed": TrialState.FAIL}.get(trial.state, TrialState.PRUNED)
-            values = [trial.values.get(each.name, float("nan")) for each in self._wanted]
-            if any(value != value for value in values):
-                state = TrialState.FAIL if state == TrialState.COMPLETE else state
-            if known is None or known.state == state:
-                return
-            curve = dict(trial.curve) if len(self._wanted) == 1 else {}
-            done = values if state == TrialState.COMPLETE else None
-            if known.state == TrialState.RUNNING:
-                asked = optuna.trial.Trial(self._study, known._trial_id)
-                for step, value in curve.items():
-                    asked.report(value, step)
-                self._study.tell(known.number, done, state=state)
-            elif done:  # it was paused, which is an end for Optuna
-                self._study.add_trial(
-                    optuna.trial.create_trial(
-                        params=known.params, distributions=self._space, user_attrs={NUMBER: trial.number},
-                        intermediate_values=curve, values=done,
-                    )
-                )  # fmt: skip
+    def _not_written(self, error: OSError, effect: str) -> None:
+        mend(self._journal)
+        self._warn(f"{self._journal} cannot be written ({error.strerror}): {effect}")
+
+    def _tell(self, trial: Trial, optuna: Any) -> None:
+        known, kinds = self._known(trial.number), optuna.trial.TrialState
+        state = {"finished": kinds.COMPLETE, "failed": kinds.FAIL}.get(trial.state, kinds.PRUNED)
+        values = [trial.values.get(each.name, float("nan")) for each in self._wanted]
+        if any(value != value for value in values):
+            state = kinds.FAIL if state == kinds.COMPLETE else state
+        if known is None or known.state == state:
+            return
+        curve = dict(trial.curve) if len(self._wanted) == 1 else {}
+        done = values if state == kinds.COMPLETE else None
+        if known.state == kinds.RUNNING:
+            asked = optuna.trial.Trial(self._study, known._trial_id)
+            for step, value in curve.items():
+                asked.report(value, step)
+            self._study.tell(known.number, done, state=state)
+        elif done:  # it was paused, which is an end for Optuna
+            self._study.add_trial(
+                optuna.trial.create_trial(
+                    params=known.params, distributions=self._distributions, user_attrs={NUMBER: trial.number},
+                    intermediate_values=curve, values=done,
+                )
+            )  # fmt: skip
 
     def _known(self, number: int) -> FrozenTrial | None:
         """The newest of Optuna's trials that stands for ours."""
@@ -89,7 +112,16 @@ class OptunaSampler:
 
     def _texts(self, params: Mapping[str, Any]) -> dict[str, str]:
         return {key: part.text(params[key]) if isinstance(part, Interval) else params[key]
-                for key, part in self._parts.items()}  # fmt: skip
+                for key, part in self._space.parts.items()}  # fmt: skip
+
+
+def mend(journal: Path) -> None:
+    """Remove what a driver has left that was killed, or whose disk was full, in the middle of a line: Optuna would
+    read no further, and wait for the lock. Only this process writes to the journal: the folder of the sweep is locked.
+    """
+    Path(f"{journal}.lock").unlink(missing_ok=True)
+    if journal.exists() and not (text := journal.read_bytes()).endswith(b"\n"):
+        os.truncate(journal, text.rfind(b"\n") + 1)
 
 
 def importance(space: Space, wanted: Sequence[Objective], trials: Sequence[Trial]) -> dict[str, float]:
@@ -104,7 +136,8 @@ def importance(space: Space, wanted: Sequence[Objective], trials: Sequence[Trial
             params = {key: _number(space.parts[key], text) for key, text in trial.settings.items()}
             value = trial.values[wanted[0].name]
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
-        found: dict[str, float] = optuna.importance.get_param_importances(study)
+        evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
+        found: dict[str, float] = optuna.importance.get_param_importances(study, evaluator=evaluator)
         return {key: round(float(share), 4) for key, share in found.items()}
     return {}
 
@@ -123,14 +156,23 @@ def _distribution(part: Choice | Interval) -> BaseDistribution:
     return FloatDistribution(part.low, part.high, log=part.log)
 
 
-def _sampler(name: str, seed: int) -> BaseSampler:
+def _sampler(name: str, sweep: Sweep, number: int) -> BaseSampler:
     from optuna import samplers
 
-    kinds: dict[str, type[BaseSampler]] = {
-        "tpe": samplers.TPESampler, "gp": samplers.GPSampler, "cmaes": samplers.CmaEsSampler,
-        "nsga2": samplers.NSGAIISampler,
-    }  # fmt: skip
-    return kinds[name](seed=seed)
+    seed = (sweep.seed * 100_003 + number) % 2**32  # NumPy's seeds have 32 bits
+    match name:
+        case "gp":
+            return samplers.GPSampler(seed=seed)
+        case "cmaes":
+            return samplers.CmaEsSampler(seed=seed)
+        case "nsga2":
+            population = min(POPULATION, max(4, (sweep.trials or 0) // 4))
+            return samplers.NSGAIISampler(seed=seed, population_size=population)
+        case "qmc":  # one sequence for all trials: its place in it is in the journal
+            first = samplers.RandomSampler(seed=seed)
+            return samplers.QMCSampler(scramble=True, seed=sweep.seed % 2**32, independent_sampler=first)
+        case _:
+            return samplers.TPESampler(seed=seed)
 
 
 @contextlib.contextmanager

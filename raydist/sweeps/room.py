@@ -7,10 +7,12 @@ a trial that has lost one.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 from raydist.cluster import connect, drain, nodes, placement
-from raydist.cluster.nodes import fit_count
+from raydist.cluster.nodes import Node, fit_count
 from raydist.launch.gangs import Gangs
 from raydist.settings.config import Job
 
@@ -23,20 +25,15 @@ def check_can_ever_fit(job: Job) -> None:
     placement.resources_for(job, connect.alive_nodes(), connect.node_types())
 
 
-def find_room(job: Job, gangs: Gangs, alone: bool, fresh: bool = False) -> Job | None:
-    """The job to start now, or None.
-
-    `gangs`: those of trials that have ended. `alone`: no trial is under way. `fresh`: what Ray says of free resources
-    is not to be believed yet.
-    """
+def find_room(job: Job, gangs: Gangs, alone: bool) -> Job | None:
+    """The job to start now, or None. `gangs`: those of trials that have ended. `alone`: no trial is under way."""
     usable = drain.usable_nodes(job, connect.alive_nodes())
     request = placement.resources_for(job, usable, None)
     if gangs.has(request):
         return job
-    if fresh:
-        return None
+    held = placed_resources()
     chosen, _ = nodes.select_nodes(usable, (), job.scale.labels)
-    free = [(fit_count(node.free, request.bundles[0]), 1) for node in drain.not_draining(chosen)]
+    free = [(fit_count(unplaced_resources(node, held), request.bundles[0]), 1) for node in drain.not_draining(chosen)]
     if nodes.room(request, free) >= len(request.bundles):
         return job
     gangs.clear()  # they are of another size
@@ -44,6 +41,24 @@ def find_room(job: Job, gangs: Gangs, alone: bool, fresh: bool = False) -> Job |
         return job
     may_grow = connect.node_types() != []
     return replace(job, scale=replace(job.scale, wait_s=PATIENCE_S)) if may_grow else None
+
+
+def placed_resources() -> Mapping[str, Counter[str]]:
+    """By node, the resources of all bundles that are placed. Ray's view of free resources has them a moment later."""
+    from ray.util import placement_group_table
+
+    held: dict[str, Counter[str]] = defaultdict(Counter)
+    for group in placement_group_table().values():
+        if group["state"] != "REMOVED":
+            for bundle, node in group["bundles_to_node_id"].items():
+                held[node].update(group["bundles"][bundle])
+    return held
+
+
+def unplaced_resources(node: Node, held: Mapping[str, Counter[str]]) -> dict[str, float]:
+    """What is free on a node, of what both views say the lesser."""
+    own = held.get(node.id, Counter())
+    return {key: min(node.free.get(key, 0), total - own[key]) for key, total in node.total.items()}
 
 
 def job_of_all(jobs: list[Job], parallel: int) -> Job:

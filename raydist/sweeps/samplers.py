@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 from typing import Protocol
 
 from raydist.settings.config import Sweep
 from raydist.shared.errors import ConfigError
+from raydist.sweeps.folder import Folder
 from raydist.sweeps.space import Interval, Space
-from raydist.sweeps.trial import Trial, objectives
+from raydist.sweeps.trial import Trial
+
+OPTUNA = ("tpe", "gp", "cmaes", "nsga2", "qmc")
+"""The samplers of Optuna, the extra `sweep`."""
 
 
 class Sampler(Protocol):
@@ -73,7 +76,7 @@ def choose_sampler(sweep: Sweep, space: Space) -> tuple[str, int]:
     return name, sweep.trials
 
 
-def sampler(name: str, sweep: Sweep, space: Space, folder: Path) -> Sampler:
+def sampler(name: str, sweep: Sweep, space: Space, folder: Folder) -> Sampler:
     """The sampler of this name. `folder`: of the sweep."""
     if name == "grid":
         return Grid(space)
@@ -81,4 +84,4 @@ def sampler(name: str, sweep: Sweep, space: Space, folder: Path) -> Sampler:
         return Random(space, sweep.seed)
     from raydist.sweeps.optuna_study import OptunaSampler
 
-    return OptunaSampler(name, sweep.seed, space, objectives(sweep.objective), folder / "optuna.journal")
+    return OptunaSampler(name, sweep, space, folder.path / "optuna.journal", folder.warn)

@@ -117,7 +117,7 @@ def _part(key: str, override: Override) -> Choice | Interval:
         with config_errors([override.input_line or ""]):
             values = tuple(str(each) for each in override.sweep_iterator(transformer=Transformer.encode))
         if not values:
-            raise ConfigError.of(key, typed, "it has no value")
+            raise ConfigError.of(key, typed, "it has no value", f"{key}=A,B,C")
         return Choice(values)
     low, high = value.start or 0, value.end or 0
     if not low < high:

@@ -65,10 +65,13 @@ class SweepScreen:
 def table_rows(
     trials: Sequence[Trial], live: Mapping[int, WatchedTrial], wanted: Sequence[Objective]
 ) -> Iterator[list[str]]:
-    """The table: headings, the best, the trials under way, then the others, the newest first."""
+    """The table: headings, the best, the trials under way, then the others, the newest first.
+
+    The settings come last: a terminal that is too narrow cuts them, and not the objectives.
+    """
     keys = list(trials[0].settings)
     leaders = best_trials(trials, wanted)
-    yield ["trial", *keys, "state", "step", *(each.name for each in wanted)]
+    yield ["trial", "state", "step", *(each.name for each in wanted), *keys]
     under_way = [trial for trial in trials if trial.number in live]
     others = [trial for trial in reversed(trials) if trial not in leaders and trial not in under_way]
     for trial in [*leaders, *under_way, *others]:
@@ -77,9 +80,10 @@ def table_rows(
         total = now.metrics.get("steps") if now else None
         mark = "*" if trial in leaders else ""
         yield [
-            f"{trial.number}{mark}", *(brief(trial.settings[key]) for key in keys), trial.state,
+            f"{trial.number}{mark}", trial.state,
             f"{now.step if now else trial.step}" + (f"/{total}" if total else ""),
             *(number_text(values[each.name]) if each.name in values else "" for each in wanted),
+            *(brief(trial.settings[key]) for key in keys),
         ]  # fmt: skip
 
 

