@@ -329,7 +329,6 @@ def test_a_pipeline_goes_on_under_another_division(folder: Path, tmp_path: Path)
         ("tp", 4, Parallel(pp=2, tp=2, microbatches=4)),
         ("shard", 4, Parallel("fsdp", pp=2, schedule="gpipe")),
         ("fsdp", 2, Parallel("fsdp")),
-        ("pp", 2, Parallel("pp")),
     ):
         assert resumed(ranks, settings, at, tmp_path / name) == pytest.approx(whole[40:], abs=1e-5)
     told = run_ranks(2, replace(BASE, parallel=Parallel("pp")), digits, tmp_path, {"RAYDIST_RESUME": str(at)})

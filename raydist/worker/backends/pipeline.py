@@ -56,7 +56,7 @@ class PipelineComm(ShardedComm):
         own = [each for each in part.modules() if each in blocks]
         self.shard(part, own, last=stage == self.shape.pp - 1)
         for name, whole in names.first.items():
-            if whole in tied:
+            if whole in tied and whole in names.trained:
                 self.tied[name] = Tied.of(part.get_parameter(name), tied[whole], self)
         pipeline = Pipeline(part, self, names)
         model.forward = pipeline.everywhere
