@@ -27,7 +27,8 @@ def job(
     train, test = windows(text[:cut], context), windows(text[cut:], context)
     clock = Clock()
     # on meta nothing is made yet: raydist.fit makes one block at a time, since all of a large model may not fit
-    with torch.device("meta" if config.parallel.name in ("fsdp", "hsdp") and not config.parallel.tp else "cpu"):
+    whole = config.parallel.tp or config.parallel.pp
+    with torch.device("meta" if config.parallel.name in ("fsdp", "hsdp") and not whole else "cpu"):
         model = models.build_model(config.model)
 
     def loss(scores: Tensor, following: Tensor) -> Tensor:
@@ -37,12 +38,14 @@ def job(
     figures = raydist.fit(config, model=model, train=train, test=test, loss=loss)
     me = raydist.rank()
     data_ranks = mesh_shape(config.parallel, me.world_size, me.local_world_size).data
-    figures |= {"perplexity": math.exp(figures["test_loss"]), "tokens_per_s": clock.tokens_per_s * data_ranks}
-    raydist.report(perplexity=figures["perplexity"], tokens_per_s=figures["tokens_per_s"])
+    told = {"perplexity": math.exp(figures["test_loss"])}
+    if clock.tokens:  # of the stages of a pipeline the last one has the loss
+        told["tokens_per_s"] = clock.tokens_per_s * data_ranks
+    raydist.report(None, **told)
     written = write(model, prompt, sample, context, me.device)  # on all ranks: each may have a part of the model only
     if me.rank == 0:
         print(f"--- {sample} bytes after {prompt!r}\n{written}\n---")
-    return figures
+    return figures | told
 
 
 def read(root: str) -> Tensor:

@@ -108,7 +108,7 @@ def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) ->
 
     figures = raydist.fit(config, train=TensorDataset(inputs, targets), test=TensorDataset(inputs, targets),
                           loss=loss, model=model)  # fmt: skip
-    parts = model.state_dict().items()
+    parts = ((name, value) for name, value in model.state_dict().items() if not value.is_meta)  # another stage's
     weights = {name: getattr(value, "full_tensor", lambda value=value: value)().tolist() for name, value in parts}
     return {"figures": figures, "weights": weights, "random": torch.get_rng_state().tolist()}
 

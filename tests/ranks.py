@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 
 def start_server() -> None:
     """The server has this module, so torch, imported before the first rank is asked for, and what shards a model."""
-    SERVER.set_forkserver_preload(["tests.ranks", *preload.SHARDS, backends.SHARDED])
+    SERVER.set_forkserver_preload(["tests.ranks", *preload.SHARDS, backends.PIPELINE])
     here = os.getcwd()
     os.chdir(ROOT)  # where it finds this module
     try:

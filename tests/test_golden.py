@@ -234,6 +234,8 @@ raydist pip=[nope.txt]
 raydist script=nope.py
 raydist script=jobs/mine.py 'args={rnk}'
 raydist backend=horovod init_method=tcp
+raydist parallel.pp=3 scale=1x4
+raydist parallel=pp data.batch_size=7 scale=1x2
 raydist fabric=ethernet fabric.strict=true
 raydist hydra.run.dir=jobs/mine.py/x
 raydist --multrun

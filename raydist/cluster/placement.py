@@ -11,7 +11,7 @@ from raydist.cluster import nodes as cluster_nodes
 from raydist.cluster.nodes import Capacity, Node, NodeType, ResourceRequest, fit_count
 from raydist.cluster.shortage import never_fits
 from raydist.settings.config import Job, Scale
-from raydist.settings.mesh import divides, mesh_shape
+from raydist.settings.mesh import check_microbatches, divides, mesh_shape
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.shared.rank_names import counted
 
@@ -100,7 +100,7 @@ def check_parallel(job: Job, request: ResourceRequest) -> None:
         cause = "it needs equal numbers of ranks on all nodes"
         key, value = ("parallel.tp", job.parallel.tp) if job.parallel.tp else ("parallel", job.parallel.name)
         raise ConfigError.of(key, value, cause, "scale.placement=STRICT_SPREAD scale.per_node=N", "parallel=fsdp")
-    mesh_shape(job.parallel, request.world_size, per_node)
+    check_microbatches(job, mesh_shape(job.parallel, request.world_size, per_node))
 
 
 def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, float]:

@@ -14,8 +14,8 @@ that names the value and what to type instead. Starts nothing.
                           instead
     lookup.py             Files and modules that settings name: found without importing them, or refused with the
                           nearest name
-    mesh.py               `parallel=` and a number of ranks -> how many replicate, shard and share layers; or what to
-                          type instead
+    mesh.py               `parallel=` and a number of ranks -> stages, copies, shards, shares of layers; or what to type
+                          instead
     overrides.py          Overrides as typed -> overrides in Hydra's grammar; those without a meaning are refused
     run_folder.py         The place of a run's checkpoints and records
     script.py             The program of `script=`: found before anything starts

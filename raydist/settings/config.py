@@ -227,18 +227,25 @@ class Train:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How raydist.fit divides the model and the batch among the ranks: replicate x shard x tp = ranks."""
+    """How raydist.fit divides the model and the batch among the ranks: pp x replicate x shard x tp = ranks."""
 
-    name: str = one_of("ddp", "fsdp", "hsdp", "tp")
+    name: str = one_of("ddp", "fsdp", "hsdp", "tp", "pp")
     """What the numbers below are where they are not set. ddp: each rank has the whole model. fsdp: all ranks share one
     copy of the parameters, gradients and optimizer state. hsdp: the ranks of a node share one. tp: the ranks of a node
-    share each layer, and fsdp among nodes."""
+    share each layer, and fsdp among nodes. pp: each rank has some of the blocks, a stage of one pipeline."""
     replicate: int | None = at_least(1, None)
-    """Copies of the model; null: ranks / (shard x tp)."""
+    """Copies of the model; null: ranks / (shard x tp x pp)."""
     shard: int | None = at_least(1, None)
     """Ranks that share one copy by torch's fully_shard; null: by `name`."""
     tp: int | None = at_least(1, None)
     """Ranks of one node that compute each layer together, by the model's or the job's plan; null: by `name`."""
+    pp: int | None = at_least(1, None)
+    """Stages of a pipeline, each with some of the model's blocks; null: by `name`."""
+    microbatches: int | None = at_least(1, None)
+    """Equal parts of a batch that go through the stages one after another; null: as many as stages."""
+    schedule: str = one_of("1f1b", "gpipe")
+    """In which order a stage works on micro-batches; torch's name. 1f1b: backward as soon as it can be, so few
+    activations wait. gpipe: backward after the forward of all."""
     blocks: str = ""
     """Class of the modules that are sharded, and compiled, one by one: parallel.blocks=Block. Empty: the model's
     _no_split_modules, else the class that repeats in its ModuleLists and Sequentials."""

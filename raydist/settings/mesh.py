@@ -1,30 +1,36 @@
-"""`parallel=` and a number of ranks -> how many replicate, shard and share layers; or what to type instead. (pure)"""
+"""`parallel=` and a number of ranks -> stages, copies, shards, shares of layers; or what to type instead. (pure)"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raydist.settings.config import Parallel
+from raydist.settings.config import Job, Parallel
 from raydist.shared.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """replicate x shard x tp = ranks. The last varies fastest: ranks of one tp group are consecutive."""
+    """pp x replicate x shard x tp = ranks. The last varies fastest: ranks of a tp group or a stage are consecutive."""
 
     replicate: int = 1
     shard: int = 1
     tp: int = 1
+    pp: int = 1
 
     @property
     def data(self) -> int:
-        """Ranks with samples of their own; those of one tp group have the same."""
+        """Ranks with samples of their own; those of one tp group, and the stages of one pipeline, have the same."""
         return self.replicate * self.shard
+
+    def data_rank(self, rank: int) -> int:
+        """The place of a rank among those with samples of their own."""
+        return rank // self.tp % self.data
 
 
 def divides(settings: Parallel) -> bool:
     """Whether parameters are DTensors, in shards: `parallel=ddp` without numbers leaves each rank the whole model."""
-    return settings.name != "ddp" or max(settings.shard or 1, settings.tp or 1, settings.replicate or 1) > 1
+    numbers = (settings.shard, settings.tp, settings.replicate, settings.pp)
+    return settings.name != "ddp" or max(number or 1 for number in numbers) > 1
 
 
 def mesh_shape(settings: Parallel, ranks: int, per_node: int) -> MeshShape:
@@ -36,21 +42,59 @@ def mesh_shape(settings: Parallel, ranks: int, per_node: int) -> MeshShape:
         fits = max(number for number in range(1, tp + 1) if per_node % number == 0)
         cause = f"the ranks of a tp group must be on one node, and each node has {per_node}"
         raise ConfigError.of("parallel.tp", tp, cause, f"parallel.tp={fits}", f"scale.per_node={tp}")
-    data = ranks // tp
-    by_default = per_node // tp if settings.name == "hsdp" else max(1, data // (settings.replicate or 1))
+    others = tp * (settings.shard or 1) * (settings.replicate or 1)
+    pp = settings.pp or (max(1, ranks // others) if settings.name == "pp" else 1)
+    if (ranks // tp) % pp:
+        fits = max(number for number in range(1, pp + 1) if (ranks // tp) % number == 0)
+        cause = f"{ranks} ranks{f' / tp {tp}' if tp > 1 else ''} cannot be divided into {pp} stages"
+        raise ConfigError.of("parallel.pp", pp, cause, f"parallel.pp={fits}")
+    data = ranks // (tp * pp)
+    by_default = max(1, data // (settings.replicate or 1))
+    if settings.name == "hsdp":
+        by_default = min(per_node // tp, data)
+    if pp > 1 and settings.name in ("ddp", "pp"):
+        by_default = 1
     shard = settings.shard or by_default
     replicate = settings.replicate or data // shard or 1
-    if replicate * shard * tp != ranks:
-        raise _unfit(settings, MeshShape(replicate, shard, tp), ranks)
-    return MeshShape(replicate, shard, tp)
+    if replicate * shard * tp * pp != ranks:
+        raise _unfit(settings, MeshShape(replicate, shard, tp, pp), ranks)
+    return MeshShape(replicate, shard, tp, pp)
+
+
+def microbatches(settings: Parallel, shape: MeshShape) -> int:
+    """Parts of a batch that are on their way through the stages together."""
+    return settings.microbatches or shape.pp
+
+
+def check_microbatches(job: Job, shape: MeshShape) -> None:
+    """Raise ConfigError if a batch cannot be split into equal micro-batches, or they are too few for the schedule."""
+    if shape.pp == 1:
+        return
+    count, each = microbatches(job.parallel, shape), job.train.accumulate * shape.data
+    if count < shape.pp and job.parallel.schedule == "1f1b":
+        cause = f"1f1b needs one for each of the {shape.pp} stages"
+        raise ConfigError.of("parallel.microbatches", count, cause, f"parallel.microbatches={shape.pp}")
+    typed = job.data.global_batch
+    if (typed or job.data.batch_size * each) % (each * count) == 0:
+        return
+    name, value, step = ("global_batch", typed, each * count) if typed else ("batch_size", job.data.batch_size, count)
+    cause = f"the samples of a rank's forward pass cannot be split into {count} equal micro-batches"
+    if typed:
+        cause = f"it cannot be split into {each} batches of {count} equal micro-batches"
+    right = f"data.{name}={max(1, round(value / step)) * step}"
+    fits = [number for number in range(shape.pp, count) if value % (number * step // count) == 0]
+    raise ConfigError.of(
+        f"data.{name}", value, cause, right, *(f"parallel.microbatches={number}" for number in fits[-1:])
+    )
 
 
 def _unfit(settings: Parallel, shape: MeshShape, ranks: int) -> ConfigError:
     """The product is not the number of ranks: the error names the number that was typed."""
-    cause = f"replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp} are not the {ranks} ranks"
+    stages = f"pp {shape.pp} x " if shape.pp > 1 else ""
+    cause = f"{stages}replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp} are not the {ranks} ranks"
     if settings.replicate:
         right = "parallel.replicate=null"
         return ConfigError.of("parallel.replicate", settings.replicate, cause, right)
-    data = ranks // shape.tp
+    data = ranks // (shape.tp * shape.pp)
     fits = max(number for number in range(1, min(shape.shard, data) + 1) if data % number == 0)
     return ConfigError.of("parallel.shard", shape.shard, cause, f"parallel.shard={fits}")

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from raydist.settings.config import TRACKERS, Backend, Job, Scale, Sweep
-from raydist.settings.mesh import divides, mesh_shape
+from raydist.settings.mesh import check_microbatches, divides, mesh_shape
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
 
@@ -155,7 +155,7 @@ def _check_parallel(job: Job) -> None:
     if not divides(settings):
         return
 
-    typed = {f"parallel.{name}": getattr(settings, name) for name in ("shard", "replicate", "tp")}
+    typed = {f"parallel.{name}": getattr(settings, name) for name in ("shard", "replicate", "tp", "pp")}
     numbers = [(key, value) for key, value in typed.items() if value and settings.name == "ddp"]
     wrong = functools.partial(ConfigError.of, *(numbers or [("parallel", settings.name)])[0])
     if job.backend.name in ("horovod", "mpi", "ucc"):
@@ -168,7 +168,7 @@ def _check_parallel(job: Job) -> None:
         raise wrong("shards are contiguous", "train.channels_last=false", "parallel=ddp")
     if scale.nodes is not None and scale.per_node is not None:
         for nodes in range(scale.nodes, (scale.max_nodes or scale.nodes) + 1):
-            mesh_shape(settings, nodes * scale.per_node, scale.per_node)
+            check_microbatches(job, mesh_shape(settings, nodes * scale.per_node, scale.per_node))
 
 
 def size_override(scale: Scale) -> str:

@@ -80,18 +80,25 @@ class RankPlanner:
         if layout != self._layout:
             _refuse_hidden(planner.state_dict)
             plan = planner.create_local_plan()
-            items = [item for item in plan.items if self._writes(planner.state_dict[item.index.fqn])]
+            first = self._rank == 0 or any(_is_first(value) for value in planner.state_dict.values())
+            items = [item for item in plan.items if _writes(planner.state_dict[item.index.fqn], first)]
             self._layout, self._plan = layout, pickle.dumps(replace(plan, items=items))
         return self._plan
 
-    def _writes(self, value: Any) -> bool:
-        """Whether it is this rank that writes a value: of equal copies only the first rank's is written."""
-        if not isinstance(value, DTensor):
-            return self._rank == 0
-        coordinate = value.device_mesh.get_coordinate()
-        if coordinate is None:  # this rank has no part of it
-            return False
-        return not any(at for at, placed in zip(coordinate, value.placements, strict=True) if placed.is_replicate())
+
+def _is_first(value: Any) -> bool:
+    """Whether this rank is the first of the mesh of a DTensor: of a stage of a pipeline, where it is not rank 0."""
+    return isinstance(value, DTensor) and not any(value.device_mesh.get_coordinate() or (1,))
+
+
+def _writes(value: Any, first: bool) -> bool:
+    """Whether this rank writes a value: of equal copies in a mesh only the first rank's is written."""
+    if not isinstance(value, DTensor):
+        return first
+    coordinate = value.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank has no part of it
+        return False
+    return not any(at for at, placed in zip(coordinate, value.placements, strict=True) if placed.is_replicate())
 
 
 def _refuse_hidden(state: Mapping[str, Any]) -> None:
@@ -184,7 +191,8 @@ def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
         results += written
         drop(folder / name)
     _, metadata = DefaultSavePlanner().create_global_plan(plans)
-    metadata.storage_data = {result.index: result.storage_data for result in results}
+    # what several ranks have written is that of the lowest
+    metadata.storage_data = {result.index: result.storage_data for result in reversed(results)}
     with files.create_stream(METADATA, "wb") as stream:
         pickle.dump(metadata, stream)
     return files.written
@@ -223,11 +231,12 @@ def begin_writing(beside: StoragePath) -> None:
         drop(beside / META)  # a checkpoint of this step is none from now on
 
 
-def load_into(path: StoragePath, state: State, of_ranks: str = "") -> None:
+def load_into(path: StoragePath, state: State, of_ranks: str = "", part: bool = False) -> None:
     """Load a sharded checkpoint into a state, on any number of ranks; not a collective, each rank reads what it needs.
 
     Tensors are filled in place (of a DTensor this rank's shards), all other values are replaced. `of_ranks`: a tensor
-    with a row for each rank; it is left out of the state if another number of ranks has saved it.
+    with a row for each rank; it is left out of the state if another number of ranks has saved it. `part`: the
+    checkpoint may have keys that the state has not.
 
     RaydistError: the checkpoint has other keys or other global shapes. pickle.UnpicklingError: it would run code.
     """
@@ -237,7 +246,10 @@ def load_into(path: StoragePath, state: State, of_ranks: str = "") -> None:
     if isinstance(rows, TensorStorageMetadata) and rows.size != state[of_ranks].shape:
         del state[of_ranks], metadata.state_dict_metadata[of_ranks]
     planner.set_up_planner(state, metadata, is_coordinator=True)
-    if why := _misfit(planner.state_dict, metadata.state_dict_metadata):
+    saved = metadata.state_dict_metadata
+    if part:
+        saved = {name: facts for name, facts in saved.items() if name in planner.state_dict}
+    if why := _misfit(planner.state_dict, saved):
         raise RaydistError(f"{path}: {why}")
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner).wait()

@@ -35,7 +35,7 @@ from raydist.node import probe
 from raydist.recovery import policy
 from raydist.settings import compose
 from raydist.settings.config import Job, as_dict
-from raydist.settings.mesh import divides
+from raydist.settings.mesh import MeshShape, divides, mesh_shape
 from raydist.settings.secrets import MASK, is_secret
 from raydist.shared.rank_names import counted
 from raydist.tools.command_line import ToolParser, run_tool
@@ -84,11 +84,13 @@ def show_plan(job: Job, as_json: bool) -> None:
     variables = [mask_secrets(of_rank) for of_rank in network_variables.plan_variables(job, plan, facts, rendezvous)]
     levers = list(network_levers.levers(job, plan, facts, variables[0]))
     memory = rank_memory(job, plan)
+    shape = mesh_shape(job.parallel, plan.world_size, plan.slots[0].local_world_size)
     if as_json:
         data = plan_as_data(plan, variables, levers, view) | ({"memory": memory} if memory else {})
+        data |= {"mesh": vars(shape)} if divides(job.parallel) else {}
         print(json.dumps(data, indent=2))
     else:
-        print("\n".join([*plan_as_text(plan, variables, levers, view), *memory_line(memory)]))
+        print("\n".join([*plan_as_text(plan, variables, levers, view), *division(job, shape, memory)]))
 
 
 def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
@@ -105,12 +107,16 @@ def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
     return found
 
 
-def memory_line(memory: Mapping[str, int]) -> Iterator[str]:
-    """`memory parameters 1.00 + gradients 1.00 + adamw 2.00 = 4.00 GiB on each rank, …`."""
+def division(job: Job, shape: MeshShape, memory: Mapping[str, int]) -> Iterator[str]:
+    """`mesh pp 2 x …`, and `memory parameters 1.00 + gradients 1.00 + adamw 2.00 = 4.00 GiB on each rank, …`."""
+    if divides(job.parallel):
+        yield f"mesh pp {shape.pp} x replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp}"
     if memory:
         *kept, gathered = ((name, size / 2**30) for name, size in memory.items())
         sums = f"{' + '.join(f'{name} {size:.2f}' for name, size in kept)} = {sum(size for _, size in kept):.2f} GiB"
-        yield f"memory {sums} on each rank, {gathered[1]:.2f} GiB while a block is gathered, and the activations"
+        what = "block" if shape.pp == 1 else "stage"
+        most = "each rank" if shape.pp == 1 else "each rank of the largest stage"
+        yield f"memory {sums} on {most}, {gathered[1]:.2f} GiB while a {what} is gathered, and the activations"
 
 
 def view_cluster(job: Job) -> ClusterView:

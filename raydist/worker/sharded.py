@@ -6,8 +6,9 @@
     sharded.keep(step, state_of_now)       # after a step; the copy travels while the training goes on
     sharded.save(step, state_of_now)       # now and then: a checkpoint on the disk
 
-All ranks call them, with the same keys; `raydist.fit` with `parallel=fsdp` does. The death of a rank or of a node loses
-nothing: the copies of its shards are on the next node. They go from rank to rank over gloo, as gradients do on a CPU.
+All ranks call them, with the same keys; `raydist.fit` with `parallel=fsdp` or `pp` does. The death of a rank or of a
+node loses nothing: the copies of its shards are on the next node. They go from rank to rank over gloo, as gradients do
+on a CPU.
 No port listens for them, and nothing is unpickled from them without a list of the classes that may be in it.
 
 A restart with as many ranks as before loads from memory. When the run can't continue, or continues with another number
@@ -57,13 +58,15 @@ LONGEST = 500
 def keep(step: int, state: Mapping[str, Any]) -> None:
     """Keep this rank's shards of a state in the memory of its node, and a copy of them on the next node.
 
-    All ranks must call it, with the same step and the same keys. It returns when the shards are in memory; the copy
-    travels in the background, and the next `keep` waits for it. A node needs about four times the bytes of its shards.
+    All ranks must call it, with the same step and the same keys; a stage of a pipeline may have keys of its own. It
+    returns when the shards are in memory; the copy travels in the background, and the next `keep` waits for it. A node
+    needs about four times the bytes of its shards.
 
     - `step`: optimizer steps done so far.
     - `state`: nested dicts and lists of tensors, numbers and text, as `get_state_dict` of
       `torch.distributed.checkpoint.state_dict` returns. Of a DTensor this rank's local tensor is kept, other tensors
-      whole. A checkpoint on disk holds rank 0's value of everything that is no DTensor.
+      whole. A checkpoint on disk holds rank 0's value of everything that is no DTensor; of what rank 0 does not have,
+      that of the first rank of a stage.
 
     It does nothing under torchrun and with one rank of `group=inline`. If memory is short on any node, a warning says
     so once, and from then on it does nothing. With one node, or with unequal numbers of ranks on the nodes, there are
@@ -148,7 +151,7 @@ def _told_by_all(facts: Mapping[str, Any]) -> list[State]:
     return [json.loads(each.numpy().tobytes().rstrip(b"\0")) for each in rows]
 
 
-def load(state: State, *, of_ranks: str = "") -> int:
+def load(state: State, *, of_ranks: str = "", part: bool = False) -> int:
     """Load the newest kept state that is complete into `state`, in place; return its step, or 0 for none.
 
     All ranks must call it, with the keys that `keep` gets. After a restart with as many ranks as before the state comes
@@ -158,20 +161,21 @@ def load(state: State, *, of_ranks: str = "") -> int:
       afterwards.
     - `of_ranks`: the key of a tensor with one row for each rank, as of random generators. Where another number of ranks
       has saved it, it is removed from `state`.
+    - `part`: this rank has some of the keys only, as a stage of a pipeline: a checkpoint may have others.
 
     RaydistError: the kept state has other keys or shapes (another model, or a state without the optimizer's).
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     step = ring.load(state) if restarted and (ring := _ring()) is not None else 0
-    return step or load_from_disk(state, of_ranks)
+    return step or load_from_disk(state, of_ranks, part)
 
 
-def load_from_disk(state: State, of_ranks: str = "") -> int:
+def load_from_disk(state: State, of_ranks: str = "", part: bool = False) -> int:
     """As `load`, from the checkpoint that the run continues from only, if that is a sharded one. No collective."""
     found = checkpoint.latest()
     if found is None or not found.sharded:
         return 0
-    load_into(found.path, state, of_ranks)
+    load_into(found.path, state, of_ranks, part)
     context.set_step(found.step)
     return found.step
 

@@ -119,6 +119,17 @@ def test_a_model_in_shards_goes_on_from_memory_and_after_the_run_from_the_disk(o
     assert more.metrics["steps"] == 96 - int(str(saved)[-8:])  # half the ranks take half the samples in a step
 
 
+def test_a_pipeline_goes_on_from_memory(on_ray: Path) -> None:
+    words = ("parallel=pp", "train.epochs=2", "parallel.microbatches=4")
+    whole = train(*words)
+    done = train(*words, struck=(kill(1, 10),))  # the last stage, which has the loss
+    assert (done.values, losses(done)) == (whole.values, losses(whole))
+    assert len(losses(whole)) == 64
+    assert [(event["step"], event["repeated"]) for event in events(done, "restarted")] == [(11, 0)]
+    first, last = ({*(each or {})["weights"]} for each in whole.values)
+    assert (len(first), len(last), first & last) == (7, 2, set())
+
+
 def test_a_restart_costs_no_placement_and_no_new_actor(on_ray: Path) -> None:
     done = train(struck=(kill(1, 10),), group="ray")
     phases = [event["name"] for event in events(done, "phase")]

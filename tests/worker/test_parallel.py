@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import raydist
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Train
-from raydist.settings.mesh import MeshShape, mesh_shape
+from raydist.settings.mesh import MeshShape, check_microbatches, mesh_shape
 from raydist.shared.errors import ConfigError
 from raydist.tools import plan
 from raydist.worker import context
@@ -57,6 +57,15 @@ STEPS = 50
         (Parallel("fsdp", shard=4, tp=2), 16, 8, (2, 4, 2)),
         (Parallel("fsdp"), 1, 1, (1, 1, 1)),
         (Parallel(shard=1, tp=1), 4, 4, (4, 1, 1)),
+        (Parallel("pp"), 16, 8, (1, 1, 1, 16)),
+        (Parallel("pp", replicate=4), 16, 8, (4, 1, 1, 4)),
+        (Parallel("pp", tp=2, shard=2), 16, 8, (1, 2, 2, 4)),
+        (Parallel(pp=2), 16, 8, (8, 1, 1, 2)),
+        (Parallel("fsdp", pp=2), 16, 8, (1, 8, 1, 2)),
+        (Parallel("hsdp", pp=4), 32, 4, (2, 4, 1, 4)),
+        (Parallel("hsdp", pp=4), 16, 8, (1, 4, 1, 4)),
+        (Parallel("tp", pp=2), 16, 4, (1, 2, 4, 2)),
+        (Parallel("pp"), 1, 1, (1, 1, 1, 1)),
     ],
 )
 def test_the_shape_follows_from_the_scale(settings: Parallel, ranks: int, per_node: int, shape: Any) -> None:
@@ -71,11 +80,35 @@ def test_the_shape_follows_from_the_scale(settings: Parallel, ranks: int, per_no
         (Parallel(shard=4, replicate=3), 16, 8, "parallel.replicate=null"),
         (Parallel(tp=3), 16, 8, "parallel.tp=2"),
         (Parallel(tp=16), 16, 8, "parallel.tp=8"),
+        (Parallel(pp=3), 16, 8, "parallel.pp=2"),
+        (Parallel(pp=16, tp=2), 16, 8, "parallel.pp=8"),
+        (Parallel("fsdp", pp=2, shard=16), 16, 8, "parallel.shard=8"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(settings: Parallel, ranks: int, per_node: int, right: str) -> None:
     with pytest.raises(ConfigError) as refused:
         mesh_shape(settings, ranks, per_node)
+    assert refused.value.suggestion == right
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "right"),
+    [
+        (Parallel(pp=2), Data(batch_size=7), "data.batch_size=8"),
+        (Parallel(pp=2), Data(global_batch=18), "data.global_batch=16"),
+        (Parallel(pp=2, microbatches=4), Data(batch_size=8), ""),
+        (Parallel(pp=4, microbatches=2), Data(batch_size=8), "parallel.microbatches=4"),
+        (Parallel(pp=4, microbatches=2, schedule="gpipe"), Data(batch_size=8), ""),
+        (Parallel("fsdp", microbatches=2), Data(batch_size=7), ""),
+    ],
+)
+def test_a_batch_that_cannot_be_split_into_microbatches_is_refused(settings: Parallel, data: Data, right: str) -> None:
+    job, shape = replace(BASE, parallel=settings, data=data), mesh_shape(settings, 8, 8)
+    if not right:
+        check_microbatches(job, shape)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_microbatches(job, shape)
     assert refused.value.suggestion == right
 
 
@@ -98,6 +131,16 @@ def test_the_memory_of_a_rank(settings: Parallel, optim: Optim, trained: int, fr
         optim.name: 4 * trained * states,
         "gathered": 4 * (8 * 9 + 9) // shape.tp,
     }
+
+
+def test_the_memory_of_the_largest_stage() -> None:
+    with torch.device("meta"):
+        model = GPT(layers=3, width=16, heads=2, kv_heads=1, hidden=40)
+    block = sum(value.nbytes for value in model.blocks[0].parameters())
+    largest = 2 * block + 4 * (16 + 256 * 16)  # two blocks of three, the last norm and the tied embedding
+    job = replace(BASE, parallel=Parallel("fsdp", pp=2), optim=Optim("adamw"))
+    found = memory_of(model, job, mesh_shape(job.parallel, 8, 8))
+    assert found == {"parameters": largest / 4, "gradients": largest / 4, "adamw": largest / 2, "gathered": largest}
 
 
 def test_the_plan_says_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,16 +260,21 @@ def trained(folder: Path, name: str, settings: Parallel, ranks: int = 4) -> tupl
     [
         ("fsdp", Parallel("fsdp"), 4),
         ("hsdp", Parallel("hsdp", shard=2), 4),
+        ("pp", Parallel(pp=2), 4),  # two micro-batches of a rank are the batches of two ranks
         ("tp", Parallel(tp=2), 2),  # with two ranks to a sample, batch norm sees the samples of two ranks of ddp
     ],
 )
-def test_the_losses_are_those_of_ddp(folder: Path, name: str, settings: Parallel, alone: int) -> None:
+def test_the_losses_are_those_of_ddp(folder: Path, tmp_path: Path, name: str, settings: Parallel, alone: int) -> None:
     figures, wanted = trained(folder, f"ddp{alone}", Parallel(), alone)
     found, losses = trained(folder, name, settings)
     for one, other in zip(losses, wanted, strict=True):
         assert len(one) == STEPS
         assert one[-1] < one[0]
         assert one == pytest.approx(other, abs=1e-6)
+    if name == "pp":  # its batch norm averages over two batches a step: what evaluates its checkpoint has the same
+        at = folder / name / "digits" / "checkpoints" / f"step-{STEPS:08d}"
+        (alone_told,) = fine(run_ranks(1, BASE, digits, tmp_path, {"RAYDIST_RESUME": str(at)}))
+        figures = [alone_told.value]
     assert found[0]["accuracy"] == figures[0]["accuracy"]
     assert found[0]["test_loss"] == pytest.approx(figures[0]["test_loss"], abs=1e-5)
 
@@ -274,14 +322,29 @@ def test_a_state_in_shards_goes_on_under_another_division(folder: Path, tmp_path
     assert resumed(4, Parallel("fsdp"), at, tmp_path / "from-tp") == pytest.approx(divided[40:], abs=1e-5)
 
 
+def test_a_pipeline_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:
+    _, (_, whole) = trained(folder, "pp", Parallel(pp=2))
+    at = folder / "pp" / "gpt" / "checkpoints" / "step-00000040"
+    for name, ranks, settings in (
+        ("tp", 4, Parallel(pp=2, tp=2, microbatches=4)),
+        ("shard", 4, Parallel("fsdp", pp=2, schedule="gpipe")),
+        ("fsdp", 2, Parallel("fsdp")),
+    ):
+        assert resumed(ranks, settings, at, tmp_path / name) == pytest.approx(whole[40:], abs=1e-5)
+    told = run_ranks(2, replace(BASE, parallel=Parallel("pp")), digits, tmp_path, {"RAYDIST_RESUME": str(at)})
+    assert all("this state does not fit the model" in one.error for one in told)
+
+
 def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
     trained(folder, "tp", Parallel(tp=2))
+    trained(folder, "pp", Parallel(pp=2))
     trained(folder, "fsdp", Parallel("fsdp"))
-    saved = [str(folder / name / "gpt" / "checkpoints" / "step-00000050") for name in ("fsdp", "tp")]
+    saved = [str(folder / name / "gpt" / "checkpoints" / "step-00000050") for name in ("fsdp", "tp", "pp")]
     ended = subprocess.run([sys.executable, "-c", PLAIN, *saved], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    (one, steps), (other, _) = map(json.loads, ended.stdout.splitlines())
-    assert (one, steps) == (pytest.approx(other, rel=1e-4), STEPS)
+    (one, steps), *others = map(json.loads, ended.stdout.splitlines())
+    assert steps == STEPS
+    assert [other for other, _ in others] == pytest.approx([one, one], rel=1e-4)
 
 
 def test_a_model_on_meta_is_made_block_by_block(tmp_path: Path) -> None:

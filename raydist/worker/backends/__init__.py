@@ -30,10 +30,13 @@ BACKENDS = {
 """By backend: a module with a function `join(job, env)`, a context manager that gives this rank's `Comm`."""
 
 SHARDED = "raydist.worker.backends.sharded"
+PIPELINE = "raydist.worker.backends.pipeline"
 
 
 def module_of(name: str, parallel: Parallel) -> str:
     """The module of a backend for this division of the model."""
+    if parallel.name == "pp" or (parallel.pp or 1) > 1:
+        return PIPELINE
     return SHARDED if divides(parallel) else BACKENDS[name]
 
 
@@ -42,6 +45,8 @@ class Comm(Protocol):
 
     sharded: ClassVar[bool]
     """Whether `wrap` leaves each rank a part of each parameter only."""
+    pipelined: ClassVar[bool]
+    """Whether `wrap` gives a Pipeline, with some of the model's blocks."""
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap a model so that its gradients are averaged; parameters and buffers become those of rank 0."""

@@ -26,6 +26,7 @@ class DDPComm:
     device: torch.device
     """The model's device."""
     sharded: ClassVar[bool] = False
+    pipelined: ClassVar[bool] = False
 
     @property
     def comm_device(self) -> torch.device:

@@ -51,6 +51,7 @@ class HorovodComm:
 
     job: Job
     sharded: ClassVar[bool] = False
+    pipelined: ClassVar[bool] = False
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}

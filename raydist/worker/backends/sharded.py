@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,13 +34,23 @@ class ShardedComm(DDPComm):
     shape: MeshShape
     sharded: ClassVar[bool] = True
 
+    @property
+    def everyone(self) -> DeviceMesh:
+        """All ranks, in their order."""
+        return self.mesh
+
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """All ranks: replicate x shard x tp."""
+        """The ranks that share these parameters: replicate x shard x tp."""
         shape = self.shape.replicate, self.shape.shard, self.shape.tp
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.shard(model, self.prepare(model))
+        return model
+
+    def prepare(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        """The blocks of the model, whose parameters are rank 0's and whose layers tp has divided."""
         blocks = find_blocks(model, self.job.parallel.blocks)
         same_as_rank0(model, self)
         if self.shape.tp > 1 and any(each.is_meta for each in model.parameters()):
@@ -51,16 +61,22 @@ class ShardedComm(DDPComm):
         if self.job.train.compile:
             for block in blocks:
                 block.compile()
+        return blocks
+
+    def shard(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module], last: bool = True) -> None:
+        """Divide the parameters among the ranks of the mesh. `last`: the model's output goes to the loss."""
         data = self.mesh["shard"] if self.shape.replicate == 1 else self.mesh["replicate", "shard"]
         half = torch.bfloat16 if self.job.train.precision == "bf16" else None
         sums = torch.float32 if half else None
+        free = self.shape.pp == 1  # a stage is gathered once in a step, not for each micro-batch
         for block in blocks:
             materialize(block, self.device)
-            fully_shard(block, mesh=data, mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums))
+            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums)
+            fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=free)
         materialize(model, self.device)
-        whole = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums, output_dtype=sums)  # the loss is in fp32
+        # the loss is in fp32
+        whole = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums, output_dtype=sums if last else None)
         fully_shard(model, mesh=data, mp_policy=whole)
-        return model
 
     @contextmanager
     def accumulating(self, model: torch.nn.Module) -> Iterator[None]:
@@ -75,13 +91,20 @@ class ShardedComm(DDPComm):
         # One sum over all ranks, each with its parts of the gradients, and a part that several have divided by their
         # number. torch's clip_grad_norm_ takes DTensors of one mesh only; layers that tp divides have another.
         alike: dict[int, list[torch.Tensor]] = {}
-        for gradient in (cast("DTensor", each.grad) for each in model.parameters() if each.grad is not None):
+        trained = (
+            (name, cast("DTensor", each.grad)) for name, each in model.named_parameters() if each.grad is not None
+        )
+        for name, gradient in trained:
             cut = (dim for dim, placed in enumerate(gradient.placements) if not placed.is_replicate())
             parts = math.prod(gradient.device_mesh.size(dim) for dim in cut)
-            alike.setdefault(dist.get_world_size() // parts, []).append(gradient.to_local())
+            alike.setdefault(self.holders(name) // parts, []).append(gradient.to_local())
         own = [torch.nn.utils.get_total_norm(parts) ** 2 / copies for copies, parts in alike.items()]
-        total = self.sum(torch.stack(own).sum()).sqrt()
+        total = self.sum(sum(own, torch.zeros((), device=self.device))).sqrt()
         torch._foreach_mul_([part for parts in alike.values() for part in parts], (norm / (total + 1e-6)).clamp(max=1))
+
+    def holders(self, name: str) -> int:
+        """Ranks that have this parameter, or a part of it."""
+        return dist.get_world_size()
 
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {

@@ -76,7 +76,7 @@ def fit(
         raise RaydistError("raydist.fit was called outside a run: end the file with raydist.main(job) and run the file")
     me = context.rank()
     shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
-    order, batches = sources.ordered(train, config, me.rank // shape.tp, shape.data, collate)
+    order, batches = sources.ordered(train, config, shape.data_rank(me.rank), shape.data, collate)
     training = Training(config, order, {"test_loss": loss, **(metrics or {})} if test is not None else {})
     training.batches = batches
     if test is not None:
@@ -139,7 +139,9 @@ class Training:
         context.emit_event("begin", steps=self.steps, epochs=self.epochs, samples=self.order.size, resumed=self.resumed)
 
     def _seed(self) -> int:
-        return random_state.derive(self.job.seed, self.step, self.order.rank)
+        # other numbers on each stage than on those with the same samples; ranks of a tp group compute the same
+        shape = mesh_shape(self.job.parallel, self.me.world_size, self.me.local_world_size)
+        return random_state.derive(self.job.seed, self.step, self.me.rank // shape.tp)
 
     def _find(self) -> Saved | Restored | shards.Found | None:
         """The snapshot or checkpoint to resume from, whichever is newer; None to start anew."""
@@ -284,11 +286,14 @@ class Training:
         if self.tests is None or self.evaluated == self.step:
             return
         with self._spending("evaluate"):
-            if self.me.world_size > 1:
+            if self.stepper.pipeline is not None:
+                self.stepper.pipeline.same_buffers()
+            elif self.me.world_size > 1:
                 same_buffers(self.stepper.model, self.comm, self.me.rank)
             batches = (self.stepper.to_device(batch) for batch in self.tests)
             with self.stepper.cast:
-                results = evaluate(self.stepper.model, batches, self.metrics, self.comm, self.device, self.counted)
+                model = self.stepper.pipeline or self.stepper.model
+                results = evaluate(model, batches, self.metrics, self.comm, self.device, self.counted)
         self.results, self.evaluated = results, self.step
         if self.me.rank == 0:
             context.report(step=self.step, **results)

@@ -9,12 +9,14 @@ import fnmatch
 import json
 import math
 import sys
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from raydist.settings import config
 from raydist.settings.mesh import MeshShape, mesh_shape
+from raydist.worker.backends.stages import cut_model
 from raydist.worker.loop import models
 from raydist.worker.loop.blocks import find_blocks
 
@@ -28,16 +30,27 @@ def memory_of(model: nn.Module, job: config.Job, shape: MeshShape) -> dict[str, 
     `model`: may be on meta. ConfigError: its blocks are not known.
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
+    blocks = find_blocks(model, job.parallel.blocks)
+    parts = cut_model(model, blocks, shape.pp) if shape.pp > 1 else [model]
+    return max((_of_part(part, blocks, job, shape, plan) for part in parts), key=lambda bytes_: sum(bytes_.values()))
+
+
+def _of_part(
+    part: nn.Module, blocks: Sequence[nn.Module], job: config.Job, shape: MeshShape, plan: Iterable[str]
+) -> dict[str, int]:
+    """As memory_of, of a stage or of the whole model."""
     states = STATES.get(job.optim.name, int(bool(job.optim.args.get("momentum"))))
     own = trained = 0
-    for name, value in model.named_parameters():
+    for name, value in part.named_parameters():
         layer = name.rpartition(".")[0]
-        part = part_bytes(value, shape.shard, shape.tp if any(fnmatch.fnmatch(layer, each) for each in plan) else 1)
-        own += part
-        trained += part * value.requires_grad
-    blocks = [sum(value.nbytes for value in block.parameters()) for block in find_blocks(model, job.parallel.blocks)]
-    outside = sum(value.nbytes for value in model.parameters()) - sum(blocks)
-    gathered = (max(blocks) // shape.tp + outside) // (2 if job.train.precision == "bf16" else 1)
+        bytes_ = part_bytes(value, shape.shard, shape.tp if any(fnmatch.fnmatch(layer, each) for each in plan) else 1)
+        own += bytes_
+        trained += bytes_ * value.requires_grad
+    whole = sum(value.nbytes for value in part.parameters())
+    sizes = [sum(value.nbytes for value in each.parameters()) for each in part.modules() if each in blocks]
+    # a stage stays gathered for all micro-batches of a step
+    gathered = whole // shape.tp if shape.pp > 1 else max(sizes) // shape.tp + whole - sum(sizes)
+    gathered //= 2 if job.train.precision == "bf16" else 1
     return {"parameters": own, "gradients": trained, job.optim.name: states * trained, "gathered": gathered}
 
 

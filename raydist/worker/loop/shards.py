@@ -68,6 +68,9 @@ def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
     """
     names, kept = _names(stepper), stepper.optimizer.state_dict()
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in kept["param_groups"]]
+    if stepper.pipeline is not None:
+        (group,) = groups
+        group["params"] = [*stepper.pipeline.names.trained]  # a checkpoint has the state of the whole model
     for group in groups:
         group.pop("initial_lr", None)  # the schedule's
     by_name = {names[index]: of_one for index, of_one in kept["state"].items()}
@@ -80,7 +83,7 @@ def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
 
 
 def _on_mesh(value: Any, mesh: Any) -> Any:
-    """The value with each DTensor on the mesh of all ranks: a layer that tp does not divide is alike on its ranks.
+    """The value with each DTensor on this mesh, of all ranks or of a stage: without tp a layer is alike on its ranks.
 
     The tensors share their memory with those of the model and of the optimizer.
     """
@@ -97,13 +100,14 @@ def _on_mesh(value: Any, mesh: Any) -> Any:
 
 def _names(stepper: Stepper) -> list[str]:
     """The names of the optimizer's parameters, in its order."""
-    return [name for name, value in stepper.model.named_parameters() if value.requires_grad]
+    names = [name for name, value in stepper.model.named_parameters() if value.requires_grad]
+    return [stepper.pipeline.names.first[name] for name in names] if stepper.pipeline is not None else names
 
 
 def _row_of_each(stepper: Stepper) -> torch.Tensor:
     """The states of the random generators of all ranks, [ranks, n], of which each rank of a mesh has its own row."""
     own, me = random_state.capture(stepper.device)[None], context.rank()
-    mesh = getattr(stepper.comm, "mesh", None)
+    mesh = getattr(stepper.comm, "everyone", None)
     if mesh is None:
         return own.repeat(me.world_size, 1)
     from torch.distributed.tensor import DTensor, Shard
@@ -125,8 +129,11 @@ def find_shards(stepper: Stepper) -> Found | None:
     get_optimizer_state_dict(stepper.model, stepper.optimizer)  # makes the optimizer's state, which is filled then
     state = state_of(stepper, {}, torch.zeros((), device=stepper.device))
     load = sharded.load if stepper.comm.sharded else sharded.load_from_disk
+    trained = state["optimizer"]["param_groups"][0]["params"]
     try:
-        step = load(state, of_ranks=RANDOM)
+        step = load(state, of_ranks=RANDOM, part=stepper.comm.pipelined)
+        if (odd := {*trained} ^ {*state["optimizer"]["param_groups"][0]["params"]}) and step:
+            raise RaydistError(f"it has other parameters: {', '.join(sorted(odd)[:4])}")
     except RaydistError as error:
         cause = f"this state does not fit the model and the optimizer: {error}"
         raise ConfigError.of("resume", str(latest.path if latest else "auto"), cause, "resume=none") from error

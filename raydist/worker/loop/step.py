@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,6 +16,9 @@ from raydist.worker import context
 from raydist.worker.backends import Comm
 from raydist.worker.loop import optim
 from raydist.worker.torch_private import scaler_state
+
+if TYPE_CHECKING:
+    from raydist.worker.backends.pipeline import Pipeline
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """(output, target) -> the mean over the batch, a tensor without dimensions."""
@@ -49,6 +52,9 @@ class Stepper:
         # a part of a model is moved when it is sharded: all of it may not fit on the device
         self.model = model if comm.sharded else model.to(device).to(memory_format=self.format)
         self.wrapped = comm.wrap(self.model)
+        self.pipeline = cast("Pipeline", self.wrapped) if comm.pipelined else None
+        if self.pipeline is not None:
+            self.model = self.pipeline.part
         optimizer = optim.optimizer(job.optim, [p for p in self.model.parameters() if p.requires_grad], rate)
         self.optimizer = comm.wrap_optimizer(optimizer, self.model)
         if job.train.compile and not comm.sharded:
@@ -105,6 +111,8 @@ class Stepper:
 
     def _backward(self, batch: Any, share: float) -> torch.Tensor:
         *inputs, target = self._copied(batch)
+        if self.pipeline is not None:
+            return self.pipeline.step(inputs, target, self.loss, share)
         context.phase("forward")
         with self.cast:
             loss = self.loss(self.wrapped(*inputs), target)

@@ -1,0 +1,192 @@
+"""A model in stages over torch.distributed.pipelining; the ranks of a stage share it as in sharded.py. (rank side)"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from raydist.settings.config import Job
+from raydist.settings.mesh import check_microbatches, mesh_shape, microbatches
+from raydist.shared.errors import ConfigError
+from raydist.worker import context
+from raydist.worker.backends import ddp, stages
+from raydist.worker.backends.sharded import ShardedComm
+
+
+@dataclass(frozen=True)
+class PipelineComm(ShardedComm):
+    """The Comm of a model in stages. The ranks of a stage are consecutive."""
+
+    tied: dict[str, Tied] = field(default_factory=dict)
+    """Parameters of this rank that other stages have as well, by their names in this stage."""
+    pipelined: ClassVar[bool] = True
+
+    @cached_property
+    def everyone(self) -> DeviceMesh:
+        shape = self.shape
+        sizes = shape.pp, shape.replicate, shape.shard, shape.tp
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks of this stage: replicate x shard x tp."""
+        return self.everyone["replicate", "shard", "tp"]
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if any(each.is_meta for each in model.parameters()):
+            cause = "a model on meta has no values yet, and it is cut before they are made"
+            raise ConfigError.of("parallel.pp", self.shape.pp, cause, "parallel=fsdp parallel.pp=1")
+        blocks = self.prepare(model)
+        parts, stage = stages.cut_model(model, blocks, self.shape.pp), self.everyone.get_local_rank("pp")
+        part, names = parts[stage], Names.of(model, parts[stage])
+        tied = stages.shared(model, parts)
+        stages.forget_others(model, part)
+        own = [each for each in part.modules() if each in blocks]
+        self.shard(part, own, last=stage == self.shape.pp - 1)
+        for name, whole in names.first.items():
+            if whole in tied and whole in names.trained:
+                self.tied[name] = Tied.of(part.get_parameter(name), tied[whole], self)
+        pipeline = Pipeline(part, self, names)
+        model.forward = pipeline.everywhere
+        return pipeline
+
+    @contextmanager
+    def accumulating(self, model: nn.Module) -> Iterator[None]:
+        yield  # a schedule always ends with the sum over the ranks of a stage
+
+    def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        for each in self.tied.values():
+            dist.all_reduce(cast("DTensor", each.parameter.grad).to_local(), group=each.group)
+
+    def holders(self, name: str) -> int:
+        return self.mesh.size() * (len(self.tied[name].stages) if name in self.tied else 1)
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several stages have: the sum of their gradients is its gradient."""
+
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+    group: Any
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, stages: tuple[int, ...], comm: PipelineComm) -> Tied:
+        """A collective of the ranks of these stages that have the same place in them."""
+        place = dist.get_rank() % comm.mesh.size()
+        ranks = [stage * comm.mesh.size() + place for stage in stages]
+        return cls(parameter, stages, dist.new_group(ranks, use_local_synchronization=True))
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of parameters in the whole model, in its order, of those that are trained."""
+
+    trained: list[str]
+    first: dict[str, str]
+    """By its name in a stage the first name of a parameter: a tied one has several."""
+
+    @classmethod
+    def of(cls, model: nn.Module, part: nn.Module) -> Names:
+        by_id = {id(value): name for name, value in model.named_parameters()}
+        trained = [name for name, value in model.named_parameters() if value.requires_grad]
+        return cls(trained, {name: by_id[id(value)] for name, value in part.named_parameters()})
+
+
+class Pipeline(nn.Module):
+    """This rank's stage, and the schedule by which it works with the others."""
+
+    def __init__(self, part: nn.Module, comm: PipelineComm, names: Names) -> None:
+        super().__init__()
+        self.part, self.names = part, names
+        self._comm, self._group = comm, comm.everyone.get_group("pp")
+        self._stage, self._stages = comm.everyone.get_local_rank("pp"), comm.shape.pp
+        self._microbatches = microbatches(comm.job.parallel, comm.shape)
+        self._train: PipelineScheduleSingle | None = None
+        self._evaluate: tuple[Any, PipelineScheduleSingle] | None = None
+
+    def step(
+        self, inputs: Sequence[Any], target: torch.Tensor, loss: Callable[..., torch.Tensor], share: float
+    ) -> torch.Tensor:
+        """Forward and backward of a batch, in micro-batches; its loss x `share`, on all ranks of the pipeline."""
+        if self._train is None:
+            self._train = self._schedule(self._microbatches, loss, share)
+        losses: list[torch.Tensor] = []
+        # where torch knows the word, outputs are not kept to the end of the step
+        quiet: Any = (
+            {"return_outputs": False} if "return_outputs" in inspect.signature(self._train.step).parameters else {}
+        )
+        context.phase("forward")
+        self._train.step(*self._given(inputs), target=target if self._last else None, losses=losses, **quiet)
+        total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._comm.device)
+        dist.broadcast(total, group=self._group, group_src=self._stages - 1)
+        return total
+
+    def _schedule(self, count: int, loss: Callable[..., torch.Tensor], share: float) -> PipelineScheduleSingle:
+        kind = get_schedule_class(self._comm.job.parallel.schedule)
+
+        def part_of_loss(output: Any, target: Any) -> torch.Tensor:
+            return loss(output, target) * (share / count)
+
+        return cast("PipelineScheduleSingle", kind(self._new_stage(), count, part_of_loss, scale_grads=False))
+
+    def _new_stage(self) -> PipelineStage:
+        return PipelineStage(self.part, self._stage, self._stages, self._comm.device, group=self._group)
+
+    def _given(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        return inputs if self._stage == 0 else ()
+
+    @property
+    def _last(self) -> bool:
+        return self._stage == self._stages - 1
+
+    def forward(self, *inputs: Any) -> Any:
+        """The model's output, on the ranks of the last stage; None on all others. All must call it."""
+        shapes = [(each.shape, each.dtype) for each in inputs]
+        if self._evaluate is None or self._evaluate[0] != shapes:  # its buffers have these shapes
+            count = self._microbatches if len(inputs[0]) % self._microbatches == 0 else 1
+            self._evaluate = shapes, ScheduleGPipe(self._new_stage(), count)
+        with torch.no_grad():
+            return self._evaluate[1].step(*self._given(inputs))
+
+    def everywhere(self, *inputs: Any) -> torch.Tensor:
+        """The model's output, a tensor, on all ranks. All must call it."""
+        output = self(*inputs)
+        facts = [(output.shape, output.dtype) if self._last else None]
+        dist.broadcast_object_list(facts, group=self._group, group_src=self._stages - 1, device=self._comm.comm_device)
+        shape, dtype = cast("tuple[torch.Size, torch.dtype]", facts[0])
+        told = output.contiguous() if self._last else torch.empty(shape, dtype=dtype, device=self._comm.device)
+        dist.broadcast(told, group=self._group, group_src=self._stages - 1)
+        return told
+
+    def same_buffers(self) -> None:
+        """Copy the buffers of a stage's first rank to all its ranks."""
+        for buffer in self.part.buffers():
+            for dim in self._comm.mesh.mesh_dim_names or ():
+                dist.broadcast(buffer, group=self._comm.mesh.get_group(dim), group_src=0)
+
+
+@contextmanager
+def join(job: Job, env: Mapping[str, str]) -> Iterator[ShardedComm]:
+    """As ddp.join. ConfigError: `parallel=` or the batch does not fit the number of ranks."""
+    me = context.rank()
+    shape = mesh_shape(job.parallel, me.world_size, me.local_world_size)
+    check_microbatches(job, shape)
+    if shape.pp > 1 and me.device.type == "cuda" and job.backend.name == "gloo":
+        cause = "it cannot send what is on a GPU to the next stage"
+        raise ConfigError.of("backend", job.backend.name, cause, "backend=nccl", "parallel=fsdp parallel.pp=1")
+    with ddp.join(job, env) as comm:
+        kind = PipelineComm if shape.pp > 1 else ShardedComm
+        yield kind(comm.settings, comm.device, job, shape)
