@@ -29,15 +29,21 @@ class Watched(NamedTuple):
 def watching(job: Job, shown: Reader | None = None) -> Iterator[Watched]:
     """Inside the block, all events of the run have their readers. `shown`: one in place of the console."""
     folder, figures = Path(job.dir), Figures()
-    console = Console(job.watch, failures=figures.failures)
+    console = Console(job.watch, failures=figures.failures) if shown is None else None
+    screen: list[Reader] = [each for each in (shown, console) if each is not None]
     readers = (
         figures.add,
         Pages(folder, figures.failures),
-        shown or console,
+        *screen,
         JobMetadata(job.watch),
         LogLink(folder),
         Metrics(f"{job.name}/{folder.name}", figures),
     )
-    with console, Events(folder / "events.jsonl", readers, whole=bool(job.track)) as events, PageBeside(job) as page:
-        console.link(page.link)
+    with (
+        console or contextlib.nullcontext(),
+        Events(folder / "events.jsonl", readers, whole=bool(job.track)) as events,
+        PageBeside(folder, job.watch.page) as page,
+    ):
+        if console is not None:
+            console.link(page.link)
         yield Watched(events, figures)
