@@ -37,7 +37,7 @@ def watching(job: Job, shown: Reader | None = None) -> Iterator[Watched]:
         *screen,
         JobMetadata(job.watch),
         LogLink(folder),
-        Metrics(f"{job.name}/{folder.name}", figures),
+        Metrics(run_label(job), figures),
     )
     with (
         console or contextlib.nullcontext(),
@@ -47,3 +47,9 @@ def watching(job: Job, shown: Reader | None = None) -> Iterator[Watched]:
         if console is not None:
             console.link(page.link)
         yield Watched(events, figures)
+
+
+def run_label(job: Job) -> str:
+    """`NAME/FOLDER`: of a trial the folder is `SWEEP/NUMBER`, since each sweep has a trial 0."""
+    folder = Path(job.dir)
+    return f"{job.name}/{Path(job.sweep.dir).name}/{folder.name}" if job.sweep.dir else f"{job.name}/{folder.name}"
