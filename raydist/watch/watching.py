@@ -31,7 +31,7 @@ def watching(job: Job, shown: Reader | None = None) -> Iterator[Watched]:
     folder, figures = Path(job.dir), Figures()
     console = Console(job.watch, failures=figures.failures) if shown is None else None
     screen: list[Reader] = [each for each in (shown, console) if each is not None]
-    readers = (
+    readers: tuple[Reader, ...] = (
         figures.add,
         Pages(folder, figures.failures),
         *screen,

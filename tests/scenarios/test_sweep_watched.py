@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +76,9 @@ def test_the_page_beside_a_sweep(swept: Swept) -> None:
     shown = [(one["trial"], one["state"], one["step"], one["best"]) for one in swept.last["trials"]]
     assert shown == [(0, "finished", 40, True), (1, "finished", 40, False), (2, "failed", 40, False)]
     assert swept.last["trials"][1]["settings"] == {"job.args.factor": "2"}
+    (again,) = re.findall(r"again +(.*)", (swept.folder.parents[2] / "screen.txt").read_text())
+    assert "1,2,3" not in again
+    assert again.endswith(" job.args.factor=1")
 
 
 @needs_chromium
@@ -149,18 +153,18 @@ def look_at(browser: Browser) -> None:
 def test_trackers_show_trials_as_a_group(swept: Swept) -> None:
     folders = [swept.folder / str(number) for number in range(3)]
     ids = [{name: ledger(folder, name)["id"] for name in ("mlflow", "tensorboard", "trackio")} for folder in folders]
-    tags = [trackers.read("mlflow", each["mlflow"], env=swept.env) for each in ids]
-    assert [(each["tags"]["raydist.sweep"], each["tags"]["mlflow.runName"]) for each in tags] == [
-        ("one_sweep", f"one_sweep-{number}") for number in range(3)
-    ]
-    assert [each["tags"]["raydist.trial"] for each in tags] == [f"job.args.factor={n}" for n in (1, 2, 3)]
-    assert [each["status"] for each in tags] == ["FINISHED", "FINISHED", "FAILED"]
-    shown = [trackers.read("wandb", str(folder), env=swept.env) for folder in folders]
-    assert [(each["group"], each["notes"]) for each in shown] == [
-        ("one_sweep", f"job.args.factor={n}") for n in (1, 2, 3)
-    ]
     assert [each["trackio"] for each in ids] == [f"one_sweep-{number}" for number in range(3)]
-    assert trackers.read("trackio", "job", "one_sweep-0", env=swept.env)["group"] == "one_sweep"
     assert [each["tensorboard"] for each in ids] == [f"{swept.folder}/tensorboard/{number}" for number in range(3)]
-    facts = trackers.read("hparams", f"{swept.folder}/tensorboard/1", env=swept.env)
-    assert facts == {"differs": {"job.args.factor": 2.0}, "metrics": ["loss"], "ended": True}
+    wanted = (
+        ["mlflow", ids[1]["mlflow"]], ["mlflow", ids[2]["mlflow"]], ["wandb", str(folders[1])],
+        ["trackio", "job", "one_sweep-1"], ["hparams", ids[1]["tensorboard"]],
+    )  # fmt: skip
+    with ThreadPoolExecutor() as pool:
+        second, third, wandb, trackio, hparams = pool.map(lambda words: trackers.read(*words, env=swept.env), wanted)
+    tags = [[each["tags"][name] for name in ("raydist.sweep", "mlflow.runName", "raydist.trial")]
+            for each in (second, third)]  # fmt: skip
+    assert tags == [["one_sweep", f"one_sweep-{n}", f"job.args.factor={n + 1}"] for n in (1, 2)]
+    assert (second["status"], third["status"], second["runs"]) == ("FINISHED", "FAILED", 3)
+    assert (wandb["group"], wandb["notes"]) == ("one_sweep", "job.args.factor=2")
+    assert (trackio["group"], trackio["runs"]) == ("one_sweep", 3)
+    assert hparams == {"differs": {"job.args.factor": 2.0}, "metrics": ["loss"], "ended": True}
