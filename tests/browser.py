@@ -128,8 +128,9 @@ class Browser:
         raise AssertionError(f"not {expression} within {timeout} s: {self.errors}\n{self.text()}")
 
     def press(self, key: str) -> None:
+        text = key if len(key) == 1 else "\r" if key == "Enter" else ""
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, text=key if kind == "keyDown" else "")
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, text=text if kind == "keyDown" else "")
 
     def screenshot(self, path: Path) -> None:
         """A PNG of what is seen."""

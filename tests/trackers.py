@@ -33,6 +33,22 @@ def tensorboard(folder: str) -> dict[str, Any]:
     return {"curves": curves, "config": texts.get("settings", [""])[0], "pages": texts, "status": texts["status"]}
 
 
+def hparams(folder: str) -> dict[str, Any]:
+    """What TensorBoard's tab HPARAMS has of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    reader = EventAccumulator(folder)
+    reader.Reload()
+    found = {}
+    for name, content in reader.PluginTagToContent("hparams").items():
+        found[name.rpartition("/")[2]] = HParamsPluginData.FromString(content)
+    begin = found["session_start_info"].session_start_info.hparams
+    differs = {name: value.number_value for name, value in begin.items()}
+    metrics = [each.name.tag for each in found["experiment"].experiment.metric_infos]
+    return {"differs": differs, "metrics": metrics, "ended": "session_end_info" in found}
+
+
 def mlflow(run: str) -> dict[str, Any]:
     """By MLflow's client, of the store in MLFLOW_TRACKING_URI."""
     from mlflow import MlflowClient
@@ -45,7 +61,8 @@ def mlflow(run: str) -> dict[str, Any]:
     pages = [each.path for each in client.list_artifacts(run)]
     runs = client.search_runs([found.info.experiment_id])
     return {"curves": curves, "config": found.data.params, "pages": pages, "status": found.info.status,
-            "runs": len(runs), "culprit": found.data.tags.get("raydist.culprit", "")}  # fmt: skip
+            "runs": len(runs), "tags": found.data.tags,
+            "culprit": found.data.tags.get("raydist.culprit", "")}  # fmt: skip
 
 
 def trackio(project: str, run: str) -> dict[str, Any]:
@@ -61,7 +78,7 @@ def trackio(project: str, run: str) -> dict[str, Any]:
                 curves.setdefault(name, []).append([row["step"], value])
     alerts = found[0].alerts()
     return {"curves": curves, "config": found[0].config, "pages": [each["title"] for each in alerts],
-            "runs": len(found), "status": [each["title"] for each in alerts][:1],
+            "runs": len(found), "group": found[0].config["_Group"], "status": [each["title"] for each in alerts][:1],
             "system": [name for row in storage.get_system_logs(project, run) for name in row]}  # fmt: skip
 
 
@@ -89,6 +106,7 @@ def wandb(folder: str) -> dict[str, Any]:
             kind = record.WhichOneof("record_type")
             if kind == "run":
                 found["ids"].append(record.run.run_id)
+                found |= {"group": record.run.run_group, "notes": record.run.notes}
                 found["config"] |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
             elif kind == "history":
                 row = {

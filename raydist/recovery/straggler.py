@@ -73,6 +73,8 @@ class Pauses:
 
     hosts: Sequence[str]
     """By rank."""
+    together: int = 0
+    """train.gc: all ranks collect after so many steps; 0: each does by itself."""
     shares: dict[int, float] = field(default_factory=dict)
     strikes: dict[int, int] = field(default_factory=dict)
     """Checks in a row in which a rank's share was too large."""
@@ -92,16 +94,18 @@ class Pauses:
             return None
         self.named |= set(lasting)
         ranks = [{"rank": rank, "host": self.hosts[rank], "pauses": self.shares[rank]} for rank in lasting]
-        return {"text": pauses_text(lasting, self.hosts, self.shares), "ranks": ranks}
+        return {"text": pauses_text(lasting, self.hosts, self.shares, self.together), "ranks": ranks}
 
 
-def pauses_text(ranks: Sequence[int], hosts: Sequence[str], shares: Mapping[int, float]) -> str:
+def pauses_text(ranks: Sequence[int], hosts: Sequence[str], shares: Mapping[int, float], together: int) -> str:
     """One line: `rank 3 on node-7: Python's garbage collector takes 9% of the time, and …`."""
+    mend = "train.gc=100 collects on all ranks at the same step"
+    if together:
+        mend = f"a larger train.gc than {together} collects less often"
     up_to = "" if len(ranks) == 1 else "up to "
     return (
         f"{who(ranks, [hosts[rank] for rank in ranks])}: Python's garbage collector takes {up_to}"
-        f"{max(shares[rank] for rank in ranks):.0%} of the time, and the other ranks wait for it; train.gc=100 "
-        "collects on all ranks at the same step"
+        f"{max(shares[rank] for rank in ranks):.0%} of the time, and the other ranks wait for it; {mend}"
     )
 
 

@@ -65,7 +65,7 @@ class Supervisor:
         self._quiesce = Quiesce(group, bool(job.script))
         self._joined: NodesJoined | None = None
         hosts = [slot.node.host for slot in group.plan.slots]
-        self._stragglers, self._pauses = Stragglers(hosts, job.watch.slow), Pauses(hosts)
+        self._stragglers, self._pauses = Stragglers(hosts, job.watch.slow), Pauses(hosts, job.train.gc)
         self._arrival = Arrival(self._world, time.time())
         self._restart = RestartCost(retry) if retry else None
         self._record = AttemptRecord()

@@ -345,8 +345,8 @@ class SweepConfig:
             params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
             with config_errors([*params, *typed]):
                 parsed = OverridesParser.create(loader).parse_overrides([*params, *typed])
-        self.overrides: dict[str, Override] = {each.get_key_element(): each for each in parsed}
-        """Hydra's, by key; the last of each."""
+        self.overrides: dict[str, Override] = {each.get_key_element().lstrip("+"): each for each in parsed}
+        """Hydra's, by key without a sign; the last of each."""
         self._jobs: dict[tuple[str, ...], Job] = {}
 
     def job(self, overrides: Sequence[str]) -> Job:

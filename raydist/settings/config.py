@@ -302,7 +302,7 @@ class Watch:
     """What is shown during the run."""
 
     progress: str = one_of("auto", "bar", "lines", "none")
-    """auto: a live bar in a terminal, plain lines elsewhere."""
+    """auto: a live bar in a terminal or a notebook, plain lines elsewhere."""
     every_s: float = greater_than(0, 10.0)
     """Seconds between plain lines."""
     slow: float = at_least(0, 10.0)

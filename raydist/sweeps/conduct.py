@@ -162,7 +162,8 @@ class Conductor:
     def _start(self, number: int, job: Job) -> None:
         trial = self._change(replace(self.trials[number], state="running", why=""), show=True)
         sweep = replace(job.sweep, dir=str(self._folder.path))
-        job = replace(job, dir=str(self._folder.path / trial.dir), group="ray", sweep=sweep)
+        watch = replace(job.watch, page=False)  # the sweep has a page, with those of its trials
+        job = replace(job, dir=str(self._folder.path / trial.dir), group="ray", sweep=sweep, watch=watch)
         thread = threading.Thread(target=self._run, args=(trial, job), name=f"raydist-trial-{number}", daemon=True)
         self._live[number] = Live(WatchedTrial(self._wanted), len(trial.curve), thread)
         thread.start()

@@ -25,6 +25,7 @@ from raydist.sweeps.space import Space
 from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import OPEN, Objective, State, Trial, best_trials, objectives, values_of
 from raydist.watch.result import Result
+from raydist.watch.web.beside import PageBeside
 
 MAY_CHANGE = ("sweep.", "watch.", "env.", "env=", "env_file=")
 """The overrides that may be typed beside sweep.resume=."""
@@ -96,25 +97,27 @@ def run_sweep(
     most = max(most, len(trials))
     conductor = Conductor(space, sampler, settings, most, wanted, folder, screen, trials, summarize, call)
     how, shares = "failed", dict[str, float]()
-    try:
-        with signals.stoppable(), Events(path / "sweep.jsonl", (screen.event,)) as events:
-            summarize(conductor.states)
-            with connect.connect(room.job_of_all(jobs, settings.parallel or 1), events):
-                for job in jobs:
-                    room.check_can_ever_fit(job)
-                screen.say(f"sweep {most} trials, sampler {sampler_name}, in {path}", "bold")
-                conductor.run()
-        how, shares = "finished", optuna_study.importance(space, wanted, conductor.states)
-    except Stopped:
-        how = "stopped"
-        raise
-    finally:
-        states = conductor.states
-        summarize(states, how, shares)
-        folder.close()
-        if states:
-            lines = table.summary_facts(states, wanted, shares, str(path), facts.command)
-            screen.summary(lines, table.sweep_headline(states, time.monotonic() - began, how), how == "finished")
+    with PageBeside(path, jobs[0].watch.page) as page:
+        screen.link(page.link)
+        try:
+            with signals.stoppable(), Events(path / "sweep.jsonl", (screen.event,)) as events:
+                summarize(conductor.states)
+                with connect.connect(room.job_of_all(jobs, settings.parallel or 1), events):
+                    for job in jobs:
+                        room.check_can_ever_fit(job)
+                    screen.say(f"sweep {most} trials, sampler {sampler_name}, in {path}", "bold")
+                    conductor.run()
+            how, shares = "finished", optuna_study.importance(space, wanted, conductor.states)
+        except Stopped:
+            how = "stopped"
+            raise
+        finally:
+            states = conductor.states
+            summarize(states, how, shares)
+            folder.close()
+            if states:
+                lines = table.summary_facts(states, wanted, shares, str(path), facts.command)
+                screen.summary(lines, table.sweep_headline(states, time.monotonic() - began, how), how == "finished")
     return SweepResult(path, tuple(states), tuple(best_trials(states, wanted)), conductor.results, shares)
 
 

@@ -24,8 +24,7 @@ from typing import IO, Any
 
 from raydist.shared.errors import ConfigError
 from raydist.sweeps.trial import Trial
-
-SUMMARY, RECORD = "sweep.json", "trial.json"
+from raydist.watch.web.sweep import RECORD, SUMMARY
 
 
 class Folder:

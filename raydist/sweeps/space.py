@@ -98,7 +98,8 @@ class Space:
 
     def job(self, settings: Mapping[str, str]) -> Job:
         """The Job with these settings, checked."""
-        return self._config.job([*self._fixed, *(f"{key}={value}" for key, value in settings.items())])
+        own = [f"{self._config.overrides[key].get_key_element()}={value}" for key, value in settings.items()]
+        return self._config.job([*self._fixed, *own])
 
     def jobs(self) -> Iterator[Job]:
         """The Jobs to check before anything starts: all combinations, or each value and each end of an interval."""

@@ -32,6 +32,11 @@ class SweepScreen:
         if not self._quiet:
             self._screen.say(text, style)
 
+    def link(self, page: str) -> None:
+        """Show the address of the sweep's page, if it has one."""
+        if page:
+            self._screen.say(f"page  {page}")
+
     def event(self, event: Event, trial: int | None = None) -> None:
         """Show an event of the sweep or of a trial: where Ray is, and each warning once."""
         if event["kind"] == "cluster":

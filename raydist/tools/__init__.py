@@ -24,6 +24,6 @@ Each gets the same overrides as `python -m raydist.train`.
     sweep.py              `python -m raydist.tools.sweep`: runs a job with many settings, side by side, the bad ones
                           ended early
     warm.py               `python -m raydist.tools.warm`: lists the fork servers that stay on the nodes for the next run
-    watch.py              `python -m raydist.tools.watch`: the page of a run, from its folder, its storage, or a Ray
+    watch.py              `python -m raydist.tools.watch`: the page of a run or a sweep: its folder, its storage, a Ray
                           job's id
 """

@@ -1,4 +1,4 @@
-"""`python -m raydist.tools.watch`: the page of a run, from its folder, its storage, or a Ray job's id. (driver)"""
+"""`python -m raydist.tools.watch`: the page of a run or a sweep: its folder, its storage, a Ray job's id. (driver)"""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from raydist.state import object_store
 from raydist.tools import command_line, submit
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.watch.trace import trace_of
-from raydist.watch.web.export import export
+from raydist.watch.web.export import export, export_sweep
 from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
 from raydist.watch.web.mirror import Mirror, Open, stored
 from raydist.watch.web.runs import EVENTS, find_place, no_run
 from raydist.watch.web.server import PageServer, link, open_port, serve_page
+from raydist.watch.web.sweep import FollowedSweep, is_sweep
 
 
 def watch_parser() -> ToolParser:
     """The flags, and the place."""
     parser = ToolParser("watch", "Shows a run in a browser: while it goes on, or from what it has left.")
-    parser.positional("RUN", "a run folder, a folder of runs, the URL of a run in its storage, or newest (default)")
+    parser.positional("RUN", "folder of a run, of a sweep or of many; URL of a run in its storage; or newest (default)")
     parser.add_argument("--job", metavar="ID", help="the run of a job that was submitted to Ray: needs its port only")
     parser.add_argument("--address", default="", help="with --job: http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)")
     parser.add_argument("--port", default="0", help="the port on 127.0.0.1 (default: a free one)")
@@ -73,9 +74,24 @@ def find_run(typed: argparse.Namespace, place: str, copies: Path) -> tuple[Path,
     mirror = Mirror(copies / name, reader)
     asyncio.run(mirror.fetch(EVENTS))
     if not file_size(copies / name / EVENTS):
-        why = "the job has no run folder (yet)" if typed.job else "no run is there: its records come when it has ended"
-        raise no_run(f"--job {typed.job}" if typed.job else place, why, "it again later")
+        if typed.job:
+            raise no_run(f"--job {typed.job}", "the job has no run folder (yet)", "it again later")
+        raise nothing_stored(place)
     return copies, name, mirror.fetch
+
+
+def nothing_stored(place: str) -> ConfigError:
+    """Why a URL is not that of a run: it cannot be read, or it is a folder of runs, or nothing is there."""
+    folder = object_store.parse_path(place)
+    try:
+        files = folder.sizes() if isinstance(folder, object_store.Remote) else {}
+    except Exception as error:  # each store has its own
+        why = f"it cannot be read ({object_store.reason(error)})"
+        return no_run(place, why, "it again with the store's credentials in the environment")
+    if below := sorted(path.removesuffix(f"/{EVENTS}") for path in files if path.endswith(f"/{EVENTS}")):
+        why = "that is a folder of runs, and a store shows one run at a time"
+        return no_run(place, why, f"{place.rstrip('/')}/{below[-1]}")
+    return no_run(place, "no run is there: its records come when it has ended", "it again later")
 
 
 def files_of_job(job: str, address: str) -> Open:
@@ -89,12 +105,15 @@ def files_of_job(job: str, address: str) -> Open:
 
 
 def write_run(flag: str, file: str, root: Path, first: str, fetch: Fetch) -> int:
-    """Write the page (--export) or the trace (--trace) of a run into a file."""
-    if not first:
+    """Write the page (--export) of a run or a sweep, or the trace (--trace) of a run into a file."""
+    sweep = flag == "--export" and is_sweep(root)
+    if not first and not sweep:
         raise no_run(str(root), "a file holds one run", "the folder of one")
     to = Path(file)
     try:
-        if flag == "--export":
+        if not first:
+            asyncio.run(export_sweep(FollowedSweep(root), to))
+        elif flag == "--export":
             asyncio.run(export(FollowedRun(root / first, fetch), to))
         else:
             to.write_text(json.dumps(trace_of(read_events(root / first / EVENTS))), encoding="utf-8")

@@ -4,8 +4,10 @@ Gets events, one after the other. Gives a Result, the lines on the terminal, pag
 is dropped: watching can not break a run.
 
     advice.py             How a rank ended -> advice for the user
+    cell.py               A screen for notebooks: lines that stay, and one line in the cell's output that IPython
+                          replaces
     command_time.py       Where the wall time of a command went, from the start of its process to its end
-    console.py            Shows a run from its events: a live bar in a terminal, plain lines elsewhere
+    console.py            Shows a run from its events: a live line in a terminal or a notebook, plain lines elsewhere
     failures.py           Events of a run -> its failures: root cause, cost, times, recovery
     goodput.py            Events of a run -> seconds of its parts: training steps, launch, failures, evaluation, saves,
                           rest

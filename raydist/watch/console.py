@@ -1,4 +1,4 @@
-"""Shows a run from its events: a live bar in a terminal, plain lines elsewhere. (driver)"""
+"""Shows a run from its events: a live line in a terminal or a notebook, plain lines elsewhere. (driver)"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from raydist.settings.config import Watch
 from raydist.shared.events import Event
 from raydist.shared.outcome import StopReason
 from raydist.watch import wording
+from raydist.watch.cell import Cell, in_notebook
 from raydist.watch.failures import Failures
 from raydist.watch.lines import Lines
 from raydist.watch.output import Output
@@ -172,6 +173,8 @@ def screen(settings: Watch, stream: TextIO) -> Lines | Terminal:
         # A stream that is not UTF-8 shows \u…; the run must not end with a UnicodeEncodeError.
         stream.reconfigure(errors="backslashreplace")
     alive = stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
+    if settings.progress in ("auto", "bar") and stream is sys.stdout and in_notebook():
+        return Cell(stream, settings.every_s)
     if settings.progress == "bar" or (settings.progress == "auto" and alive):
         from raydist.watch.terminal import Terminal  # deferred: rich is slow to import
 

@@ -6,22 +6,22 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from raydist.shared.events import Event, read_events
 from raydist.watch import wording
-from raydist.watch.points import Points
-from raydist.watch.progress import PROGRESS_NAMES, number_text
+from raydist.watch.progress import number_text
+from raydist.watch.web.curves import Curve, add_report
 
 WIDTH, HEIGHT, PAD = 240, 60, 4
 """Of a curve, in pixels."""
 CURVES = 8
 """The most curves that are shown."""
-BINS = 240
-"""The most parts of a curve; of each its least and its greatest value are drawn."""
-Curve = list[tuple[int, float]]
+POINTS = 480
+"""The most points of a curve that are drawn."""
+Line = list[tuple[int, float]]
+"""(step, value) of each point."""
 
 
 def result_html(facts: Mapping[str, Any]) -> str:
@@ -33,7 +33,7 @@ def result_html(facts: Mapping[str, Any]) -> str:
         f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
         for name, value in wording.summary(facts)
     )
-    curves: dict[str, Curve] = {}
+    curves: dict[str, Line] = {}
     restarts: list[int] = []
     with suppress(OSError, json.JSONDecodeError):  # the folder may be gone
         curves, restarts = curves_of(read_events(Path(facts["dir"]) / "events.jsonl"))
@@ -43,23 +43,23 @@ def result_html(facts: Mapping[str, Any]) -> str:
     return f"<div>{head}{failure}<table>{rows}</table>{''.join(shown)}</div>"
 
 
-def curves_of(events: Iterable[Event]) -> tuple[dict[str, Curve], list[int]]:
-    """The curve of each reported value, each step once; and the steps at which a restart went on."""
-    points, curves, restarts = Points(), dict[str, Curve](), list[int]()
+def curves_of(events: Iterable[Event]) -> tuple[dict[str, Line], list[int]]:
+    """The curve of each reported value as the page of the run has it, without what is no number; and its restarts."""
+    curves, restarts = dict[str, Curve](), list[int]()
     for event in events:
-        if event["kind"] == "run":  # an earlier one had the same folder
-            points, curves, restarts = Points(), {}, []
-        if event["kind"] == "restarted":
-            restarts.append(event["step"])
-        for point in points.add(event):
-            for name, value in point.values.items():
-                if name not in PROGRESS_NAMES:
-                    curves.setdefault(name, []).append((point.step, value))
-    finite = {name: [at for at in curve if isfinite(at[1])] for name, curve in curves.items()}
-    return {name: curve for name, curve in finite.items() if curve}, restarts
+        if event["kind"] == "restart":
+            restarts.append(event.get("step") or 0)
+        elif event["kind"] == "report" and event.get("rank") == 0 and event.get("step") is not None:
+            add_report(curves, event, event["step"])
+    found: dict[str, Line] = {}
+    for name, curve in curves.items():
+        piece = curve.piece(most=POINTS)
+        if line := [(step, value) for step, value in zip(piece.steps, piece.values, strict=True) if value is not None]:
+            found[name] = line
+    return found, restarts
 
 
-def svg(name: str, curve: Curve, restarts: Sequence[int] = ()) -> str:
+def svg(name: str, curve: Line, restarts: Sequence[int] = ()) -> str:
     """A curve over its steps, its newest value as text; restarts are dashed lines."""
     low, high = min(value for _, value in curve), max(value for _, value in curve)
     first, last = curve[0][0], curve[-1][0]
@@ -70,7 +70,7 @@ def svg(name: str, curve: Curve, restarts: Sequence[int] = ()) -> str:
     def y(value: float) -> str:
         return f"{HEIGHT - PAD - (HEIGHT - 2 * PAD) * ((value - low) / (high - low) if high > low else 0.5):.1f}"
 
-    line = " ".join(f"{x(step)},{y(value)}" for step, value in thinned_curve(curve))
+    line = " ".join(f"{x(step)},{y(value)}" for step, value in curve)
     marks = "".join(
         f"<line x1='{x(step)}' x2='{x(step)}' y1='0' y2='{HEIGHT}' stroke='currentColor' stroke-dasharray='2' "
         "opacity='0.5'/>"
@@ -85,14 +85,3 @@ def svg(name: str, curve: Curve, restarts: Sequence[int] = ()) -> str:
         f"<svg width='{WIDTH}' height='{HEIGHT}' role='img' aria-label='{span}'><title>{span}</title>"
         f"<polyline points='{line}' fill='none' stroke='currentColor'/>{dot}{marks}</svg></figure>"
     )
-
-
-def thinned_curve(curve: Curve) -> Curve:
-    """The same curve to the eye: of each of BINS parts the least and the greatest value."""
-    if len(curve) <= 2 * BINS:
-        return curve
-    found: Curve = []
-    for number in range(BINS):
-        part = curve[len(curve) * number // BINS : len(curve) * (number + 1) // BINS]
-        found += sorted({min(part, key=lambda at: at[1]), max(part, key=lambda at: at[1])})
-    return found

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from raydist.shared.events import Events
 from raydist.state import checkpoint_files
 from raydist.state.object_store import StoragePath, environment, parse_path, reason
 from raydist.watch.trackers import END_S, Ledger, Task
+from raydist.watch.web.sweep import RECORD
 
 KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 """Set in the pods of a TrainJob: its status gets the progress, without a setting."""
@@ -85,6 +87,7 @@ class TrackerProcess:
         task = Task(
             name=name, folder=str(folder), project=job.name or folder.parent.name, settings=as_saved(job),
             repeats=policy.rule(job).max != 0, program=bool(job.script), begin=events.path.stat().st_size,
+            sweep=Path(job.sweep.dir).name if job.sweep.dir else "", differs=settings_of_trial(folder),
         )  # fmt: skip
         self._process = start(task, job)
         self._reader = threading.Thread(target=self._read, name=f"raydist-{name}", daemon=True)
@@ -145,6 +148,13 @@ def start(task: Task, job: Job) -> subprocess.Popen[str]:
     process.stdin.write(json.dumps(dataclasses.asdict(task), default=str) + "\n")
     process.stdin.flush()
     return process
+
+
+def settings_of_trial(folder: Path) -> Mapping[str, str]:
+    """The settings that differ among the trials of a sweep; empty for a run of its own."""
+    with suppress(OSError, ValueError, KeyError):
+        return {**json.loads((folder / RECORD).read_text(encoding="utf-8"))["settings"]}
+    return {}
 
 
 def resumed_folder(job: Job, events: Events) -> Path | None:

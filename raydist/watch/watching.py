@@ -29,15 +29,27 @@ class Watched(NamedTuple):
 def watching(job: Job, shown: Reader | None = None) -> Iterator[Watched]:
     """Inside the block, all events of the run have their readers. `shown`: one in place of the console."""
     folder, figures = Path(job.dir), Figures()
-    console = Console(job.watch, failures=figures.failures)
-    readers = (
+    console = Console(job.watch, failures=figures.failures) if shown is None else None
+    screen: list[Reader] = [each for each in (shown, console) if each is not None]
+    readers: tuple[Reader, ...] = (
         figures.add,
         Pages(folder, figures.failures),
-        shown or console,
+        *screen,
         JobMetadata(job.watch),
         LogLink(folder),
-        Metrics(f"{job.name}/{folder.name}", figures),
+        Metrics(run_label(job), figures),
     )
-    with console, Events(folder / "events.jsonl", readers, whole=bool(job.track)) as events, PageBeside(job) as page:
-        console.link(page.link)
+    with (
+        console or contextlib.nullcontext(),
+        Events(folder / "events.jsonl", readers, whole=bool(job.track)) as events,
+        PageBeside(folder, job.watch.page) as page,
+    ):
+        if console is not None:
+            console.link(page.link)
         yield Watched(events, figures)
+
+
+def run_label(job: Job) -> str:
+    """`NAME/FOLDER`: of a trial the folder is `SWEEP/NUMBER`, since each sweep has a trial 0."""
+    folder = Path(job.dir)
+    return f"{job.name}/{Path(job.sweep.dir).name}/{folder.name}" if job.sweep.dir else f"{job.name}/{folder.name}"

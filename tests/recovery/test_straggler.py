@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from raydist.recovery.straggler import CHECK_S, LASTING, Own, Pauses, Stragglers, median_without, slower, straggler_text
+from raydist.recovery.straggler import (
+    CHECK_S,
+    LASTING,
+    Own,
+    Pauses,
+    Stragglers,
+    median_without,
+    pauses_text,
+    slower,
+    straggler_text,
+)
 from raydist.settings import compose
 from raydist.shared.events import read_events
 
@@ -69,6 +79,8 @@ def test_who_collects_garbage_for_long_is_named_once() -> None:
     assert events[0]["ranks"][0] == {"rank": 2, "host": "b", "pauses": 0.09}
     assert events[0]["text"].startswith("rank 2 on b: Python's garbage collector takes 9% of the time")
     assert "ranks 2-3 on b: Python's garbage collector takes up to 20% of the time" in events[1]["text"]
+    assert "train.gc=100" in events[1]["text"]
+    assert "train.gc=" not in pauses_text([0], ["a"], {0: 0.1}, together=100)  # it is set already
 
 
 def test_only_who_is_slow_for_long_is_named_and_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -132,10 +134,10 @@ def test_a_failed_run_is_no_finished_one(tmp_path: Path, stores: dict[str, str])
     with pytest.raises(RunFailed) as caught:
         run(tmp_path, "track=[mlflow,wandb]", "restart=none", struck=(Fault("raise", 1, 3),))
     folder = caught.value.result.dir
-    for facts in (
-        trackers.read("mlflow", ledger(folder, "mlflow")["id"], env=stores),
-        trackers.read("wandb", str(folder), env=stores),
-    ):
+    wanted = ["mlflow", ledger(folder, "mlflow")["id"]], ["wandb", str(folder)]
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda words: trackers.read(*words, env=stores), wanted))
+    for facts in found:
         assert facts["status"] in ("FAILED", [1])
         assert "rank 1" in facts["culprit"]
         assert "struck at step 3" in facts["culprit"]
@@ -152,33 +154,31 @@ def run(folder: Path, *words: str, struck: tuple[Fault, ...] = ()) -> Result[Any
 def test_a_tracker_that_cannot_costs_one_warning(
     tmp_path: Path, stores: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One has a full disk, or as good as that; one is never answered; one has no key."""
+    """One has a full disk, or as good as that; one is never answered; one has no key; one is killed."""
+
+    def job() -> None:
+        raydist.report(step=1, loss=1.0)
+        processes = [each for each in psutil.process_iter(["cmdline"]) if is_tracker(each, stores["TMPDIR"])]
+        assert len(processes) == 4
+        (killed,) = [each for each in processes if "track-trackio.log" in os.readlink(f"/proc/{each.pid}/fd/2")]
+        killed.kill()
+        while not list((tmp_path / "run" / "wandb").glob("offline-run-*")):
+            time.sleep(0.05)
+
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tensorboard").write_text("no folder")
     monkeypatch.setattr(track, "END_S", 6.0)
     monkeypatch.delenv("WANDB_MODE")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        done = run(tmp_path, "track=[tensorboard,mlflow,wandb]")
+        words = ("scale=1x1", "group=inline", "watch.progress=none", "track=[tensorboard,mlflow,wandb,trackio]")
+        done = raydist.run(job, f"hydra.run.dir={tmp_path}/run", *words)
     assert done.status == "finished"
     warned = [event["text"] for event in read_events(done.dir / "events.jsonl") if event["kind"] == "warning"]
-    assert sorted(text.partition(" ")[0].strip(":") for text in warned) == ["mlflow", "tensorboard", "wandb"]
+    assert sorted(text.partition(" ")[0].strip(":") for text in warned) == ["mlflow", "tensorboard", "trackio", "wandb"]
+    assert any("trackio has not all of the run: its process ended with -9" in text for text in warned)
     assert not [line for line in processes_of(stores["TMPDIR"]) if "fork_server" not in line]
     assert list((done.dir / "wandb").glob("offline-run-*"))
-
-
-@trackers.requires_trackers
-def test_a_tracker_that_is_killed_costs_one_warning(tmp_path: Path, stores: dict[str, str]) -> None:
-    def job() -> None:
-        raydist.report(step=1, loss=1.0)
-        (process,) = [each for each in psutil.process_iter(["cmdline"]) if is_tracker(each, stores["TMPDIR"])]
-        process.kill()
-
-    folder = f"hydra.run.dir={tmp_path}/run"
-    done = raydist.run(job, folder, "scale=1x1", "group=inline", "watch.progress=none", "track=tensorboard")
-    (warned,) = [event["text"] for event in read_events(done.dir / "events.jsonl") if event["kind"] == "warning"]
-    assert "tensorboard has not all of the run: its process ended with -9" in warned
-    assert done.status == "finished"
 
 
 def is_tracker(process: psutil.Process, mark: str) -> bool:

@@ -147,7 +147,7 @@ def from_its_folder(folder: Path, run: Path) -> None:
         assert steps[-1] == reports[-1]["step"]
         assert "rank 1 on" in browser.text("#failures")
         assert browser.value("document.documentElement.scrollWidth") <= 400
-        browser.value("const now = Date.now; Date.now = () => now() + 3600e3")
+        browser.value("(() => { const before = Date.now; Date.now = () => before() + 3600e3; })()")
         browser.until("document.querySelector('#status').innerText == 'no news'")
         assert "No event for 1:0" in browser.text("#waits")
         assert_only_local(browser)
@@ -205,10 +205,33 @@ def test_a_hundred_thousand_steps_of_sixteen_ranks(tmp_path: Path) -> None:
         assert len(page) >= 5
         assert 0 < sum(page.values()) < 200_000
         browser.until("document.querySelector('#other option[value=two]')")
+        assert browser.value("[1234.56, 1000, 0.5, 1e-7, null].map(four)") == ["1235", "1000", "0.5", "1e-7", ""]
+        zoomed_by_keys(browser)
         browser.value("document.querySelector('#other').value = 'two'")
         browser.value("document.querySelector('#other').dispatchEvent(new Event('change'))")
         browser.until("raydist.charts.loss?.plot.data[2].some((value) => value === 1)")
         assert_only_local(browser)
+
+
+def zoomed_by_keys(browser: Browser) -> None:
+    """The curve in focus: + zooms, and brings all points; arrows move it, not beyond the ends; 0 leaves."""
+    scale = "(({ min, max }) => [min, max])(raydist.charts.loss.plot.scales.x)"
+    browser.value("document.querySelector('[data-name=loss] div').focus()")
+    assert "zoom" in browser.value("document.activeElement.ariaLabel")
+    for _ in range(7):
+        browser.press("+")
+    low, high = browser.value(scale)
+    assert 500 < high - low < 1000
+    browser.until("(({ data: [x] }) => x.length > 500 && x[1] - x[0] == 1)(raydist.charts.loss.plot)")
+    browser.press("ArrowRight")
+    browser.until(f"{scale}[0] > {low} + 100 && {scale}[1] - {scale}[0] < {high - low} + 1")
+    for _ in range(6):
+        browser.press("-")
+    for _ in range(20):
+        browser.press("ArrowLeft")
+    browser.until(f"{scale}[0] == 1")
+    browser.press("0")
+    browser.until(f"{scale}[1] == 100000")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

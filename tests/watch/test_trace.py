@@ -8,10 +8,45 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+
 import raydist
 from raydist.shared.errors import ConfigError
 from raydist.tools import watch
 from tests.faults import kill, training
+
+WHOLE, TEXT, MARK = {"type": "integer", "minimum": 0}, {"type": "string", "minLength": 1}, {"type": "object"}
+FORMAT = {
+    phase: {"type": "object", "additionalProperties": False, "required": [*facts],
+            "properties": {"ph": {"const": phase}, "name": TEXT, "pid": {**WHOLE, "minimum": 1}, "tid": WHOLE, **facts}}
+    for phase, facts in {
+        "X": {"ts": WHOLE, "dur": WHOLE, "args": MARK},
+        "i": {"ts": WHOLE, "s": {"enum": ["g", "p", "t"]}},
+        "M": {"name": {"enum": ["process_name", "thread_name", "thread_sort_index"]}, "args": MARK},
+    }.items()
+}  # fmt: skip
+"""The phases that a trace has, by "Trace Event Format" (Duca and Sinclair, Google, 2016). Perfetto's own reader is a
+program that its package downloads from a foreign host."""
+
+
+def assert_well_formed(text: str) -> list[Any]:
+    """Hold a file against the format; what a reader draws of it."""
+
+    def no_number(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    spans: list[Any] = json.loads(text, parse_constant=no_number)["traceEvents"]
+    for each in spans:
+        jsonschema.validate(each, FORMAT[each["ph"]])
+    lanes: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    for each in spans:
+        if each["ph"] == "X":
+            lanes[each["pid"], each["tid"]].append((each["ts"], each["ts"] + each["dur"]))
+    for lane in lanes.values():  # a reader drops a span that begins in another and ends after it
+        for (_, end), (begin, later) in pairwise(sorted(lane)):
+            assert begin >= end - 2 or later <= end + 2
+    assert {(each["pid"], each["tid"]) for each in spans if each["name"] == "thread_name"} >= lanes.keys()
+    return spans
 
 
 def test_a_trace_has_launch_steps_saves_and_failures(tmp_path: Path, capsys: Any) -> None:
@@ -21,7 +56,7 @@ def test_a_trace_has_launch_steps_saves_and_failures(tmp_path: Path, capsys: Any
     )
     assert watch.main(["--trace", str(tmp_path / "out.json"), str(done.dir)]) == 0
     assert "ui.perfetto.dev" in capsys.readouterr().out
-    spans = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    spans = assert_well_formed((tmp_path / "out.json").read_text())
     names = {(each["pid"], each["tid"]): each["args"]["name"] for each in spans if each["name"] == "thread_name"}
     lanes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for each in spans:

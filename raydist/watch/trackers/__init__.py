@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -42,11 +42,20 @@ class Task:
     """script=: its own tracker may write to the same run, so this one opens it only when the program reports."""
     begin: int
     """Where the events of this run begin in events.jsonl, in bytes: an earlier one may have had the same folder."""
+    sweep: str = ""
+    """The name of the sweep's folder, if the run is one of its trials: trackers show them as a group."""
+    differs: Mapping[str, str] = field(default_factory=dict)
+    """Of a trial the settings that differ from the other trials'."""
 
     @property
     def run(self) -> str:
-        """The name of the run folder."""
-        return Path(self.folder).name
+        """The name of the run folder; that of a trial's is only a number."""
+        return "-".join(filter(None, (self.sweep, Path(self.folder).name)))
+
+    @property
+    def trial(self) -> str:
+        """The settings that differ, as a text."""
+        return " ".join(f"{name}={value}" for name, value in self.differs.items())
 
 
 @dataclass

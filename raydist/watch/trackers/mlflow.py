@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -25,17 +27,19 @@ class Mlflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
         import mlflow
 
-        self._client = mlflow.MlflowClient()
-        self.id = run or os.environ.get("MLFLOW_RUN_ID", "")
-        if self.id:
+        with one_at_a_time(task):
+            self._client = mlflow.MlflowClient()
+            self.id = run or os.environ.get("MLFLOW_RUN_ID", "") or self._create_run(task)
             self._client.update_run(self.id, status="RUNNING")
-        else:
-            made = self._client.create_run(self._experiment(task.project), run_name=task.run)
-            self.id = made.info.run_id
-            self._log_settings(task)
         uri = mlflow.get_tracking_uri()
         self.link = f"{uri} run {self.id}"
         self.variables = {"MLFLOW_RUN_ID": self.id, "MLFLOW_TRACKING_URI": uri}
+
+    def _create_run(self, task: Task) -> str:
+        tags = {"raydist.sweep": task.sweep, "raydist.trial": task.trial} if task.sweep else {}
+        made = self._client.create_run(self._experiment(task.project), run_name=task.run, tags=tags)
+        self._log_settings(made.info.run_id, task)
+        return str(made.info.run_id)
 
     def _experiment(self, project: str) -> str:
         if made := os.environ.get("MLFLOW_EXPERIMENT_ID"):
@@ -44,12 +48,12 @@ class Mlflow:
         found = self._client.get_experiment_by_name(name)
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
-    def _log_settings(self, task: Task) -> None:
+    def _log_settings(self, run: str, task: Task) -> None:
         from mlflow.entities import Param
 
         params = (Param(plain(name), str(value)[:LONGEST]) for name, value in by_full_name(task.settings).items())
         while some := list(islice(params, PARAMS)):
-            self._client.log_batch(self.id, params=some)
+            self._client.log_batch(run, params=some)
 
     def write(self, rows: Sequence[Measured]) -> None:
         from mlflow.entities import Metric
@@ -70,6 +74,18 @@ class Mlflow:
         for name, text in tags.items():
             self._client.set_tag(self.id, name, text)
         self._client.set_terminated(self.id, STATUS[ending.status], int(time.time() * 1000))
+
+
+@contextmanager
+def one_at_a_time(task: Task) -> Iterator[None]:
+    """Trials of a sweep begin together: of two that make a database or an experiment at once, one would fail."""
+    if not task.sweep:
+        yield
+        return
+    with Path(task.folder).with_name(".mlflow.lock").open("w") as lock:
+        with suppress(OSError):  # a disk without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def plain(name: str) -> str:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from raydist.watch.trackers import Ending, Measured, Task, by_full_name
 
 
 class TensorBoard:
-    """Written by tensorboardX, which needs no torch. A run that resumes adds a file to the folder of the first."""
+    """Written by tensorboardX, which needs no torch. A run that resumes adds a file to the folder of the first.
+
+    Trials are beside each other in the folder of their sweep, with what TensorBoard's tab HPARAMS needs.
+    """
 
     def __init__(self, task: Task, run: str) -> None:
         from tensorboardX import SummaryWriter
+        from tensorboardX.summary import hparams
 
-        self.id = run or str(Path(task.folder, "tensorboard"))
-        self.link, self.variables = f"tensorboard --logdir {self.id}", dict[str, str]()
+        folder = Path(task.folder)
+        self.id = run or str(folder.parent / "tensorboard" / folder.name if task.sweep else folder / "tensorboard")
+        shown = Path(self.id).parent if task.sweep else self.id
+        self.link, self.variables = f"tensorboard --logdir {shown}", dict[str, str]()
         self._writer = SummaryWriter(self.id)
         rows = (f"| {name} | {value} |" for name, value in by_full_name(task.settings).items())
         self._writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]))
+        differs = {name: number_or_text(value) for name, value in task.differs.items()}
+        *begin, self._end = hparams(differs, dict.fromkeys(objective_names(task.settings), 0.0))
+        for each in begin if differs else ():
+            self._writer.file_writer.add_summary(each)
         self._writer.flush()
 
     def write(self, rows: Sequence[Measured]) -> None:
@@ -32,4 +43,20 @@ class TensorBoard:
 
     def close(self, ending: Ending) -> None:
         self._writer.add_text("status", f"{ending.status}\n\n{ending.text}".strip())
+        if ending.status == "finished":
+            self._writer.file_writer.add_summary(self._end)
         self._writer.close()
+
+
+def number_or_text(value: str) -> float | str:
+    """A setting's value as TensorBoard compares it."""
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def objective_names(settings: Mapping[str, Any]) -> list[str]:
+    """The names in `sweep.objective=min:test_loss,max:accuracy`."""
+    parts = str(settings.get("sweep", {}).get("objective", "")).split(",")
+    return [name for part in parts if (name := part.partition(":")[2].strip())]

@@ -17,7 +17,7 @@ class Trackio:
         self.id = run or task.run
         self._run = trackio.init(
             project=task.project, name=self.id, config=by_full_name(task.settings), resume="allow" if run else "never",
-            embed=False, auto_log_gpu=False, auto_log_cpu=False,
+            group=task.sweep or None, embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
         self.link, self.variables = f"trackio show --project {task.project}", dict[str, str]()
 

@@ -28,6 +28,7 @@ class Wandb:
         facts: Any = {
             "project": os.environ.get("WANDB_PROJECT", task.project), "name": task.run, "id": run, "resume": "allow",
             "dir": task.folder, "config": dict(task.settings), "settings": quiet, "allow_val_change": True,
+            **({"group": os.environ.get("WANDB_RUN_GROUP", task.sweep), "notes": task.trial} if task.sweep else {}),
         }  # fmt: skip
         try:
             self._run = wandb.init(**facts)

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 from raydist.watch.web.server import POLL_S, PageServer, serve_page
+from raydist.watch.web.sweep import is_sweep
 
 
 def main(folder: Path, descriptor: int) -> int:
     """Serve until the driver has ended, and then until viewers have seen the end of the run."""
-    server = PageServer(folder.parent, folder.name, sys.stdin.readline().strip())
+    root, first = (folder, "") if is_sweep(folder) else (folder.parent, folder.name)
+    server = PageServer(root, first, sys.stdin.readline().strip())
 
     async def until() -> None:
         await asyncio.to_thread(sys.stdin.read)

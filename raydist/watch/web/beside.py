@@ -1,4 +1,4 @@
-"""watch.page=true: the page beside a run, by a process that starts when somebody first opens the link. (driver)"""
+"""watch.page=true: the page beside a run or a sweep, by a process that starts with the first visit. (driver)"""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from raydist.settings.config import Job
-
 END_S = 3.0
 """Longest wait at the end of a run for viewers to get the last news."""
 
@@ -22,8 +20,9 @@ END_S = 3.0
 class PageBeside(AbstractContextManager["PageBeside"]):
     """Inside the `with` block the page of a run is served. While nobody has opened it, that costs nothing."""
 
-    def __init__(self, job: Job) -> None:
-        self._folder, wanted = Path(job.dir), job.watch.page
+    def __init__(self, folder: Path, wanted: bool) -> None:
+        """`folder`: of a run or of a sweep."""
+        self._folder = folder
         self._token = secrets.token_urlsafe(16)
         self._child: subprocess.Popen[bytes] | None = None
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=16) if wanted else None

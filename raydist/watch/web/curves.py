@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from raydist.shared.events import Event
+from raydist.watch.progress import PROGRESS_NAMES
+
 SHOWN = 1200
 """Most points of a curve that a page gets: more than a chart has pixels."""
 
@@ -61,6 +64,13 @@ class Curve:
             [round(self.times[i], 2) for i in chosen],
             [float(f"{value:.6g}") if math.isfinite(value) else None for value in values],
         )
+
+
+def add_report(curves: dict[str, Curve], report: Event, step: int) -> None:
+    """Take in what rank 0 has reported of a step: every number that does not measure progress has a curve."""
+    for name, value in report["values"].items():
+        if name not in PROGRESS_NAMES and isinstance(value, int | float):
+            curves.setdefault(name, Curve()).add(step, report["t"], float(value))
 
 
 def thinned(values: Sequence[float], first: int, last: int, most: int) -> Sequence[int]:

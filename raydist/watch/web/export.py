@@ -1,13 +1,15 @@
-"""The page of a run as one file that opens from a disk: styles, scripts, curves, logs and failures inside. (driver)"""
+"""The page of a run or a sweep as one file that opens from a disk: styles, scripts, curves, logs inside. (driver)"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from raydist.watch.web.follow import FollowedRun, Viewer, log_name, read_from
 from raydist.watch.web.server import STATIC
+from raydist.watch.web.sweep import FollowedSweep
 
 LOGS = 32
 """Ranks whose logs go into the file: all ranks with a failure, then the first."""
@@ -28,12 +30,20 @@ async def export(run: FollowedRun, to: Path) -> None:
         "pages": {name: path.read_text(errors="replace") for name, path in pages.items() if path.exists()},
         "logs": {rank: read_from(run.folder / log_name(rank), -1)[0] for rank in ranks},
     }
-    to.write_text(one_file(json.dumps(data, separators=(",", ":"))), encoding="utf-8")
+    to.write_text(one_file("index.html", data), encoding="utf-8")
 
 
-def one_file(data: str) -> str:
-    """The page with all that it would load, and the data of a run."""
-    page = (STATIC / "index.html").read_text(encoding="utf-8")
+async def export_sweep(sweep: FollowedSweep, to: Path) -> None:
+    """Write the page of a sweep as it is now. OSError: the file can't be written."""
+    curves, section = await sweep.curves(), await sweep.section()
+    to.write_text(
+        one_file("sweep.html", {"now": section["last"], "sweep": section, "curves": curves}), encoding="utf-8"
+    )
+
+
+def one_file(name: str, data: Mapping[str, object]) -> str:
+    """A page with all that it would load, and its data."""
+    page = (STATIC / name).read_text(encoding="utf-8")
 
     def style(match: re.Match[str]) -> str:
         return f"<style>\n{(STATIC / match[1]).read_text(encoding='utf-8')}</style>"
@@ -43,6 +53,6 @@ def one_file(data: str) -> str:
 
     page = re.sub(r'<link rel="stylesheet" href="([^"]+)">', style, page)
     page = re.sub(r'<script src="([^"]+)"([^>]*)></script>', script, page)
-    safe = data.replace("</", "<\\/")
+    safe = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     element = f'<script type="application/json" id="data">{safe}</script>\n'
     return page.replace("<script>", element + "<script>", 1)

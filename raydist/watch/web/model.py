@@ -8,9 +8,9 @@ from typing import Any, TypedDict
 
 from raydist.shared.events import Event
 from raydist.watch.failures import Failure
-from raydist.watch.progress import PROGRESS_NAMES, Progress
+from raydist.watch.progress import Progress
 from raydist.watch.result import Figures
-from raydist.watch.web.curves import Curve
+from raydist.watch.web.curves import Curve, add_report
 from raydist.watch.web.lanes import LANES, Lanes
 
 RATE_S = 1.0
@@ -24,8 +24,6 @@ QUIET_S = 60.0
 
 CALM = ("", "started", "runs", "finished", "stopped")
 """States of a rank that need no attention."""
-
-NUMBERS = (int, float)
 
 Section = Mapping[str, Any]
 
@@ -144,18 +142,11 @@ class Model:
         self.progress.report(event)
         at = self.reported if step is None else step
         self.steps[0] = at
-        for name, value in event["values"].items():
-            if name not in PROGRESS_NAMES and isinstance(value, NUMBERS):
-                self._curve(name).add(at, t, float(value))
+        add_report(self.curves, event, at)
         rate, _ = self.progress.rates()
         if rate > 0 and t - self._rated >= RATE_S:
             self._rated = t
-            self._curve(RATE).add(at, t, rate)
-
-    def _curve(self, name: str) -> Curve:
-        if name not in self.curves:
-            self.curves[name] = Curve()
-        return self.curves[name]
+            self.curves.setdefault(RATE, Curve()).add(at, t, rate)
 
     def _on_spent(self, event: Event) -> None:
         if event.get("rank") == 0 and event["what"] == "evaluate":

@@ -1,4 +1,4 @@
-"""Finds run folders: the one that a person names, the newest, those beside it. (driver)"""
+"""Finds folders of runs and of sweeps: the one that a person names, the newest, those beside it. (driver)"""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from raydist.shared.errors import ConfigError, nearest
+from raydist.shared.rank_names import counted
+from raydist.watch.web.sweep import SUMMARY, FollowedSweep, is_sweep, trials_shown
 
 EVENTS = "events.jsonl"
 TAIL = 1 << 16
@@ -26,30 +28,50 @@ class RunRow(TypedDict):
     """finished, failed, stopped; empty without a result."""
     text: str
     """Its metrics, or its failure."""
+    sweep: bool
+    """It is a sweep: one line for all its trials."""
 
 
-def runs_below(root: Path) -> dict[str, Path]:
-    """The run folders at most three levels below `root`, itself included, the newest first; by their paths below it."""
-    paths = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in root.glob(depth + EVENTS)]
+def runs_below(root: Path, file: str = EVENTS) -> dict[str, Path]:
+    """The run folders at most three levels below `root`, itself included, the newest first; by their paths below it.
+
+    `file`: what makes a folder one that is looked for.
+    """
+    paths = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in root.glob(depth + file)]
     newest = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[:MOST]
     return {str(path.parent.relative_to(root)): path.parent for path in newest}
+
+
+def sweeps_below(root: Path) -> dict[str, Path]:
+    """The folders of sweeps below `root`, itself included as `.`."""
+    return runs_below(root, SUMMARY)
+
+
+def list_rows(root: Path) -> list[RunRow]:
+    """The list: a line for each run, and one for each sweep below `root` with all its trials, the newest first."""
+    sweeps = {name: path for name, path in sweeps_below(root).items() if path != root}
+    runs = {name: path for name, path in runs_below(root).items() if path.parent not in sweeps.values()}
+    rows = [sweep_row(name, path) for name, path in sweeps.items()]
+    rows += [run_row(name, path) for name, path in runs.items()]
+    return sorted(rows, key=lambda row: row["changed"], reverse=True)
 
 
 def find_place(place: str, here: Path) -> tuple[Path, str]:
     """(the folder of a list of runs, the run in it or "" for the list) of what a person typed: a folder, `newest`.
 
-    `here`: the folder in which `newest` is looked for.
+    The folder of a sweep is the list of its trials. `here`: the folder in which `newest` is looked for; if the newest
+    run is a trial, its sweep is meant.
     """
     if place == "newest":
         runs = runs_below(here)
         if not runs:
             raise no_run(place, f"no run is below {here.absolute()}", "a run folder, or a folder of runs")
         newest = next(iter(runs.values()))
-        return newest.parent, newest.name
+        return newest.parent, "" if is_sweep(newest.parent) else newest.name
     folder = Path(place).absolute()
     if (folder / EVENTS).exists():
         return folder.parent, folder.name
-    if not folder.is_dir() or not runs_below(folder):
+    if not folder.is_dir() or not (is_sweep(folder) or runs_below(folder)):
         there = [path.name for path in folder.parent.glob("*")] if folder.parent.is_dir() else []
         guess = nearest(folder.name, there)
         why = "no run is in that folder" if folder.is_dir() else "there is no such folder"
@@ -76,4 +98,17 @@ def run_row(name: str, folder: Path) -> RunRow:
     text = result.get("failure", "").partition("\n")[0] or ", ".join(
         f"{name} {value:.4g}" for name, value in numbers[:6]
     )
-    return {"run": name, "changed": path.stat().st_mtime, "status": result.get("status", ""), "text": text}
+    return {"run": name, "changed": path.stat().st_mtime, "status": result.get("status", ""), "text": text,
+            "sweep": False}  # fmt: skip
+
+
+def sweep_row(name: str, folder: Path) -> RunRow:
+    """One line of the list for a sweep."""
+    sweep = FollowedSweep(folder)
+    trials, summary = trials_shown(sweep.summary), sweep.summary
+    states = dict.fromkeys(trial.state for trial in trials)
+    parts = [f"{sum(trial.state == state for trial in trials)} {state}" for state in states]
+    best = [f"{key} {value:.4g}" for trial in trials if trial.best for key, value in trial.values.items() if value]
+    text = ", ".join([counted(len(trials), "trial"), *parts, *best[: len(summary["objectives"])]])
+    changed = (folder / SUMMARY).stat().st_mtime
+    return {"run": name, "changed": changed, "status": summary["state"], "text": text, "sweep": True}

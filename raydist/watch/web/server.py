@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raydist.watch.web.follow import SHARED, Fetch, FollowedRun, Viewer, is_here
-from raydist.watch.web.runs import run_row, runs_below
+from raydist.watch.web.runs import list_rows, runs_below, sweeps_below
+from raydist.watch.web.sweep import FollowedSweep, is_sweep
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -42,11 +43,12 @@ class PageServer:
 
     root: Path
     first: str
-    """The run that the page shows if its address names none; empty: the list of runs."""
+    """The run that the page shows if its address names none; empty: the list of runs, or the sweep that `root` is."""
     token: str
     fetch: Fetch = is_here
     """Brings files of the first run into its folder."""
     followed: dict[str, FollowedRun] = field(default_factory=dict)
+    sweeps: dict[str, FollowedSweep] = field(default_factory=dict)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request whose path has the token in it: behind a proxy it may have a prefix."""
@@ -59,13 +61,14 @@ class PageServer:
             return web.Response(status=404)
         calls: dict[str, Handler] = {
             "runs": self.runs, "stream": self.stream, "curves": self.curves, "file": self.file, "log": self.log,
-            "search": self.search,
+            "search": self.search, "trials": self.trials, "trial-curves": self.trial_curves,
         }  # fmt: skip
         if request.method != "GET":
             return web.Response(status=405, headers=HEADERS)
         if name in calls:
             return await calls[name](request)
-        file = STATIC / (name or "index.html")
+        whole_sweep = not self.first and not request.query.get("run") and is_sweep(self.root)
+        file = STATIC / (name or ("sweep.html" if whole_sweep else "index.html"))
         if file.parent != STATIC or file.suffix not in TYPES or not file.is_file():
             return web.Response(status=404, headers=HEADERS)
         return web.Response(body=file.read_bytes(), content_type=TYPES[file.suffix], charset="utf-8", headers=HEADERS)
@@ -92,8 +95,36 @@ class PageServer:
 
     async def runs(self, request: web.Request) -> web.Response:
         """The runs below the folder."""
-        rows = await asyncio.to_thread(lambda: [run_row(name, path) for name, path in runs_below(self.root).items()])
-        return as_json({"folder": str(self.root), "first": self.first, "runs": rows})
+        rows = await asyncio.to_thread(list_rows, self.root)
+        sweep = is_sweep(self.root)
+        return as_json({"folder": str(self.root), "first": self.first, "runs": rows, "sweep": sweep})
+
+    def sweep(self, request: web.Request) -> FollowedSweep:
+        """The sweep that the request names, else that of the folder; HTTPNotFound if it is not there."""
+        from aiohttp import web
+
+        name = request.query.get("sweep") or "."
+        if name not in self.sweeps:
+            if name not in (below := sweeps_below(self.root)):
+                raise web.HTTPNotFound(headers=HEADERS)
+            self.sweeps[name] = FollowedSweep(below[name])
+        return self.sweeps[name]
+
+    async def trials(self, request: web.Request) -> web.StreamResponse:
+        """News of a sweep, as server-sent events, until the viewer leaves."""
+        return await send_events(request, self._sweep_news(self.sweep(request)))
+
+    async def _sweep_news(self, sweep: FollowedSweep) -> AsyncIterator[tuple[str, str]]:
+        sent = ""
+        while True:
+            text = json.dumps(await sweep.section(), separators=(",", ":"))
+            yield ("sweep", text) if text != sent else ("", "")
+            sent = text
+            await asyncio.sleep(POLL_S)
+
+    async def trial_curves(self, request: web.Request) -> web.Response:
+        """The curves of a sweep's trials, by reported name."""
+        return as_json(await self.sweep(request).curves())
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """News of the run, as server-sent events, until the viewer leaves."""

@@ -1,34 +1,4 @@
-// The page of a run. It gets sections of JSON from one stream, or, exported, from the element #data. It only reads.
-const $ = (id) => document.querySelector(id);
-const query = new URLSearchParams(location.search);
-const data = $("#data") && JSON.parse($("#data").textContent);
-const now = () => data ? data.now : Date.now() / 1000;
-const url = (call, more = {}) => {
-  const words = new URLSearchParams(more);
-  if (query.get("run") && !words.has("run")) words.set("run", query.get("run"));
-  return `${call}?${words}`;
-};
-const json = (call, more) => fetch(url(call, more)).then((reply) => reply.ok ? reply.json() : Promise.reject(reply.status));
-
-// --- small things
-
-// An element with properties and children. Text is always text: logs and names come from programs.
-function h(tag, props = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), props);
-  made.append(...children.flat(9).filter((child) => child !== null && child !== undefined).map((c) => c instanceof Node ? c : String(c)));
-  return made;
-}
-const fill = (where, ...children) => where.replaceChildren(...children.flat());
-const table = (where, heads, rows) => fill(where,
-  h("thead", {}, h("tr", {}, heads.map(([text, kind]) => h("th", { className: kind || "", scope: "col" }, text)))),
-  h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell, i) => h("td", { className: heads[i][1] || "" }, cell))))));
-const four = (value) => value === null || value === undefined ? "" : Number(value).toPrecision(4).replace(/\.?0+(e|$)/, "$1");
-const ms = (s) => s ? `${four(s * 1e3)} ms` : "";
-const bytes = (n) => { let i = 0; for (; n >= 1000 && i < 5; i++) n /= 1000; return `${n >= 100 || !i ? Math.round(n) : n.toFixed(1)} ${["B", "kB", "MB", "GB", "TB", "PB"][i]}`; };
-const clock = (s) => { s = Math.max(0, Math.round(s)); const [hours, m, sec] = [Math.floor(s / 3600), Math.floor(s / 60) % 60, s % 60];
-  return hours ? `${hours}:${String(m).padStart(2, "0")}:${String(sec).padStart(2, "0")}` : `${m}:${String(sec).padStart(2, "0")}`; };
-const share = (s) => `${Math.round(100 * s)}%`;
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+// The page of a run: sections of JSON from one stream, or, exported, from the element #data.
 
 // --- what is known of the run
 
@@ -73,7 +43,7 @@ const sections = {
     const port = ([name, rates]) => h("div", {}, `${name} ${rates ? `↓ ${bytes(rates[0])}/s ↑ ${bytes(rates[1])}/s` : "…"}`);
     table($("#nodes table"), [["host"], ["CPU"], ["memory"], ["GPUs"], ["network ports"]], Object.entries(nodes).map(([host, load]) =>
       [host, meter(load.cpu), [meter(load.memory[0] / load.memory[1]), ` ${memory(load.memory)}`], load.gpus.map(gpu), Object.entries(load.ports).map(port)]));
-    if (!Object.keys(nodes).length) fill($("#nodes table"), h("caption", { className: "faint" }, "nothing told yet"));
+    if (!Object.keys(nodes).length) fill($("#nodes table"), h("caption", { className: "faint" }, "no figures yet: the first come after ten seconds"));
   },
   launch({ launch, spent }) {
     const [first, second] = document.querySelectorAll("#launch .bars");
@@ -90,15 +60,6 @@ const sections = {
     redraw();
   },
 };
-const meter = (value) => [h("meter", { value, max: 1, title: share(value) }), ` ${share(value)}`];
-function bars(where, parts) {
-  const most = Math.max(...Object.values(parts), 1e-9);
-  fill(where, Object.entries(parts).flatMap(([name, s]) => {
-    const bar = h("div", { className: "bar" }); bar.style.width = `${100 * s / most}%`;
-    return [h("span", {}, name), h("div", {}, bar), h("span", {}, s < 60 ? `${four(s)} s` : clock(s))];
-  }));
-}
-
 // Once a second: what changes without an event.
 function tick() {
   if (!state.status) return;
@@ -137,12 +98,11 @@ function redraw() {  // at most once a frame, however many sections came
   if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; Object.keys(curves).sort(order).forEach(draw); document.body.dataset.drawn = Object.keys(charts).length; window.raydist.drawn ??= performance.now(); });
 }
 const order = (a, b) => (b === "loss") - (a === "loss") || (a === "steps/s") - (b === "steps/s") || a.localeCompare(b);
+const series = ([steps, times, values], began) => [xs({ steps, times }, began), values];
+const pair = (mine, theirs) => theirs ? uPlot.join([mine, theirs]) : [...mine, mine[0].map(() => null)];
 function columns(name) {
-  const own = curves[name], mine = [xs(own, state.began), own.values];
-  const theirs = other && other.curves[name];
-  if (!theirs) return [...mine, []].slice(0, 2).concat([mine[0].map(() => null)]);
-  const [steps, times, values] = theirs[1];
-  return uPlot.join([mine, [xs({ steps, times }, other.began), values]]);
+  const { steps, times, values } = curves[name], theirs = other && other.curves[name];
+  return pair(series([steps, times, values], state.began), theirs && series(theirs[1], other.began));
 }
 function draw(name) {
   const chart = charts[name] || (charts[name] = makeChart(name));
@@ -151,21 +111,22 @@ function draw(name) {
   if (!chart.zoomed) chart.plot.setData(columns(name));
 }
 function makeChart(name) {
-  const value = h("span", { className: "faint" }), box = h("div"), chart = { value, zoomed: false };
+  const value = h("span", { className: "faint" }), box = h("div"), chart = { value, zoomed: null };
   const figure = h("figure", {}, h("figcaption", {}, h("span", {}, name), value), box);
   figure.dataset.name = name;
   const after = Object.keys(charts).filter((one) => order(one, name) > 0).sort(order)[0];
   after ? charts[after].figure.before(figure) : $("#charts").append(figure);
-  const axis = { stroke: () => colour("faint"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 46 };
   const line = (name) => ({ stroke: () => colour(name), width: 1.5, points: { size: 4 }, spanGaps: name === "purple" || !!other });
   chart.plot = new uPlot({
     width: box.clientWidth || 420, height: 200, scales: { x: { time: false } }, series: [{}, line("blue"), line("purple")],
     axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((t) => by === "time" ? clock(t) : t) }, axis],
     cursor: { drag: { x: true, y: false }, sync: { key: "x" } },
-    hooks: { draw: [drawMarks], setSelect: [(plot) => zoom(name, chart, plot)], setCursor: [(plot) => readOut(plot, name, value)] },
+    hooks: { draw: [drawMarks], setSelect: [(plot) => zoomTo(name, chart, plot)], setCursor: [(plot) => readOut(plot, name, value)] },
   }, [[], [], []], box);
   new ResizeObserver(() => chart.plot.setSize({ width: box.clientWidth, height: 200 })).observe(box);
-  box.addEventListener("dblclick", () => { chart.zoomed = false; draw(name); });
+  const all = () => { chart.zoomed = null; draw(name); };
+  box.addEventListener("dblclick", all);
+  chartKeys(box, name, chart.plot, () => { const x = xs(curves[name], state.began); return [x[0], x.at(-1)]; }, (from, to) => stretch(name, chart, from, to), all);
   return Object.assign(chart, { figure });
 }
 function readOut(plot, name, value) {
@@ -174,16 +135,20 @@ function readOut(plot, name, value) {
   const x = plot.data[0][i];
   value.textContent = `${by === "time" ? clock(x) : `step ${x}`}: ${four(plot.data[1][i])}${other ? ` / ${four(plot.data[2][i])}` : ""}`;
 }
-// A dragged stretch: its points come in full, as far as a screen can show them.
-function zoom(name, chart, plot) {
-  if (plot.select.width < 3 || data) return;
-  const [from, to] = [plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x")];
-  const offset = by === "time" ? state.began : 0;
-  chart.zoomed = true;
-  json("curves", { by, from: from + offset, to: to + offset }).then(({ curves: found }) => {
-    const [steps, times, values] = found[name][1], x = xs({ steps, times }, state.began);
-    if (chart.zoomed && x.length) { plot.setData([x, values, x.map(() => null)], false); plot.setScale("x", { min: from, max: to }); }
-  });
+function zoomTo(name, chart, plot) {
+  if (plot.select.width >= 3) stretch(name, chart, plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"));
+}
+// A stretch of a curve: its points come in full, as far as a screen can show them.
+async function stretch(name, chart, from, to) {
+  const { plot } = chart, wanted = chart.zoomed = {};
+  plot.setScale("x", { min: from, max: to });
+  if (data) return;
+  const read = async (run, began) => {
+    const offset = by === "time" ? began : 0, { curves: found } = await json("curves", { ...run, by, from: from + offset, to: to + offset });
+    return found[name] && series(found[name][1], began);
+  };
+  const [mine, theirs] = await Promise.all([read({}, state.began), other && read({ run: $("#other").value }, other.began)]);
+  if (chart.zoomed === wanted && mine[0].length) { plot.setData(pair(mine, theirs), false); plot.setScale("x", { min: from, max: to }); }
 }
 function drawMarks(plot) {
   const { ctx: context, bbox } = plot, kinds = { restart: ["red", 1, 0], save: ["green", .06, .94], evaluation: ["orange", .06, 0] };
@@ -197,7 +162,7 @@ function drawMarks(plot) {
   context.restore();
 }
 document.querySelectorAll("[name=by]").forEach((button) => button.addEventListener("change", () => {
-  by = button.value; Object.values(charts).forEach((chart) => { chart.zoomed = false; }); redraw();
+  by = button.value; Object.values(charts).forEach((chart) => { chart.zoomed = null; }); redraw();
 }));
 $("#other").addEventListener("change", async ({ target }) => {
   other = target.value ? await json("curves", { run: target.value }) : null;
@@ -236,14 +201,18 @@ new IntersectionObserver(([seen]) => { if (seen.isIntersecting && !log && state.
 
 // --- the list of runs
 
+const sweepPage = (run) => `sweep.html?sweep=${encodeURIComponent(run)}`;
 async function listRuns() {
-  const { runs, first, folder } = await json("runs"), here = query.get("run") || first;
-  $("#other").append(...runs.filter(({ run }) => run !== here).map(({ run }) => h("option", { value: run }, run)));
+  const { runs, first, folder, sweep } = await json("runs"), here = query.get("run") || first;
+  const whole = sweep ? "sweep.html" : runs.filter((row) => row.sweep && here.startsWith(`${row.run}/`)).map((row) => sweepPage(row.run))[0];
+  if (here && runs.length > 1) $("nav").append(h("a", { href: "#runs" }, "Runs"));
+  if (whole) $("nav").append(h("a", { href: whole }, "the sweep"));
+  $("#other").append(...runs.filter((row) => row.run !== here && !row.sweep).map(({ run }) => h("option", { value: run }, run)));
   $("#beside").hidden = runs.length < 2;
   $("#runs").hidden = runs.length < 2;
   if (!here) { document.querySelectorAll("main > section:not(#runs), nav, footer").forEach((one) => { one.hidden = true; }); $("#link").textContent = folder; $("#runs").hidden = false; }
-  table($("#runs table"), [["run"], ["status"], ["last event"], ["result"]], runs.slice(0, here ? 12 : 500).map(({ run, status, changed, text }) =>
-    [run === here ? h("strong", {}, run) : h("a", { href: `?run=${encodeURIComponent(run)}` }, run), status, new Date(changed * 1000).toLocaleString(), text]));
+  table($("#runs table"), [["run"], ["status"], ["last event"], ["result"]], runs.slice(0, here ? 12 : 500).map(({ run, status, changed, text, sweep: many }) =>
+    [run === here ? h("strong", {}, run) : h("a", { href: many ? sweepPage(run) : `?run=${encodeURIComponent(run)}` }, run), status, new Date(changed * 1000).toLocaleString(), text]));
   return here;
 }
 
