@@ -58,7 +58,7 @@ def job(
         gpu = torch.cuda.get_device_name(me.device)
         if (share := utilization(more["tokens_per_s"], per_token, gpu, me.world_size)) is not None:
             more["mfu"] = share
-    raydist.report(**more)
+    raydist.report(None, **more)
     begin = list(prompt.encode()) if pairs is None else pairs.encode([prompt.encode()]).tolist()
     known = 256 if pairs is None else len(pairs)
     drawn = write(model, begin, sample, context, known, me.device)  # on all ranks: each may have a part of the model

@@ -97,7 +97,7 @@ def byte_pairs(text: bytes, size: int) -> BytePairs:
             write_whole(home / FILE, made)
         else:
             (home / FILE).write_text(vocabulary)
-    row = gather_rows(torch.tensor(np.frombuffer(made, np.uint8)))[0]
+    row = rows_of_ranks(torch.tensor(np.frombuffer(made, np.uint8)))[0]
     found = BytePairs(row.numpy().tobytes().decode())
     if len(found) > size:
         cause = f"the run that is continued has a vocabulary of {len(found)} tokens"
@@ -123,12 +123,12 @@ def encode_together(pairs: BytePairs, text: bytes) -> torch.Tensor:
     """
     me, parts = context.rank(), parts_of(text)
     file = me.run_dir / f"tokens-{zlib.crc32(text, zlib.crc32(pairs.vocabulary.encode())):08x}.npy"
-    if min(int(each) for each in gather_rows(torch.tensor([file.is_file()]))):
+    if min(int(each) for each in rows_of_ranks(torch.tensor([file.is_file()]))):
         return torch.from_numpy(np.load(file, mmap_mode="c", allow_pickle=False))
     ends = [0, *itertools.accumulate(map(len, parts))]
     begin, end = (rank * len(text) // me.world_size for rank in (me.rank, me.rank + 1))
     mine = [part for part, at in zip(parts, ends, strict=False) if begin <= at < end]
-    tokens = torch.cat(gather_rows(torch.from_numpy(pairs.encode(mine).astype(np.int32))))
+    tokens = torch.cat(rows_of_ranks(torch.from_numpy(pairs.encode(mine).astype(np.int32))))
     if me.local_rank == 0:
         write_whole(file, npy(tokens))
     return tokens
@@ -149,7 +149,7 @@ def write_whole(file: Path, content: bytes) -> None:
     beside.replace(file)
 
 
-def gather_rows(own: torch.Tensor) -> list[torch.Tensor]:
+def rows_of_ranks(own: torch.Tensor) -> list[torch.Tensor]:
     """The row of each rank, of any length, on all ranks."""
     comm = cast("Comm", context.current().comm)
     lengths = [int(each) for each in comm.gather(torch.tensor([len(own)]))]
