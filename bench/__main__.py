@@ -1,4 +1,4 @@
-"""`python -m bench [launch|steps|speed|imports …] [--rounds N] [--ranks 2,4]`: the tables of bench/README.md."""
+"""`python -m bench [launch|scripts|steps|imports …] [--rounds N] [--ranks 2,4]`: the tables of bench/README.md."""
 
 from __future__ import annotations
 
