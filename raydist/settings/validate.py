@@ -61,7 +61,9 @@ def _check_fields(node: Any, prefix: str) -> None:
         if dataclasses.is_dataclass(value):
             _check_fields(value, f"{name}.")
         elif choices is not None and value not in choices:
-            raise ConfigError.unknown(name, value, [str(each).lower() for each in choices])
+            raise ConfigError.unknown(
+                name, value, [str(each).lower() if isinstance(each, bool) else each for each in choices]
+            )
         elif value is not None and least is not None and value < least:
             raise ConfigError.of(name, value, f"must be {least} or more", f"{name}={least}")
         elif value is not None and below is not None and value <= below:
