@@ -1,4 +1,4 @@
-"""gpt: a language model that learns Python from the sources of the installed Python, byte by byte: no download."""
+"""gpt: a language model that learns Python from the sources of the installed Python, without a download."""
 
 import math
 import sysconfig
@@ -14,22 +14,37 @@ from torch.utils.data import TensorDataset
 import raydist
 from raydist import models
 from raydist.settings.mesh import mesh_shape
+from raydist.worker.loop.flops import utilization
+from raydist.worker.loop.gpt import GPT
+from raydist.worker.loop.tokenizer import BytePairs, byte_pairs, encode_together
 
 TEXT = {".py", ".txt", ".md", ".rst"}
 LEFT_OUT = {"site-packages", "test", "tests"}
 
 
 def job(
-    config: raydist.Job, context: int = 128, held_out: int = 256, prompt: str = "def ", sample: int = 200
+    config: raydist.Job,
+    context: int = 128,
+    held_out: int = 256,
+    prompt: str = "def ",
+    sample: int = 200,
+    tokenizer: str = "bytes",
 ) -> dict[str, float]:
+    if tokenizer not in ("bytes", "bpe"):
+        raise raydist.ConfigError.unknown("job.args.tokenizer", tokenizer, ("bytes", "bpe"))
     text = read(config.data.root)
     cut = len(text) - min(len(text) // 10, held_out * context + 1)
-    train, test = windows(text[:cut], context), windows(text[cut:], context)
+    parts, pairs = [text[:cut], text[cut:]], None
+    if tokenizer == "bpe":
+        pairs = byte_pairs(parts[0].numpy().tobytes(), config.model["vocab"])
+        parts = [encode_together(pairs, part.numpy().tobytes()) for part in parts]
+    train, test = (windows(part, context) for part in parts)
     clock = Clock()
     # on meta nothing is made yet: raydist.fit makes one block at a time, since all of a large model may not fit
     whole = config.parallel.tp or config.parallel.pp
     with torch.device("meta" if config.parallel.name in ("fsdp", "hsdp") and not whole else "cpu"):
         model = models.build_model(config.model)
+    per_token = model.flops_per_token(context) if isinstance(model, GPT) else None
 
     def loss(scores: Tensor, following: Tensor) -> Tensor:
         clock.count(scores, following)
@@ -39,12 +54,20 @@ def job(
     me = raydist.rank()
     data_ranks = mesh_shape(config.parallel, me.world_size, me.local_world_size).data
     told = {"perplexity": math.exp(figures["test_loss"])}
+    told["bits_per_byte"] = figures["test_loss"] / math.log(2) / bytes_per_token(test.tensors[1], pairs)
     if clock.tokens:  # of the stages of a pipeline the last one has the loss
         told["tokens_per_s"] = clock.tokens_per_s * data_ranks
+    if clock.tokens and per_token and me.device.type == "cuda":
+        gpu = torch.cuda.get_device_name(me.device)
+        if (share := utilization(told["tokens_per_s"], per_token, gpu, me.world_size)) is not None:
+            told["mfu"] = share
     raydist.report(None, **told)
-    written = write(model, prompt, sample, context, me.device)  # on all ranks: each may have a part of the model only
+    begin = list(prompt.encode()) if pairs is None else pairs.encode([prompt.encode()]).tolist()
+    known = 256 if pairs is None else len(pairs)
+    drawn = write(model, begin, sample, context, known, me.device)  # on all ranks: each may have a part of the model
     if me.rank == 0:
-        print(f"--- {sample} bytes after {prompt!r}\n{written}\n---")
+        written = (bytes(drawn) if pairs is None else pairs.decode(drawn)).decode(errors="replace")
+        print(f"--- {sample} tokens after {prompt!r}\n{written}\n---")
     return figures | told
 
 
@@ -65,9 +88,14 @@ def read(root: str) -> Tensor:
 
 
 def windows(text: Tensor, context: int) -> TensorDataset:
-    """Samples of `context` bytes, each with the bytes that follow: both uint8 of shape [samples, context]."""
+    """Samples of `context` tokens, each with the tokens that follow: both of shape [samples, context]."""
     samples = (len(text) - 1) // context
     return TensorDataset(*(text[shift : shift + samples * context].view(samples, context) for shift in (0, 1)))
+
+
+def bytes_per_token(tokens: Tensor, pairs: BytePairs | None) -> float:
+    """How many bytes a token of these has, in the mean: losses by tokens of different sizes can't be compared."""
+    return 1.0 if pairs is None else sum(len(pairs.pieces[token]) for token in tokens.flatten()) / tokens.numel()
 
 
 class Clock:
@@ -88,14 +116,14 @@ class Clock:
 
 
 @torch.no_grad()
-def write(model: nn.Module, prompt: str, count: int, context: int, device: torch.device) -> str:
-    """The prompt and so many more bytes, each drawn with the probability that the model gives it."""
+def write(model: nn.Module, begin: list[int], count: int, context: int, known: int, device: torch.device) -> list[int]:
+    """Tokens and so many more, each drawn with the probability that the model gives it; they are less than `known`."""
     drawn = torch.Generator().manual_seed(0)
-    text = torch.tensor([list(prompt.encode())], device=device)
+    text = torch.tensor([begin], device=device)
     for _ in range(count):
-        likely = model(text[:, -context:])[0, -1].float().softmax(dim=0)
+        likely = model(text[:, -context:])[0, -1, :known].float().softmax(dim=0)
         text = torch.cat([text, torch.multinomial(likely.cpu(), 1, generator=drawn)[None].to(device)], dim=1)
-    return bytes(text[0].tolist()).decode(errors="replace")
+    return text[0].tolist()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from raydist.network.binding import Binding, bind_node
 from raydist.network.facts import Facts, version_numbers
 from raydist.network.names import CACHE_FOLDER, EnvVar
 from raydist.settings.config import Job
+from raydist.settings.fused import fused_choice
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
 """The folders of torch.compile, Triton and the CUDA driver. By default the first is in /tmp, at a path that another
@@ -103,6 +104,8 @@ def loop_levers(job: Job, gpus: bool) -> Iterator[Lever]:
     if job.script:
         yield Lever("raydist.fit's own", False, "a script has its own loop")
         return
+    fused = fused_choice(job, gpus)
+    yield Lever("fused optimizer", fused.on, f"{job.optim.name}: {fused.why}")
     why = "train.compile=true" if train.compile else "the first step takes long: train.compile=true"
     yield Lever("torch.compile", train.compile, why)
     images = train.channels_last or (train.fast and gpus)

@@ -9,6 +9,7 @@ that names the value and what to type instead. Starts nothing.
     config.py             The settings of a run: frozen dataclasses. The docstring under each field is its text in
                           --help
     env_file.py           `env_file=`: environment variables from a file in the format of docker's --env-file
+    fused.py              `optim.fused`, `train.fast` -> whether torch's fused optimizer steps, and why
     help.py               `raydist --help`: every group with its choices, every setting with type, default and docstring
     hydra_errors.py       Errors of Hydra and OmegaConf -> one ConfigError with the wrong setting and what to type
                           instead

@@ -14,9 +14,11 @@ from raydist.settings.secrets import mask_settings
 
 TRACKERS = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb", "trackio": "trackio"}
 """What `track` takes: the name of a tracker, also of its extra in pyproject.toml -> the module that writes it."""
+FUSED = ("sgd", "adam", "adamw", "adagrad")
+"""The optimizers of which torch has a fused implementation, on CPUs and GPUs."""
 
 
-def one_of(default: str, *others: str) -> Any:
+def one_of(default: str, *others: str | bool) -> Any:
     """A field that takes one of a few values."""
     return field(default=default, metadata={"choices": (default, *others)})
 
@@ -186,6 +188,9 @@ class Optim:
     """Learning rate for a global batch of `scaling_batch`; with scaling=none, for any batch."""
     args: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer: optim.args.momentum=0.9."""
+    fused: bool | str = one_of("auto", True, False)
+    """torch's fused optimizer, which updates all parameters in one pass. auto: where the weights have the same bits, or
+    with train.fast=true; else the last bits may differ. rmsprop has none."""
     schedule: str = one_of("constant", "cosine", "linear", "step")
     """Learning rate after the warm-up: constant, cosine to 0, linear to 0, step (x0.1 after each third)."""
     warmup: int = at_least(0, 0)
@@ -220,7 +225,8 @@ class Train:
     """Optimizer steps between full garbage collections of Python, which all ranks make at the same step; 0: each rank
     when Python decides. Also for script= and loops of your own, if they use torch.optim."""
     fast: bool = False
-    """Switch on what speeds up training without a change of meaning: gc=100; in raydist.fit on GPUs channels_last."""
+    """Switch on what speeds up training without a change of meaning: gc=100; in raydist.fit optim.fused, and on GPUs
+    channels_last."""
     evaluate_every: int = at_least(0, 1)
     """Epochs between evaluations; 0: evaluate at the end only."""
 

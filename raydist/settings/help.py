@@ -81,7 +81,8 @@ def by_part() -> dict[str, list[tuple[str, Field[Any]]]]:
 
 def type_text(field: Field[Any]) -> str:
     """The type, or the values if there are only a few."""
-    return "|".join(field.metadata.get("choices", ())) or str(field.type).replace(" | None", " or null")
+    values = (each if isinstance(each, str) else json.dumps(each) for each in field.metadata.get("choices", ()))
+    return "|".join(values) or str(field.type).replace(" | None", " or null")
 
 
 def default_text(field: Field[Any]) -> str:

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from raydist.settings.config import TRACKERS, Backend, Job, Scale, Sweep
+from raydist.settings.fused import fused_choice
 from raydist.settings.mesh import check_microbatches, divides, mesh_shape
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
@@ -39,6 +40,7 @@ def validate(job: Job) -> Job:
     _check_size(job)
     _check_sweep(job.sweep)
     _check_parallel(job)
+    fused_choice(job, gpus=False)
     batch, passes = job.data.global_batch, job.train.accumulate
     if batch is not None and batch % passes:
         near = round(batch / passes) * passes or passes
@@ -59,7 +61,9 @@ def _check_fields(node: Any, prefix: str) -> None:
         if dataclasses.is_dataclass(value):
             _check_fields(value, f"{name}.")
         elif choices is not None and value not in choices:
-            raise ConfigError.unknown(name, value, choices)
+            raise ConfigError.unknown(
+                name, value, [str(each).lower() if isinstance(each, bool) else each for each in choices]
+            )
         elif value is not None and least is not None and value < least:
             raise ConfigError.of(name, value, f"must be {least} or more", f"{name}={least}")
         elif value is not None and below is not None and value <= below:

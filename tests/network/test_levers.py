@@ -13,7 +13,7 @@ from raydist.cluster.nodes import Node
 from raydist.network import levers, variables
 from raydist.network.facts import Facts, Gpu, NumaNode
 from raydist.network.variables import Rendezvous
-from raydist.settings.config import Backend, Job, Scale, Train
+from raydist.settings.config import Backend, Job, Optim, Scale, Train
 
 TWO_NODES = tuple(
     NumaNode(number, number, cores=tuple((8 * number + i,) for i in range(8)), caches=()) for number in range(2)
@@ -108,5 +108,14 @@ def test_the_plan_says_of_each_lever_whether_it_is_on() -> None:
     assert {name for name, (is_on, _) in listed.items() if is_on} == on
     assert all(f"train.{name}" in listed[lever][1] for name, lever in [("compile=true", "torch.compile"),
                ("precision=bf16", "half precision"), ("gc=50", "garbage collection")])  # fmt: skip
+    assert "optim.fused=true" in listed["fused optimizer"][1]  # sgd on a GPU
+    for job, fused, why in (
+        (Job(), True, "sgd: weights have the same bits"),
+        (Job(optim=Optim("adamw")), False, "adamw: it rounds the last bits otherwise: optim.fused=true"),
+        (Job(optim=Optim("adamw"), train=Train(fast=True)), True, "adamw: train.fast=true"),
+        (Job(optim=Optim("adamw", fused=False), train=Train(fast=True)), False, "adamw: optim.fused=false"),
+        (Job(optim=Optim("rmsprop"), train=Train(fast=True)), False, "rmsprop: torch has no fused RMSprop"),
+    ):
+        assert look(job, gpus=0)[1]["fused optimizer"] == (fused, why)
     _, of_script = look(Job(script="train.py", scale=Scale(numa="none")), 0)
     assert {name for name, (is_on, _) in of_script.items() if is_on} == {"freed memory", "compiled code"}

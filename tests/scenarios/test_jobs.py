@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
 import re
@@ -254,10 +256,44 @@ def test_the_language_model_learns_more_than_the_frequency_of_bytes(tmp_path: Pa
     share = counts[counts > 0] / counts.sum()
     assert figures["test_loss"] < min(3.0, -(share * np.log(share)).sum())
     assert figures["perplexity"] == pytest.approx(np.exp(figures["test_loss"]))
+    assert figures["bits_per_byte"] == pytest.approx(figures["test_loss"] / np.log(2))
     assert figures["tokens_per_s"] > 0
+    assert "mfu" not in figures  # a CPU has no peak
     assert told[0].losses[0] > 5
     (said,) = [each["values"] for each in told[0].kind("report") if "perplexity" in each["values"]]
     assert said["perplexity"] == figures["perplexity"]
+
+
+def test_the_language_model_learns_byte_pairs_of_your_own_text_in_half_precision(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    (own / "more").mkdir(parents=True)
+    (own / "more" / "song.txt").write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(900)))
+    (own / "left_out.csv").write_text("no,text\n" * 9000)
+    words = (f"data.root={own}", "train.precision=bf16", "job.args.tokenizer=bpe", "model.vocab=300")
+    job, call = composed("gpt", *SMALL_GPT, "train.steps=40", *words)
+
+    def heard(job: Job) -> Any:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            return call(job), said.getvalue()
+
+    told = run_ranks(2, job, heard, tmp_path / "run")
+    assert [each.error for each in told] == ["", ""]
+    (figures, said), (others, silent) = (each.value for each in told)
+    assert {**figures, "loss": 0} == {**others, "loss": 0, "tokens_per_s": figures["tokens_per_s"]}
+    assert 0 < figures["bits_per_byte"] < figures["test_loss"] / np.log(2) / 2  # a token has more than two bytes
+    assert figures["bits_per_byte"] < 1  # a song repeats itself
+    assert said.startswith("--- 20 tokens after 'def '\ndef ")
+    assert len(said) > 60
+    assert not silent
+    saved = checkpoint_files.newest(tmp_path / "run" / "checkpoints")
+    assert saved is not None
+    assert saved.state["model"]["embedding.weight"].shape == (300, 64)
+
+
+def test_the_language_model_refuses_another_tokenizer(tmp_path: Path) -> None:
+    job, call = composed("gpt", "job.args.tokenizer=bep")
+    (told,) = run_ranks(1, job, call, tmp_path)
+    assert "did you mean job.args.tokenizer=bpe" in told.error
 
 
 def test_the_language_model_refuses_a_folder_without_text(tmp_path: Path) -> None:

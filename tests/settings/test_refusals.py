@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "hydra.run.dir=jobs/mine.py-2",
     ),
     "a list as a file": (["optim=listed"], "", None, ""),
-    "text as a file": (["optim=text"], "optim.sgd", None, "optim.args"),
+    "text as a file": (["optim=text"], "optim.sgd", None, "optim.fused"),
     "not even text": (["optim=binary"], "", None, ""),
     "a default that is not there": (["optim=nested"], "optim", "missing", ""),
     "one of many sizes": (["--multirun", "scale=1x1,0x1"], "scale", "0x1", "scale=1x1"),

@@ -100,6 +100,19 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(unbroken: tuple[
             assert torch.equal(value, after.value[2][name]), name
 
 
+def test_a_fused_optimizer_resumes_bitwise_and_its_state_fits_one_that_is_not(tmp_path: Path) -> None:
+    fused = replace(BASE, optim=Optim("adamw", lr=0.01, fused=True))
+    whole = fine(run_ranks(2, stop_after(fused, 5), train, tmp_path))
+    again = resumed(2, fused, tmp_path, 5)
+    assert again[0].losses == whole[0].losses[5:]
+    path = checkpoint_files.newest(tmp_path / "second" / "checkpoints")
+    assert path is not None
+    assert path.state["optimizer"]["param_groups"][0]["fused"]
+    plain = resumed(2, replace(fused, optim=replace(fused.optim, fused=False)), tmp_path, 5)
+    assert plain[0].losses == pytest.approx(whole[0].losses[5:], abs=1e-4)
+    assert plain[0].losses != whole[0].losses[5:]
+
+
 def test_resume_of_three_ranks_is_bitwise_too(tmp_path: Path) -> None:
     # With two ranks a + b = b + a hides in which order DDP's buckets add up; with three it shows.
     wide = functools.partial(train, made=wide_model)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from raydist.settings.config import Optim
+from raydist.settings.config import Job, Optim, Parallel, Train
+from raydist.settings.validate import validate
 from raydist.shared.errors import ConfigError
 from raydist.worker.loop import optim
 
@@ -37,6 +41,7 @@ def test_arguments_reach_it() -> None:
         ("adamw", {"weight_decay": -1}, "optim.args.weight_decay=-1: AdamW refuses it: Invalid weight_decay"),
         ("sgd", {"nesterov": True}, "optim.args.nesterov=True: SGD refuses it: Nesterov momentum requires"),
         ("sgd", {"lr": 0.5}, "optim.lr=0.5"),
+        ("adamw", {"fused": True}, "optim.fused=true"),
         ("sgd", {"params": []}, "has no such argument"),
     ],
 )
@@ -90,3 +95,100 @@ def test_steps_past_the_end_have_a_rate_too(shape: str) -> None:
     settings = Optim(schedule=shape, warmup=3)
     assert all(0 <= optim.rate_factor(settings, step, 10) <= 1 for step in range(40))
     assert optim.rate_factor(settings, 0, 1) == pytest.approx(1 / 3)
+
+
+def stepped(
+    job: Job, shapes: Sequence[tuple[int, ...]], fused: bool | None = None
+) -> tuple[torch.optim.Optimizer, torch.Tensor]:
+    """(the optimizer, all parameters) after six steps with gradients that are drawn."""
+    drawn = torch.Generator().manual_seed(3)
+    made = [torch.nn.Parameter(torch.randn(shape, generator=drawn)) for shape in shapes]
+    own = optim.optimizer(job.optim, made, 0.037, optim.fused(job, made) if fused is None else fused)
+    for _ in range(6):
+        for each in made:
+            each.grad = torch.randn(each.shape, generator=drawn)
+        own.step()
+    return own, torch.cat([each.detach().flatten() for each in made])
+
+
+WHOLE, BROKEN = [(16,), (64, 3, 7, 16), (512, 96), (1, 16)], [(16,), (3,), (1000, 33), (9,)]
+MOMENTUM = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("args", "shapes", "on"),
+    [
+        ({}, WHOLE, True),
+        ({"weight_decay": 0.3, "maximize": True}, BROKEN, True),
+        (MOMENTUM, WHOLE, True),
+        ({"momentum": 0.37, "dampening": 0.1, "weight_decay": 0.3}, WHOLE, True),
+        (MOMENTUM, BROKEN, False),  # the kernel rounds the ends otherwise
+        ({"foreach": True}, WHOLE, False),
+    ],
+)
+def test_sgd_is_fused_where_each_bit_stays(args: dict[str, Any], shapes: list[tuple[int, ...]], on: bool) -> None:
+    job = Job(optim=Optim(name="sgd", args=args))
+    own, weights = stepped(job, shapes)
+    assert bool(own.param_groups[0]["fused"]) == on
+    assert torch.equal(weights, stepped(job, shapes, fused=False)[1])
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "adagrad"])
+def test_the_others_are_fused_with_train_fast_and_differ_in_their_last_bits(name: str) -> None:
+    job = Job(optim=Optim(name=name))
+    own, weights = stepped(job, BROKEN)
+    assert not own.param_groups[0]["fused"]
+    fast, close = stepped(replace(job, train=Train(fast=True)), BROKEN)
+    assert fast.param_groups[0]["fused"]
+    torch.testing.assert_close(close, weights, rtol=1e-6, atol=1e-6)
+    off, _ = stepped(replace(job, train=Train(fast=True), optim=replace(job.optim, fused=False)), BROKEN)
+    assert not off.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize(
+    ("job", "say"),
+    [
+        (Job(optim=Optim("rmsprop", fused=True)), "optim.fused=true: torch has no fused RMSprop"),
+        (Job(optim=Optim("sgd", fused=True), parallel=Parallel("fsdp")), "no fused sgd for a model in shards"),
+        (Job(optim=Optim("sgd", fused=True, args={"momentum": 0.9}), train=Train(precision="fp16")), "overflows"),
+        (Job(optim=Optim("sgd", fused="yes")), "optim.fused=yes"),
+    ],
+)
+def test_what_torch_cannot_fuse_is_refused(job: Job, say: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(job)
+    assert say in str(caught.value)
+    validate(replace(job, optim=replace(job.optim, fused="auto"), train=replace(job.train, fast=True)))
+
+
+def test_gradients_that_the_fused_kernels_would_misread_switch_them_off() -> None:
+    image = torch.nn.Parameter(torch.randn(16, 4, 4, 4))
+    for fine, gradient in (
+        (True, torch.randn(16, 4, 4, 4)),
+        (False, torch.randn(16, 4, 4, 4).to(memory_format=torch.channels_last)),
+        (False, torch.randn(16, 4, 4, 4).to_sparse()),
+        (False, None),  # the momentum of a first gradient that comes later
+    ):
+        own = optim.optimizer(Optim(args={"momentum": 0.9}), [image, parameter()], 0.1, fused=True)
+        image.grad, own.param_groups[0]["params"][1].grad = gradient, torch.ones(3)
+        optim.check_gradients(own)
+        assert own.param_groups[0]["fused"] == fine
+        own.step()
+
+
+def test_a_state_of_channels_last_weights_goes_on_in_others() -> None:
+    def made(layout: torch.memory_format) -> torch.optim.Optimizer:
+        weights = torch.nn.Parameter(torch.arange(1024.0).view(16, 4, 4, 4).clone(memory_format=layout))
+        own = optim.optimizer(Optim("adamw"), [weights], 0.1, fused=True)
+        weights.grad = weights.detach().clone()
+        return own
+
+    saved, fresh = made(torch.channels_last), made(torch.contiguous_format)
+    saved.step()
+    fresh.load_state_dict(deepcopy(saved.state_dict()))
+    optim.align_state(fresh)
+    (weights,) = fresh.param_groups[0]["params"]
+    weights.data.copy_(saved.param_groups[0]["params"][0].data)
+    for own in (saved, fresh):
+        own.step()
+    torch.testing.assert_close(weights, saved.param_groups[0]["params"][0])

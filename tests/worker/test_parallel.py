@@ -279,6 +279,14 @@ def test_the_losses_are_those_of_ddp(folder: Path, tmp_path: Path, name: str, se
     assert found[0]["test_loss"] == pytest.approx(figures[0]["test_loss"], abs=1e-5)
 
 
+@pytest.mark.parametrize("settings", [Parallel("fsdp"), Parallel(shard=2, tp=2)])
+def test_a_fused_optimizer_takes_shards(folder: Path, tmp_path: Path, settings: Parallel) -> None:
+    _, (_, wanted) = trained(folder, "ddp4", Parallel(), 4)
+    fused = replace(BASE.optim, fused=True)
+    job = replace(BASE, parallel=settings, optim=fused, train=replace(BASE.train, steps=8))
+    assert mean_losses(fine(run_ranks(4, job, gpt, tmp_path))) == pytest.approx(wanted[:8], abs=1e-5)
+
+
 PLAIN = """
 import json, sys
 import torch

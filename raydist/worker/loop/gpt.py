@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raydist.worker.loop.flops import flops_per_token
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -139,6 +141,7 @@ class GPT(nn.Module):
         shape = replace(SIZES[size], **changes)  # type: ignore[arg-type]
         if shape.width % (2 * shape.heads) or shape.heads % shape.kv_heads:
             raise ValueError(f"{shape}: width must be a multiple of 2 x heads, and heads one of kv_heads")
+        self.shape = shape
         self.embedding = nn.Embedding(vocab, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
@@ -150,6 +153,12 @@ class GPT(nn.Module):
         nn.init.normal_(self.embedding.weight, std=SPREAD)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=SPREAD)
+
+    def flops_per_token(self, context: int) -> int:
+        """Operations of the forward and backward pass for one of `context` tokens."""
+        unused = 0 if self.head is None else self.embedding.weight.numel()
+        multiplied = sum(each.numel() for each in self.parameters()) - unused
+        return flops_per_token(multiplied, self.shape.layers, self.shape.width, context)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens.long())

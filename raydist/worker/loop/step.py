@@ -55,8 +55,10 @@ class Stepper:
         self.pipeline = cast("Pipeline", self.wrapped) if comm.pipelined else None
         if self.pipeline is not None:
             self.model = self.pipeline.part
-        optimizer = optim.optimizer(job.optim, [p for p in self.model.parameters() if p.requires_grad], rate)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        optimizer = optim.optimizer(job.optim, trained, rate, optim.fused(job, trained))
         self.optimizer = comm.wrap_optimizer(optimizer, self.model)
+        self.gradients_checked = False
         if job.train.compile and not comm.sharded:
             self.wrapped.compile()
         half = None if comm.sharded else HALF.get(job.train.precision)
@@ -81,6 +83,9 @@ class Stepper:
         if self.settings.clip is not None:
             self.scaler.unscale_(self.optimizer)
             self.comm.clip(self.model, self.settings.clip)
+        if not self.gradients_checked:
+            self.gradients_checked = True
+            optim.check_gradients(self.optimizer)
         with self.comm.stepping(self.optimizer):
             self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -161,12 +166,14 @@ class Stepper:
         ]
         try:
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            # with the groups of now, as torch puts Adam's step onto the device if these are fused
+            ours = zip(state["optimizer"]["param_groups"], settings, strict=True)
+            groups = [{**saved, **now} for saved, now in ours]
+            self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
         except (RuntimeError, ValueError, KeyError) as error:
             cause = f"this state does not fit the model and the optimizer: {error}"
             raise ConfigError.of("resume", str(path), cause, "resume=none") from error
-        for group, group_settings in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(group_settings)
+        optim.align_state(self.optimizer)
         self.go_on(state)
 
     def go_on(self, state: State) -> None:
