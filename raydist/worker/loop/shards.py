@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raydist.shared.errors import ConfigError, RaydistError
+from raydist.state.checkpoint_files import Saved
 from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import rebuilt
 from raydist.state.snapshot_layout import State
 from raydist.worker import checkpoint, context, sharded
 from raydist.worker.loop import random_state
 from raydist.worker.loop.snapshotter import Snapshotter
+from raydist.worker.reshard import divide
 
 if TYPE_CHECKING:
     from raydist.worker.loop.step import Stepper
@@ -67,17 +69,33 @@ def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
 
     That function would make the state of a new optimizer by a step, which Adam counts. `facts`: what is no tensor.
     """
-    names, kept = _names(stepper), stepper.optimizer.state_dict()
+    mesh = getattr(stepper.comm, "mesh", None)
+    return {
+        "model": _on_mesh(stepper.model.state_dict(), mesh),
+        "optimizer": _on_mesh(_by_name(_names(stepper), stepper.optimizer.state_dict()), mesh),
+        "loss": loss, RANDOM: _row_of_each(stepper), "training": packed(facts),
+    }  # fmt: skip
+
+
+def packed(facts: State) -> bytes:
+    """What is no tensor of the state, as one value: DCP would make many of it, and expect as many when it loads."""
+    stream = io.BytesIO()
+    torch.save({**facts, "scaler": {}}, stream)
+    return stream.getvalue()
+
+
+def unpacked(text: bytes) -> State:
+    """The reverse of `packed`."""
+    facts: State = torch.load(io.BytesIO(text), weights_only=True)
+    return facts
+
+
+def _by_name(names: Sequence[str], kept: State) -> State:
+    """The state of an optimizer by names, in place of numbers, of its parameters."""
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in kept["param_groups"]]
     for group in groups:
         group.pop("initial_lr", None)  # the schedule's
-    by_name = {names[index]: of_one for index, of_one in kept["state"].items()}
-    mesh = getattr(stepper.comm, "mesh", None)
-    optimizer = {"state": _on_mesh(by_name, mesh), "param_groups": groups}
-    return {
-        "model": _on_mesh(stepper.model.state_dict(), mesh), "optimizer": optimizer, "loss": loss,
-        RANDOM: _row_of_each(stepper), "training": json.dumps(facts),
-    }  # fmt: skip
+    return {"state": {names[index]: of_one for index, of_one in kept["state"].items()}, "param_groups": groups}
 
 
 def _on_mesh(value: Any, mesh: Any) -> Any:
@@ -113,7 +131,7 @@ def _row_of_each(stepper: Stepper) -> torch.Tensor:
 
 
 def find_shards(stepper: Stepper) -> Found | None:
-    """Fill the model and the optimizer with the newest state in shards, from memory or from the disk; None for none.
+    """Fill the model and the optimizer with the newest state, from memory or from the disk; None for none.
 
     All ranks must call it. ConfigError: the state has other keys or shapes.
     """
@@ -128,6 +146,8 @@ def find_shards(stepper: Stepper) -> Found | None:
     load = sharded.load if stepper.comm.sharded else sharded.load_from_disk
     try:
         step = load(state, of_ranks=RANDOM)
+        if not step and latest is not None and stepper.comm.sharded:
+            step = _divide(latest, stepper, state)
     except RaydistError as error:
         cause = f"this state does not fit the model and the optimizer: {error}"
         raise ConfigError.of("resume", str(latest.path if latest else "auto"), cause, "resume=none") from error
@@ -137,4 +157,19 @@ def find_shards(stepper: Stepper) -> Found | None:
     # tensors are filled in place; the settings of the optimizer are those of now
     rows = sharded.local(state[RANDOM]).cpu() if RANDOM in state else None
     own = None if rows is None else rows[0 if stepper.comm.sharded else context.rank().rank]
-    return Found(step, json.loads(state["training"]), state["loss"], own)
+    return Found(step, unpacked(state["training"]), state["loss"], own)
+
+
+def _divide(saved: Saved, stepper: Stepper, state: State) -> int:
+    """Fill the state with a whole one, as ddp saves it, which rank 0 reads; its step. A collective."""
+    whole = None
+    if context.rank().rank == 0:
+        kept = saved.state
+        facts: State = {key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept}
+        whole = {
+            "model": kept["model"], "optimizer": _by_name(_names(stepper), kept["optimizer"]),
+            "loss": torch.tensor(saved.meta.metrics["loss"]), RANDOM: kept[RANDOM], "training": packed(facts),
+        }  # fmt: skip
+    divide(whole, state, RANDOM, str(saved.path))
+    context.set_step(saved.step)
+    return saved.step
