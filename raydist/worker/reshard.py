@@ -46,9 +46,10 @@ class PartsReader(FileSystemReader):
             for rank, each in torch.load(io.BytesIO(told), weights_only=True).items():
                 self._holder[rank], self._plans[rank] = holder, read_plan(each["plan"])
                 self._values |= {(rank, number): text for number, text in each["values"].items()}
-        metadata = metadata_of([self._plans[rank] for rank in sorted(self._plans)])
-        metadata.storage_data = {
-            item.index: (rank, number) for rank, plan in self._plans.items() for number, item in enumerate(plan.items)
+        plans = sorted(self._plans.items())
+        metadata = metadata_of([plan for _, plan in plans])
+        metadata.storage_data = {  # what several ranks have is that of the lowest
+            item.index: (rank, number) for rank, plan in reversed(plans) for number, item in enumerate(plan.items)
         }
         self._known = metadata.state_dict_metadata
         return metadata

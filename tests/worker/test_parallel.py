@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,19 @@ def gpt(job: Job) -> dict[str, float]:
     return raydist.fit(job, model=model, train=train, loss=next_token)
 
 
+TYPES = set[torch.dtype]()
+"""Of the scores."""
+
+
+def types_since() -> set[torch.dtype]:
+    """Those since the last call."""
+    found = {*TYPES}
+    TYPES.clear()
+    return found
+
+
 def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    TYPES.add(scores.dtype)
     return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
 
 
@@ -241,7 +253,6 @@ LEVERS = {
     "clip": replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10, clip=0.1, accumulate=2)),
     "unclipped": replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10)),
     "bf16": replace(BASE, train=Train(steps=10, precision="bf16")),
-    "compile": replace(BASE, train=Train(steps=3, compile=True)),
 }
 
 
@@ -250,14 +261,12 @@ def levered(folder: Path, name: str, settings: Parallel, levers: tuple[str, ...]
     """The losses of gpt on four ranks with each lever, and the types that its layers gave."""
 
     def each(job: Job) -> list[Any]:
-        aot = partial(torch.compile, backend="aot_eager")  # inductor would call a compiler for a minute
-        pytest.MonkeyPatch().setattr(torch, "compile", aot)
         here, seen = context.current(), []
         for lever in levers:
             here.rank, kinds = replace(here.rank, run_dir=folder / name / lever), set[Any]()
             with noted(kinds) if lever == "bf16" else nullcontext():
                 gpt(replace(LEVERS[lever], parallel=settings))
-            seen.append((kinds, torch._dynamo.utils.counters["frames"]["ok"]))
+            seen.append((kinds, types_since()))
         return seen
 
     told = fine(run_ranks(4, replace(BASE, parallel=settings), each, folder / name))
@@ -281,22 +290,15 @@ def noted(kinds: set[Any]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "settings"), [("fsdp", Parallel("fsdp")), ("tp", Parallel(tp=2))])
-def test_clip_accumulate_bf16_and_compile_do_what_they_do_under_ddp(
-    folder: Path, name: str, settings: Parallel
-) -> None:
+def test_clip_accumulate_and_bf16_do_what_they_do_under_ddp(folder: Path, name: str, settings: Parallel) -> None:
     wanted = levered(folder, "ddp-levers", Parallel(), ("clip", "unclipped", "bf16"))
-    found = levered(folder, f"{name}-levers", settings, ("clip", "bf16", *(("compile",) if name == "fsdp" else ())))
+    found = levered(folder, f"{name}-levers", settings, ("clip", "bf16"))
     assert found["clip"][0] == pytest.approx(wanted["clip"][0], abs=1e-6)
     assert found["clip"][0][-1] > wanted["unclipped"][0][-1] + 0.01
     for losses, (kinds, _) in (found["bf16"], wanted["bf16"]):
         assert losses == pytest.approx(wanted["bf16"][0], abs=0.01)
         assert ("FeedForward", torch.bfloat16) in kinds
-    assert {kind for kind in found["bf16"][1][0] if kind[0].endswith("GPT")} == {("FSDPGPT", torch.float32)}
-    if "compile" in found:
-        _, (_, whole) = trained(folder, "ddp4", Parallel())
-        losses, (_, frames) = found["compile"]
-        assert losses == pytest.approx(whole[:3], abs=1e-5)
-        assert frames > found["bf16"][1][1]
+    assert found["bf16"][1][1] == {torch.float32}  # what loss gets
 
 
 PLAIN = """

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -94,6 +95,8 @@ class Training:
     def __init__(self, job: Job, order: data.Order, metrics: dict[str, Metric]) -> None:
         self.job, self.order, self.metrics = job, order, metrics
         self.me, self.device, self.comm = context.rank(), context.rank().device, cast("Comm", context.current().comm)
+        if self.comm.sharded:  # fit may have got other settings than the run has
+            self.comm = replace(cast("Any", self.comm), job=job)
         self.batches: Any = None
         self.tests: Any = None
         self.counted = 0  # batches of `tests` with samples of this rank
