@@ -190,14 +190,14 @@ def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
         plans.append(plan)
         results += written
         drop(folder / name)
-    metadata = metadata_of(plans)
+    metadata = joined_metadata(plans)
     metadata.storage_data = {result.index: result.storage_data for result in results}
     with files.create_stream(METADATA, "wb") as stream:
         pickle.dump(metadata, stream)
     return files.written
 
 
-def metadata_of(plans: list[SavePlan]) -> Metadata:
+def joined_metadata(plans: list[SavePlan]) -> Metadata:
     """What the ranks with these plans have together. ValueError: the shards of a tensor leave a gap."""
     metadata: Metadata = DefaultSavePlanner().create_global_plan(plans)[1]
     return metadata

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, WriteItemType
 from torch.futures import Future
 
-from raydist.state.distributed_checkpoint import PartPlanner, RankPart, RankPlanner, load_by, metadata_of, read_plan
+from raydist.state.distributed_checkpoint import PartPlanner, RankPart, RankPlanner, joined_metadata, load_by, read_plan
 from raydist.state.snapshot_layout import State
 
 Piece = tuple[int, int, Sequence[int], Sequence[int]]
@@ -42,12 +42,12 @@ class PartsReader(FileSystemReader):
             self._planners[rank] = PartPlanner()
             self._planners[rank].set_up_planner(part.state)
         own = {rank: {"plan": part.plan, "values": self._texts(rank, part)} for rank, part in self._parts.items()}
-        for holder, told in enumerate(self._gather(_saved(own))):
-            for rank, each in torch.load(io.BytesIO(told), weights_only=True).items():
+        for holder, told in enumerate(self._gather(to_bytes(own))):
+            for rank, each in from_bytes(told).items():
                 self._holder[rank], self._plans[rank] = holder, read_plan(each["plan"])
                 self._values |= {(rank, number): text for number, text in each["values"].items()}
         plans = sorted(self._plans.items())
-        metadata = metadata_of([plan for _, plan in plans])
+        metadata = joined_metadata([plan for _, plan in plans])
         metadata.storage_data = {  # what several ranks have is that of the lowest
             item.index: (rank, number) for rank, plan in reversed(plans) for number, item in enumerate(plan.items)
         }
@@ -58,7 +58,7 @@ class PartsReader(FileSystemReader):
         """What is no tensor in a part, as torch.save writes it, by the number of the item."""
         items = [*enumerate(read_plan(part.plan).items)]
         values = {number: item.index for number, item in items if item.type == WriteItemType.BYTE_IO}
-        return {number: _saved(self._planners[rank].lookup_object(index)) for number, index in values.items()}
+        return {number: to_bytes(self._planners[rank].lookup_object(index)) for number, index in values.items()}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: list[list[tuple[ReadItem, Piece]]] = [[] for _ in range(self._world)]
@@ -126,7 +126,13 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _saved(value: Any) -> bytes:
+def to_bytes(value: Any) -> bytes:
+    """A value as torch.save writes it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
+
+
+def from_bytes(text: bytes) -> Any:
+    """The reverse of `to_bytes`. pickle.UnpicklingError: it would run code."""
+    return torch.load(io.BytesIO(text), weights_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from raydist.state.snapshot_layout import State
 from raydist.worker import checkpoint, context, sharded
 from raydist.worker.loop import random_state
 from raydist.worker.loop.snapshotter import Snapshotter
-from raydist.worker.reshard import divide
+from raydist.worker.reshard import divide, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from raydist.worker.loop.step import Stepper
@@ -67,27 +66,15 @@ class ShardSnapshotter(Snapshotter):
 def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
     """The state for raydist.sharded, in the form of torch.distributed.checkpoint.state_dict.get_state_dict.
 
-    That function would make the state of a new optimizer by a step, which Adam counts. `facts`: what is no tensor.
+    That function would make the state of a new optimizer by a step, which Adam counts. `facts`: what is no tensor; as
+    one value, of which DCP would make many, and expect as many when it loads.
     """
     mesh = getattr(stepper.comm, "mesh", None)
     return {
         "model": _on_mesh(stepper.model.state_dict(), mesh),
         "optimizer": _on_mesh(_by_name(_names(stepper), stepper.optimizer.state_dict()), mesh),
-        "loss": loss, RANDOM: _row_of_each(stepper), "training": packed(facts),
+        "loss": loss, RANDOM: _row_of_each(stepper), "training": to_bytes({**facts, "scaler": {}}),
     }  # fmt: skip
-
-
-def packed(facts: State) -> bytes:
-    """What is no tensor of the state, as one value: DCP would make many of it, and expect as many when it loads."""
-    stream = io.BytesIO()
-    torch.save({**facts, "scaler": {}}, stream)
-    return stream.getvalue()
-
-
-def unpacked(text: bytes) -> State:
-    """The reverse of `packed`."""
-    facts: State = torch.load(io.BytesIO(text), weights_only=True)
-    return facts
 
 
 def _by_name(names: Sequence[str], kept: State) -> State:
@@ -157,7 +144,7 @@ def find_shards(stepper: Stepper) -> Found | None:
     # tensors are filled in place; the settings of the optimizer are those of now
     rows = sharded.local(state[RANDOM]).cpu() if RANDOM in state else None
     own = None if rows is None else rows[0 if stepper.comm.sharded else context.rank().rank]
-    return Found(step, unpacked(state["training"]), state["loss"], own)
+    return Found(step, from_bytes(state["training"]), state["loss"], own)
 
 
 def _divide(saved: Saved, stepper: Stepper, state: State) -> int:
@@ -165,10 +152,11 @@ def _divide(saved: Saved, stepper: Stepper, state: State) -> int:
     whole = None
     if context.rank().rank == 0:
         kept = saved.state
-        facts: State = {key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept}
+        facts = {key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept}
+        training = to_bytes({**facts, "scaler": {}})
         whole = {
             "model": kept["model"], "optimizer": _by_name(_names(stepper), kept["optimizer"]),
-            "loss": torch.tensor(saved.meta.metrics["loss"]), RANDOM: kept[RANDOM], "training": packed(facts),
+            "loss": torch.tensor(saved.meta.metrics["loss"]), RANDOM: kept[RANDOM], "training": training,
         }  # fmt: skip
     divide(whole, state, RANDOM, str(saved.path))
     context.set_step(saved.step)

@@ -16,7 +16,6 @@ end an epoch when the first has no full step left.
 
 from __future__ import annotations
 
-import io
 import pickle
 import time
 import zlib
@@ -42,6 +41,7 @@ from raydist.worker.loop import data, random_state
 from raydist.worker.loop.ray_data import split_over_ray
 from raydist.worker.loop.shards import Found
 from raydist.worker.loop.snapshotter import Restored
+from raydist.worker.reshard import from_bytes, to_bytes
 
 Batch = Any
 T = TypeVar("T")
@@ -169,14 +169,10 @@ class Stream(data.Order):
     @property
     def _differs(self) -> str:
         if self.common:
-            return (
-                f"train={self.name} gives other samples on other ranks, so it cannot be divided: seed a generator "
-                "of its own alike on all ranks; if it divides itself among them, give fit a torch DataLoader of it"
-            )
-        return (
-            f"train={self.name} gives other batches on ranks that compute a sample together: its sampler must have "
-            f"{self.world_size} parts, and give this rank that of number {self.rank}"
-        )
+            cause = "gives other samples on other ranks, so it cannot be divided: seed a generator of its own alike on"
+            return f"train={self.name} {cause} all ranks; if it divides itself, give fit a torch DataLoader of it"
+        cause = "gives other batches on ranks that compute a sample together: its sampler must have"
+        return f"train={self.name} {cause} {self.world_size} parts, and give this rank that of number {self.rank}"
 
     def _tell_left(self) -> None:
         if not self._told:
@@ -431,14 +427,12 @@ def raw(value: Any) -> bytes:
 
 def gather_states(state: T, comm: Comm) -> list[T]:
     """The state of each rank, on every rank. A collective."""
-    packed = io.BytesIO()
-    torch.save(state, packed)
-    mine = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
     sizes = [int(size) for size in comm.gather(torch.tensor([len(mine)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(mine)] = mine
     parts = [part[:size].numpy().tobytes() for part, size in zip(comm.gather(padded), sizes, strict=True)]
-    return [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
+    return [from_bytes(part) for part in parts]
 
 
 def collective(comm: Comm) -> Callable[[torch.Tensor], list[torch.Tensor]]:
