@@ -16,7 +16,7 @@ OLDEST  = $(if $(filter file,$(origin PYTHON)),$(shell python3.10 -c 'print("pyt
 RUN    := $(BIN)/python -m
 PIP    := $(if $(PINS),PIP_CONSTRAINT=$(PINS)) $(BIN)/python -m pip install --quiet
 
-.PHONY: help train test lint types fast lowest horovod bench rig clean
+.PHONY: help train test lint types fast lowest horovod bench gpu rig clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -69,6 +69,10 @@ horovod: $(VENV)/.installed  ## build Horovod for the torch that is installed (3
 bench: $(VENV)/.installed  ## the figures of bench/README.md, side by side with Ray Train and torchrun
 	$(PIP) --editable '.[bench]'
 	$(RUN) bench
+
+gpu: $(VENV)/.tested  ## tests, figures and network of this machine's GPUs, one report: gpu-report.md (docs/gpu.md)
+	$(PIP) --editable '.[bench]'
+	$(RUN) bench gpu
 
 rig: $(VENV)/.tested  ## three hosts with Ray on this machine, and a shell on the first (needs root)
 	$(RUN) tests.rig 3

@@ -10,9 +10,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.measure import alternate, heads, row
+from bench.measure import BACKEND, RANKS, alternate, heads, join_torchrun, rank_device, row
 
-SIZE, ITERS, WARM = 8 << 20, 100, 5
+SIZE = 256 << 20 if BACKEND == "nccl" else 8 << 20
+ITERS, WARM = 100, 5
 
 
 def turn_raydist() -> float:
@@ -20,7 +21,7 @@ def turn_raydist() -> float:
     command = [sys.executable, "-m", "raydist.tools.bandwidth", "--json", *words, f"--warmup={WARM}"]
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "RAYDIST_RUNS": folder}
-        place = ["group=inline", "scale=1x2", "backend=gloo"]
+        place = ["group=inline", f"scale=1x{RANKS}", f"backend={BACKEND}"]
         done = subprocess.run([*command, *place], check=True, capture_output=True, text=True, env=env)
     return float(json.loads(done.stdout)["rows"][0]["busbw"])
 
@@ -32,31 +33,33 @@ def turn_torch() -> float:
             "-m",
             "torch.distributed.run",
             "--standalone",
-            "--nproc-per-node=2",
+            f"--nproc-per-node={RANKS}",
             __file__,
             folder,
         ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         subprocess.run(command, check=True, capture_output=True, env=env)
-        return min(float(Path(folder, str(rank)).read_text()) for rank in range(2))
+        return min(float(Path(folder, str(rank)).read_text()) for rank in range(RANKS))
 
 
 def loop() -> float:
-    """On a rank of torchrun: GB/s; of two ranks busbw is algbw."""
+    """On a rank of torchrun: GB/s of bus bandwidth, as nccl-tests reckons it."""
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    numbers = torch.zeros(SIZE // 4)
+    join_torchrun()
+    numbers = torch.zeros(SIZE // 4, device=rank_device())
     for _ in range(WARM):
         dist.all_reduce(numbers)
     dist.barrier()
+    numbers.sum().item()  # a GPU has only queued the all-reduces
     began = time.perf_counter()
     for _ in range(ITERS):
         dist.all_reduce(numbers)
+    numbers.sum().item()
     took = (time.perf_counter() - began) / ITERS
     dist.destroy_process_group()
-    return SIZE / took / 1e9
+    return SIZE / took / 1e9 * 2 * (RANKS - 1) / RANKS
 
 
 def main(rounds: int = 5) -> list[str]:

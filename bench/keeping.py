@@ -11,6 +11,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 
+from bench.measure import BACKEND, RANKS
+
 BLOCK, BLOCKS = 14, 100
 """Steps of a block, and pairs of blocks in a round: short ones, for the machine drifts within seconds."""
 STATE, TURN_S, WRITTEN_S = 1 << 30, 10.0, 2.0
@@ -115,30 +117,37 @@ def interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]
     return more(pairs), drawn[25], drawn[974]
 
 
+def snapshots(rounds: int, folder: str) -> tuple[float, float, float, float, int]:
+    """What snapshots and heartbeats cost in percent: by the rank's own clock; by turns, with its interval; of how many
+    pairs of blocks."""
+    import raydist
+
+    print("keeping: snapshots", flush=True)
+    words = (f"scale=1x{RANKS}", f"backend={BACKEND}", "watch.progress=none", "checkpoint.keep=1")
+    done = raydist.run(kept, *words, f"hydra.run.dir={folder}/snapshots", args=(BLOCKS * rounds,)).values[0]
+    assert done is not None
+    pairs, spent = done
+    return 100 * spent / sum(on for on, _ in pairs), *interval(pairs), len(pairs)
+
+
 def main(rounds: int = 5) -> list[str]:
     """The tables' rows."""
     import ray
 
     import raydist
 
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    same = ("backend=gloo", "watch.progress=none", "checkpoint.keep=1")
+    ray.init("local", num_cpus=RANKS, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    same = (f"backend={BACKEND}", "watch.progress=none", "checkpoint.keep=1")
     with tempfile.TemporaryDirectory() as folder:
-        print("keeping: snapshots", flush=True)
-        words = (*same, f"hydra.run.dir={folder}/snapshots")
-        blocks = raydist.run(kept, "scale=1x2", *words, args=(BLOCKS * rounds,)).values[0]
+        own, cost, least, most, blocks = snapshots(rounds, folder)
         print("keeping: a save of 1 GB", flush=True)
         told = raydist.run(stalled, "scale=1x1", *same, f"hydra.run.dir={folder}/saves", args=(rounds,)).values[0]
     ray.shutdown()
-    assert blocks is not None
     assert told is not None
-    pairs, spent = blocks
-    cost, least, most = interval(pairs)
-    own = 100 * spent / sum(on for on, _ in pairs)
     rows = [
         "| snapshots, by the rank's own clock | snapshots and heartbeats, by turns | 95% of it | pairs of blocks |",
         "|---|---|---|---|",
-        f"| {own:.2f}% | {cost:.2f}% | {least:.2f}% to {most:.2f}% | {len(pairs)} |",
+        f"| {own:.2f}% | {cost:.2f}% | {least:.2f}% to {most:.2f}% | {blocks} |",
         "",
         f"| 1 GB, once in {TURN_S:g} s | the call returns after | of {TURN_S:g} s | lost beside the writer |",
         "|---|---|---|---|",

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from bench.measure import alternate, heads, row
+from bench.measure import BACKEND, alternate, heads, join_torchrun, rank_device, row
 
 RANKS = (2, 4, 8, 16)
 
@@ -24,7 +24,8 @@ def first_all_reduce() -> float:
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(one := torch.ones(1, device=rank_device()))
+    one.item()  # a GPU has only queued it
     return time.time()
 
 
@@ -32,7 +33,7 @@ def turn_raydist(ranks: int) -> float:
     began = time.time()
     import raydist
 
-    done = raydist.run(first_all_reduce, f"scale=1x{ranks}", "backend=gloo", "watch.progress=none")
+    done = raydist.run(first_all_reduce, f"scale=1x{ranks}", f"backend={BACKEND}", "watch.progress=none")
     return max(value for value in done.values if value) - began
 
 
@@ -109,6 +110,6 @@ if __name__ == "__main__" and sys.argv[1] == "first":
 elif __name__ == "__main__":  # a rank of torchrun
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    join_torchrun()
     Path(sys.argv[1], os.environ["RANK"]).write_text(str(first_all_reduce()))
     dist.destroy_process_group()

@@ -7,9 +7,33 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    import torch
+
+BACKEND, RANKS = os.environ.get("BENCH_BACKEND", "gloo"), int(os.environ.get("BENCH_RANKS", "2"))
+"""What ranks use, and their number; bench/gpu.py sets them, for the programs that a bench starts too."""
 Turn = Callable[[], float]
 """One measured turn; its figure."""
+
+
+def join_torchrun() -> None:
+    """On a rank of torchrun: join the process group."""
+    import torch
+    import torch.distributed as dist
+
+    if BACKEND == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(BACKEND)
+
+
+def rank_device() -> torch.device:
+    """On a rank: its GPU with nccl, otherwise the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def alternate(sides: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import raydist  # at the top, as a job's file has it: the fork server then has what raydist.fit needs
-from bench.measure import alternate, heads, row
+from bench.measure import BACKEND, RANKS, alternate, heads, join_torchrun, rank_device, row
 
 STEPS, STRUCK, TRIES, PATIENCE_S = 60, 30, 20, 60.0
 
 
-def strike(folder: Path, step: int, rank: int) -> None:
-    """Note that a step is done; once, after some of them, rank 1 is killed."""
+def strike(folder: Path, step: int, rank: int, ranks: int) -> None:
+    """Note that a step is done; once, after some of them, the last rank is killed."""
     with (folder / f"{rank}.times").open("a") as times:
         times.write(f"{time.time()} {step}\n")
-    if rank == 1 and step == STRUCK and not (folder / "killed").exists():
+    if rank == ranks - 1 and step == STRUCK and not (folder / "killed").exists():
         (folder / "killed").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -47,7 +47,7 @@ def by_raydist(config: Any, folder: str) -> None:
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if step := context.current().step:
-            strike(Path(folder), step, raydist.rank().rank)
+            strike(Path(folder), step, raydist.rank().rank, raydist.rank().world_size)
         return torch.nn.functional.cross_entropy(output, target)
 
     data = TensorDataset(torch.randn(4096, 64), torch.randint(10, (4096,)))
@@ -66,7 +66,8 @@ def by_hand(folder: Path, save: Callable[[dict[str, Any]], None], found: dict[st
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    net = DistributedDataParallel(network())
+    device = rank_device()
+    net = DistributedDataParallel(network().to(device))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     begin = 0
     if found is not None:
@@ -74,18 +75,19 @@ def by_hand(folder: Path, save: Callable[[dict[str, Any]], None], found: dict[st
         optimizer.load_state_dict(found["optimizer"])
         begin = found["step"]
     for step in range(begin + 1, STEPS + 1):
-        loss = torch.nn.functional.cross_entropy(net(torch.randn(32, 64)), torch.randint(10, (32,)))
+        images, labels = torch.randn(32, 64, device=device), torch.randint(10, (32,), device=device)
+        loss = torch.nn.functional.cross_entropy(net(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         save({"model": net.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
-        strike(folder, step, dist.get_rank())
+        strike(folder, step, dist.get_rank(), dist.get_world_size())
 
 
 def turn_raydist() -> float:
     with tempfile.TemporaryDirectory() as folder:
-        words = ("scale=1x2", "backend=gloo", "watch.progress=none", f"train.steps={STEPS}", "snapshot.every=1")
-        raydist.run(by_raydist, *words, "checkpoint.every=100000", folder=folder)
+        words = (f"scale=1x{RANKS}", f"backend={BACKEND}", "watch.progress=none", f"train.steps={STEPS}")
+        raydist.run(by_raydist, *words, "snapshot.every=1", "checkpoint.every=100000", folder=folder)
         return recovery(Path(folder))
 
 
@@ -95,7 +97,7 @@ def turn_torchrun() -> float:
     It is stopped after `PATIENCE_S`, which then is the figure.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         command += [f"--max-restarts={TRIES}", __file__, folder]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         null = subprocess.DEVNULL
@@ -112,7 +114,8 @@ def turn_ray_train() -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         run = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1))
-        TorchTrainer(lambda: plain(Path(folder)), scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
+        ranks = ScalingConfig(num_workers=RANKS, use_gpu=BACKEND == "nccl")
+        TorchTrainer(lambda: plain(Path(folder)), scaling_config=ranks, run_config=run).fit()
         return recovery(Path(folder))
 
 
@@ -136,7 +139,7 @@ def main(rounds: int = 3) -> list[str]:
     """The table's rows."""
     import ray
 
-    ray.init("local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=RANKS + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     print("recovery", flush=True)
     turns = {"raydist": turn_raydist, "torchrun": turn_torchrun, "Ray Train": turn_ray_train}
     lines = [f"| {heads(turns, 'raydist')} |", "|---" * 5 + "|", f"| {row(alternate(turns, rounds), 'raydist', 's')} |"]
@@ -147,7 +150,7 @@ def main(rounds: int = 3) -> list[str]:
 if __name__ == "__main__":  # a rank of torchrun
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    join_torchrun()
     plain(Path(sys.argv[1]))
     dist.barrier()
     os._exit(0)  # leaving gloo's group by destroy_process_group was seen to hang here after a restart

@@ -38,6 +38,7 @@ def train(config: Any, folder: str, fault: str) -> None:
     from raydist.worker import context
 
     rank, attempt = raydist.rank().rank, os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (Path(folder) / f"{rank}.pids").write_text(f"{os.getpid()} {os.getppid()}")  # its own, and the fork server's
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         step = context.current().step

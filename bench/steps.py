@@ -1,4 +1,7 @@
-"""Steps per second of a small CNN on two gloo ranks: raydist with report() at every step beside torchrun without."""
+"""Steps per second on two gloo ranks: raydist with report() at every step beside torchrun without.
+
+A small CNN; on GPUs (bench/gpu.py) ResNet-50 in bf16.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bench.measure import alternate, row
+from bench.measure import BACKEND, RANKS, alternate, join_torchrun, rank_device, row
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 STEPS, WARM, BATCH = 600, 30, 32
 
@@ -23,18 +31,17 @@ def train(told: bool) -> float:
     import raydist
 
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 7 * 7, 10),
-    )  # fmt: skip
-    model = DistributedDataParallel(net)
+    device = rank_device()
+    net, images = network(device)
+    model = DistributedDataParallel(net.to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    images, labels = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
+    images, labels = images.to(device), torch.randint(10, (len(images),), device=device)
     began = 0.0
     for step in range(STEPS + WARM):
         if step == WARM:
             began = time.perf_counter()
-        loss = nn.functional.cross_entropy(model(images), labels)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -45,10 +52,27 @@ def train(told: bool) -> float:
     return STEPS / (time.perf_counter() - began)
 
 
+def network(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
+    """The model, and a batch of images for it."""
+    import torch
+    from torch import nn
+
+    if device.type == "cuda":
+        from torchvision.models import resnet50
+
+        images = torch.randn(64, 3, 224, 224).to(memory_format=torch.channels_last)
+        return resnet50(num_classes=10).to(memory_format=torch.channels_last), images
+    net = nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 7 * 7, 10),
+    )  # fmt: skip
+    return net, torch.randn(BATCH, 1, 28, 28)
+
+
 def turn_raydist() -> float:
     import raydist
 
-    done = raydist.run(train, "scale=1x2", "backend=gloo", "watch.progress=none", args=(True,))
+    done = raydist.run(train, f"scale=1x{RANKS}", f"backend={BACKEND}", "watch.progress=none", args=(True,))
     return min(value for value in done.values if value)
 
 
@@ -59,19 +83,19 @@ def turn_torchrun() -> float:
             "-m",
             "torch.distributed.run",
             "--standalone",
-            "--nproc-per-node=2",
+            f"--nproc-per-node={RANKS}",
             __file__,
             folder,
         ]
         subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        return min(float(Path(folder, str(rank)).read_text()) for rank in range(2))
+        return min(float(Path(folder, str(rank)).read_text()) for rank in range(RANKS))
 
 
 def main(rounds: int = 5) -> list[str]:
     """The table's rows."""
     import ray
 
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init("local", num_cpus=RANKS, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     print("steps", flush=True)
     figures = alternate({"raydist": turn_raydist, "torchrun": turn_torchrun}, rounds)
     ray.shutdown()
@@ -85,6 +109,6 @@ def main(rounds: int = 5) -> list[str]:
 if __name__ == "__main__":  # a rank of torchrun
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    join_torchrun()
     Path(sys.argv[1], os.environ["RANK"]).write_text(str(train(told=False)))
     dist.destroy_process_group()

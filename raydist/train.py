@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from raydist.settings.secrets import command_line_warning
 from raydist.shared.errors import ConfigError, RaydistError, RunFailed, Stopped, nearest
 from raydist.shared.version import __version__
 
@@ -89,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # the command `raydist` finds the modules that `python -m raydist.train` finds
     try:
         typed = parse_arguments(sys.argv[1:] if argv is None else argv)
+        warn_of_secrets(typed.overrides)
         if typed.time:  # before all others: exit handlers run in reverse order
             atexit.register(show_time, entered)
         run_command(typed)
@@ -110,6 +112,12 @@ def print_error(error: RaydistError) -> int:
     if not isinstance(error, RunFailed | Stopped):
         print(f"error: {error}", file=sys.stderr)
     return error.exit_code
+
+
+def warn_of_secrets(overrides: Sequence[str]) -> None:
+    """Print a warning if secrets were typed: a run's files don't have them, but this process's command line has."""
+    if text := command_line_warning(overrides):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def show_time(entered: float) -> None:

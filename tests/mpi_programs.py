@@ -45,11 +45,11 @@ if "wait" in sys.argv:
     time.sleep(600)
 """
 KILLED = """
-import os, time
+import os, sys, time
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 world.Barrier()
 if world.rank == 3:
-    os.kill(os.getpid(), 9)
+    world.Abort(9) if "abort" in sys.argv else os.kill(os.getpid(), 9)
 time.sleep(600)
 """

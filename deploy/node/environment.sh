@@ -41,14 +41,21 @@ if [ "$shm" -lt $((memory * 2 / 5)) ]; then
         echo "raydist: /dev/shm has $((shm >> 20)) GiB on $(hostname): as root, mount -o remount,size=50% /dev/shm" >&2
 fi
 
+# A process: its number, the boot, its start time. The number alone may be another one's after a reboot.
+process() {
+    echo "$1 $(cat /proc/sys/kernel/random/boot_id) $(sed 's/.*)//' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f21)"
+}
 # Ray's helper processes outlive a raylet that has lost its head. Without this, `ray down` leaves them on the other nodes.
 follow() {
     # shellcheck disable=SC2016 # the inner shell fills them in
-    setsid sh -c 'echo $$ >~/.raydist/follows; tail --pid="$0" -f /dev/null; ray stop --force' \
+    setsid bash -c "$(declare -f process)"'
+        process $$ >~/.raydist/follows; tail --pid="$0" -f /dev/null; ray stop --force' \
         "$(pgrep -n -u "$(id -u)" -x raylet)" </dev/null >/dev/null 2>&1 &
 }
 # The `follow` of an earlier Ray is no longer needed.
-[ ! -f ~/.raydist/follows ] || kill -- "-$(cat ~/.raydist/follows)" 2>/dev/null
+if follower=$(cut -d' ' -f1 ~/.raydist/follows 2>/dev/null) && [ "$(process "$follower")" = "$(cat ~/.raydist/follows)" ]; then
+    kill -- "-$follower" 2>/dev/null
+fi
 rm -f ~/.raydist/follows
 
 # ssh reached this node at the address in the cluster's file; the host name may resolve to 127.0.1.1.

@@ -29,7 +29,8 @@ def command(mpi: Mapping[str, str], ranks: Sequence[int], interface: str, root: 
         options = open_mpi_5 if int(mpi["version"].partition(".")[0]) >= 5 else open_mpi_4
         arguments = options(len(ranks), interface)
         arguments += ["--allow-run-as-root"] if root else []
-        arguments += ["--host", hosts, "--map-by", "slot", "--wdir", "/"]
+        # the ranks fill all slots: without OVERSUBSCRIBE, MPI_Comm_spawn fails with MPI_ERR_UNKNOWN
+        arguments += ["--host", hosts, "--map-by", "slot:OVERSUBSCRIBE", "--wdir", "/"]
         bind = "--bind-to"
     else:
         arguments = ["-launcher", "ssh", "-launcher-exec", "{agent}", "-hosts", hosts, "-wdir", "/"]

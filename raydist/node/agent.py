@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -25,7 +24,7 @@ from raydist.network import nccl_log as network_nccl_log
 from raydist.network.names import RANK_FOLDER
 from raydist.node import cache_folder, counters, kept_server, nccl_output, oom
 from raydist.node.fork_client import ForkClient
-from raydist.node.fork_launcher import ForkServer, node_folder
+from raydist.node.fork_launcher import ForkServer, node_folder, rank_search_path
 from raydist.node.load import LoadReader
 from raydist.node.nccl_output import NcclLog
 from raydist.node.processes import main_stack, process_state, recorded_error
@@ -230,7 +229,7 @@ class RankAgent:
         return RankSpec(
             rank=request.rank, env=env, job=request.job, argv=request.argv, script=request.script,
             cwd=request.cwd if os.path.isdir(request.cwd) else os.getcwd(),
-            sys_path=(*request.sys_path, *(path for path in sys.path if path not in request.sys_path)),
+            sys_path=rank_search_path(request.sys_path),
             value=f"{base}.value", call=f"{base}.call" if request.call is not None else None,
             cpus=self._cpus or request.cpus,
         )  # fmt: skip

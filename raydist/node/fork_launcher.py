@@ -14,6 +14,9 @@ from pathlib import Path
 
 from raydist.network.names import MALLOC
 
+OPEN = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders of a node in which all users may make others."""
+
 
 @dataclass(frozen=True)
 class ForkServer:
@@ -96,6 +99,31 @@ def own_search_path() -> list[str]:
     """
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [str(Path(__file__).parents[2]), *(each for each in entries if each and "/working_dir_files/" not in each)]
+
+
+def rank_search_path(entries: Sequence[str]) -> tuple[str, ...]:
+    """Where a rank finds modules: the driver's folders `entries`, then those of this process."""
+    safe = safe_search_path(entries)
+    return (*safe, *(path for path in sys.path if path not in safe))
+
+
+def safe_search_path(entries: Sequence[str]) -> tuple[str, ...]:
+    """The driver's folders for modules, without those of which another user of this node may be the owner.
+
+    That is /tmp/project where only the driver's node has it: somebody could make it here, with modules of their own.
+    """
+    return tuple(entry for entry in entries if not entry or not _of_others(Path(entry).absolute()))
+
+
+def _of_others(path: Path) -> bool:
+    """Whether it is below a folder of OPEN, and what it is in there does not exist, or is another user's."""
+    for parent, child in zip(path.parents, (path, *path.parents), strict=False):
+        if str(parent) in OPEN:
+            try:
+                return child.lstat().st_uid not in (0, os.getuid())
+            except OSError:
+                return True
+    return False
 
 
 def heritage() -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 SECRET = re.compile(
@@ -19,6 +19,19 @@ MASK = "***"
 def is_secret(name: str, value: object) -> bool:
     """Whether the value of an environment variable or of an argument must not be saved or printed."""
     return bool(SECRET.search(name) or IN_URL.search(str(value)))
+
+
+def command_line_warning(overrides: Sequence[str]) -> str:
+    """A warning if one of these overrides is a secret, otherwise empty: all users can read a command line."""
+    typed = [text.lstrip("+").partition("=") for text in overrides]
+    names = [name for name, _, value in typed if name.startswith("env.") and "${" not in value
+             and _secret_argument(name.removeprefix("env."), value)]  # fmt: skip
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: every user of this machine can read a command line; write NAME=value into a file, and "
+        "set env_file=FILE"
+    )
 
 
 def mask_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:

@@ -18,7 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,19 @@ from raydist.shared.errors import ConfigError, RaydistError
 from raydist.state import object_store
 from raydist.state.object_store import Remote, StoragePath, parse_path
 from raydist.state.snapshot_layout import State
-from raydist.state.write import META, STATE, Meta, SaveRequest, file_sizes, put_back, replaced_in, write
+from raydist.state.write import (
+    DROPPED,
+    META,
+    REPLACED,
+    STATE,
+    Meta,
+    SaveRequest,
+    abandoned,
+    file_sizes,
+    put_back,
+    replaced_in,
+    write,
+)
 
 PAUSES_S = (1.0,)
 """Seconds between tries to write to a store that can't be reached; its driver makes several within each."""
@@ -296,9 +308,11 @@ def prune(folder: StoragePath, settings: Retention) -> None:
     for path in paths:
         if path not in kept and isinstance(path, Path):
             # Renamed first: a reader must never find half a checkpoint.
-            shutil.rmtree(path.rename(folder / f".dropped-{path.name}"), ignore_errors=True)
+            shutil.rmtree(path.rename(folder / f"{DROPPED}{path.name}"), ignore_errors=True)
     for left in folder.glob(".*"):
-        shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another writer has just completed it, or deletes it too
+            if left.name.startswith((DROPPED, REPLACED)) or abandoned(left):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def best(folder: StoragePath, rule: str | None) -> StoragePath | None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -21,8 +22,10 @@ from raydist.state.object_store import Hashing, Remote, StoragePath, parse_path
 
 STATE, META = "state.pt", "meta.json"
 CHECKSUM = re.compile("[0-9a-f]{32}")
-REPLACED = ".replaced-"
-"""The prefix of a checkpoint's name while another one replaces it."""
+DROPPED, REPLACED = ".dropped-", ".replaced-"
+"""The prefixes of a checkpoint's name while it is deleted, and while another one replaces it."""
+WRITER_SILENT_S = 3600.0
+"""Seconds without a change after which another machine's half-written checkpoint is a killed writer's."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """From linux/fcntl.h and linux/fs.h."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -123,7 +126,7 @@ def write(request: SaveRequest) -> None:
         (path / META).drop()  # deleted first and uploaded last: it marks a complete checkpoint
         _write_into(path, request)
         return
-    beside = path.parent / f".{path.name}-{os.getpid()}"
+    beside = path.parent / f".{path.name}{writers_here()}{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
@@ -192,7 +195,7 @@ def drop(path: StoragePath) -> None:
 
 
 def put_in_place(beside: Path, path: Path) -> None:
-    """Rename a folder to `path`. A folder of that name gets another name, and `prune` deletes it.
+    """Rename a folder to `path`. A folder of that name is deleted; if the writer is killed meanwhile, `prune` does it.
 
     Where the file system can't exchange two names (NFS), a writer that is killed in between leaves the former one as
     `.replaced-…`; a reader puts it back (`put_back`). A reader may do so at this moment too, hence the loop.
@@ -206,6 +209,7 @@ def put_in_place(beside: Path, path: Path) -> None:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         if exchanged(beside, path):
+            shutil.rmtree(beside, ignore_errors=True)
             return
         shutil.rmtree(aside, ignore_errors=True)
         with suppress(FileNotFoundError):
@@ -219,6 +223,22 @@ def exchanged(one: Path, other: Path) -> bool:
         return False
     here = ctypes.c_int(AT_FDCWD)
     return bool(libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), RENAME_EXCHANGE) == 0)
+
+
+def writers_here() -> str:
+    """The part of a half-written folder's name before the pid: a pid means something on this machine only."""
+    return f"-{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+def abandoned(left: Path) -> bool:
+    """Whether a half-written checkpoint is a leftover: its writer has ended; elsewhere, it was silent for an hour."""
+    if not left.name.startswith(".step-"):
+        return False
+    _, here, pid = left.name.rpartition(writers_here())
+    if here and pid.isdigit():
+        return not Path("/proc", pid).exists()
+    changes = [path.stat().st_mtime for path in (left, *left.iterdir())]
+    return time.time() - max(changes) > WRITER_SILENT_S
 
 
 def put_back(folder: Path) -> None:

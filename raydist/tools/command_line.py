@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from raydist.shared.errors import ConfigError, RaydistError, nearest
-from raydist.train import Parser, print_error
+from raydist.train import Parser, print_error, warn_of_secrets
 
 
 class ToolParser(Parser):
@@ -46,6 +46,7 @@ class ToolParser(Parser):
             raise ConfigError.of(wrong[0], None, cause, guess=nearest(wrong[0], flags), known=flags)
         if typed.overrides[:1] == ["--"]:
             typed.overrides = typed.overrides[1:]
+        warn_of_secrets(typed.overrides)
         return typed
 
 

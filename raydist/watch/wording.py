@@ -43,7 +43,11 @@ def plan_line(event: Mapping[str, Any]) -> str:
     """Number of ranks and nodes, the spares, and the backend."""
     nodes = {slot.get("node", slot.get("ip")) for slot in event["slots"]}
     hosts = [node["host"] for node in event.get("spares", ())]
-    spares = f", {counted(len(hosts), 'spare')} ({', '.join(hosts)})" if hosts else ""
+    spares = (
+        f", {counted(len(hosts), 'spare')} ({', '.join(hosts)}; warm some seconds after the first step)"
+        if hosts
+        else ""
+    )
     ranks = f"{counted(event['world_size'], 'rank')} on {counted(len(nodes), 'node')}"
     return f"plan  {ranks}{spares}, backend {event.get('backend')}"
 

@@ -79,6 +79,7 @@ def keep(step: int, state: Mapping[str, Any]) -> None:
     raised by the next call.
     """
     if (ring := _ring()) is not None:
+        context.current().flush()  # a restart does not repeat this step: its report must be sent first
         ring.keep(step, state)
 
 

@@ -59,7 +59,7 @@ def test_a_field_that_is_misspelt_is_found() -> None:
 
 
 def test_what_a_training_needs_of_a_pod() -> None:
-    (job, _) = kuberay.build(DEPLOY / "kubernetes" / "overlays" / "infiniband")
+    (job, *_) = kuberay.build(DEPLOY / "kubernetes" / "overlays" / "infiniband")
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     pod = kuberay.groups(job)[1]["template"]["spec"]
@@ -72,6 +72,29 @@ def test_what_a_training_needs_of_a_pod() -> None:
     drain = worker["lifecycle"]["preStop"]["exec"]["command"]
     assert drain[0] == (DEPLOY / "docker" / "raydist-drain").name
     assert int(drain[1]) < pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZE, ids=lambda folder: folder.name)
+def test_a_pod_has_no_more_rights_than_it_needs(folder: Path) -> None:
+    resource, *others = kuberay.build(folder)
+    spec = resource["spec"].get("rayClusterSpec", resource["spec"])
+    head = kuberay.groups(resource)[0]
+    for group in kuberay.groups(resource):
+        pod = group["template"]["spec"]
+        autoscaler = group is head and spec.get("enableInTreeAutoscaling", False)
+        assert pod["automountServiceAccountToken"] is autoscaler
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (container,) = pod["containers"]
+        own = container["securityContext"]
+        assert own["allowPrivilegeEscalation"] is False
+        assert own["capabilities"] == ({"add": ["IPC_LOCK"]} if "runAsUser" in own else {"drop": ["ALL"]})
+    if "autoscalerOptions" in spec:
+        assert spec["autoscalerOptions"]["securityContext"]["allowPrivilegeEscalation"] is False
+    (policy,) = [each["spec"] for each in others if each["kind"] == "NetworkPolicy"]
+    rays = policy["podSelector"]
+    within, dashboard = policy["ingress"]
+    assert (policy["policyTypes"], within) == (["Ingress"], {"from": [{"podSelector": rays}]})
+    assert dashboard["ports"] == [{"port": 8265}]
 
 
 def test_the_cluster_of_a_job_is_the_cluster() -> None:
@@ -114,6 +137,38 @@ def test_compose_would_take_its_file() -> None:
     compose = compose_spec.PyCompose.from_yaml(yaml.safe_dump(yaml.safe_load(filled), sort_keys=False))
     compose.validate()
     assert sorted(compose.service_names()) == ["head", "worker"]
+
+
+def test_a_node_ends_the_helper_of_its_earlier_ray_and_no_other_process_that_has_its_number(tmp_path: Path) -> None:
+    """After a reboot the number in ~/.raydist/follows is some other process's."""
+    script, stubs = DEPLOY / "node" / "environment.sh", tmp_path / ".raydist" / "env" / "bin"
+    stubs.mkdir(parents=True)
+    for name in ("prlimit", "mount", "sudo"):  # first on the script's PATH: it must not change this machine
+        (stubs / name).symlink_to("/bin/true")
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    follows, noted = tmp_path / ".raydist" / "follows", f". {script}; process {{}} >~/.raydist/follows"
+
+    def bash(words: str) -> None:
+        subprocess.run(["bash", "-c", words], env={**os.environ, "HOME": str(tmp_path)}, check=True)
+
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        bash(noted.format(sleeper.pid))
+        born = follows.read_text()
+        assert born.split()[0] == str(sleeper.pid)
+        assert len(born.split()) == 3
+        for other in (f"{sleeper.pid}\n", born.replace(born.split()[1], "another-boot"), f"{born.rstrip()}1\n"):
+            follows.write_text(other)
+            bash(f". {script}")
+            assert not follows.exists()
+            assert sleeper.poll() is None, other
+        follows.write_text(born)
+        bash(f". {script}")
+        assert sleeper.wait(10) == -signal.SIGTERM
+    finally:
+        sleeper.kill()
+    assert tool("shellcheck", str(script)) == ""
 
 
 SRUN = """#!/bin/bash
@@ -177,6 +232,29 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
     assert '"signal": 15' in result.read_text()
     assert "--nodes=2 --ntasks=2 --ntasks-per-node=1" in (tmp_path / "srun.txt").read_text()
     assert '"world_size": 2' in result.read_text()
+
+
+LISTENER = (
+    "import os, socket; os.setuid(65534); door = socket.create_server(('127.0.0.1', 0)); "
+    "print(door.getsockname()[1], flush=True); os.read(0, 1)"
+)
+
+
+@pytest.mark.root
+@pytest.mark.ray
+@requires_root
+def test_slurm_connects_to_no_port_of_another_user(allocation: dict[str, str], tmp_path: Path) -> None:
+    """The owner of that port would get Ray's token, and the training."""
+    command = [sys.executable, "-c", LISTENER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        allocation |= {"PORT": other.stdout.readline().strip(), "SLURM_NNODES": "1"}
+        job = batch(tmp_path, allocation, "job=slow.py")
+        assert job.wait(120) == 1
+        other.communicate("x")
+    screen = (tmp_path / "screen.txt").read_text()
+    assert f"port {allocation['PORT']} of 127.0.0.1 is another user's: submit the job again" in screen
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_files_with_tokens_are_in_no_image_and_no_commit(tmp_path: Path) -> None:

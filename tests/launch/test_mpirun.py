@@ -70,6 +70,22 @@ int main(int argc, char **argv) {
     return 0;
 }
 """
+SPAWN = """
+import os, sys, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+if len(sys.argv) > 1:
+    MPI.Comm.Get_parent().gather(os.getcwd(), root=0)
+    time.sleep(600)
+children = world.Spawn(sys.executable, [__file__, "child"], maxprocs=2)
+folders = children.gather(None, root=MPI.ROOT if world.rank == 0 else MPI.PROC_NULL)
+if world.rank == 0:
+    print(len(folders), "children at work in", *set(folders), flush=True)
+world.Barrier()
+if world.rank == 1:
+    os.kill(os.getpid(), 9)
+time.sleep(600)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +148,17 @@ def test_a_c_program(own_folder: Path, mpi_words: tuple[str, ...]) -> None:
     )
     done = run("script=./sum", "args=[hello]", *mpi_words)
     assert [log(done, rank).strip() for rank in range(3)] == [f"{rank} 3 3 hello {rank}" for rank in range(3)]
+
+
+@requires_openmpi
+def test_processes_that_ranks_spawn_run_beside_them_and_end_with_them(own_folder: Path) -> None:
+    (own_folder / "spawn.py").write_text(SPAWN)
+    program = Program(own_folder, *WORDS, "script=spawn.py")
+    assert program.wait() == 1, program.screen
+    result = program.result()
+    assert (result["cause"]["rank"], result["cause"]["signal"]) == (1, signal.SIGKILL), program.screen
+    assert (program.run_dir / "logs" / "rank-0.log").read_text().splitlines() == [f"2 children at work in {own_folder}"]
+    assert gone(str(program.tmp)) == []
 
 
 @requires_openmpi

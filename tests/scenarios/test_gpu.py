@@ -1,19 +1,34 @@
-"""On all GPUs of this machine, one is enough: the job, the doctor and the bandwidth tool with the real NCCL."""
+"""On all GPUs of this machine, one is enough: jobs, restarts, the doctor and the bandwidth tool with the real NCCL."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import raydist
 from raydist.network import nccl_log
+from raydist.shared.events import read_events
+from raydist.state.device import CudaDevice
+from raydist.state.snapshot import SnapshotBuffer
+from raydist.state.snapshot_layout import blank_page
 from raydist.tools import bandwidth, doctor
+from raydist.watch.result import Result
+from tests import faults
+from tests.faults import Fault, kill
 from tests.programs import Program
 
 GPUS = torch.cuda.device_count()
 WORDS = ("backend=nccl", f"scale=1x{max(GPUS, 1)}", "group=inline")
+MIG = "MIG" in subprocess.getoutput("nvidia-smi -L")
+ON_RAY = ("backend=nccl", f"scale=1x{max(GPUS, 1)}", "group=ray", "watch.progress=none")
+TRAINING = ("train.epochs=2", "data.batch_size=8", "optim=sgd", "snapshot.every=1", "seed=5")
+several = pytest.mark.skipif(GPUS < 2, reason=f"two GPUs are needed, here are {GPUS}")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")]
 
 
@@ -49,3 +64,84 @@ def test_bandwidth_on_gpus_is_right(
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["op"] for row in rows} == {"all_reduce", "all_gather", "broadcast"}
     assert all(row["wrong"] == 0 and row["seconds"] > 0 for row in rows)
+
+
+def train(*words: str, struck: tuple[Fault, ...] = ()) -> Result[Any]:
+    return raydist.run(faults.training, *ON_RAY, *TRAINING, *words, struck=struck)
+
+
+def kinds(done: Result[Any], kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(done.dir / "events.jsonl") if event["kind"] == kind]
+
+
+def test_copies_to_page_locked_memory_are_whole_and_end_when_the_gpu_says_so() -> None:
+    """The GPU itself marks a slot as complete; memory that is left is no longer page-locked."""
+    descriptor = os.memfd_create("test")
+    os.pwrite(descriptor, blank_page(), 0)
+    device = torch.device("cuda", 0)
+    memory, weight = SnapshotBuffer(descriptor, CudaDevice(device)), torch.zeros(1 << 22, device=device)
+    for step in range(1, 9):
+        weight.fill_(step)
+        memory.write(step, {"model": weight})
+    torch.cuda.synchronize()
+    seen = SnapshotBuffer(descriptor)  # as another process: it asks no GPU
+    assert max(seen.steps) == 8
+    for step, slot in seen.steps.items():
+        assert seen.read(slot)["model"].unique().tolist() == [step]
+    memory.drop()
+    again = SnapshotBuffer(descriptor, CudaDevice(device))
+    again.write(9, {"model": weight})
+    again.settle()
+    assert again.read(again.steps[9])["model"].unique().tolist() == [8]
+    os.close(descriptor)
+
+
+def test_a_killed_rank_goes_on_from_memory_and_loses_one_step_at_most(ray_address: str) -> None:
+    whole, done = train(), train(struck=(kill(0, 10),))
+    (back,) = kinds(done, "restarted")
+    assert back["repeated"] <= 1
+    steps = [event["step"] for event in kinds(done, "report") if event["rank"] == 0 and "loss" in event]
+    assert {*steps} == {*range(1, max(steps) + 1)}
+    assert done.values[0] is not None
+    assert whole.values[0] is not None
+    assert done.values[0]["figures"] == pytest.approx(whole.values[0]["figures"], rel=1e-3)
+
+
+def test_a_model_in_shards_goes_on_from_memory(ray_address: str) -> None:
+    done = train("parallel=fsdp", struck=(kill(0, 10),))
+    (back,) = kinds(done, "restarted")
+    assert back["repeated"] <= 2  # the copy of the newest step may not be complete
+
+
+@several
+def test_fewer_ranks_go_on_from_the_checkpoint_of_all(ray_address: str) -> None:
+    first = train()
+    more = train("scale=1x1", "train.epochs=3", f"resume={first.checkpoint}")
+    assert kinds(more, "report")[0]["step"] == int(str(first.checkpoint)[-8:]) + 1
+
+
+def own_gpu() -> tuple[str, int, str]:
+    """On a rank: its GPU or MIG instance by uuid, how many GPUs torch sees, the device of its work."""
+    here = torch.cuda.current_device()
+    torch.distributed.all_reduce(torch.ones(1, device=here))
+    return str(torch.cuda.get_device_properties(here).uuid), torch.cuda.device_count(), str(raydist.rank().device)
+
+
+def test_each_rank_has_a_gpu_or_a_mig_instance_of_its_own(ray_address: str) -> None:
+    found = [value for value in raydist.run(own_gpu, *ON_RAY).values if value]
+    assert len({uuid for uuid, _, _ in found}) == GPUS
+    assert all(device.startswith("cuda") for _, _, device in found)
+    if MIG:
+        assert {count for _, count, _ in found} == {1}, "CUDA uses the first MIG instance of a list only"
+
+
+def test_a_job_whose_import_uses_cuda_trains_on_gpus_all_the_same(tmp_path: Path) -> None:
+    """Forks of a process that has used CUDA have none: the ranks are new processes then, and a line says so."""
+    (tmp_path / "early.py").write_text(
+        "import torch\nimport raydist\ntorch.zeros(1, device='cuda')\n\n\ndef job(config):\n"
+        "    raydist.report(step=1, loss=float(torch.ones(1, device=raydist.rank().device).sum()))\n"
+        "    assert raydist.rank().device.type == 'cuda'\n"
+    )
+    program = Program(tmp_path, "job=early.py", *WORDS, "group=ray", "watch.progress=lines")
+    assert program.wait(300) == 0, program.screen
+    assert any("CUDA" in event["text"] for event in program.events("warning")), program.screen

@@ -96,6 +96,8 @@ def test_a_killed_rank_of_another_host_is_the_culprit(rig: Rig) -> None:
     screen, _, result = finish(rig, "script=killed.py", *APART, code=1)
     assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["signal"]) == (3, "host1", signal.SIGKILL)
     assert "rank 3 on host1" in screen
+    _, _, result = finish(rig, "script=killed.py", "args=[abort]", *APART, code=1)
+    assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["code"]) == (3, "host1", 9)
     assert nothing_left(rig) == []
 
 

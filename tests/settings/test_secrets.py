@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from raydist import train
 from raydist.cluster import local_ray
 from raydist.settings.config import Job, Target, as_saved
 from raydist.settings.secrets import is_secret
@@ -32,6 +33,24 @@ def test_a_password_in_a_url_is_one_whatever_the_name() -> None:
     assert is_secret("DATABASE", "postgres://me:hush@db/x")
     assert is_secret("BROKER", "redis://:hush@cache:6379")
     assert not is_secret("PROXY", "http://proxy:3128/a@b")
+
+
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        ("env.WANDB_API_KEY=abc", "env.WANDB_API_KEY:"), ("+env.PGPASS=hush", "env.PGPASS:"),
+        ("env.DB=pg://me:hush@h/x", "env.DB:"), ("env.KEYS=4", ""), ("env.NCCL_DEBUG=INFO", ""),
+        ("env.HF_TOKEN='${oc.env:HF_TOKEN}'", ""), ("job.args.key=abc", ""), ("env_file=secret.env", ""),
+    ],
+)  # fmt: skip
+def test_a_secret_that_is_typed_is_named_without_its_value(
+    typed: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.main([typed, "no.such_setting=1"]) == 2
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert [line.startswith(f"warning: {named}") for line in warnings] == [True] * bool(named)
+    assert all("hush" not in line and "abc" not in line and "env_file=FILE" in line for line in warnings)
 
 
 def test_what_is_saved_has_none() -> None:

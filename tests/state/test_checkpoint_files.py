@@ -180,10 +180,31 @@ def test_the_same_step_again_replaces_it(events: list[Event], tmp_path: Path) ->
     assert names(tmp_path / "run" / "checkpoints") == ["step-00000005"]
 
 
-def test_what_killed_writers_left_is_swept_up(events: list[Event], tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints" / ".step-00000001-123").mkdir(parents=True)
+def test_what_killed_writers_left_is_swept_up_and_nothing_else(events: list[Event], tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here = write.writers_here()
+    left = [
+        f".step-00000001{here}{ended.pid}",
+        ".step-00000001-0123abcd",
+        ".dropped-step-00000001",
+        ".replaced-step-00000002-7",
+    ]
+    others = [
+        f".step-00000003{here}{os.getppid()}",
+        ".step-00000003-4567abcd",
+        ".step-00000003-far-4026531836-9",
+        ".snapshot",
+    ]
+    for name in (*left, *others):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "state.pt").write_bytes(b"half")
+    hours_ago = time.time() - 2 * write.WRITER_SILENT_S
+    for path in (folder / left[1], folder / left[1] / "state.pt", folder / others[-1], folder / others[0]):
+        os.utime(path, (hours_ago, hours_ago))
     put(2)
-    assert names(tmp_path / "run" / "checkpoints") == ["step-00000002"]
+    assert names(folder) == sorted([*others, "step-00000002"])
 
 
 @pytest.mark.parametrize(

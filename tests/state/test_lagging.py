@@ -89,6 +89,135 @@ class Training:
             host.kill()
 
 
+class TurnEvent:
+    """A threading.Event for hosts that run in turns."""
+
+    def __init__(self, host: TurnHost) -> None:
+        self._host, self._set = host, False
+
+    def set(self) -> None:
+        self._set = True
+
+    def wait(self) -> None:
+        while not self._set:
+            self._host.pause()
+
+
+class Resized(Training):
+    """All ranks are asked to leave after a common step (a resize, or a drain), each at a moment of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.requests = [context.StopRequest() for _ in range(16)]
+        self.left: dict[int, int] = {}
+        super().__init__(seed)
+        for request, host in zip(self.requests, self.hosts, strict=False):
+            request._known = TurnEvent(host)  # type: ignore[assignment]
+
+    def train(self, rank: int, host: TurnHost) -> None:
+        device, request = self.devices[rank], self.requests[rank]
+        device.pause = host.pause
+        memory, weight, step = SnapshotBuffer(self.descriptors[rank], device), torch.zeros(50), 0
+        while True:
+            step += 1
+            self.queue_step(rank, step, weight)
+            if step % self.every == 0:
+                memory.write(step, {"own": {"step": step}, "model": weight})
+            if request.due(step):  # as fit does: keep the state, due or not
+                memory.settle()
+                if step not in memory.steps:
+                    memory.write(step, {"own": {"step": step}, "model": weight})
+                memory.settle()
+                self.left[rank] = step
+                return
+            host.pause()
+            while step - self.done[rank] > AHEAD:
+                host.pause()
+
+    def run(self) -> None:
+        likely = [self.choose.random() + 0.01 for _ in range(2 * self.size)]
+        asked, limits, told, order = self.choose.randrange(200), dict[int, int](), set[int](), [*range(self.size)]
+        self.choose.shuffle(order)
+        for turn in range(100_000):
+            (chosen,) = self.choose.choices(range(2 * self.size), likely)
+            self.hosts[chosen].go() if chosen < self.size else self.devices[chosen - self.size].advance()
+            if turn >= asked and len(limits) < self.size and self.choose.random() < 0.1:
+                limits[order[len(limits)]] = self.requests[order[len(limits)]].hold()
+            elif len(limits) == self.size and len(told) < self.size and self.choose.random() < 0.1:
+                told.add(rank := order[len(told)])
+                self.requests[rank].stop_after(max(limits.values()))
+            if len(self.left) == self.size:
+                break
+        for host in self.hosts:
+            host.kill()
+
+
+class Shards(Training):
+    """Each rank keeps its own shards, and waits with the next ones until all ranks have these."""
+
+    def __init__(self, seed: int) -> None:
+        self.have = [0] * 16
+        super().__init__(seed)
+
+    def train(self, rank: int, host: TurnHost) -> None:
+        device = self.devices[rank]
+        device.pause = host.pause
+        memory, weight, step, kept = SnapshotBuffer(self.descriptors[rank], device), torch.zeros(50), 0, 0
+        while True:
+            step += 1
+            self.queue_step(rank, step, weight)
+            if step % self.every == 0:
+                memory.settle()
+                self.have[rank] = kept
+                while min(self.have[: self.size]) < kept:
+                    host.pause()
+                memory.write(kept := step, {"own": {"step": step}, "model": weight}, agreed=True)
+            host.pause()
+            while step - self.done[rank] > AHEAD:
+                host.pause()
+
+
+def test_ranks_that_leave_do_so_after_the_same_step_and_have_its_state() -> None:
+    """leave:N holds however far hosts run ahead of devices: no rank meets a collective that another leaves out."""
+    late = 0
+    for seed in range(100):
+        training = Resized(seed)
+        training.run()
+        assert len(training.left) == training.size, (seed, training.left)
+        (step,) = {*training.left.values()}
+        assert training.reached == training.done == [step] * training.size, seed
+        memories = [SnapshotBuffer(descriptor) for descriptor in training.descriptors]
+        offers = [[Offer(*row) for row in memory.offers()[:OFFERS]] for memory in memories]
+        stay = training.choose.randrange(1, training.size + 1)  # fewer ranks go on, or as many, or one more
+        chosen = choose_snapshot([*offers[:stay], []])
+        assert chosen is not None
+        assert chosen[0] == step, seed
+        for memory in memories:
+            assert memory.read(memory.steps[step])["model"].unique().tolist() == [step]
+        late += step % training.every != 0
+        for descriptor in training.descriptors:
+            os.close(descriptor)
+    assert late, "the common step was due anyway"
+
+
+@pytest.mark.parametrize("seeds", range(2))
+def test_after_a_kill_at_any_moment_all_ranks_have_the_shards_of_a_common_step(seeds: int) -> None:
+    found = 0
+    for seed in range(50 * seeds, 50 * seeds + 50):
+        training = Shards(seed)
+        training.run()
+        memories = [SnapshotBuffer(descriptor) for descriptor in training.descriptors]
+        steps = set.intersection(*({*memory.steps} for memory in memories))
+        reached = max(training.done)
+        assert reached - max(steps, default=0) <= 2 * training.every, (seed, [memory.steps for memory in memories])
+        for memory in memories if steps else []:
+            found += 1
+            state = memory.read(memory.steps[max(steps)])
+            assert (state["own"]["step"], state["model"].unique().tolist()) == (max(steps), [max(steps)])
+        for descriptor in training.descriptors:
+            os.close(descriptor)
+    assert found > 30
+
+
 @pytest.mark.parametrize("seeds", range(4))
 def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back_than_asked_for(seeds: int) -> None:
     found = 0
@@ -96,7 +225,10 @@ def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back
         training = Training(seed)
         training.run()
         memories = [SnapshotBuffer(descriptor) for descriptor in training.descriptors]
-        chosen = choose_snapshot([[Offer(*row) for row in memory.offers()[:OFFERS]] for memory in memories])
+        offers = [[Offer(*row) for row in memory.offers()[:OFFERS]] for memory in memories]
+        for lost in range(training.choose.randrange(training.size)):  # their hosts are lost: new ranks have nothing
+            offers[lost] = []
+        chosen = choose_snapshot(offers)
         reached = max(training.done)
         if chosen is None:
             assert reached <= training.every, (seed, [memory.steps for memory in memories], training.done)
@@ -104,7 +236,9 @@ def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back
             found += 1
             step, _ = chosen
             assert reached - step <= training.every, (seed, [memory.steps for memory in memories], training.done)
-            for memory in (memory for memory in memories if memory.steps):  # otherwise it takes the state of another
+            for memory in (
+                memory for memory, each in zip(memories, offers, strict=True) if each
+            ):  # the others are sent it
                 state = memory.read(memory.steps[step])
                 assert (state["own"]["step"], state["model"].unique().tolist()) == (step, [step])
         for descriptor in training.descriptors:

@@ -101,7 +101,7 @@ def test_more_nodes_than_there_are_is_an_assumption(capsys: pytest.CaptureFixtur
 def test_spares_are_nodes_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "scale=2x1", "scale.spares=1")
     assert "assuming 3 nodes like this one" in text
-    assert "2 ranks on 2 nodes, 1 spare (node-3)" in text
+    assert "2 ranks on 2 nodes, 1 spare (node-3; warm" in text
     assert "STRICT_SPREAD: 3 bundles" in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,3 +202,23 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=rf"data\.root={tmp_path}: MNIST/raw/… not found.*data\.root="):
         data.on_disk(lambda: MNIST(str(tmp_path)), tmp_path, "MNIST/raw/…")
+
+
+def test_workers_are_forked_unless_the_program_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14's default is forkserver, which can't send samples of a class that a function defines."""
+
+    class Local(Dataset[int]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    default = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(multiprocessing.context._default_context, "_default_context", default)
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+    batches = list(data.loader(Local(), order(8, 4), Data(workers=1)))
+    assert len(batches) == 2
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", default)
+    assert data.worker_start(1) is None
+    assert data.worker_start(0) is None

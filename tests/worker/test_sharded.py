@@ -459,7 +459,8 @@ def lagging(job: Job) -> Any:
     device = Lagging()
     device.pause = lambda: bool(time.sleep(0.001 * (me + 1))) or device.advance()  # type: ignore[func-returns-value]
     pytest.MonkeyPatch().setattr(sharded, "device_of", lambda _: device)
-    x = torch.zeros(4)
+    x, reports_sent = torch.zeros(4), [0]
+    here.flush = lambda: reports_sent.append(step)
     for step in range(1, 8):
         device.launch(partial(x.fill_, 10.0 * step + me))
         sharded.keep(step, {"x": x})
@@ -468,6 +469,7 @@ def lagging(job: Job) -> Any:
     here.sharded, os.environ["TORCHELASTIC_RESTART_COUNT"] = None, "1"
     state = {"x": torch.zeros(4)}
     copy = own.read(own.replicas[7])["own"]["state"]["x"]
+    assert reports_sent == [*range(8)], "a restart from a step does not repeat its report"
     return sharded.load(state), state["x"].tolist(), copy.tolist(), len(own.steps), len(device.registered)
 
 

@@ -17,6 +17,7 @@ these are other samples.
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -212,10 +213,19 @@ def loader(
         num_workers=settings.workers,
         persistent_workers=settings.workers > 0,
         pin_memory=settings.pin_memory and torch.cuda.is_available(),
+        multiprocessing_context=worker_start(settings.workers),
         # Without its own generator each new iterator draws a number from the rank's: a resumed run would draw one more
         # than an uninterrupted one.
         generator=torch.Generator(),
     )
+
+
+def worker_start(workers: int) -> str | None:
+    """How loader workers start: forked, unless the program has chosen a way; None: as it has, or there are no workers.
+
+    Python's own default is forkserver from 3.14 on, which only takes samples that can be pickled.
+    """
+    return "fork" if workers and multiprocessing.get_start_method(allow_none=True) is None else None
 
 
 def indexed(samples: Any) -> bool:

@@ -52,7 +52,6 @@ class ShardSnapshotter(Snapshotter):
         self.go_on()
 
     def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
-        context.current().flush()  # a restart does not repeat this step: its report must be sent first
         sharded.keep(step, state())
         self._kept = step
         return None

@@ -112,6 +112,7 @@ class Deal(IterableDataset[Step]):
         made: DataLoader[Step] = DataLoader(
             self, batch_size=None, collate_fn=data.keep_batch, num_workers=min(1, self.loading.workers),
             pin_memory=self.loading.pin_memory and torch.cuda.is_available(), generator=torch.Generator(),
+            multiprocessing_context=data.worker_start(self.loading.workers),
         )  # fmt: skip
         return iter(made)
 

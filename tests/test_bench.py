@@ -1,0 +1,41 @@
+"""`make gpu`: a report with a verdict per line, also where a part can't run, fails or hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import gpu
+from tests.conftest import ROOT
+
+
+def test_without_a_gpu_each_line_of_the_report_says_so(tmp_path: Path) -> None:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-m", "bench", "gpu"], cwd=tmp_path, env=env, check=True, capture_output=True)
+    lines = (tmp_path / gpu.REPORT).read_text().splitlines()
+    assert lines[0] == "# raydist on no GPU"
+    cells = [re.split(r" *\| *", line)[1:-1] for line in lines if line.startswith("|")][2:]
+    assert [what for what, *_ in cells] == [part.what for part in gpu.PARTS.values()]
+    assert {(figure, verdict[:9]) for _, figure, _, verdict in cells} == {("", "not run: ")}
+
+
+def test_a_part_that_hangs_or_fails_or_lacks_a_gpu_costs_its_line_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu.run_part("bandwidth", 1, 1) == ("", "not run: it needs 2 GPUs, this machine has 1")
+    figure, verdict = gpu.run_part("bandwidth", 2, 1)  # nccl without a GPU: it ends with a traceback
+    assert (figure, verdict[:8]) == ("", "FAILED: ")
+    monkeypatch.setattr(gpu, "LIMIT_S", 0.01)
+    assert gpu.run_part("network", 1, 1) == ("", "FAILED: it did not end within 0.01 s")
+
+
+@pytest.mark.parametrize(
+    ("ours", "least", "most", "good"), [(99, 0.99, 2, True), (98, 0.99, 2, False), (60, 0, 0.5, False)]
+)
+def test_a_figure_is_held_against_its_goal(ours: float, least: float, most: float, good: bool) -> None:
+    text, reached = gpu.compare({"raydist": [ours, ours], "torchrun": [100.0, 100.0]}, "steps/s", least, most)
+    assert reached is good
+    assert f"{ours / 100:.3f}" in text
