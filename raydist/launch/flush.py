@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from raydist.settings.config import Checkpoint
 from raydist.shared.errors import last_line
 from raydist.shared.events import Event, event
+from raydist.state.shard_choice import Shard, WholeShards, newest_whole
 from raydist.worker import protocol
 from raydist.worker.protocol import AnyReply, HeldShards, Request
 
@@ -34,16 +35,6 @@ class FlushNode:
     """Of its first agent."""
 
 
-@dataclass(frozen=True)
-class ShardsToWrite:
-    """Which node writes the shards of which ranks."""
-
-    step: int
-    world_size: int
-    ranks: Mapping[int, tuple[int, ...]]
-    """By node, an index of the list of nodes."""
-
-
 def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> None:
     """Have the newest state written to the disk, if it is not there yet. `nodes`: that of rank 0 first."""
     failed: list[str] = []
@@ -63,33 +54,32 @@ def flush_shards(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -
     """The same, of a sharded state: each node writes the shards that it has."""
     held = _ask(nodes, dict.fromkeys(range(len(nodes)), protocol.ListShards()), emit)
     chosen = choose_shards({number: each for number, each in held.items() if each is not None})
-    if isinstance(chosen, ShardsToWrite):
+    if isinstance(chosen, WholeShards):
         _write(nodes, chosen, settings, emit)
     elif chosen:
         emit(event("warning", text=chosen))
 
 
-def choose_shards(held: Mapping[int, HeldShards]) -> ShardsToWrite | str:
+def choose_shards(held: Mapping[int, HeldShards]) -> WholeShards | str:
     """The newest step of which the shards of all ranks exist, each from its own node if possible; or a warning.
 
     Empty: that step, or a later one, is on the disk. `held`: by node.
     """
-    own = {number: {tuple(shard) for shard in each.own} for number, each in held.items()}
-    copies = {number: {tuple(shard) for shard in each.copies} for number, each in held.items()}
-    steps = {(step, world_size) for shards in (*own.values(), *copies.values()) for _, world_size, step in shards}
-    for step, world_size in sorted(steps, reverse=True):
-        ranks: dict[int, tuple[int, ...]] = {}
-        for rank in range(world_size):
-            holders = [number for kept in (own, copies) for number in kept if (rank, world_size, step) in kept[number]]
-            if holders:
-                ranks[holders[0]] = (*ranks.get(holders[0], ()), rank)
-        if sum(map(len, ranks.values())) == world_size:
-            newer = step > max(each.saved for each in held.values())
-            return ShardsToWrite(step, world_size, ranks) if newer else ""
-    return "the sharded state is not on the disk: no step has the shards of all ranks in memory" if steps else ""
+    own = {number: _as_shards(each.own) for number, each in held.items()}
+    copies = {number: _as_shards(each.copies) for number, each in held.items()}
+    chosen = newest_whole(own, copies)
+    if chosen is None:
+        kept = any((*own.values(), *copies.values()))
+        return "the sharded state is not on the disk: no step has the shards of all ranks in memory" if kept else ""
+    return chosen if chosen.step > max(each.saved for each in held.values()) else ""
 
 
-def _write(nodes: Sequence[FlushNode], chosen: ShardsToWrite, settings: Checkpoint, emit: Emit) -> None:
+def _as_shards(plain: Sequence[Shard]) -> set[Shard]:
+    """The shards, which are lists after their way as JSON."""
+    return {(rank, world_size, step) for rank, world_size, step in plain}
+
+
+def _write(nodes: Sequence[FlushNode], chosen: WholeShards, settings: Checkpoint, emit: Emit) -> None:
     """Each node writes its shards; one that sees all files makes a checkpoint of them."""
     step, mark = chosen.step, uuid.uuid4().hex[:8]
     written = _ask(

@@ -26,13 +26,17 @@ _Key = tuple[int, tuple[tuple[str, str], ...]]
 SETTINGS = ("env.", "env=", "env_file=", "scale.cpus=", "scale.keep_warm_s=", "start=")
 """The overrides that change the server, or make a run that has none."""
 _servers: dict[_Key, ForkServer] = {}
+_acquired = False
+"""A run has come so far as to use a server; it has not where a setting was refused."""
 _lock = threading.Lock()
 
 
 def acquire(job: Job) -> WarmServer | None:
     """Start a server for the job on this machine, or return one that runs; None if ranks are not forked."""
+    global _acquired
     if job.start != "fork":
         return None
+    _acquired = True
     server = _server(max(1, int(job.scale.cpus)), job.env, job.scale.keep_warm_s)
     return WarmServer(str(server.folder), heritage())
 
@@ -67,5 +71,5 @@ def end_all() -> None:
     """End all servers; those that are kept wait for another program."""
     with _lock:
         for server in _servers.values():
-            server.end()
+            server.end(wait=_acquired)
         _servers.clear()

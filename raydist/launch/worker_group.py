@@ -136,7 +136,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
         `resize`: also use the nodes that have joined. LaunchError: no replacement came within scale.wait_s.
         """
-        before, size = {slot.node.id for slot in self.plan.slots}, self.plan.world_size
+        before = {slot.node.id for slot in self.plan.slots}
         if resize:
             self._replace([])
         until, moved = time.monotonic() + job.scale.wait_s, set[int]()
@@ -147,8 +147,6 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             except LaunchError:
                 if self._replace_nodes is None or time.monotonic() > until:
                     raise
-        if self.plan.world_size != size:  # no rank can use another one's shards in memory
-            launch_flush.flush_shards(self._flush_nodes, self._job.checkpoint, self._events.add)
         try:
             self.call(0, protocol.WaitForWriter()).result(launch_flush.FLUSH_S)
         except Exception as error:  # the attempt then starts from an older checkpoint

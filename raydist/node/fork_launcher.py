@@ -74,11 +74,15 @@ class ForkServer:
         except OSError:  # closed by end()
             return False
 
-    def end(self) -> None:
-        """End the server, or let it go if it is kept; returns once its processes have ended: each has the lifeline."""
+    def end(self, wait: bool = True) -> None:
+        """End the server, or let it go if it is kept; returns once its processes have ended: each has the lifeline.
+
+        `wait`: False for one that has forked nothing. It may still import torch, and hears of this only then.
+        """
         with contextlib.suppress(OSError):
             self.lifeline.shutdown(socket.SHUT_WR)
-            self.lifeline.recv(1)
+            if wait:
+                self.lifeline.recv(1)
         self.lifeline.close()
 
 

@@ -172,7 +172,19 @@ def _check_parallel(job: Job) -> None:
         raise wrong("shards are contiguous", "train.channels_last=false", "parallel=ddp")
     if scale.nodes is not None and scale.per_node is not None:
         for nodes in range(scale.nodes, (scale.max_nodes or scale.nodes) + 1):
-            check_microbatches(job, mesh_shape(settings, nodes * scale.per_node, scale.per_node))
+            shape = mesh_shape(settings, nodes * scale.per_node, scale.per_node)
+            check_microbatches(job, shape)
+        if scale.max_nodes is None:
+            _check_portions(job, shape.data)
+
+
+def _check_portions(job: Job, parts: int) -> None:
+    """Of a global batch each part of the ranks has as many samples, in each pass."""
+    batch, each = job.data.global_batch, parts * job.train.accumulate
+    if batch is not None and batch % each:
+        near = max(1, round(batch / each)) * each
+        cause = f"{parts} parts of the ranks x train.accumulate={job.train.accumulate} cannot share it evenly"
+        raise ConfigError.of("data.global_batch", batch, cause, f"data.global_batch={near}")
 
 
 def size_override(scale: Scale) -> str:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from raydist.shared.errors import RaydistError
@@ -159,18 +160,24 @@ class _Files(FileSystem):
         self.written[name] = file_facts(file)
 
 
-class _PartPlanner(DefaultSavePlanner):
+class PartPlanner(DefaultSavePlanner):
     """Finds the local tensors of a RankPart, which are no DTensors any more."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn]
 
 
+def read_plan(plan: bytes) -> SavePlan:
+    """The SavePlan of a RankPart. pickle.UnpicklingError: it would run code."""
+    found: SavePlan = _Unpickler(io.BytesIO(plan)).load()
+    return found
+
+
 def write_part(folder: StoragePath, part: RankPart) -> dict[str, FileFacts]:
     """Write a rank's file, and beside it what `write_metadata` needs to know of it; the file by its name."""
     writer = FileSystemWriter("", sync_files=False, per_thread_copy_ahead=0)
     files = writer.fs = _Files(folder)
-    plan, planner = _Unpickler(io.BytesIO(part.plan)).load(), _PartPlanner()
+    plan, planner = read_plan(part.plan), PartPlanner()
     planner.set_up_planner(part.state)
     named = writer.prepare_global_plan([SavePlan([])] * part.rank + [plan])[-1]  # files are numbered by plan
     results = writer.write_data(named, planner).value()
@@ -190,12 +197,18 @@ def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
         plans.append(plan)
         results += written
         drop(folder / name)
-    _, metadata = DefaultSavePlanner().create_global_plan(plans)
+    metadata = joined_metadata(plans)
     # what several ranks have written is that of the lowest
     metadata.storage_data = {result.index: result.storage_data for result in reversed(results)}
     with files.create_stream(METADATA, "wb") as stream:
         pickle.dump(metadata, stream)
     return files.written
+
+
+def joined_metadata(plans: list[SavePlan]) -> Metadata:
+    """What the ranks with these plans have together. ValueError: the shards of a tensor leave a gap."""
+    metadata: Metadata = DefaultSavePlanner().create_global_plan(plans)[1]
+    return metadata
 
 
 def commit(
@@ -240,7 +253,12 @@ def load_into(path: StoragePath, state: State, of_ranks: str = "", part: bool = 
 
     RaydistError: the checkpoint has other keys or other global shapes. pickle.UnpicklingError: it would run code.
     """
-    reader, planner = _Reader(path), _LoadPlanner()
+    load_by(_Reader(path), state, of_ranks, str(path), part)
+
+
+def load_by(reader: StorageReader, state: State, of_ranks: str, source: str, part: bool = False) -> None:
+    """As `load_into`, by this reader. `source`: what it reads, for errors."""
+    planner = _LoadPlanner()
     metadata = reader.read_metadata()
     rows = metadata.state_dict_metadata.get(of_ranks)
     if isinstance(rows, TensorStorageMetadata) and rows.size != state[of_ranks].shape:
@@ -250,7 +268,7 @@ def load_into(path: StoragePath, state: State, of_ranks: str = "", part: bool = 
     if part:
         saved = {name: facts for name, facts in saved.items() if name in planner.state_dict}
     if why := _misfit(planner.state_dict, saved):
-        raise RaydistError(f"{path}: {why}")
+        raise RaydistError(f"{source}: {why}")
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner).wait()
 

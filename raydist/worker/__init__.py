@@ -16,6 +16,8 @@ states. Never imports Ray.
     main.py               Start and end of a rank process: become the rank, run the job, report how it ended
     program.py            Runs an existing program (script=) in a rank's process, as a shell would
     protocol.py           The messages among driver, agents, fork servers and ranks
+    reshard.py            Shards, or a whole state, in the memories of ranks, read by any number of ranks: torch divides
+                          them
     sharded.py            Sharded states (FSDP) in memory: each rank keeps its own shards, the next node a copy of them
     stacks.py             What a hung rank reports: the stacks of its threads, and its last collectives
     standalone.py         Runs a job's file as a program: `python jobs/digits.py …`, `torchrun jobs/digits.py …`

@@ -11,9 +11,10 @@ node loses nothing: the copies of its shards are on the next node. They go from 
 on a CPU.
 No port listens for them, and nothing is unpickled from them without a list of the classes that may be in it.
 
-A restart with as many ranks as before loads from memory. When the run can't continue, or continues with another number
-of ranks, the newest state that is complete in the memories becomes a checkpoint in torch.distributed.checkpoint's
-format, which `load` loads on any number of ranks. Under torchrun, where no process outlives the ranks, nothing is kept.
+A restart loads from memory. With another number of ranks each gets what it needs from the ranks that have it
+(reshard.py). When the run can't continue, the newest state that is complete in the memories becomes a checkpoint in
+torch.distributed.checkpoint's format, which `load` loads on any number of ranks. Under torchrun, where no process
+outlives the ranks, nothing is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -40,17 +41,22 @@ from raydist.state.distributed_checkpoint import (
     begin_writing,
     beside_name,
     commit,
+    load_by,
     load_into,
     write_part,
 )
 from raydist.state.object_store import StoragePath
+from raydist.state.shard_choice import Shard, WholeShards, newest_whole
 from raydist.state.snapshot import NoRoom, SnapshotBuffer, rebuilt
 from raydist.state.snapshot_layout import State
 from raydist.state.write import FileFacts, SaveRequest, drop
 from raydist.worker import checkpoint, context
+from raydist.worker.reshard import PartsReader
 
 OFFERS = 2
 """How many of its newest states a rank offers: it has two slots for its own, and two for copies."""
+ROW = 3 * OFFERS
+"""Numbers for that: each is a rank, of how many, and a step."""
 LONGEST = 500
 """Characters of an error of another rank that are told."""
 
@@ -154,8 +160,8 @@ def _told_by_all(facts: Mapping[str, Any]) -> list[State]:
 def load(state: State, *, of_ranks: str = "", part: bool = False) -> int:
     """Load the newest kept state that is complete into `state`, in place; return its step, or 0 for none.
 
-    All ranks must call it, with the keys that `keep` gets. After a restart with as many ranks as before the state comes
-    from memory; otherwise from the checkpoint that the run continues from, saved by any number of ranks.
+    All ranks must call it, with the keys that `keep` gets. After a restart the state comes from memory, kept by any
+    number of ranks; otherwise from the checkpoint that the run continues from, saved by any number of ranks.
 
     - `state`: as for `keep`. Tensors are filled in place, all other values are replaced. Pass it to `set_state_dict`
       afterwards.
@@ -166,7 +172,7 @@ def load(state: State, *, of_ranks: str = "", part: bool = False) -> int:
     RaydistError: the kept state has other keys or shapes (another model, or a state without the optimizer's).
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    step = ring.load(state) if restarted and (ring := _ring()) is not None else 0
+    step = ring.load(state, of_ranks, part) if restarted and (ring := _ring()) is not None else 0
     return step or load_from_disk(state, of_ranks, part)
 
 
@@ -283,30 +289,62 @@ class Ring:
         if why:
             context.emit_event("warning", text=f"no more snapshots of the sharded state: {why}")
 
-    def load(self, state: State) -> int:
+    def load(self, state: State, of_ranks: str, part: bool) -> int:
         """As the module's `load`, from memory only."""
         assert self._memory is not None
-        source = self._holders.index(self._rank) if self._holders else -1
-        own, copies = self._parts(self._memory.steps, self._rank), self._parts(self._memory.replicas, source)
-        rows = self._gather(*own, *copies)
-        step = common([row[:OFFERS] for row in rows], [row[OFFERS:] for row in rows], self._holders)
-        if step < max(0, checkpoint.resumed_step()):  # there is none, or a newer one is on the disk
+        rows = self._gather(*_as_row(self._shards(self._memory.steps)), *_as_row(self._shards(self._memory.replicas)))
+        own, copies = ([_from_row(row[part]) for row in rows] for part in (slice(0, ROW), slice(ROW, None)))
+        step = self._common(own, copies)
+        whole = newest_whole(dict(enumerate(own)), dict(enumerate(copies)))
+        newest = max(step, whole.step if whole else -1)
+        if newest < max(0, checkpoint.resumed_step()):  # there is none, or a newer one is on the disk
+            if any((*own, *copies)) and whole is None and self._rank == 0:
+                text = "no step has the shards of all ranks in memory: the run continues from the checkpoint before it"
+                context.emit_event("warning", text=text)
             self._memory.forget_after(0)
             return 0
-        for rank, row in enumerate(rows):
-            if step not in row[:OFFERS] and self._holders is not None:
+        if step == newest:
+            self._take_back(step, own, state)
+        elif whole is not None:
+            load_by(PartsReader(self._given(whole), self._group), state, of_ranks, "the state in memory", part)
+        self._memory.forget_after(newest)
+        context.set_step(newest)
+        return newest
+
+    def _common(self, own: Sequence[Set[Shard]], copies: Sequence[Set[Shard]]) -> int:
+        """As `common`, of as many ranks as now, each with its own memory."""
+        after = self._holders or []
+        mine = [self._steps_of(rank, shards) for rank, shards in enumerate(own)]
+        others = [self._steps_of(after.index(rank), shards) for rank, shards in enumerate(copies)] if after else []
+        return common(mine, others, self._holders)
+
+    def _steps_of(self, rank: int, shards: Set[Shard]) -> list[int]:
+        return [step for of, world_size, step in shards if (of, world_size) == (rank, self._world)]
+
+    def _shards(self, slots: Mapping[int, int]) -> dict[Shard, int]:
+        """The slots of the newest shards among these."""
+        assert self._memory is not None
+        found = {}
+        for step, slot in sorted(slots.items())[-OFFERS:]:
+            own = self._memory.read(slot, clone=False)["own"]
+            if "plan" in own:
+                found[own["rank"], own["world_size"], step] = slot
+        return found
+
+    def _given(self, whole: WholeShards) -> dict[int, RankPart]:
+        """The parts that this rank gives to all; their tensors share the memory."""
+        assert self._memory is not None
+        slots = self._shards(self._memory.replicas) | self._shards(self._memory.steps)
+        named = {rank: slots[rank, whole.world_size, whole.step] for rank in whole.ranks.get(self._rank, ())}
+        return {rank: RankPart(**self._memory.read(slot, clone=False)["own"]) for rank, slot in named.items()}
+
+    def _take_back(self, step: int, own: Sequence[Set[Shard]], state: State) -> None:
+        """Each rank takes its own shards, or gets them from the node with the copy."""
+        assert self._memory is not None
+        for rank, shards in enumerate(own):
+            if (rank, self._world, step) not in shards and self._holders is not None:
                 self._send_back(step, rank, self._holders[rank])
         put_into(state, self._memory.read(self._memory.steps[step], clone=False)["own"]["state"], "state")
-        self._memory.forget_after(step)
-        context.set_step(step)
-        return step
-
-    def _parts(self, slots: Mapping[int, int], rank: int) -> list[int]:
-        """The newest steps among these slots that hold the shards of `rank`, one of as many ranks as now."""
-        assert self._memory is not None
-        found = {step: self._memory.read(slot, clone=False)["own"] for step, slot in slots.items()}
-        mine = [step for step, own in found.items() if (own.get("rank"), own["world_size"]) == (rank, self._world)]
-        return newest_common_steps(mine)
 
     def _send_back(self, step: int, rank: int, holder: int) -> None:
         """A new rank gets its shards from the rank that has the copy."""
@@ -345,12 +383,17 @@ def holders(nodes: Sequence[int]) -> list[int] | None:
 def common(own: Sequence[Sequence[int]], copies: Sequence[Sequence[int]], held_by: Sequence[int] | None) -> int:
     """The newest step of which the shards of every rank exist, its own or the copy; -1 if there is none."""
     exist = [{*steps, *(copies[held_by[rank]] if held_by else ())} for rank, steps in enumerate(own)]
-    return max(set.intersection(*exist) - {-1}, default=-1)
+    return max(set.intersection(*exist), default=-1)
 
 
-def newest_common_steps(steps: Sequence[int]) -> list[int]:
-    """The newest steps, padded with -1."""
-    return [*sorted(steps, reverse=True), *[-1] * OFFERS][:OFFERS]
+def _as_row(shards: Iterable[Shard]) -> list[int]:
+    """The shards as so many numbers on every rank, for a collective."""
+    return [*(number for shard in shards for number in shard), *[-1] * ROW][:ROW]
+
+
+def _from_row(row: Sequence[int]) -> set[Shard]:
+    triples = zip(row[::3], row[1::3], row[2::3], strict=True)
+    return {(rank, world_size, step) for rank, world_size, step in triples if rank >= 0}
 
 
 def local(value: Any) -> Any:

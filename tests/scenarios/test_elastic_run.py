@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from raydist.state import checkpoint_files
 from raydist.worker import checkpoint
@@ -28,7 +29,7 @@ def job(config):
     generator = torch.Generator().manual_seed(1)
     inputs, targets = torch.randn(256, 10, generator=generator), torch.randint(3, (256,), generator=generator)
     torch.manual_seed(0)
-    model = nn.Linear(10, 3)  # convex: what rounding does to it dies away
+    model = nn.Sequential(nn.Linear(10, 3))  # convex: what rounding does to it dies away
 
     def loss(output, target):
         time.sleep(0 if os.path.exists("go") else 0.25)
@@ -182,6 +183,31 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(
     assert "another node for" not in page
     steps = [event["step"] for event in run.events("report") if event["rank"] == 0 and "loss" in event["values"]]
     assert len(steps) - len(set(steps)) <= lost["repeated"]
+
+
+def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
+    site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    _, third, fourth = (site.add() for _ in range(3))
+    run = site.start(tmp_path / "run", "scale=1..4x1", "parallel=fsdp", "parallel.blocks=Linear", "snapshot.every=1")
+    run.until_step(3)
+    for node, left in ((fourth, 3), (third, 2)):
+        site.remove(node)
+        resized(run, *range(4, left - 1, -1))
+        run.until_step(run.events("restarted")[-1]["step"] + 2)  # its copies are on the next node then
+    site.add()
+    site.add()
+    run.until(lambda: sizes(run)[-1] == 4, "size 4")  # at once, or after 3
+    run.until(lambda: len(run.events("restarted")) == len(sizes(run)) - 1, "step after that")
+    assert run.events("saved") == []  # nothing has gone through the disk
+    (run.folder / "go").touch()
+    assert run.wait() == 0, run.screen
+    state = {"model": {name: torch.zeros_like(value) for name, value in whole.items()}}
+    load(state, checkpoint_id=run.result()["checkpoint"])
+    assert same(state["model"], whole)
+    lost, back = run.events("restarted")[:2], run.events("restarted")[2:]
+    assert max(event["repeated"] for event in lost) <= 1
+    assert {event["repeated"] for event in back} == {0}
 
 
 def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_disk(site: Site, tmp_path: Path) -> None:

@@ -276,6 +276,20 @@ def test_help_needs_neither_ray_nor_torch(here: Path) -> None:
     assert not {"ray", "torch"} & {*done.stdout.rpartition("LOADED")[2].split()}
 
 
+def test_a_division_that_does_not_fit_is_refused_without_ray_and_torch(here: Path) -> None:
+    words = (["parallel.shard=3"], ["parallel=fsdp", "backend=horovod"], ["parallel=fsdp", "data.global_batch=10"])
+    code = "import sys; from raydist.train import main; print([main(words) for words in %r], *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code % [["job=gpt", "scale=1x4", *each] for each in words]], cwd=here,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("[2, 2, 2] "), done.stdout
+    assert [line.split(":")[1].strip() for line in done.stderr.splitlines()] == [
+        "parallel.shard=3", "parallel=fsdp", "data.global_batch=10"
+    ]  # fmt: skip
+    assert not {"ray", "torch"} & {*done.stdout.split()}
+
+
 def test_help_into_a_pipe_that_closes(here: Path) -> None:
     command = f"{sys.executable} -m raydist.train --help | head -1"
     done = subprocess.run(

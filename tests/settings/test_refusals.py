@@ -52,6 +52,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         10,
         "data.global_batch=8",
     ),
+    "batch that shards can't share": (
+        ["parallel=fsdp", "scale=1x4", "data.global_batch=10"],
+        "data.global_batch",
+        10,
+        "data.global_batch=8",
+    ),
     "job file missing": (["job=nope.py"], "job", "nope.py", "job=odd.py"),
     "job file misspelt": (["job=jobs/mien.py"], "job", "jobs/mien.py", "job=jobs/mine.py"),
     "job misspelt": (["job=digit"], "job", "digit", "job=digits"),

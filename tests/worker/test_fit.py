@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import raydist
-from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Train
+from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Train
 from raydist.state import checkpoint_files
 from raydist.worker.loop.evaluation import accuracy
 from tests.ranks import Told, run_ranks
@@ -402,6 +402,22 @@ def test_compile_gives_the_same_numbers(tmp_path: Path) -> None:
         for flag in (True, False)
     )
     assert compiled[0].losses == pytest.approx(eager[0].losses, rel=1e-4)
+    assert compiled[0].value > 0 == eager[0].value
+
+
+def test_compile_by_blocks_gives_the_same_numbers_under_fsdp(tmp_path: Path) -> None:
+    def compiled_frames(job: Job) -> int:
+        aot = functools.partial(torch.compile, backend="aot_eager")  # inductor would call a compiler
+        pytest.MonkeyPatch().setattr(torch, "compile", aot)
+        plain(job)
+        return int(torch._dynamo.utils.counters["frames"]["ok"])
+
+    job = replace(with_train(steps=3), parallel=Parallel("fsdp", blocks="Linear"))
+    compiled, eager = (
+        fine(run_ranks(2, replace(job, train=replace(job.train, compile=flag)), compiled_frames, tmp_path / str(flag)))
+        for flag in (True, False)
+    )
+    assert compiled[0].losses == pytest.approx(eager[0].losses, rel=1e-5)
     assert compiled[0].value > 0 == eager[0].value
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import raydist
-from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Train
+from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
 from raydist.settings.mesh import MeshShape, check_microbatches, mesh_shape
 from raydist.shared.errors import ConfigError
 from raydist.tools import plan
@@ -31,6 +35,7 @@ from raydist.worker.loop.memory import memory_of
 from raydist.worker.loop.models import MLP, SmallCNN
 from tests.conftest import ROOT
 from tests.ranks import Told, run_ranks
+from tests.worker.test_sharded import memory
 
 BASE = Job(
     backend=Backend("gloo"),
@@ -220,7 +225,19 @@ def gpt(job: Job) -> dict[str, float]:
     return raydist.fit(job, model=model, train=train, loss=next_token)
 
 
+TYPES = set[torch.dtype]()
+"""Of the scores."""
+
+
+def types_since() -> set[torch.dtype]:
+    """Those since the last call."""
+    found = {*TYPES}
+    TYPES.clear()
+    return found
+
+
 def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    TYPES.add(scores.dtype)
     return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
 
 
@@ -287,6 +304,59 @@ def test_a_fused_optimizer_takes_shards(folder: Path, tmp_path: Path, settings: 
     assert mean_losses(fine(run_ranks(4, job, gpt, tmp_path))) == pytest.approx(wanted[:8], abs=1e-5)
 
 
+LEVERS = {
+    # the steps of sgd depend on the norm of the gradients; those of adamw do not
+    "clip": replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10, clip=0.1, accumulate=2)),
+    "unclipped": replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10)),
+    "bf16": replace(BASE, train=Train(steps=10, precision="bf16")),
+}
+
+
+@cache
+def levered(folder: Path, name: str, settings: Parallel, levers: tuple[str, ...]) -> dict[str, tuple[list[float], Any]]:
+    """The losses of gpt on four ranks with each lever, and the types that its layers gave."""
+
+    def each(job: Job) -> list[Any]:
+        here, seen = context.current(), []
+        for lever in levers:
+            here.rank, kinds = replace(here.rank, run_dir=folder / name / lever), set[Any]()
+            with noted(kinds) if lever == "bf16" else nullcontext():
+                gpt(replace(LEVERS[lever], parallel=settings))
+            seen.append((kinds, types_since()))
+        return seen
+
+    told = fine(run_ranks(4, replace(BASE, parallel=settings), each, folder / name))
+    losses = iter(mean_losses(told))
+    return {
+        lever: (list(islice(losses, LEVERS[lever].train.steps)), seen)
+        for lever, seen in zip(levers, told[0].value, strict=True)
+    }
+
+
+@contextmanager
+def noted(kinds: set[Any]) -> Iterator[None]:
+    """Inside the block the types of what each class of modules gives are noted."""
+
+    def note(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        kinds.add((type(module).__name__, output.dtype))
+
+    hook = nn.modules.module.register_module_forward_hook(note)
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize(("name", "settings"), [("fsdp", Parallel("fsdp")), ("tp", Parallel(tp=2))])
+def test_clip_accumulate_and_bf16_do_what_they_do_under_ddp(folder: Path, name: str, settings: Parallel) -> None:
+    wanted = levered(folder, "ddp-levers", Parallel(), ("clip", "unclipped", "bf16"))
+    found = levered(folder, f"{name}-levers", settings, ("clip", "bf16"))
+    assert found["clip"][0] == pytest.approx(wanted["clip"][0], abs=1e-6)
+    assert found["clip"][0][-1] > wanted["unclipped"][0][-1] + 0.01
+    for losses, (kinds, _) in (found["bf16"], wanted["bf16"]):
+        assert losses == pytest.approx(wanted["bf16"][0], abs=0.01)
+        assert ("FeedForward", torch.bfloat16) in kinds
+    assert found["bf16"][1][1] == {torch.float32}  # what loss gets
+
+
 PLAIN = """
 import json, sys
 import torch
@@ -316,6 +386,32 @@ def test_a_state_in_shards_goes_on_with_any_number_of_ranks(folder: Path, tmp_pa
         to = tmp_path / str(ranks)
         losses = losses + resumed(ranks, Parallel("fsdp"), at / "checkpoints" / f"step-{begin:08d}", to, end)
         at = to
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(whole, abs=1e-5)
+
+
+def in_memory(memories: list[int], to: Path, end: int, restart: int) -> list[float]:
+    """An attempt of ranks that are nodes of their own, each with this memory, to the end of a step."""
+
+    def attempt(job: Job) -> Any:
+        here = context.current()
+        me = here.rank.rank
+        here.memory = os.open(f"/proc/{pid}/fd/{memories[me]}", os.O_RDWR), -1
+        here.rank = context.Rank(me, 0, me, here.rank.world_size, run_dir=to)
+        return gpt(job)
+
+    pid, job = os.getpid(), replace(BASE, parallel=Parallel("fsdp"), snapshot=Snapshot(1))
+    job = replace(job, train=replace(BASE.train, steps=end))
+    env = {"RAYDIST_RESUME": "", "TORCHELASTIC_RESTART_COUNT": str(restart)}
+    return mean_losses(fine(run_ranks(len(memories), job, attempt, to, env)))
+
+
+def test_a_state_in_shards_goes_on_from_memory_with_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
+    _, (_, whole) = trained(folder, "fsdp", Parallel("fsdp"))
+    a, b, c, d, e, f = (memory() for _ in range(6))
+    losses = in_memory([a, b, c, d], tmp_path / "four", 10, 0)
+    for restart, (memories, end) in enumerate((([a, c, d], 20), ([c, d], 30), ([e, c, f, d], STEPS)), 1):
+        losses = losses + in_memory(memories, tmp_path / str(end), end, restart)
     assert len(losses) == STEPS
     assert losses == pytest.approx(whole, abs=1e-5)
 
@@ -383,8 +479,9 @@ def test_a_model_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
     assert not torch.equal(values["blocks.0.attention.out.weight"], values["blocks.1.attention.out.weight"])
 
 
-def test_a_whole_state_is_refused_for_shards(folder: Path, tmp_path: Path) -> None:
-    trained(folder, "ddp2", Parallel(), 2)
-    saved = folder / "ddp2" / "gpt" / "checkpoints" / "step-00000010"
-    told = run_ranks(2, replace(BASE, parallel=Parallel("fsdp")), gpt, tmp_path, {"RAYDIST_RESUME": str(saved)})
-    assert all("set parallel=ddp or resume=none" in one.error for one in told)
+def test_a_whole_state_goes_on_in_shards(folder: Path, tmp_path: Path) -> None:
+    """Of four ranks of ddp under fsdp; of two under tp, which has other generators then."""
+    for name, ranks, settings in (("ddp4", 4, Parallel("fsdp")), ("ddp2", 2, Parallel(tp=2))):
+        _, (_, whole) = trained(folder, name, Parallel(), ranks)
+        at = folder / name / "gpt" / "checkpoints" / "step-00000030"
+        assert resumed(4, settings, at, tmp_path / name, 40) == pytest.approx(whole[30:40], abs=1e-5)

@@ -7,7 +7,7 @@ import importlib.util
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import raydist
-from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Train
+from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
 from raydist.shared.events import Event
 from raydist.worker import context
 from raydist.worker.loop import waits
 from tests.ranks import Told, run_ranks
+from tests.worker.test_sharded import memory
 
 SIZE, STEPS, STOP = 96, 20, 10
 JOB = Job(
@@ -49,6 +50,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.seen = nn.Linear(3, 2), list[list[int]]()
+        self.tp_plan = {"layer": "colwise_rep"}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append([int(number) for number in x[:, 0]])
@@ -173,11 +175,13 @@ def note_warning(said: list[str], happened: Event) -> None:
         said.append(happened["text"])
 
 
-def fit_all(job: Job, step: int = 0) -> dict[str, tuple[list[float], list[list[int]], list[str], int]]:
+def fit_all(
+    job: Job, step: int = 0, names: Collection[str] = SOURCES
+) -> dict[str, tuple[list[float], list[list[int]], list[str], int]]:
     """A training with each source, in folders of their own; from the checkpoint of `step` on."""
     multiprocessing.set_start_method("fork", force=True)  # as in a rank; a child of tests.ranks has "forkserver"
     here, home, done = context.current(), context.rank().run_dir, {}
-    for name, made in SOURCES.items():
+    for name, made in ((name, SOURCES[name]) for name in names):
         here.rank = replace(here.rank, run_dir=home / name / str(step))
         said: list[str] = []
         here.emit = functools.partial(note_warning, said)
@@ -218,6 +222,40 @@ def test_an_epoch_has_each_sample_once(name: str, trained: Any) -> None:
     for epoch in (0, 1):
         parts = [told[name][1][8 * epoch : 8 * epoch + 8] for told in trained[0]]
         assert sorted(number for part in parts for step in part for number in step) == list(range(SIZE))
+
+
+SHARDED = replace(JOB, parallel=Parallel("fsdp", blocks="Linear"), snapshot=Snapshot(1))
+IN_SHARDS = [
+    name for name in ("stateful iterable", "DataLoader", "own loader", "datasets streamed in shards") if name in SOURCES
+]
+
+
+def test_a_source_goes_on_in_mid_epoch_with_a_model_in_shards(tmp_path: Path) -> None:
+    whole = fine(run_ranks(2, SHARDED, functools.partial(fit_all, names=IN_SHARDS), tmp_path))
+    again = fine(run_ranks(2, SHARDED, functools.partial(fit_all, step=STOP, names=IN_SHARDS), tmp_path))
+    for name in IN_SHARDS:
+        for first, second in zip(whole, again, strict=True):
+            losses, seen, *_ = first.value[name]
+            assert len(losses) == STEPS
+            assert second.value[name][:2] == (losses[STOP:], seen[STOP:])
+            assert second.value[name][3] == (name in ("stateful iterable", "own loader"))
+
+
+def test_each_rank_of_a_model_in_shards_has_the_place_of_its_own_loader_in_memory(tmp_path: Path) -> None:
+    def struck(job: Job) -> Any:
+        here, source = context.current(), OwnLoader()
+        here.memory = memory(), -1
+        before = fit(replace(job, train=Train(steps=STOP)), source)
+        here.sharded, os.environ["TORCHELASTIC_RESTART_COUNT"] = None, "1"
+        source = OwnLoader()
+        after = fit(job, source)
+        return [*before[0], *after[0]], [*before[1], *after[1]], source.loads
+
+    job = replace(SHARDED, checkpoint=Checkpoint(every=100))
+    path = {"RAYDIST_RESUME": "", "TORCHELASTIC_RESTART_COUNT": "0"}
+    whole = fine(run_ranks(2, job, lambda words: fit(words, OwnLoader()), tmp_path / "whole", path))
+    again = fine(run_ranks(2, job, struck, tmp_path / "struck", path))
+    assert [told.value for told in again] == [(*told.value, 1) for told in whole]
 
 
 READS_ALL = "each of 2 ranks reads all of it, and takes its part of each batch"
@@ -324,6 +362,11 @@ class Short(IterableDataset[Any]):
         (lambda: iter(Placed()), JOB, "train=generator is an iterator, which can be read only once"),
         (lambda: 3, JOB, "train=int has no length or no index"),
         (plain_loader, replace(JOB, data=Data(global_batch=24)), "set data.global_batch=12"),
+        (
+            plain_loader,
+            replace(JOB, parallel=Parallel(tp=2, blocks="Linear")),
+            "other batches on ranks that compute a sample together: its sampler must have 1 parts",
+        ),
     ],
 )
 def test_what_can_not_be_is_refused(made: Any, job: Job, say: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -94,6 +95,8 @@ class Training:
     def __init__(self, job: Job, order: data.Order, metrics: dict[str, Metric]) -> None:
         self.job, self.order, self.metrics = job, order, metrics
         self.me, self.device, self.comm = context.rank(), context.rank().device, cast("Comm", context.current().comm)
+        if self.comm.sharded:  # fit may have got other settings than the run has
+            self.comm = replace(cast("Any", self.comm), job=job)
         self.batches: Any = None
         self.tests: Any = None
         self.counted = 0  # batches of `tests` with samples of this rank
@@ -121,8 +124,7 @@ class Training:
         if saved is not None:
             position = saved.state["position"]
             self.step, self.samples = saved.step, position["samples"]
-            own = None if isinstance(saved, shards.Found) else sources.own_part(saved, self.order)
-            self.order.go_on(position, own)
+            self.order.go_on(position, sources.own_part(saved, self.order))
         per_epoch, epochs = self.order.steps_per_epoch, self.job.train.epochs
         after = self.order.steps_left + (epochs - self.order.epoch - 1) * per_epoch
         self.steps = self.job.train.steps or self.step + (after if self.order.epoch < epochs else 0)
@@ -158,9 +160,6 @@ class Training:
     def _find_shards(self) -> Saved | shards.Found | None:
         latest = self._agree(checkpoint.latest())
         self.saved = latest.step if latest else 0
-        if latest is not None and not latest.sharded:
-            cause = "parallel=ddp has saved it: a state in one piece cannot be divided"
-            raise ConfigError.of("resume", str(latest.path), cause, "parallel=ddp", "resume=none")
         return shards.find_shards(self.stepper)
 
     def _agree(self, found: Saved | None) -> Saved | None:
@@ -263,12 +262,12 @@ class Training:
     def _state(self) -> State:
         """The part of the state that is equal on all ranks; of a model in shards, all of it."""
         if self.comm.sharded:
-            facts = {
-                "position": self._position(), "schedule": self.stepper.schedule.state_dict(), "scaler": {},
-                "config": as_saved(self.job),
-            }  # fmt: skip
-            return shards.state_of(self.stepper, facts, self.loss)
+            return self._shards({**self.order.own(), "part": self.order.rank})
         return {**self.stepper.state(), "position": self._position()}
+
+    def _shards(self, source: State) -> State:
+        facts = {"position": self._position(), "schedule": self.stepper.schedule.state_dict(), **source}
+        return shards.state_of(self.stepper, {**facts, "config": as_saved(self.job)}, self.loss)
 
     def _position(self) -> State:
         return {**self.order.place(), "samples": self.samples}
@@ -305,7 +304,7 @@ class Training:
         with self._spending("save"):
             metrics = {"loss": self.loss.item(), **(self.results if self.evaluated == self.step else {})}
             if self.comm.sharded:
-                sharded.save(self.step, self._state(), metrics, self.job.checkpoint)
+                sharded.save(self.step, self._shards(self.order.owns()), metrics, self.job.checkpoint)
             else:
                 self._save_whole(metrics)
         self.saved = self.step

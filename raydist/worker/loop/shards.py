@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raydist.shared.errors import ConfigError, RaydistError
+from raydist.state.checkpoint_files import Saved
 from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import rebuilt
 from raydist.state.snapshot_layout import State
 from raydist.worker import checkpoint, context, sharded
 from raydist.worker.loop import random_state
 from raydist.worker.loop.snapshotter import Snapshotter
+from raydist.worker.reshard import divide, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from raydist.worker.loop.step import Stepper
@@ -64,22 +65,26 @@ class ShardSnapshotter(Snapshotter):
 def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
     """The state for raydist.sharded, in the form of torch.distributed.checkpoint.state_dict.get_state_dict.
 
-    That function would make the state of a new optimizer by a step, which Adam counts. `facts`: what is no tensor.
+    That function would make the state of a new optimizer by a step, which Adam counts. `facts`: what is no tensor; as
+    one value, of which DCP would make many, and expect as many when it loads.
     """
-    names, kept = _names(stepper), stepper.optimizer.state_dict()
+    mesh = getattr(stepper.comm, "mesh", None)
+    return {
+        "model": _on_mesh(stepper.model.state_dict(), mesh),
+        "optimizer": _on_mesh(_by_name(stepper, _names(stepper), stepper.optimizer.state_dict()), mesh),
+        "loss": loss, RANDOM: _row_of_each(stepper), "training": to_bytes({**facts, "scaler": {}}),
+    }  # fmt: skip
+
+
+def _by_name(stepper: Stepper, names: Sequence[str], kept: State) -> State:
+    """The state of an optimizer by names, in place of numbers, of its parameters. `names`: of these, in its order."""
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in kept["param_groups"]]
     if stepper.pipeline is not None:
         (group,) = groups
         group["params"] = [*stepper.pipeline.names.trained]  # a checkpoint has the state of the whole model
     for group in groups:
         group.pop("initial_lr", None)  # the schedule's
-    by_name = {names[index]: of_one for index, of_one in kept["state"].items()}
-    mesh = getattr(stepper.comm, "mesh", None)
-    optimizer = {"state": _on_mesh(by_name, mesh), "param_groups": groups}
-    return {
-        "model": _on_mesh(stepper.model.state_dict(), mesh), "optimizer": optimizer, "loss": loss,
-        RANDOM: _row_of_each(stepper), "training": json.dumps(facts),
-    }  # fmt: skip
+    return {"state": {names[index]: of_one for index, of_one in kept["state"].items()}, "param_groups": groups}
 
 
 def _on_mesh(value: Any, mesh: Any) -> Any:
@@ -116,7 +121,7 @@ def _row_of_each(stepper: Stepper) -> torch.Tensor:
 
 
 def find_shards(stepper: Stepper) -> Found | None:
-    """Fill the model and the optimizer with the newest state in shards, from memory or from the disk; None for none.
+    """Fill the model and the optimizer with the newest state, from memory or from the disk; None for none.
 
     All ranks must call it. ConfigError: the state has other keys or shapes.
     """
@@ -131,7 +136,10 @@ def find_shards(stepper: Stepper) -> Found | None:
     load = sharded.load if stepper.comm.sharded else sharded.load_from_disk
     trained = state["optimizer"]["param_groups"][0]["params"]
     try:
-        step = load(state, of_ranks=RANDOM, part=stepper.comm.pipelined)
+        part = stepper.comm.pipelined
+        step = load(state, of_ranks=RANDOM, part=part)
+        if not step and latest is not None and stepper.comm.sharded:
+            step = _divide(latest, stepper, state, part)
         if (odd := {*trained} ^ {*state["optimizer"]["param_groups"][0]["params"]}) and step:
             raise RaydistError(f"it has other parameters: {', '.join(sorted(odd)[:4])}")
     except RaydistError as error:
@@ -143,4 +151,21 @@ def find_shards(stepper: Stepper) -> Found | None:
     # tensors are filled in place; the settings of the optimizer are those of now
     rows = sharded.local(state[RANDOM]).cpu() if RANDOM in state else None
     own = None if rows is None else rows[0 if stepper.comm.sharded else context.rank().rank]
-    return Found(step, json.loads(state["training"]), state["loss"], own)
+    return Found(step, from_bytes(state["training"]), state["loss"], own)
+
+
+def _divide(saved: Saved, stepper: Stepper, state: State, part: bool) -> int:
+    """Fill the state with a whole one, as ddp saves it, which rank 0 reads; its step. A collective."""
+    whole = None
+    if context.rank().rank == 0:
+        kept = saved.state
+        facts = {key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept}
+        training = to_bytes({**facts, "scaler": {}})
+        names = stepper.pipeline.names.trained if stepper.pipeline is not None else _names(stepper)
+        whole = {
+            "model": kept["model"], "optimizer": _by_name(stepper, names, kept["optimizer"]),
+            "loss": torch.tensor(saved.meta.metrics["loss"]), RANDOM: kept[RANDOM], "training": training,
+        }  # fmt: skip
+    divide(whole, state, RANDOM, str(saved.path), part)
+    context.set_step(saved.step)
+    return saved.step

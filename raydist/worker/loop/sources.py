@@ -10,13 +10,12 @@ A source is known by what it can do (__iter__, state_dict, …), never by import
 by its own state, if it has one; otherwise it is read again up to its place. What it draws at random is seeded by that
 place. Ray Data has no order that could be had again.
 
-Ranks may come to an end at different steps. They agree on each step before it begins (16 bytes of each rank), and all
+Ranks may come to an end at different steps. They agree on each step before it begins (24 bytes of each rank), and all
 end an epoch when the first has no full step left.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 import time
 import zlib
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,9 +39,12 @@ from raydist.worker import context
 from raydist.worker.backends import Comm
 from raydist.worker.loop import data, random_state
 from raydist.worker.loop.ray_data import split_over_ray
+from raydist.worker.loop.shards import Found
 from raydist.worker.loop.snapshotter import Restored
+from raydist.worker.reshard import from_bytes, to_bytes
 
 Batch = Any
+T = TypeVar("T")
 Collate = Callable[[list[Any]], Batch]
 
 
@@ -154,17 +156,24 @@ class Stream(data.Order):
 
     def _agree(self) -> None:
         mine = self._next
-        if self.world_size > 1:
-            rows = self.all_of(torch.tensor([mine is not None, mine.mark if mine else 0], dtype=torch.int64))
-            if self.common and len({int(row[1]) for row in rows if row[0]}) > 1:
-                raise ConfigError(
-                    f"train={self.name} gives other samples on other ranks, so it cannot be divided: seed a generator "
-                    "of its own alike on all ranks; if it divides itself among them, give fit a torch DataLoader of it"
-                )
+        if context.rank().world_size > 1:
+            part = 0 if self.common else self.rank
+            rows = self.all_of(torch.tensor([mine is not None, mine.mark if mine else 0, part], dtype=torch.int64))
+            parts = {(int(row[2]), int(row[1])) for row in rows if row[0]}
+            if len(parts) > len({part for part, _ in parts}):
+                raise ConfigError(self._differs)
             if mine is not None and not all(row[0] for row in rows):
                 self._next = None
                 self._tell_left()
         self._over = self._next is None
+
+    @property
+    def _differs(self) -> str:
+        if self.common:
+            cause = "gives other samples on other ranks, so it cannot be divided: seed a generator of its own alike on"
+            return f"train={self.name} {cause} all ranks; if it divides itself, give fit a torch DataLoader of it"
+        cause = "gives other batches on ranks that compute a sample together: its sampler must have"
+        return f"train={self.name} {cause} {self.world_size} parts, and give this rank that of number {self.rank}"
 
     def _tell_left(self) -> None:
         if not self._told:
@@ -214,8 +223,11 @@ class Stream(data.Order):
         return {} if self.common else {"source": self._plain()}
 
     def owns(self) -> State:
-        """The states of all ranks, for a checkpoint. A collective."""
-        return {} if self.common else {"sources": gather_states(self._plain(), self._comm)}
+        """The states of all parts, for a checkpoint. A collective."""
+        if self.common:
+            return {}
+        by_part = dict(gather_states((self.rank, self._plain()), self._comm))
+        return {"sources": [by_part[part] for part in sorted(by_part)]}
 
     def _plain(self) -> State | None:
         """The state, if it can be read back without running code; otherwise the source is read again."""
@@ -252,10 +264,12 @@ def ordered(train: Any, job: Job, rank: int, world_size: int, collate: Collate |
     return order, data.loader(train, order, job.data, collate)
 
 
-def own_part(saved: Saved | Restored, order: data.Order) -> State | None:
+def own_part(saved: Saved | Restored | Found, order: data.Order) -> State | None:
     """What a checkpoint or a snapshot has of this rank's own source; None: nothing, or of other ranks."""
     if isinstance(saved, Restored):
         return (saved.own or {}).get("source")
+    if isinstance(saved, Found) and saved.state.get("part") == order.rank:
+        return saved.state.get("source")
     states = saved.state.get("sources", [])
     return states[order.rank] if len(states) == order.world_size else None
 
@@ -267,9 +281,9 @@ def stream(train: Any, job: Job, rank: int, world_size: int, collate: Collate | 
     """
     comm, name = context.current().comm, type(train).__name__
     kind = source_kind(train, world_size)
-    if comm.sharded:
-        cause = f"train={name} has no index, which a model in shards needs to go on at its place"
-        raise ConfigError.of("parallel", job.parallel.name, cause, "parallel=ddp")
+    if kind == "ray" and world_size < context.rank().world_size:
+        cause = f"train={name} gives no batch to two ranks, which those that compute a sample together need"
+        raise ConfigError.of("parallel", job.parallel.name, cause, "parallel=fsdp")
     batch = getattr(train, "batch_size", None) if kind == "loader" else None
     accumulate = job.train.accumulate
     settings, even = job.data, kind != "stream" or job.scale.max_nodes is None
@@ -412,16 +426,14 @@ def raw(value: Any) -> bytes:
     return pickle.dumps(value)
 
 
-def gather_states(state: State | None, comm: Comm) -> list[State | None]:
+def gather_states(state: T, comm: Comm) -> list[T]:
     """The state of each rank, on every rank. A collective."""
-    packed = io.BytesIO()
-    torch.save(state, packed)
-    mine = torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
     sizes = [int(size) for size in comm.gather(torch.tensor([len(mine)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(mine)] = mine
     parts = [part[:size].numpy().tobytes() for part, size in zip(comm.gather(padded), sizes, strict=True)]
-    return [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
+    return [from_bytes(part) for part in parts]
 
 
 def collective(comm: Comm) -> Callable[[torch.Tensor], list[torch.Tensor]]:

@@ -1,0 +1,37 @@
+"""Which shards in memory are a whole state: the newest step of which those of all ranks exist. (pure)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+Shard = tuple[int, int, int]
+"""Of a rank, one of so many, of a step."""
+
+
+@dataclass(frozen=True)
+class WholeShards:
+    """Which holder (a node or a rank) gives the shards of which ranks."""
+
+    step: int
+    world_size: int
+    ranks: Mapping[int, tuple[int, ...]]
+    """By holder."""
+
+
+def newest_whole(own: Mapping[int, Set[Shard]], copies: Mapping[int, Set[Shard]]) -> WholeShards | None:
+    """The newest step of which the shards of all ranks exist, each from its own holder if possible; None for none.
+
+    `own`, `copies`: by holder.
+    """
+    kept = [(number, held) for each in (own, copies) for number, held in each.items()]
+    steps = {(step, world_size) for _, held in kept for _, world_size, step in held}
+    for step, world_size in sorted(steps, reverse=True):
+        ranks: dict[int, tuple[int, ...]] = {}
+        for rank in range(world_size):
+            holder = next((number for number, held in kept if (rank, world_size, step) in held), None)
+            if holder is not None:
+                ranks[holder] = (*ranks.get(holder, ()), rank)
+        if sum(map(len, ranks.values())) == world_size:
+            return WholeShards(step, world_size, ranks)
+    return None

@@ -1,0 +1,138 @@
+"""Shards, or a whole state, in the memories of ranks, read by any number of ranks: torch divides them. (rank side)
+
+It is a StorageReader of torch.distributed.checkpoint (DCP), as that of a checkpoint on the disk. Each rank plans what
+it needs, tells the ranks that have it, and gets it over gloo. Nothing is unpickled from them without a list of the
+classes that may be in it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, WriteItemType
+from torch.futures import Future
+
+from raydist.state.distributed_checkpoint import PartPlanner, RankPart, RankPlanner, joined_metadata, load_by, read_plan
+from raydist.state.snapshot_layout import State
+
+Piece = tuple[int, int, Sequence[int], Sequence[int]]
+"""A part of a shard: of which former rank, the number of the item in its plan, offsets and lengths."""
+
+
+class PartsReader(FileSystemReader):
+    """Reads the parts that the ranks of a group have in memory. Its reads are collectives."""
+
+    def __init__(self, parts: Mapping[int, RankPart], group: Any) -> None:
+        """`parts`: those that this rank gives, by former rank; over all ranks each of them once."""
+        super().__init__("")
+        self._parts, self._group = parts, group
+        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._values, self._holder = dict[tuple[int, int], bytes](), dict[int, int]()
+        self._planners, self._plans = dict[int, PartPlanner](), dict[int, Any]()
+        for rank, part in self._parts.items():
+            self._planners[rank] = PartPlanner()
+            self._planners[rank].set_up_planner(part.state)
+        own = {rank: {"plan": part.plan, "values": self._texts(rank, part)} for rank, part in self._parts.items()}
+        for holder, told in enumerate(self._gather(to_bytes(own))):
+            for rank, each in from_bytes(told).items():
+                self._holder[rank], self._plans[rank] = holder, read_plan(each["plan"])
+                self._values |= {(rank, number): text for number, text in each["values"].items()}
+        plans = sorted(self._plans.items())
+        metadata = joined_metadata([plan for _, plan in plans])
+        metadata.storage_data = {  # what several ranks have is that of the lowest
+            item.index: (rank, number) for rank, plan in reversed(plans) for number, item in enumerate(plan.items)
+        }
+        self._known = metadata.state_dict_metadata
+        return metadata
+
+    def _texts(self, rank: int, part: RankPart) -> dict[int, bytes]:
+        """What is no tensor in a part, as torch.save writes it, by the number of the item."""
+        items = [*enumerate(read_plan(part.plan).items)]
+        values = {number: item.index for number, item in items if item.type == WriteItemType.BYTE_IO}
+        return {number: to_bytes(self._planners[rank].lookup_object(index)) for number, index in values.items()}
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: list[list[tuple[ReadItem, Piece]]] = [[] for _ in range(self._world)]
+        for item in plan.items:
+            rank, number = self.storage_data[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(self._values[rank, number]))
+            else:
+                wanted[self._holder[rank]].append((item, (rank, number, [*item.storage_offsets], [*item.lengths])))
+        told = self._gather(json.dumps([[piece for _, piece in each] for each in wanted]).encode())
+        asked = [json.loads(each)[self._rank] for each in told]
+        for shift in range(self._world):  # with each rank once, with itself first
+            to, source = (self._rank + shift) % self._world, (self._rank - shift) % self._world
+            sent = [] if to == self._rank else [self._send(piece, to) for piece in asked[to]]
+            for item, piece in wanted[source]:
+                into = planner.resolve_tensor(item).detach()
+                into.copy_(self._piece(piece) if source == self._rank else self._receive(item, source))
+                planner.commit_tensor(item, into)
+            for each in sent:
+                each.wait()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _piece(self, piece: Piece) -> torch.Tensor:
+        """This part of a shard that this rank has."""
+        rank, number, offsets, lengths = piece
+        found: torch.Tensor = self._planners[rank].lookup_object(self._plans[rank].items[number].index)
+        for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            found = found.narrow(dim, offset, length)
+        return found
+
+    def _send(self, piece: Piece, to: int) -> Any:
+        return dist.isend(_as_bytes(self._piece(piece).contiguous()), to, group=self._group)
+
+    def _receive(self, item: ReadItem, source: int) -> torch.Tensor:
+        dtype = self._known[item.storage_index.fqn].properties.dtype  # type: ignore[union-attr]
+        piece = torch.empty(tuple(item.lengths), dtype=dtype)
+        dist.recv(_as_bytes(piece), source, group=self._group)
+        return piece
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        """The bytes of all ranks, by rank."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world)]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self._group)
+        longest = int(max(sizes))
+        row = torch.zeros(longest, dtype=torch.uint8)
+        row[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        rows = [torch.empty_like(row) for _ in sizes]
+        dist.all_gather(rows, row, group=self._group)
+        return [each[: int(size)].numpy().tobytes() for each, size in zip(rows, sizes, strict=True)]
+
+
+def divide(whole: State | None, state: State, of_ranks: str, source: str, part: bool = False) -> None:
+    """Load a state that only rank 0 has, whole, into the shards of all ranks; None on the others. A collective.
+
+    `state`, `of_ranks`, `source`, `part`: as for `load_by`.
+    """
+    parts = {} if whole is None else {0: RankPart(0, 1, whole, RankPlanner(0).plan(whole))}
+    load_by(PartsReader(parts, dist.new_group(backend="gloo")), state, of_ranks, source, part)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor, without a copy: gloo does not know every type."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def to_bytes(value: Any) -> bytes:
+    """A value as torch.save writes it."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def from_bytes(text: bytes) -> Any:
+    """The reverse of `to_bytes`. pickle.UnpicklingError: it would run code."""
+    return torch.load(io.BytesIO(text), weights_only=True)
