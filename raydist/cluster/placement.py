@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from raydist.cluster import nodes as cluster_nodes
@@ -45,7 +46,7 @@ class Plan:
     def world_size(self) -> int:
         return len(self.slots)
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The nodes in order of node_rank."""
         return tuple(slot.node for slot in self.slots if slot.local_rank == 0)

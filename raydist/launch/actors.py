@@ -8,11 +8,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from raydist.cluster.placement import Plan
+from raydist.launch.mailbox import Mail, Mailbox
 from raydist.node.actor import NodeActor
 from raydist.shared import signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
-from raydist.worker.protocol import AnyReply, Request
+from raydist.worker.protocol import Answer, AnyReply, NodeRequest, Request
 
 Key = tuple[int, int]
 """An actor's bundle, and its local rank there. It stays the same when ranks are renumbered."""
@@ -51,6 +52,9 @@ class Actors:
         self._options = options
         self._class = ray.remote(NodeActor)  # once: Ray exports the class at each call
         self._actors: dict[Key, Any] = {}
+        self._mail = Mail()
+        self._boxes: dict[Key, Mailbox] = {}
+        """Of each actor."""
         self.plan = plan
         self.set_plan(plan)
         self.start(slot.rank for slot in plan.slots if slot.local_rank == 0)
@@ -68,8 +72,14 @@ class Actors:
 
     def start_actor(self, key: Key) -> None:
         """Start this actor if it is missing."""
-        if key not in self._actors:
-            self._actors[key] = self._class.options(**self._actor_options(key[0])).remote(self.plan.request.backend)
+        if key in self._actors:
+            return
+        actor = self._class.options(**self._actor_options(key[0])).remote(self.plan.request.backend)
+
+        def exchange(requests: Sequence[NodeRequest]) -> Future[Sequence[Answer]]:
+            return actor.exchange.remote(requests).future()  # type: ignore[no-any-return]
+
+        self._actors[key], self._boxes[key] = actor, self._mail.box(exchange)
 
     def kill_bundle(self, bundle: int) -> None:
         """Kill the actors of a bundle."""
@@ -89,11 +99,11 @@ class Actors:
 
     def send(self, key: Key, local_rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
         """Send a request to an agent of this actor; the future fails if the actor is gone and was not replaced."""
-        if key not in self._actors:
+        if key not in self._boxes:
             failed: Future[AnyReply] = Future()
             failed.set_exception(LaunchError("its node is gone"))
             return failed
-        return self._actors[key].handle.remote(local_rank, request).future()  # type: ignore[no-any-return]
+        return self._boxes[key].send(local_rank, request)
 
     def gpus(self) -> list[tuple[str, ...]]:
         """The GPUs of each rank. Only its own actor knows them, so this starts all actors and waits for them."""
@@ -108,11 +118,13 @@ class Actors:
         """Kill all actors."""
         for key in list(self._actors):
             self._kill(key)
+        self._mail.__exit__()
 
     def _kill(self, key: Key) -> None:
         import ray
 
         if key in self._actors:
+            del self._boxes[key]
             ray.kill(self._actors.pop(key))
 
     def _key(self, rank: int) -> Key:

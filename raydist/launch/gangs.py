@@ -15,6 +15,7 @@ from raydist.cluster import drain
 from raydist.cluster.connect import alive_nodes
 from raydist.cluster.nodes import ResourceRequest
 from raydist.launch.actors import Actors
+from raydist.launch.limits import longest
 from raydist.shared.events import Reader
 from raydist.shared.signals import Halt
 from raydist.worker.protocol import IsOpen
@@ -47,7 +48,9 @@ class Gang:
             return False
         leads = [slot.rank for slot in self.actors.plan.slots if slot.local_rank == 0]
         replies = [self.actors.call(rank, IsOpen()) for rank in leads]
-        return not wait(replies, ANSWER_S).not_done and all(reply.exception() is None for reply in replies)
+        return not wait(replies, longest(ANSWER_S, len(replies))).not_done and all(
+            reply.exception() is None for reply in replies
+        )
 
 
 @dataclass

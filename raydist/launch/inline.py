@@ -17,14 +17,16 @@ from typing import Any
 from raydist.cluster.nodes import Node
 from raydist.cluster.placement import Plan
 from raydist.launch import run_storage
+from raydist.launch.limits import CLOSE_S
+from raydist.launch.mailbox import Mail
 from raydist.launch.payload import RemoteCall
 from raydist.launch.vitals import Pace, Vitals
-from raydist.launch.worker_group import CLOSE_S, WorkerGroup
+from raydist.launch.worker_group import WorkerGroup
 from raydist.network import binding, checks_node
 from raydist.network import variables as network_variables
 from raydist.network.names import RANK_FOLDER
 from raydist.node import cache_folder, probe, rendezvous
-from raydist.node.actor import make_agent
+from raydist.node.actor import NodeActor
 from raydist.node.load import LoadReader
 from raydist.settings.config import Job
 from raydist.shared.errors import Stopped
@@ -146,14 +148,16 @@ def in_thread(plan: Plan, events: Events) -> Iterator[WorkerGroup]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="raydist-agents", daemon=True)
     thread.start()
-    agents = [make_agent(plan.request.backend) for _ in plan.slots]
-
-    def call(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
-        return asyncio.run_coroutine_threadsafe(agents[rank].handle(request), loop)
-
+    actor = NodeActor(plan.request.backend)
     try:
-        with WorkerGroup(plan, call, events) as group:
-            yield group
+        with Mail() as mail:
+            box = mail.box(lambda requests: asyncio.run_coroutine_threadsafe(actor.exchange(requests), loop))
+
+            def call(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+                return box.send(rank, request)
+
+            with WorkerGroup(plan, call, events) as group:
+                yield group
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=CLOSE_S)

@@ -64,6 +64,7 @@ def placed_group(
             standby=standby,
             record_attempt=partial(record_attempt, job, address, actors),
             reachable=reachable,
+            put=ray.put,
         ) as group:
             yield group
         if gangs is not None and standby is None:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from raydist.cluster.placement import Plan
+from raydist.launch.limits import LOAD_S, longest
 from raydist.shared.events import Events
 from raydist.worker.protocol import GetLoad, NodeLoad, Transport
 
@@ -20,8 +21,6 @@ FIRST_S = 2.0
 """Seconds until the first; each later interval is twice the one before, up to EVERY_S."""
 BYTES_PER_S = 100.0
 """Bytes of each kind per second of a run: both together are 17 MB a day, however many ranks there are."""
-ANSWER_S = 5.0
-"""Longest wait for the nodes; one that does not answer is left out."""
 
 Pace = tuple[int, float, float]
 """(newest step, seconds of own work in one, seconds of one); 0 where they are not timed."""
@@ -86,7 +85,7 @@ class Vitals(AbstractContextManager["Vitals"]):
         for rank in self._leads:
             if rank not in self._asked or self._asked[rank].done():
                 self._asked[rank] = self._call(rank, GetLoad())
-        done, _ = wait(self._asked.values(), ANSWER_S)
+        done, _ = wait(self._asked.values(), longest(LOAD_S, len(self._asked)))
         answers = {rank: call.result() for rank, call in self._asked.items() if call in done and not call.exception()}
         return {"nodes": {self._leads[rank]: load for rank, load in answers.items()}} if answers else {}
 

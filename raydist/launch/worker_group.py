@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,6 +19,7 @@ from typing import TypeVar
 from raydist.cluster.placement import Plan, Slot
 from raydist.launch import flush as launch_flush
 from raydist.launch import preload, runtime_env, shared_paths
+from raydist.launch.limits import ANSWER_S, CLOSE_S, IDLE_S, NETWORK_S, OPEN_S, longest
 from raydist.launch.standby import StandbyNodes
 from raydist.network import binding, checks_node, traffic
 from raydist.network.facts import Facts
@@ -41,17 +42,6 @@ from raydist.worker.protocol import (
     WarmServer,
 )
 
-OPEN_S = 300.0
-"""Longest wait for a node to import torch: a cold network file system takes minutes."""
-ANSWER_S = 60.0
-"""Longest wait for a reply that needs no work."""
-IDLE_S = 10.0
-"""Longest wait for an agent whose rank has ended: it has nothing else to do. One that is stopped is replaced."""
-NETWORK_S = 2.0
-"""Longest wait for the network counters: the end of a run does not wait long for one line of its summary."""
-CLOSE_S = 2.0
-"""Longest wait for agents to close before their actors are killed."""
-
 Reply = TypeVar("Reply")
 
 
@@ -70,6 +60,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         standby: StandbyNodes | None = None,
         record_attempt: Callable[[End | None, Sequence[Slow]], None] = lambda cause, slow: None,
         reachable: Callable[[str], bool] = lambda node_id: True,
+        put: Callable[[bytes], bytes | Awaitable[bytes]] = lambda call: call,
     ) -> None:
         """`gpus`: returns each rank's GPUs; None where Ray assigns none.
 
@@ -77,7 +68,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         `replace_nodes`: finds other nodes for lost ranks, and returns the new plan. `draining`: returns the nodes that
         are draining, each with its deadline in seconds since the epoch, or 0. `standby`: the nodes without ranks of a
         job that has or may get some. `record_attempt`: takes the first cause of an attempt and its stragglers, for the
-        node history. `reachable`: whether a node accepts connections; Ray itself finds out that one is gone.
+        node history. `reachable`: whether a node accepts connections; Ray itself finds out that one is gone. `put`:
+        puts bytes where each node fetches them once.
         """
         self.plan = plan
         self.first_world_size = plan.world_size
@@ -100,6 +92,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """By node id: the name of its fork server, if the node was opened after the others."""
         self._opened: dict[str, Opened] = {}
         """By node id: the reply of its first agent."""
+        self._put = put
+        self._kept_call: bytes | Awaitable[bytes] | None = None
+        """The job's pickled function, as `put` has made it."""
+        self._have_call = set[tuple[str, str]]()
+        """The nodes that have it, each with the name of its fork server."""
 
     def open(self, job: Job, modules: Sequence[str], warm_server: WarmServer | None = None, attempt: int = 0) -> None:
         """Round 1: probe every node, warm its fork server, open the rendezvous store on rank 0's node.
@@ -165,7 +162,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def lost_ranks(self) -> list[int]:
         """The ranks whose agent is gone, or new and not open yet."""
         futures = [self.call(slot.rank, protocol.IsOpen()) for slot in self.plan.slots]
-        wait(futures, timeout=IDLE_S + len(futures) / 300)
+        wait(futures, timeout=longest(IDLE_S, len(futures)))
         return [
             rank
             for rank, future in enumerate(futures)
@@ -183,7 +180,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def values(self) -> list[RankValue]:
         """What each rank returned or raised, pickled; an empty RankValue for an agent that is gone."""
         futures = [self.call(slot.rank, protocol.GetValue()) for slot in self.plan.slots]
-        wait(futures, timeout=ANSWER_S)
+        wait(futures, timeout=longest(ANSWER_S, len(futures)))
         return [RankValue() if not each.done() or each.exception() is not None else each.result() for each in futures]
 
     def flush(self) -> None:
@@ -215,7 +212,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         requests = [
             replace(
                 self._request,
-                run=self._runs.get(slot.node.id, self._request.run),
+                run=self._run_of(slot),
                 rank=slot.rank,
                 node_id=slot.node.id,
                 node_ip=slot.node.ip,
@@ -228,8 +225,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         unreachable = self._find_unreachable(self._files) if not self.facts else []
         if self._installs:
             self._events.say("wait", text=f"Ray installs {self._installs} on each node; the first time takes minutes")
-        patience = OPEN_S + (runtime_env.INSTALL_S if self._installs else 0.0)
-        replies = self.call_each(requests, patience, ranks)
+        limit = OPEN_S + (runtime_env.INSTALL_S if self._installs else 0.0)
+        replies = self.call_each(requests, limit, ranks)
         for slot, opened in zip(slots, replies, strict=True):
             if slot.local_rank == 0:
                 self._opened[slot.node.id] = opened
@@ -278,13 +275,14 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def start(self, job: Job, variables: Sequence[Iterable[EnvVar]], call: bytes | None) -> None:
         """Round 2: send every rank its variables, and fork it. `call`: the pickled function, if the job is one."""
         checks_node.check_nodes(job, self.plan, self.facts, lambda text: self._events.say("warning", text=text))
+        self._send_call(call)
         copied = runtime_env.root(job)
         program = shared_arguments.seen_from(copied or os.getcwd(), job.script)
         common = StartRank(
             rank=0, env={}, job=json.dumps(as_dict(job)), argv=(program or job.job.target,), script=program,
             cwd="" if copied else os.getcwd(),  # an agent that gets no folder uses its actor's: the copy
             sys_path=tuple(path for path in sys.path if not copied or os.path.abspath(path) != copied),
-            nccl_aloud=job.fabric.debug, nccl_strict=job.fabric.strict, call=call,
+            nccl_aloud=job.fabric.debug, nccl_strict=job.fabric.strict, call=call is not None,
         )  # fmt: skip
         requests, cpus = [], binding.bind_all(job, self.plan, self.facts)
         for rank, rank_variables in enumerate(variables):
@@ -293,6 +291,22 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             requests.append(replace(common, rank=rank, env=env, argv=(*common.argv, *args), cpus=cpus[rank]))
         for slot, pid in zip(self.plan.slots, self.call_each(requests), strict=True):
             self._events.say("began", rank=slot.rank, host=slot.node.host, pid=pid)
+
+    def _send_call(self, call: bytes | None) -> None:
+        """Send the pickled function to each node that does not have it, once for all its ranks."""
+        nodes = {(slot.node.id, self._run_of(slot)): slot.rank for slot in self._leads}
+        new = nodes.keys() - self._have_call
+        if call is None or not new:
+            return
+        if self._kept_call is None:
+            self._kept_call = self._put(call)
+        ranks = sorted(nodes[each] for each in new)
+        self.call_each([protocol.KeepCall(self._kept_call)] * len(ranks), ranks=ranks)
+        self._have_call |= new
+
+    def _run_of(self, slot: Slot) -> str:
+        """The name of the fork server of a node."""
+        return self._runs.get(slot.node.id, self._request.run)
 
     def report_network(self) -> None:
         """Report which network the run used; nothing for a run on one node, or if a node is gone."""
@@ -325,15 +339,17 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self.call(rank, protocol.StopRank(grace))
 
     def call_each(
-        self, requests: Sequence[Request[Reply]], patience: float = ANSWER_S, ranks: Sequence[int] | None = None
+        self, requests: Sequence[Request[Reply]], limit_s: float = ANSWER_S, ranks: Sequence[int] | None = None
     ) -> list[Reply]:
         """Send one request to the agent of each of `ranks` (None: all) at once; their replies, in order.
 
-        LaunchError: names the first rank whose agent failed, or did not reply within `patience` seconds.
+        LaunchError: names the first rank whose agent failed, or did not reply within `limit_s` seconds; ranks by the
+        hundred have a little more.
         """
         slots = self.plan.slots if ranks is None else [self.plan.slots[rank] for rank in ranks]
         futures = [self.call(slot.rank, request) for slot, request in zip(slots, requests, strict=True)]
-        wait(futures, timeout=patience, return_when="FIRST_EXCEPTION")
+        within = longest(limit_s, len(futures))
+        wait(futures, timeout=within, return_when="FIRST_EXCEPTION")
         for slot, future in zip(slots, futures, strict=True):
             if future.done() and (error := future.exception()) is not None:
                 kind = ConfigError if isinstance(error, ConfigError) else LaunchError
@@ -342,13 +358,14 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         if silent:
             raise LaunchError(
                 f"{len(silent)} of {len(futures)} agents did not answer {type(requests[0]).__name__} within "
-                f"{patience:g} s; the first is rank {silent[0].rank} on {silent[0].node.host} ({silent[0].node.ip})"
+                f"{within:.3g} s; the first is rank {silent[0].rank} on {silent[0].node.host} ({silent[0].node.ip})"
             )
         return [future.result() for future in futures]
 
     def __exit__(self, *_: object) -> None:
         standby = self.standby.close() if self.standby else []
-        wait([*standby, *(self.call(slot.rank, protocol.Close()) for slot in self.plan.slots)], timeout=CLOSE_S)
+        closing = [*standby, *(self.call(slot.rank, protocol.Close()) for slot in self.plan.slots)]
+        wait(closing, timeout=longest(CLOSE_S, len(closing)))
 
     def _note_facts(self) -> None:
         """Note the facts of each rank's node, with the rank's own GPUs."""

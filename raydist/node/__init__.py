@@ -32,6 +32,7 @@ when a rank dies.
     probe/                The facts of this machine: addresses, interfaces, GPUs, versions, variables of the site
     processes.py          Signals, awaits and ends processes with their children; reads their state and their recorded
                           error
+    rank_spec.py          The driver's request for a rank -> the whole description of its process, on its node
     rendezvous.py         The rendezvous TCPStore, served on the training address by a process that outlives rank 0
     rendezvous_http.py    Horovod's rendezvous: its key-value store over HTTP, on the training address only, behind a
                           secret

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import pickle
+import sys
+import traceback
+from collections.abc import Sequence
+
 from raydist.node.agent import RankAgent
 from raydist.node.mpi_agent import MpiRankAgent
-from raydist.worker.protocol import AnyReply, Close, Request
+from raydist.shared.errors import LaunchError
+from raydist.worker.protocol import Answer, Close, NodeRequest
 
 
 def make_agent(backend: str) -> RankAgent:
@@ -21,19 +28,62 @@ class NodeActor:
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._agents: dict[int, RankAgent] = {}
+        self._answers: list[Answer] = []
+        """That no call has taken yet."""
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the call that waits for answers."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def handle(self, local_rank: int, request: Request[AnyReply]) -> AnyReply:
-        """Pass a request to the agent of a rank of this node; its reply."""
+    async def exchange(self, requests: Sequence[NodeRequest]) -> list[Answer]:
+        """Pass requests to agents of this node; return the answers that there are, once there is one.
+
+        They may be answers to requests of earlier calls: a slow answer does not delay the others. Only the newest call
+        waits; one before it returns at once.
+        """
+        loop = asyncio.get_running_loop()
+        for request in requests:
+            task = loop.create_task(self._handle(request))
+            self._tasks.add(task)  # the loop holds only weak references
+            task.add_done_callback(self._tasks.discard)
+        self._wake()
+        if not self._answers:
+            self._waiter = waiter = loop.create_future()
+            await waiter
+        answers, self._answers = self._answers, []
+        return answers
+
+    async def _handle(self, sent: NodeRequest) -> None:
+        """Have an agent answer a request."""
+        number, local_rank, request = sent
         if local_rank not in self._agents:
             self._agents[local_rank] = make_agent(self._backend)
         agent = self._agents[local_rank]
         if isinstance(request, Close):  # an agent is of one run; the actor may get another run
             del self._agents[local_rank]
-        reply: AnyReply = await agent.handle(request)
-        return reply
+        try:
+            answer = Answer(number, await agent.handle(request))
+        except Exception as error:
+            answer = Answer(number, error=picklable(error))
+        self._answers.append(answer)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def gpus(self) -> tuple[str, ...]:
         """The GPUs that Ray assigned to this actor. The actor itself never uses CUDA, so Ray's mask has no effect."""
         import ray
 
         return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+
+
+def picklable(error: Exception) -> Exception:
+    """This error, or its text as a LaunchError if it can't be pickled."""
+    try:
+        if sys.version_info >= (3, 11):
+            error.add_note("".join(traceback.format_exception(error)))
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return LaunchError(f"{type(error).__name__}: {error}")
+    return error

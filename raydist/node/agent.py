@@ -21,15 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist.network import nccl_log as network_nccl_log
-from raydist.network.names import RANK_FOLDER
-from raydist.node import cache_folder, counters, kept_server, nccl_output, oom
+from raydist.node import counters, kept_server, nccl_output, oom, rank_spec
 from raydist.node.fork_client import ForkClient
-from raydist.node.fork_launcher import ForkServer, node_folder, rank_search_path
+from raydist.node.fork_launcher import ForkServer, node_folder
 from raydist.node.load import LoadReader
 from raydist.node.nccl_output import NcclLog
 from raydist.node.processes import main_stack, process_state, recorded_error
 from raydist.node.writer import Writer, read_messages
-from raydist.shared import env_names
 from raydist.shared.errors import LaunchError
 from raydist.worker import protocol
 from raydist.worker.heartbeat import BEAT_PAGE, STACKS_SIGNAL, read_beat, read_compute_time, read_pauses
@@ -43,7 +41,6 @@ from raydist.worker.protocol import (
     RankEnd,
     RankMessage,
     RankNews,
-    RankSpec,
     RankValue,
     Request,
     SignalProcess,
@@ -63,7 +60,7 @@ LOG_CHUNK = 1 << 20
 EXAMINE_S = 0.6
 """Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a second."""
 STOP_S = 3.0
-"""Longest wait for the end of a rank after SIGKILL: the driver gives up after 5 s (recovery.deadlines.SILENT_S)."""
+"""Longest wait for the end of a rank after SIGKILL: the driver gives up after 5 s (launch.limits.SILENT_S)."""
 SERVER_S = 10.0
 """Seconds after which a fork server that does not answer is ended, if it is needed."""
 ANSWER_S = 3.0
@@ -120,6 +117,8 @@ class RankAgent:
                 from raydist.node import path_check  # it imports the object store
 
                 return await path_check.find_unreachable_paths(request)
+            case protocol.KeepCall():
+                return await self.keep_call(request)
             case StartRank():
                 return await self.start(request)
             case protocol.GetNews():
@@ -188,13 +187,19 @@ class RankAgent:
         self._store_pid = opened.pid
         return StoreAddress(opened.port, opened.secret)
 
+    async def keep_call(self, request: protocol.KeepCall) -> None:
+        """Write the pickled function of the job to the node's folder, where all its ranks read it."""
+        call = request.call if isinstance(request.call, bytes) else await request.call
+        await asyncio.to_thread((self.folder / rank_spec.CALL).write_bytes, call)
+
     async def start(self, request: StartRank) -> int:
         """Round 2: fork the rank with its variables; its pid."""
         self.rank = request.rank  # it changes when the world size changes
         base = self.folder / f"rank-{self.rank}"
-        if request.call is not None:
-            Path(f"{base}.call").write_bytes(request.call)
-        spec = self._spec(request, str(base))
+        if request.script:
+            self._error_file = Path(f"{base}.error.json")
+            self._error_file.unlink(missing_ok=True)
+        spec = rank_spec.complete_spec(request, self.folder, self._error_file, self._mpi_env, self._cpus)
         await self._reset(str(base))
         self._nccl = NcclLog(Path(f"{base}.nccl"), aloud=request.nccl_aloud, strict=request.nccl_strict)
         self._log = open(f"{base}.log", "w+b", buffering=0)  # noqa: SIM115 - read until the rank has ended
@@ -215,24 +220,6 @@ class RankAgent:
         self._stopping = self._raised = self._told = False
         self._spawn(self._await_end(self.pid, ended))
         return self.pid
-
-    def _spec(self, request: StartRank, base: str) -> RankSpec:
-        """The spec of the rank: the driver's request, completed with the paths and variables of this node."""
-        planned = cache_folder.fill_in(
-            {name: value.replace(RANK_FOLDER, str(self.folder)) for name, value in request.env.items()}
-        )
-        env = {**os.environ, env_names.SCRATCH: str(self.folder), **self._mpi_env, **planned}
-        if request.script:
-            self._error_file = Path(f"{base}.error.json")
-            self._error_file.unlink(missing_ok=True)
-            env["TORCHELASTIC_ERROR_FILE"] = str(self._error_file)
-        return RankSpec(
-            rank=request.rank, env=env, job=request.job, argv=request.argv, script=request.script,
-            cwd=request.cwd if os.path.isdir(request.cwd) else os.getcwd(),
-            sys_path=rank_search_path(request.sys_path),
-            value=f"{base}.value", call=f"{base}.call" if request.call is not None else None,
-            cpus=self._cpus or request.cpus,
-        )  # fmt: skip
 
     async def _reset(self, base: str) -> None:
         """Forget the previous attempt, once its last checkpoint is on the disk."""

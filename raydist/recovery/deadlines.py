@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from raydist.cluster.drain import DrainNotice
+from raydist.launch.limits import SILENT_S, longest
 from raydist.recovery.blame import is_victim
 from raydist.shared.outcome import End, StopReason
 
@@ -13,8 +14,6 @@ VICTIM_S = 0.5
 """Seconds that a failure which another rank may have caused waits for that rank's own failure."""
 GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL when a signal stops the run; `ray job stop` allows three seconds in all."""
-SILENT_S = 5.0
-"""Seconds after a stop's grace period within which every agent must report the end of its rank."""
 ANSWER_S = (0.5, 1.0)
 """Seconds between two answers of one agent, unless its rank ends: at the start of a run, and later, when the ranks need
 the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
@@ -22,8 +21,6 @@ AGENT_S = 10.0
 """Seconds after its time within which an agent, or a fork server, must answer."""
 UNHEARD = 3
 """A run of which no agent answers any more is ended after this many times as long: its ranks may well go on."""
-STOPS_PER_S = 300.0
-"""Stops and their answers that the driver can take per second: 1.5 to 3 ms each."""
 ANSWERS_PER_S = 400.0
 """Answers that the driver can take per second; with more ranks each agent answers less often."""
 
@@ -56,7 +53,7 @@ class Deadlines:
 
     def stop_sent(self, grace_s: float, now: float, ranks: int = 0) -> Deadlines:
         """So many ranks were sent a stop with that grace period. A second stop sets the deadline again."""
-        return Deadlines(now + grace_s + SILENT_S + ranks / STOPS_PER_S, stopping=True)
+        return Deadlines(now + grace_s + longest(SILENT_S, ranks), stopping=True)
 
     def left(self, now: float) -> float | None:
         """Seconds until the deadline; None without one."""

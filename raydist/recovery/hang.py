@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from raydist.launch.limits import EXAMINE_S, longest
 from raydist.launch.worker_group import WorkerGroup
 from raydist.recovery import hang_verdict
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
@@ -19,8 +20,6 @@ from raydist.worker.protocol import Examine, RankActivity
 
 CHECK_S = 0.25
 """Seconds between two checks whether a rank is silent."""
-EXAMINE_S = 5.0
-"""Longest wait for the agents to examine their ranks; a rank whose agent does not answer is left out."""
 
 
 class HangMonitor(AbstractContextManager["HangMonitor"]):
@@ -93,7 +92,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._stalls.forget(rank)
 
     def _examine(self, calls: Mapping[int, Future[RankActivity | None]], beats: Mapping[int, Beat]) -> None:
-        wait(calls.values(), timeout=EXAMINE_S)
+        wait(calls.values(), timeout=longest(EXAMINE_S, len(calls)))
         answers = {rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()}
         states = [self._state(rank, beats[rank], found) for rank, found in sorted(answers.items()) if found]
         went_on = any(found.beat[2] > beats[rank][2] for rank, found in answers.items() if found)

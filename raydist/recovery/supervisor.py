@@ -38,7 +38,7 @@ Message = tuple[int, "Future[RankNews]"] | Stopped | ConfirmedHang | DrainNotice
 """What the supervisor receives: an agent's answer with its rank, a signal, or the message of a monitor."""
 
 LOOK_S = 1.0
-"""Longest time between two looks at agents that have not answered."""
+"""Time between two looks at agents that have not answered: each look goes over all ranks."""
 
 
 class Supervisor:
@@ -73,6 +73,8 @@ class Supervisor:
         self._raised: dict[int, Event] = {}
         self._clocks = Clocks()
         self._silences = Silences(deadlines.agent_limit(self._world))
+        self._look_at = 0.0
+        """When the agents that have not answered are looked at next, on the monotonic clock."""
         self._quiet_servers = set[str]()
         self._answered: dict[int, float] = {}
         """When the agent of each rank last answered, in seconds since the epoch."""
@@ -94,7 +96,9 @@ class Supervisor:
                 except queue.Empty:
                     if left is not None and left <= LOOK_S:
                         self._on_deadline()
-                self._look_at_agents()
+                if time.monotonic() >= self._look_at:
+                    self._look_at = time.monotonic() + LOOK_S
+                    self._look_at_agents()
         if self._stragglers.times:
             self._events.say("work", ranks={rank: own[1:] for rank, own in sorted(self._stragglers.times.items())})
         return [self.ends[rank] for rank in range(self._world)]

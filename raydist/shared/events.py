@@ -49,9 +49,9 @@ from typing import Any
 
 from raydist.shared.errors import Stopped
 
-RANK_0 = (64 << 20, 500.0)
-"""Bytes of rank 0's reports that go to the disk in any case, and bytes per second after these: 43 MB a day. Of one step
-in 0.1 s all are there for nine hours, of one step in half a second for good."""
+RANK_0 = (64 << 20, 300.0)
+"""Bytes of rank 0's reports that go to the disk in any case, and bytes per second after these: 26 MB a day. Of one step
+in 0.1 s all are there for nine hours, of one step in a second for good."""
 OTHERS = (1 << 20, 50.0)
 """The same for the reports of all other ranks together, which only live readers need."""
 

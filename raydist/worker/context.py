@@ -202,7 +202,7 @@ def report(step: int | None = None, **values: Any) -> None:
     `samples` (training samples used so far by all ranks), from which the throughput in samples per second follows.
 
     The last value of each name that rank 0 reported is in `Result.metrics`. `events.jsonl` has all reports of rank 0
-    up to 64 MB, later ones up to 43 MB a day; of the other ranks only some. Without raydist's launcher rank 0 prints
+    up to 64 MB, later ones up to 26 MB a day; of the other ranks only some. Without raydist's launcher rank 0 prints
     its reports.
     """
     context = current()

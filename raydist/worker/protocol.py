@@ -15,7 +15,7 @@ This file imports only the standard library: the Ray worker of each node loads i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypedDict, TypeVar
@@ -45,6 +45,24 @@ class Transport(Protocol):
     def __call__(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
         """Send a request to the agent of a rank. The future raises what the agent raised, or that it is gone."""
         ...
+
+
+class NodeRequest(NamedTuple):
+    """A request to one agent of a node, among those that travel together."""
+
+    number: int
+    """Of the request, among all to this node."""
+    local_rank: int
+    request: Request[Any]
+
+
+class Answer(NamedTuple):
+    """The answer to a NodeRequest."""
+
+    number: int
+    reply: Any = None
+    error: Exception | None = None
+    """What the agent raised."""
 
 
 # --- parts of replies
@@ -209,10 +227,18 @@ class StartRank(Request[int]):
     """Send NCCL's log to the driver too."""
     nccl_strict: bool
     """End the rank if NCCL does not use InfiniBand although the plan says so."""
-    call: bytes | None = None
-    """The pickled function of the job, if it is one."""
+    call: bool = False
+    """The job is a function, which the node has (KeepCall)."""
     cpus: tuple[int, ...] | None = None
     """The CPUs to which the rank is bound; None: it is not."""
+
+
+@dataclass(frozen=True)
+class KeepCall(Request[None]):
+    """Keep the pickled function of the job for all ranks of the node."""
+
+    call: bytes | Awaitable[bytes]
+    """Ray's reference can be awaited."""
 
 
 @dataclass(frozen=True)

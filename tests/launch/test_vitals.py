@@ -28,7 +28,7 @@ PATIENCE_S = 10.0
 
 @pytest.fixture
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"FIRST_S": 0.01, "EVERY_S": 0.01, "ANSWER_S": 0.05, "BYTES_PER_S": 1e9}.items():
+    for name, value in {"FIRST_S": 0.01, "EVERY_S": 0.01, "LOAD_S": 0.05, "BYTES_PER_S": 1e9}.items():
         monkeypatch.setattr(vitals, name, value)
 
 

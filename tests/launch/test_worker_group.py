@@ -29,6 +29,7 @@ from raydist.worker.protocol import (
     GetNetworkUse,
     GetValue,
     IsOpen,
+    KeepCall,
     Open,
     Opened,
     OpenStore,
@@ -195,7 +196,7 @@ def test_agents_that_do_not_answer_are_counted(
 ) -> None:
     monkeypatch.setattr(worker_group, "OPEN_S", 0.05)
     transport.replies[Open] = lambda rank, request: NotImplemented if rank in (1, 3) else transport.reply(rank, request)
-    with pytest.raises(LaunchError, match=r"2 of 4 agents .* Open within 0\.05 s.* rank 1 on host1"):
+    with pytest.raises(LaunchError, match=r"2 of 4 agents .* Open within 0\.06\d* s.* rank 1 on host1"):
         opened(transport, events, job)
 
 
@@ -245,12 +246,40 @@ def test_each_rank_starts_with_its_own_variables(
     assert [(rank, request.rank, dict(request.env)) for rank, request in requests] == [
         (rank, rank, {"RANK": str(rank)}) for rank in range(4)
     ]
-    assert {request.call for _, request in requests} == {b"pickled"}
+    assert {request.call for _, request in requests} == {True}
     assert json.loads(requests[0][1].job)["name"] == "digits"
     began = [event for event in read_events(events.path) if event["kind"] == "began"]
     assert [(event["rank"], event["host"], event["pid"]) for event in began] == [
         (0, "host1", 1000), (1, "host1", 1001), (2, "host2", 1002), (3, "host2", 1003)
     ]  # fmt: skip
+
+
+def test_each_node_gets_the_pickled_call_once(
+    transport: FakeTransport, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks_node, "check_nodes", lambda *_: None)
+    put: list[bytes] = []
+
+    def keep(call: bytes) -> bytes:
+        put.append(call)
+        return b"reference"
+
+    def replace_nodes(lost: Sequence[int]) -> Plan:
+        del transport.replies[IsOpen]
+        return placement.replace_nodes(group.plan, [node(1), node(3)])
+
+    group = opened(transport, events, job, put=keep, replace_nodes=replace_nodes)
+    group.start(job, [()] * 4, b"pickled")
+    assert transport.sent(KeepCall) == [(0, KeepCall(b"reference")), (2, KeepCall(b"reference"))]
+    group.start(job, [()] * 4, b"pickled")
+    assert len(transport.sent(KeepCall)) == 2
+    transport.replies[IsOpen] = gone_from(2, 3)
+    group.prepare_attempt(job, 1)
+    group.start(job, [()] * 4, b"pickled")
+    assert [rank for rank, _ in transport.sent(KeepCall)] == [0, 2, 2]
+    assert put == [b"pickled"]
+    group.start(job, [()] * 4, None)
+    assert [request.call for _, request in transport.sent(StartRank)][-4:] == [False] * 4
 
 
 def test_another_attempt_on_the_same_nodes_has_a_new_store(transport: FakeTransport, events: Events, job: Job) -> None:

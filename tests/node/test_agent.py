@@ -27,6 +27,7 @@ from raydist.worker.protocol import (
     GetNews,
     GetValue,
     IsOpen,
+    KeepCall,
     Open,
     Opened,
     OpenStore,
@@ -52,13 +53,19 @@ def open_request(run: str, modules: tuple[str, ...] = (), lead: bool = True) -> 
     )  # fmt: skip
 
 
-def start_request(job: Callable[[], Any], rank: int = 0) -> StartRank:
-    """The request for a rank that calls a function, alone in its process group."""
+def start_request(rank: int) -> StartRank:
+    """The request for a rank that calls the function that its node has."""
     return StartRank(
         rank=rank, env={"CUDA_VISIBLE_DEVICES": ""}, job=json.dumps(as_dict(Job(backend=Backend(name="gloo")))),
         argv=("job",), script="", cwd="/", sys_path=tuple(sys.path), nccl_aloud=False, nccl_strict=False,
-        call=cloudpickle.dumps((job, (), {})),
+        call=True,
     )  # fmt: skip
+
+
+async def start(agent: RankAgent, job: Callable[[], Any], rank: int = 0) -> int:
+    """Start a rank that calls a function, alone in its process group; its pid."""
+    await agent.handle(KeepCall(cloudpickle.dumps((job, (), {}))))
+    return await agent.handle(start_request(rank))  # type: ignore[no-any-return]
 
 
 def program_request(*argv: str) -> StartRank:
@@ -151,7 +158,7 @@ def test_a_job_runs_to_its_end_and_returns_a_value(node: Node, agent: RankAgent)
         print("hello")
         return 42
 
-    pid = node.run(agent.handle(start_request(job)))
+    pid = node.run(start(agent, job))
     history = node.run(follow(agent))
     assert history.kinds() == ["joined", "report"]
     assert history.events[0]["pid"] == pid
@@ -169,7 +176,7 @@ def test_an_exception_is_an_event_and_a_pickle(node: Node, agent: RankAgent) -> 
     def job() -> None:
         raise ValueError("no such layer")
 
-    node.run(agent.handle(start_request(job)))
+    node.run(start(agent, job))
     history = node.run(follow(agent))
     (raised,) = (event for event in history.events if event["kind"] == "raised")
     assert (raised["type"], raised["message"], raised["step"]) == ("ValueError", "no such layer", 0)
@@ -189,7 +196,7 @@ def test_only_the_newest_report_of_another_rank_than_0_is_kept(node: Node, agent
             raydist.report(step=step)
 
     async def run_and_read() -> list[Event]:
-        await agent.handle(start_request(job, rank=1))
+        await start(agent, job, rank=1)
         while agent._end is None:
             await asyncio.sleep(0.01)
         return (await follow(agent)).events
@@ -206,7 +213,7 @@ def test_a_rank_is_examined_while_it_runs(node: Node, agent: RankAgent) -> None:
         time.sleep(300)
 
     async def run_and_examine() -> tuple[int, RankActivity | None]:
-        pid = await agent.handle(start_request(stuck))
+        pid = await start(agent, stuck)
         await follow(agent, until="report")
         return pid, await agent.handle(Examine())
 
@@ -226,7 +233,7 @@ def test_a_rank_whose_native_code_keeps_the_gil_shows_its_main_thread(node: Node
         ctypes.PyDLL(None).sleep(300)
 
     async def run_and_examine() -> str:
-        await agent.handle(start_request(stuck))
+        await start(agent, stuck)
         await follow(agent, until="joined")
         while True:
             activity: RankActivity | None = await agent.handle(Examine())
@@ -240,7 +247,7 @@ def test_a_rank_whose_native_code_keeps_the_gil_shows_its_main_thread(node: Node
 
 def test_a_rank_that_has_ended_is_not_examined(node: Node, agent: RankAgent) -> None:
     assert node.run(agent.handle(Examine())) is None
-    node.run(agent.handle(start_request(lambda: None)))
+    node.run(start(agent, lambda: None))
     node.run(follow(agent))
     assert node.run(agent.handle(Examine())) is None
 
@@ -248,7 +255,7 @@ def test_a_rank_that_has_ended_is_not_examined(node: Node, agent: RankAgent) -> 
 @pytest.mark.parametrize(("grace", "number"), [(30.0, signal.SIGTERM), (0.0, signal.SIGKILL)])
 def test_a_rank_is_stopped(node: Node, agent: RankAgent, grace: float, number: signal.Signals) -> None:
     async def run_and_stop() -> RankEnd | None:
-        await agent.handle(start_request(lambda: time.sleep(300)))
+        await start(agent, lambda: time.sleep(300))
         await follow(agent, until="joined")
         await agent.handle(StopRank(grace))
         return (await follow(agent)).end
@@ -267,7 +274,7 @@ def test_a_rank_that_failed_before_it_was_to_stop_was_not_told_to(node: Node, ag
         raise ValueError
 
     async def run_and_stop() -> RankEnd | None:
-        await agent.handle(start_request(fail))
+        await start(agent, fail)
         await follow(agent, until="raised")
         await agent.handle(StopRank(0.0))
         return (await follow(agent)).end
@@ -286,7 +293,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(node: Node, agent
         time.sleep(300)
 
     async def run_and_stop() -> tuple[float, RankEnd | None]:
-        await agent.handle(start_request(stubborn))
+        await start(agent, stubborn)
         await follow(agent, until="report")
         began = time.monotonic()
         await agent.handle(StopRank(0.5))
@@ -312,7 +319,7 @@ def test_a_rank_that_another_process_kills(node: Node, agent: RankAgent) -> None
         context.current().flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    node.run(agent.handle(start_request(job)))
+    node.run(start(agent, job))
     history = node.run(follow(agent))
     end = history.end
     assert end is not None
@@ -326,9 +333,9 @@ def test_an_agent_starts_a_second_attempt_under_another_rank(node: Node, agent: 
     def fail() -> None:
         raise ValueError("first attempt")
 
-    node.run(agent.handle(start_request(fail, rank=1)))
+    node.run(start(agent, fail, rank=1))
     first = node.run(follow(agent)).end
-    pid = node.run(agent.handle(start_request(lambda: "second", rank=0)))
+    pid = node.run(start(agent, lambda: "second", rank=0))
     history = node.run(follow(agent))
     assert first is not None
     assert first.code == 1
@@ -360,13 +367,13 @@ def test_an_agent_that_closes_ends_its_rank_and_another_takes_its_place(node: No
     first = RankAgent()
     assert not node.run(first.handle(IsOpen()))
     node.run(first.handle(open_request(node.run_name, lead=False)))
-    pid = node.run(first.handle(start_request(lambda: time.sleep(300))))
+    pid = node.run(start(first, lambda: time.sleep(300)))
     node.run(follow(first, until="joined"))
     node.run(first.handle(Close()))
     assert not alive(pid)
     assert not node.run(first.handle(IsOpen()))
     second = node.agent()
-    node.run(second.handle(start_request(lambda: None)))
+    node.run(start(second, lambda: None))
     end = node.run(follow(second)).end
     assert end is not None
     assert end.code == 0

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from raydist.cluster.drain import DrainNotice
+from raydist.launch.limits import SILENT_S
 from raydist.recovery.deadlines import (
-    SILENT_S,
     VICTIM_S,
     Deadlines,
     answer_interval,

@@ -1,0 +1,129 @@
+"""The requests to the agents of a node, and their answers, in one Ray call at a time. (driver)"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
+
+from raydist.worker.protocol import Answer, AnyReply, GetNews, NodeRequest, Request
+
+LINGER_S = 0.001
+"""Seconds that a request waits for others to the same node: a Ray call costs both sides 1.5 to 3 ms."""
+NEWS_LINGER_S = 0.02
+"""The same of GetNews, for which nobody waits. So the ranks of a node come to answer together."""
+
+Exchange = Callable[[Sequence[NodeRequest]], "Future[Sequence[Answer]]"]
+"""Sends requests to a node; the future has answers to these or to earlier ones (node.actor.NodeActor.exchange)."""
+
+
+class Mail(AbstractContextManager["Mail"]):
+    """The mailboxes of all nodes, and the thread that sends from them. Leaving the `with` block ends the thread."""
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        """Guards all boxes too."""
+        self._due: dict[Mailbox, float] = {}
+        """When the requests of a box are sent, on the monotonic clock."""
+        self._next = 0.0
+        """When the thread wakes up."""
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="raydist-mail", daemon=True)
+        self._thread.start()
+
+    def box(self, exchange: Exchange) -> Mailbox:
+        """A mailbox for a node."""
+        return Mailbox(self._wake, self._send_within, exchange)
+
+    def __exit__(self, *_: object) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+
+    def _send_within(self, box: Mailbox, seconds: float) -> None:
+        """Send from this box soon. The caller holds the lock."""
+        due = time.monotonic() + seconds
+        self._due[box] = min(self._due.get(box, due), due)
+        if due < self._next:
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                now = time.monotonic()
+                ready = [box for box, due in self._due.items() if due <= now]
+                for box in ready:
+                    del self._due[box]
+                if not ready:
+                    if self._closed:
+                        return
+                    self._next = min(self._due.values(), default=float("inf"))
+                    self._wake.wait(None if self._next == float("inf") else self._next - now)
+                    self._next = 0.0
+            for box in ready:
+                box.send_all()
+
+
+class Mailbox:
+    """The requests to one node that have no answer yet. While there are any, one call to the node is open."""
+
+    def __init__(
+        self, lock: threading.Condition, send_within: Callable[[Mailbox, float], None], exchange: Exchange
+    ) -> None:
+        self._lock, self._send_within, self._exchange = lock, send_within, exchange
+        self._unsent: list[NodeRequest] = []
+        self._waiting: dict[int, Future[Any]] = {}
+        """By number of the request."""
+        self._made = 0
+        self._calls = 0
+        """Open calls."""
+
+    def send(self, local_rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+        """Send a request to an agent of the node."""
+        reply: Future[AnyReply] = Future()
+        with self._lock:
+            self._made += 1
+            self._waiting[self._made] = reply
+            self._unsent.append(NodeRequest(self._made, local_rank, request))
+            self._send_within(self, NEWS_LINGER_S if isinstance(request, GetNews) else LINGER_S)
+        return reply
+
+    def send_all(self) -> None:
+        """Send what waits in the box."""
+        with self._lock:
+            requests, self._unsent = self._unsent, []
+            self._calls += 1
+        try:
+            call = self._exchange(requests)
+        except Exception as error:  # Ray is gone, or an argument can't be pickled
+            self._fail(error)
+        else:
+            call.add_done_callback(self._receive)
+
+    def _receive(self, call: Future[Sequence[Answer]]) -> None:
+        if (error := call.exception()) is not None:
+            self._fail(error)
+            return
+        answers = call.result()
+        with self._lock:
+            self._calls -= 1
+            replies = [self._waiting.pop(answer.number) for answer in answers]
+            if not self._calls and len(self._waiting) > len(self._unsent):
+                self._send_within(self, 0.0)
+        for reply, answer in zip(replies, answers, strict=True):
+            if answer.error is not None:
+                reply.set_exception(answer.error)
+            else:
+                reply.set_result(answer.reply)
+
+    def _fail(self, error: BaseException) -> None:
+        """The node is gone: so are the answers to all that was sent to it."""
+        with self._lock:
+            self._calls -= 1
+            unsent = {request.number for request in self._unsent}
+            lost = [self._waiting.pop(number) for number in list(self._waiting) if number not in unsent]
+        for reply in lost:
+            reply.set_exception(error)

@@ -1,0 +1,181 @@
+"""Requests and answers that travel together, between a mailbox and a node's actor in another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from raydist.launch import mailbox
+from raydist.launch.mailbox import Mail, Mailbox
+from raydist.node import actor
+from raydist.node.actor import NodeActor
+from raydist.shared.errors import ConfigError, LaunchError
+from raydist.worker.protocol import (
+    Answer,
+    Close,
+    Examine,
+    GetNews,
+    IsOpen,
+    NodeRequest,
+    RankEnd,
+    RankNews,
+    Request,
+    StopRank,
+)
+
+PATIENCE_S = 20.0
+RANKS = 8
+
+
+def news(end: RankEnd | None = None) -> RankNews:
+    return RankNews((), b"", b"", (0, "", 0.0), 0.0, (0, 0.0, 0.0), 0.0, end)
+
+
+class FakeAgent:
+    """Answers GetNews when its rank ends, StopRank never; Examine fails."""
+
+    def __init__(self) -> None:
+        self.got: list[Request[Any]] = []
+        self.ended = asyncio.Event()
+
+    async def handle(self, request: Request[Any]) -> Any:
+        self.got.append(request)
+        match request:
+            case GetNews():
+                await asyncio.wait([asyncio.ensure_future(self.ended.wait())], timeout=request.patience)
+                return news(RankEnd(0, 0, 0.0) if self.ended.is_set() else None)
+            case StopRank():
+                await asyncio.Event().wait()
+            case Examine():
+                raise ConfigError.of("job", 1, "no such thing", "job=2")
+            case Close():
+                raise Unpicklable("it went wrong")
+        return True
+
+
+class Unpicklable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+
+class NodeInThread:
+    """A node's actor with fake agents, in a thread; its calls are counted."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.actor = NodeActor("gloo")
+        self.calls: list[Sequence[NodeRequest]] = []
+
+    def exchange(self, requests: Sequence[NodeRequest]) -> Future[Sequence[Answer]]:
+        self.calls.append(requests)
+        return asyncio.run_coroutine_threadsafe(self.actor.exchange(requests), self.loop)
+
+    def agent(self, local_rank: int) -> FakeAgent:
+        return self.actor._agents[local_rank]  # type: ignore[return-value]
+
+    def end(self, local_rank: int) -> None:
+        self.loop.call_soon_threadsafe(self.agent(local_rank).ended.set)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeInThread]:
+    monkeypatch.setattr(actor, "make_agent", lambda backend: FakeAgent())
+    one = NodeInThread()
+    yield one
+    one.loop.call_soon_threadsafe(one.loop.stop)
+    one.thread.join()
+
+
+@pytest.fixture
+def box(node: NodeInThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mailbox]:
+    monkeypatch.setattr(mailbox, "LINGER_S", 0.05)
+    monkeypatch.setattr(mailbox, "NEWS_LINGER_S", 0.1)
+    with Mail() as mail:
+        yield mail.box(node.exchange)
+
+
+def test_requests_to_the_ranks_of_a_node_are_one_call(node: NodeInThread, box: Mailbox) -> None:
+    replies = [box.send(rank, IsOpen()) for rank in range(RANKS)]
+    assert [reply.result(PATIENCE_S) for reply in replies] == [True] * RANKS
+    assert [len(call) for call in node.calls] == [RANKS]
+
+
+def test_the_end_of_one_rank_is_told_at_once_and_the_others_go_on(node: NodeInThread, box: Mailbox) -> None:
+    replies = [box.send(rank, GetNews(300.0)) for rank in range(RANKS)]
+    box.send(0, IsOpen()).result(PATIENCE_S)
+    node.end(3)
+    assert replies[3].result(PATIENCE_S).end is not None
+    assert [reply.done() for reply in replies] == [rank == 3 for rank in range(RANKS)]
+    for rank in range(RANKS):
+        node.end(rank)
+    assert all(reply.result(PATIENCE_S).end for reply in replies)
+
+
+def test_an_answer_that_never_comes_delays_no_other(node: NodeInThread, box: Mailbox) -> None:
+    stop = box.send(0, StopRank(0.0))
+    first = box.send(1, IsOpen())
+    assert first.result(PATIENCE_S)
+    assert box.send(0, IsOpen()).result(PATIENCE_S)
+    assert not stop.done()
+
+
+def test_the_ranks_of_a_node_come_to_answer_together(node: NodeInThread, box: Mailbox) -> None:
+    """However their first requests were spread, a round of all is a call or two."""
+
+    def ask(rank: int, rounds: int) -> None:
+        if rounds:
+            box.send(rank, GetNews(0.5)).add_done_callback(lambda _: ask(rank, rounds - 1))
+        else:
+            done.release()
+
+    done = threading.Semaphore(0)
+    for rank in range(RANKS):
+        ask(rank, 4)
+    for _ in range(RANKS):
+        assert done.acquire(timeout=PATIENCE_S)
+    news_calls = [call for call in node.calls if call]
+    assert sum(map(len, news_calls)) == 4 * RANKS
+    assert len(news_calls) < 2 * RANKS
+
+
+def test_an_error_is_that_of_one_request(node: NodeInThread, box: Mailbox) -> None:
+    examined, closed, opened = box.send(0, Examine()), box.send(1, Close()), box.send(2, IsOpen())
+    error = examined.exception(PATIENCE_S)
+    assert isinstance(error, ConfigError)
+    assert error.suggestion == "job=2"
+    unknown = closed.exception(PATIENCE_S)
+    assert isinstance(unknown, LaunchError)
+    assert "it went wrong" in str(unknown)
+    assert opened.result(PATIENCE_S) is True
+
+
+def test_requests_reach_an_agent_in_order(node: NodeInThread, box: Mailbox) -> None:
+    box.send(0, GetNews(300.0))
+    last = [box.send(0, request) for request in (StopRank(1.0), StopRank(0.0), IsOpen())][-1]
+    last.result(PATIENCE_S)
+    assert node.agent(0).got == [GetNews(300.0), StopRank(1.0), StopRank(0.0), IsOpen()]
+
+
+def test_all_requests_to_a_node_that_is_gone_fail() -> None:
+    call: Future[Sequence[Answer]] = Future()
+    with Mail() as mail:
+        box = mail.box(lambda requests: call)
+        replies = [box.send(rank, GetNews(1.0)) for rank in range(RANKS)]
+        call.set_exception(ConnectionError("actor died"))
+        assert {type(reply.exception(PATIENCE_S)) for reply in replies} == {ConnectionError}
+        assert isinstance(box.send(0, IsOpen()).exception(PATIENCE_S), ConnectionError)
+
+
+def test_a_call_that_cannot_be_made_fails_its_requests() -> None:
+    def exchange(requests: Sequence[NodeRequest]) -> Future[Sequence[Answer]]:
+        raise RuntimeError("Ray is gone")
+
+    with Mail() as mail:
+        assert isinstance(mail.box(exchange).send(0, IsOpen()).exception(PATIENCE_S), RuntimeError)
