@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
+from raydist.launch.limits import CLOSE_S
 from raydist.worker.protocol import Answer, AnyReply, GetNews, NodeRequest, Request
 
 LINGER_S = 0.001
@@ -21,7 +22,7 @@ Exchange = Callable[[Sequence[NodeRequest]], "Future[Sequence[Answer]]"]
 
 
 class Mail(AbstractContextManager["Mail"]):
-    """The mailboxes of all nodes, and the thread that sends from them. Leaving the `with` block ends the thread."""
+    """The mailboxes of all nodes, and the thread that sends from them. After the `with` block nothing is sent."""
 
     def __init__(self) -> None:
         self._wake = threading.Condition()
@@ -42,6 +43,7 @@ class Mail(AbstractContextManager["Mail"]):
         with self._wake:
             self._closed = True
             self._wake.notify()
+        self._thread.join(CLOSE_S)
 
     def _send_within(self, box: Mailbox, seconds: float) -> None:
         """Send from this box soon. The caller holds the lock."""
@@ -53,13 +55,13 @@ class Mail(AbstractContextManager["Mail"]):
     def _run(self) -> None:
         while True:
             with self._wake:
+                if self._closed:
+                    return
                 now = time.monotonic()
                 ready = [box for box, due in self._due.items() if due <= now]
                 for box in ready:
                     del self._due[box]
                 if not ready:
-                    if self._closed:
-                        return
                     self._next = min(self._due.values(), default=float("inf"))
                     self._wake.wait(None if self._next == float("inf") else self._next - now)
                     self._next = 0.0

@@ -21,8 +21,9 @@ AGENT_S = 10.0
 """Seconds after its time within which an agent, or a fork server, must answer."""
 UNHEARD = 3
 """A run of which no agent answers any more is ended after this many times as long: its ranks may well go on."""
-ANSWERS_PER_S = 400.0
-"""Answers that the driver can take per second; with more ranks each agent answers less often."""
+ANSWERS_PER_S = 300.0
+"""Answers that the driver takes per second; with more ranks each agent answers less often. 1,024 ranks then cost it a
+tenth of a core, of which more than half is Ray's part of the calls (bench driver)."""
 
 
 @dataclass(frozen=True)

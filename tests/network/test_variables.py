@@ -10,7 +10,7 @@ import pytest
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node
 from raydist.cluster.placement import Plan
-from raydist.network import variables
+from raydist.network import devices, variables
 from raydist.network.names import RANK_FOLDER, EnvVar
 from raydist.network.variables import Rendezvous
 from raydist.node.probe import Facts
@@ -90,6 +90,21 @@ def test_everything_that_torchrun_exports_is_there() -> None:
     (values,), _ = planned(job(), plan(node(1), per_node=1), facts(1))
     assert len(exported) > 10
     assert exported <= set(values)
+
+
+def test_the_facts_of_a_node_are_read_once_however_many_ranks_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 1,024 ranks it took 16 s of the driver's time, at each attempt."""
+    read, own = list[str](), devices.device_settings
+
+    def counted(job: Job, node: Facts, nodes: int) -> Any:
+        read.append(node.hostname)
+        return own(job, node, nodes)
+
+    monkeypatch.setattr(devices, "device_settings", counted)
+    each = [facts(i) for i in (1, 2) for _ in range(8)]
+    values, _ = planned(job(), plan(node(1), node(2), per_node=8), *each)
+    assert len(values) == 16
+    assert read == ["node-1", "node-2"]
 
 
 def test_where_the_ranks_meet() -> None:
