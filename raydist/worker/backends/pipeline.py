@@ -24,6 +24,11 @@ from raydist.worker import context
 from raydist.worker.backends import ddp, stages
 from raydist.worker.backends.sharded import ShardedComm
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+"""What a model may give, by the number that the ranks tell each other."""
+MOST_DIMS = 8
+"""The most dimensions of it."""
+
 
 @dataclass(frozen=True)
 class PipelineComm(ShardedComm):
@@ -164,10 +169,14 @@ class Pipeline(nn.Module):
     def everywhere(self, *inputs: Any) -> torch.Tensor:
         """The model's output, a tensor, on all ranks. All must call it."""
         output = self(*inputs)
-        facts = [(output.shape, output.dtype) if self._last else None]
-        dist.broadcast_object_list(facts, group=self._group, group_src=self._stages - 1, device=self._comm.comm_device)
-        shape, dtype = cast("tuple[torch.Size, torch.dtype]", facts[0])
-        told = output.contiguous() if self._last else torch.empty(shape, dtype=dtype, device=self._comm.device)
+        facts = torch.zeros(2 + MOST_DIMS, dtype=torch.int64)  # numbers: torch's collectives of objects unpickle them
+        if self._last:
+            facts[: 2 + output.dim()] = torch.tensor([DTYPES.index(output.dtype), output.dim(), *output.shape])
+        facts = facts.to(self._comm.comm_device)
+        dist.broadcast(facts, group=self._group, group_src=self._stages - 1)
+        dtype, dims, *shape = facts.tolist()
+        empty = torch.empty(shape[:dims], dtype=DTYPES[dtype], device=self._comm.device)
+        told = output.contiguous() if self._last else empty
         dist.broadcast(told, group=self._group, group_src=self._stages - 1)
         return told
 
