@@ -136,8 +136,7 @@ def draining_nodes() -> dict[str, int]:
 def upload_folder(folder: str, include_gitignore: bool, excludes: Sequence[str] = ()) -> str:
     """Upload a folder to Ray's store unless it is there already; its URI. `excludes`: patterns as in .gitignore."""
     worker = require("ray._private.worker:global_worker")
-    if not require("ray.experimental.internal_kv:_internal_kv_initialized")():  # a Cluster of this process has ended
-        require("ray.experimental.internal_kv:_initialize_internal_kv")(worker.gcs_client)
+    connect_kv()
     uploaded = require("ray._private.runtime_env.working_dir:upload_working_dir_if_needed")(
         {"working_dir": folder, "excludes": [*excludes]},
         include_gitignore=include_gitignore,
@@ -225,7 +224,15 @@ def change_job_entry(address: str, id: str, change: Callable[[bytes], bytes | No
             store.InternalKVPut(request, timeout=timeout)
 
 
+def connect_kv() -> None:
+    """Connect this process to the GCS's store, as ray.init does, if a Cluster of this process that ended has cut it."""
+    if not require("ray.experimental.internal_kv:_internal_kv_initialized")():
+        client = require("ray._private.worker:global_worker").gcs_client
+        require("ray.experimental.internal_kv:_initialize_internal_kv")(client)
+
+
 def internal_kv(key: str, namespace: str | None = None) -> bytes | None:
     """The value of a key in the GCS's store; None if it has none."""
+    connect_kv()
     value: bytes | None = require("ray.experimental.internal_kv:_internal_kv_get")(key, namespace=namespace)
     return value

@@ -221,12 +221,16 @@ def verify(path: StoragePath, hashed: bool = True) -> Saved:
             # another one has replaced it meanwhile: some files were read from each
 
 
-def _identity(path: StoragePath) -> int:
-    """The inode of a folder, by which a replaced one is recognised; 0 if there is none, or at a URL."""
+def _identity(path: StoragePath) -> tuple[int, int]:
+    """By which a folder that was replaced is recognised; zeros if there is none, or at a URL.
+
+    A file system gives the inode of a deleted folder to a new one at once: the time of the last change is needed too.
+    """
     try:
-        return path.stat().st_ino if isinstance(path, Path) else 0
+        found = path.stat() if isinstance(path, Path) else None
     except OSError:
-        return 0
+        found = None
+    return (found.st_ino, found.st_ctime_ns) if found else (0, 0)
 
 
 def _examine(path: StoragePath, hashed: bool) -> Saved:

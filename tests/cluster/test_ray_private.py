@@ -59,6 +59,7 @@ def test_each_part_answers(on_ray: Path, ray_address: str) -> None:
     assert ray_private.draining_nodes() == {}
     assert ray_private.count_gpus() >= 0
     assert ray_private.cluster_config() is None
+    internal_kv._internal_kv_reset()  # as ray.cluster_utils.Cluster.shutdown() does
     assert ray_private.internal_kv("no such key") is None
     (on_ray / "send").mkdir()
     (on_ray / "send" / "file.txt").write_text("x")
@@ -72,6 +73,7 @@ def test_a_jobs_entry_is_changed(on_ray: Path, ray_address: str) -> None:
     from ray.dashboard.modules.job.common import JobInfoStorageClient
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
+    ray_private.connect_kv()
     key, namespace = JobInfoStorageClient.JOB_DATA_KEY.format(job_id="here"), "job"
     _internal_kv_put(key, json.dumps({"status": "RUNNING"}), namespace=namespace)
     ray_private.change_job_entry(ray_address, "here", lambda entry: entry.replace(b"RUNNING", b"CHANGED"), 5)
