@@ -8,12 +8,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from raydist.cluster.placement import Plan
+from raydist.launch.limits import OPEN_S, longest
 from raydist.launch.mailbox import Mail, Mailbox
 from raydist.node.actor import NodeActor
+from raydist.node.recorded_end import read_end
 from raydist.shared import signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
-from raydist.worker.protocol import Answer, AnyReply, NodeRequest, Request
+from raydist.worker.protocol import Answer, AnyReply, NodeRequest, RecordedEnd, Request
 
 Key = tuple[int, int]
 """An actor's bundle, and its local rank there. It stays the same when ranks are renumbered."""
@@ -105,13 +107,31 @@ class Actors:
             return failed
         return self._boxes[key].send(local_rank, request)
 
+    def recorded_end(self, rank: int, run: str) -> Future[RecordedEnd | None]:
+        """How a rank ended whose actor does not answer: a task on its node reads it. `run`: of its fork server."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        node = self.plan.slots[rank].node.id
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(read_end).options(num_cpus=0, max_retries=0, scheduling_strategy=there, **self._options)
+        return task.remote(run, node, rank).future()  # type: ignore[no-any-return]
+
     def gpus(self) -> list[tuple[str, ...]]:
-        """The GPUs of each rank. Only its own actor knows them, so this starts all actors and waits for them."""
+        """The GPUs of each rank. Only its own actor knows them, so this starts all actors and waits for them.
+
+        LaunchError: names the nodes of actors that did not start in time.
+        """
         import ray
 
         self.start()
-        ranks = range(self.plan.world_size)
-        gpus: list[tuple[str, ...]] = ray.get([self._actors[self._key(rank)].gpus.remote() for rank in ranks])
+        asked = {self._actors[self._key(slot.rank)].gpus.remote(): slot.node.host for slot in self.plan.slots}
+        within = longest(OPEN_S, len(asked))
+        _, late = ray.wait([*asked], num_returns=len(asked), timeout=within)
+        if late:
+            hosts = ", ".join(sorted({asked[each] for each in late}))
+            raise LaunchError(f"{len(late)} of {len(asked)} actors did not start within {within:.3g} s, on {hosts}")
+        gpus: list[tuple[str, ...]] = ray.get([*asked])
         return gpus
 
     def kill_all(self) -> None:

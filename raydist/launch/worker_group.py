@@ -34,6 +34,7 @@ from raydist.worker import protocol
 from raydist.worker.protocol import (
     Opened,
     RankValue,
+    RecordedEnd,
     Request,
     StartRank,
     StoreAddress,
@@ -61,6 +62,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         record_attempt: Callable[[End | None, Sequence[Slow]], None] = lambda cause, slow: None,
         reachable: Callable[[str], bool] = lambda node_id: True,
         put: Callable[[bytes], bytes | Awaitable[bytes]] = lambda call: call,
+        recorded_end: Callable[[int, str], Future[RecordedEnd | None]] | None = None,
     ) -> None:
         """`gpus`: returns each rank's GPUs; None where Ray assigns none.
 
@@ -69,7 +71,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         are draining, each with its deadline in seconds since the epoch, or 0. `standby`: the nodes without ranks of a
         job that has or may get some. `record_attempt`: takes the first cause of an attempt and its stragglers, for the
         node history. `reachable`: whether a node accepts connections; Ray itself finds out that one is gone. `put`:
-        puts bytes where each node fetches them once.
+        puts bytes where each node fetches them once. `recorded_end`: reads on its node how a rank has ended, in the run
+        of this name.
         """
         self.plan = plan
         self.first_world_size = plan.world_size
@@ -93,6 +96,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._opened: dict[str, Opened] = {}
         """By node id: the reply of its first agent."""
         self._put = put
+        self._recorded_end = recorded_end
+        self._known_values: dict[int, RankValue] = {}
+        """Of ranks that have ended beside an agent that does not answer."""
         self._kept_call: bytes | Awaitable[bytes] | None = None
         """The job's pickled function, as `put` has made it."""
         self._have_call = set[tuple[str, str]]()
@@ -179,9 +185,23 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def values(self) -> list[RankValue]:
         """What each rank returned or raised, pickled; an empty RankValue for an agent that is gone."""
-        futures = [self.call(slot.rank, protocol.GetValue()) for slot in self.plan.slots]
-        wait(futures, timeout=longest(ANSWER_S, len(futures)))
-        return [RankValue() if not each.done() or each.exception() is not None else each.result() for each in futures]
+        ranks = range(self.plan.world_size)
+        calls = {rank: self.call(rank, protocol.GetValue()) for rank in ranks if rank not in self._known_values}
+        wait(calls.values(), timeout=longest(ANSWER_S, len(calls)))
+        answers = {rank: each.result() for rank, each in calls.items() if each.done() and each.exception() is None}
+        return [self._known_values.get(rank) or answers.get(rank, RankValue()) for rank in ranks]
+
+    def recorded_end(self, rank: int) -> Future[RecordedEnd | None]:
+        """How a rank has ended whose agent does not answer, as its node knows; None if it runs, or nothing is known."""
+        if self._recorded_end is None:
+            nothing: Future[RecordedEnd | None] = Future()
+            nothing.set_result(None)
+            return nothing
+        return self._recorded_end(rank, self._run_of(self.plan.slots[rank]))
+
+    def keep_value(self, rank: int, value: RankValue) -> None:
+        """Keep what a rank returned whose agent does not answer."""
+        self._known_values[rank] = value
 
     def flush(self) -> None:
         """Write the last snapshot to the disk."""
@@ -276,6 +296,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Round 2: send every rank its variables, and fork it. `call`: the pickled function, if the job is one."""
         checks_node.check_nodes(job, self.plan, self.facts, lambda text: self._events.say("warning", text=text))
         self._send_call(call)
+        self._known_values.clear()
         copied = runtime_env.root(job)
         program = shared_arguments.seen_from(copied or os.getcwd(), job.script)
         common = StartRank(

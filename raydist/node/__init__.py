@@ -26,6 +26,7 @@ when a rank dies.
     nccl_output.py        NCCL's log of one rank: passes it on for fabric.debug, and checks its network for
                           fabric.strict
     oom.py                Whether the kernel's OOM killer ended a process: its counters before and after, and its log
+    output_file.py        A rank's output on its node: the agent reads it, and frees what it has read
     path_check.py         Whether this machine sees paths on a shared disk or at a URL
     peers.py              Connections between every two nodes on the training addresses: reachability, round trip,
                           clocks, MTU
@@ -33,6 +34,7 @@ when a rank dies.
     processes.py          Signals, awaits and ends processes with their children; reads their state and their recorded
                           error
     rank_spec.py          The driver's request for a rank -> the whole description of its process, on its node
+    recorded_end.py       How a rank ended, in a file of its node: an agent that is stopped can't tell it
     rendezvous.py         The rendezvous TCPStore, served on the training address by a process that outlives rank 0
     rendezvous_http.py    Horovod's rendezvous: its key-value store over HTTP, on the training address only, behind a
                           secret

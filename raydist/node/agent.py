@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist.network import nccl_log as network_nccl_log
-from raydist.node import counters, kept_server, nccl_output, oom, rank_spec
+from raydist.node import counters, kept_server, nccl_output, oom, rank_spec, recorded_end
 from raydist.node.fork_client import ForkClient
-from raydist.node.fork_launcher import ForkServer, node_folder
+from raydist.node.fork_launcher import ForkServer
 from raydist.node.load import LoadReader
 from raydist.node.nccl_output import NcclLog
+from raydist.node.output_file import OutputFile
 from raydist.node.processes import main_stack, process_state, recorded_error
 from raydist.node.writer import Writer, read_messages
 from raydist.shared.errors import LaunchError
@@ -154,7 +155,7 @@ class RankAgent:
     async def open(self, request: protocol.Open) -> protocol.Opened:
         """Round 1: read the facts of the machine, start or join the fork server, open the rendezvous store."""
         self.rank, self._lead = request.rank, request.lead
-        self.folder = node_folder(f"raydist-{os.getuid()}-{request.run}-{request.node_id[-8:]}")
+        self.folder = recorded_end.run_folder_here(request.run, request.node_id)
         facts: Facts | None = None
         modules: tuple[str, ...] = ()
         place = self.folder
@@ -202,7 +203,7 @@ class RankAgent:
         spec = rank_spec.complete_spec(request, self.folder, self._error_file, self._mpi_env, self._cpus)
         await self._reset(str(base))
         self._nccl = NcclLog(Path(f"{base}.nccl"), aloud=request.nccl_aloud, strict=request.nccl_strict)
-        self._log = open(f"{base}.log", "w+b", buffering=0)  # noqa: SIM115 - read until the rank has ended
+        self._log = OutputFile(Path(f"{base}.log"))
         beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         os.ftruncate(beat, BEAT_PAGE)
         self._beat = mmap.mmap(beat, BEAT_PAGE)
@@ -228,7 +229,7 @@ class RankAgent:
         if self._event_reader is not None:
             self._event_reader.cancel()
         self._events, self._end = [], None
-        for kind in ("value", "value.error"):
+        for kind in ("value", "value.error", "value.end"):
             Path(f"{base}.{kind}").unlink(missing_ok=True)
 
     async def news(self, patience: float) -> RankNews:
@@ -301,8 +302,7 @@ class RankAgent:
 
     def value(self) -> RankValue:
         """What the job returned or raised, pickled; it travels over Ray's authenticated channel."""
-        value, error = (self.folder / f"rank-{self.rank}.value{end}" for end in ("", ".error"))
-        return RankValue(*(path.read_bytes() if path.exists() else None for path in (value, error)))
+        return recorded_end.read_value(self.folder / f"rank-{self.rank}")
 
     async def flush(self) -> list[Event]:
         """Write this node's newest snapshot to the disk; the events of the writer."""

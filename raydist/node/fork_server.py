@@ -42,6 +42,7 @@ from typing import NoReturn
 
 from raydist.node import mpi_segments
 from raydist.node.processes import end_children, end_session, kill, wait_one
+from raydist.node.recorded_end import record_end
 from raydist.node.snapshots import SnapshotBuffers, run_writer
 from raydist.node.warm_imports import changed_since, ends_with, import_modules, uses_gpu
 from raydist.worker import main as rank_main
@@ -98,6 +99,8 @@ class Server:
     """By agent: the snapshot memories of its ranks."""
     serials: dict[int, int] = field(default_factory=dict)
     """By pid of each living child: its number among all forks. The kernel uses pids again."""
+    values: dict[int, str] = field(default_factory=dict)
+    """By pid of each living rank: the path of its value; empty for other processes."""
     forks: int = 0
     writers: dict[int, SnapshotBuffers] = field(default_factory=dict)
     """By pid of a process that writes a checkpoint: the memories that it reads."""
@@ -187,7 +190,7 @@ class Server:
             case ImportModules(modules):
                 send_message(agent, self.warm_up(modules))
             case RankSpec() as spec:
-                self.note_fork(self.fork_rank(spec, fds, agent), agent)
+                self.note_fork(self.fork_rank(spec, fds, agent), agent, spec.value)
             case ProgramSpec() as program:
                 self.note_fork(self.fork(lambda: rank_main.run_program(program, *fds)), agent)
             case OpenStore(kind, address):
@@ -246,9 +249,9 @@ class Server:
         os.close(self.lifeline)  # last: the owner waits for it
         self.lifeline = -1
 
-    def note_fork(self, pid: int, agent: socket.socket) -> None:
+    def note_fork(self, pid: int, agent: socket.socket, value: str = "") -> None:
         self.forks += 1
-        self.owner[pid], self.serials[pid] = agent, self.forks
+        self.owner[pid], self.serials[pid], self.values[pid] = agent, self.forks, value
         send_message(agent, protocol.Forked(pid, self.forks))
 
     def disconnect(self, agent: socket.socket) -> None:
@@ -261,9 +264,7 @@ class Server:
     def fork_rank(self, spec: RankSpec, fds: list[int], agent: socket.socket) -> int:
         memories = self.memories[agent] = SnapshotBuffers.of_run(spec, self.memories.values())
         fds = [*fds[:3], *memories.of_rank(agent, spec.env), *fds[3:]]
-        libraries = spec.env.get(
-            "LD_LIBRARY_PATH"
-        )  # the loader read it when the server started, so a fork can't change it
+        libraries = spec.env.get("LD_LIBRARY_PATH")  # the loader read it at its start: a fork can't change it
         if self.start == "spawn" or libraries != os.environ.get("LD_LIBRARY_PATH"):
             return spawn_rank(spec, fds)
         return self.fork(lambda: rank_main.run_rank(spec, *fds))
@@ -330,9 +331,11 @@ class Server:
             if memories := self.writers.pop(pid, None):
                 memories.unlock()
             end_session(pid)
+            code, number = max(ended_with := os.waitstatus_to_exitcode(status), 0), max(-ended_with, 0)
+            if value := self.values.pop(pid, ""):
+                record_end(value, code, number)
             if agent is not None and agent.fileno() >= 0 and serial is not None:
-                code = os.waitstatus_to_exitcode(status)
-                send_message(agent, protocol.Ended(pid, max(code, 0), max(-code, 0), time.time(), serial))
+                send_message(agent, protocol.Ended(pid, code, number, time.time(), serial))
         if self.leaving and not self.owner:
             end_children()  # those that made a session of their own
         for agent in self.leaving - set(self.owner.values()):

@@ -80,27 +80,25 @@ class SnapshotBuffers:
             os.pwrite(self.descriptors[0], blank_page()[:WORD], LOCK)
 
     def owed(self) -> bool:
-        """Whether the last agent is leaving and the newest state is not on the disk; True once at most."""
+        """Whether the last agent is leaving and the newest state may not be on the disk; True once at most."""
         if not self.first or len(self.agents) > 1:
             return False
         self.first = False
-        return self.newer()
+        return self.has_state()
 
-    def newer(self) -> bool:
-        """Whether the newest state of the first rank here is newer than all checkpoints on the disk.
+    def has_state(self) -> bool:
+        """Whether there is a whole state of the first rank here.
 
-        At a URL only the writer process checks this: a connection would start a thread in the fork server.
+        The writer process finds out whether it is on the disk already: a file server that hangs would hang the fork
+        server too, which must be able to end ranks.
         """
-        if 0 not in self.descriptors:
-            return False
-        newest = max(whole_slots(os.pread(self.descriptors[0], PAGE, 0)), default=-1)
-        return newest > (checkpoint_files.newest_step(self.checkpoints) if isinstance(self.checkpoints, Path) else -1)
+        return 0 in self.descriptors and bool(whole_slots(os.pread(self.descriptors[0], PAGE, 0)))
 
     def wants_writer(self, request: WriteCheckpoint | ShardsRequest) -> bool:
         """Whether there is anything to do for a writer process."""
         match request:
             case WriteCheckpoint(last=True):
-                return self.newer()
+                return self.has_state()
             case ListShards():
                 return self.has_shards()
         return True

@@ -91,7 +91,7 @@ class Attempts:
         group.report_network()
         if last.error is not None or first_cause(last.ends) is not None:
             group.flush()
-        if any(end.how == "lost" for end in last.ends):
+        if any(end.how == "lost" or end.silent for end in last.ends):
             run_storage.report_saved(job, self._events)
         values, exceptions = unpack_all(group.values())
         earlier = tuple(self._past[:-1])

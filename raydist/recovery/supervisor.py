@@ -7,7 +7,7 @@ import signal
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raydist.cluster.drain import DrainNotice
@@ -32,10 +32,19 @@ from raydist.shared import signals
 from raydist.shared.errors import Stopped
 from raydist.shared.events import Event, Events
 from raydist.shared.outcome import End, Slow, StopReason
-from raydist.worker.protocol import GetNews, RankEnd, RankNews
+from raydist.worker.protocol import GetNews, RankEnd, RankNews, RecordedEnd
 
-Message = tuple[int, "Future[RankNews]"] | Stopped | ConfirmedHang | DrainNotice | NodesJoined
-"""What the supervisor receives: an agent's answer with its rank, a signal, or the message of a monitor."""
+
+@dataclass(frozen=True)
+class NodeAnswer:
+    """What the node of a silent agent knows of the end of its rank."""
+
+    rank: int
+    found: Future[RecordedEnd | None]
+
+
+Message = tuple[int, "Future[RankNews]"] | NodeAnswer | Stopped | ConfirmedHang | DrainNotice | NodesJoined
+"""What the supervisor receives: an agent's answer with its rank, a node's, a signal, or the message of a monitor."""
 
 LOOK_S = 1.0
 """Time between two looks at agents that have not answered: each look goes over all ranks."""
@@ -75,6 +84,8 @@ class Supervisor:
         self._silences = Silences(deadlines.agent_limit(self._world))
         self._look_at = 0.0
         """When the agents that have not answered are looked at next, on the monotonic clock."""
+        self._asked_nodes: dict[int, float] = {}
+        """When the node of each silent agent was asked, on the monotonic clock."""
         self._quiet_servers = set[str]()
         self._answered: dict[int, float] = {}
         """When the agent of each rank last answered, in seconds since the epoch."""
@@ -111,7 +122,10 @@ class Supervisor:
         reply.add_done_callback(lambda done: self._messages.put((rank, done)))
 
     def _look_at_agents(self) -> None:
-        """Name agents that do not answer; their ranks are lost once nothing else goes on, or all others have ended."""
+        """Name agents that do not answer.
+
+        Once nothing else goes on, or all others have ended, their ranks have ended too, or are lost.
+        """
         for rank in self._silences.look(time.monotonic()):
             text = f"the agent of rank {rank} on {self._host(rank)} has not answered for {self._silences.limit:.0f} s"
             self._events.say("warning", rank=rank, text=f"{text}: it is stopped, or its node; the training goes on")
@@ -123,7 +137,28 @@ class Supervisor:
         if silent and not self._deadlines.stopping and (unheard or self._hangs.stalled()):
             for rank in sorted(silent & running):
                 if self._group.reachable(self._group.plan.slots[rank].node.id):  # otherwise Ray will give the node up
-                    self._on_lost(rank)
+                    self._ask_node(rank)
+
+    def _ask_node(self, rank: int) -> None:
+        """Ask the node of a silent agent whether its rank has ended; if the node does not know, the rank is lost."""
+        now = time.monotonic()
+        if rank not in self._asked_nodes:
+            self._asked_nodes[rank] = now
+            self._group.recorded_end(rank).add_done_callback(lambda done: self._messages.put(NodeAnswer(rank, done)))
+        elif now - self._asked_nodes[rank] > deadlines.AGENT_S:
+            self._on_lost(rank)
+
+    def _on_node_answer(self, rank: int, answer: Future[RecordedEnd | None]) -> None:
+        found = answer.result() if answer.exception() is None else None
+        if rank in self.ends or rank not in self._silences.named:
+            return
+        if found is None:
+            self._on_lost(rank)
+            return
+        text = f"rank {rank} on {self._host(rank)} has ended, as its node knows; its last events and output are lost"
+        self._events.say("warning", rank=rank, text=text)
+        self._group.keep_value(rank, found.value)
+        self._on_end(rank, found.end, silent=True)
 
     def _receive(self, message: Message) -> None:
         match message:
@@ -141,6 +176,8 @@ class Supervisor:
                 self._joined = message
                 if self._quiesce.request():
                     self._stop_to_move()
+            case NodeAnswer(rank, found):
+                self._on_node_answer(rank, found)
             case (rank, reply):
                 self._on_reply(rank, reply)
 
@@ -152,6 +189,7 @@ class Supervisor:
             return
         self._answered[rank] = time.time()
         self._silences.answered(rank)
+        self._asked_nodes.pop(rank, None)
         self._note_server(rank, news.server_quiet)
         self._clocks.note(self._host(rank), news.sent, time.time())
         self._logs.append(rank, news.log, news.nccl)
@@ -202,11 +240,12 @@ class Supervisor:
         if "rendezvous" in parts:
             self._group.start_other_actors()
 
-    def _on_end(self, rank: int, report: RankEnd) -> None:
-        """The process of this rank is gone."""
+    def _on_end(self, rank: int, report: RankEnd, silent: bool = False) -> None:
+        """The process of this rank is gone. `silent`: its agent does not answer."""
         log_tail = self._logs.tail(rank) if report.signal == signal.SIGABRT else ""
         report = replace(report, at=self._clocks.here(self._host(rank), report.at))
-        self._ended(classify.classify_end(report, self._known(rank), self._record, log_tail))
+        end = classify.classify_end(report, self._known(rank), self._record, log_tail)
+        self._ended(replace(end, silent=silent))
 
     def _on_lost(self, rank: int, error: BaseException | None = None) -> None:
         """The agent of this rank is lost. `error`: of the call to it; None if it did not answer in time."""

@@ -54,7 +54,7 @@ class End:
     oom: KilledBy = ""
     """What ended it because memory ran out; empty if nothing did."""
     silent: bool = False
-    """Lost because its agent stopped responding."""
+    """Its agent stopped responding: it is lost, or its node knows how it ended."""
     preempted: bool = False
     """Its node was taken away by the cluster, or is about to be."""
 

@@ -316,6 +316,14 @@ class RankValue:
 
 
 @dataclass(frozen=True)
+class RecordedEnd:
+    """How a rank ended whose agent does not answer, as its node has noted it."""
+
+    end: RankEnd
+    value: RankValue
+
+
+@dataclass(frozen=True)
 class GetValue(Request[RankValue]):
     """Reply with what the job returned or raised."""
 

@@ -23,6 +23,7 @@ import pytest
 from raydist.node.fork_client import ForkClient
 from raydist.node.warm_imports import uses_gpu
 from raydist.settings.config import Job, as_dict
+from raydist.state.snapshot_layout import LAST_SLOT
 from raydist.worker.heartbeat import BEAT_PAGE, read_beat
 from raydist.worker.protocol import (
     PACKET,
@@ -37,6 +38,7 @@ from raydist.worker.protocol import (
     SignalProcess,
     StoreForked,
     Warm,
+    WriteCheckpoint,
     decode,
     encode,
 )
@@ -398,12 +400,58 @@ def test_what_the_server_cannot_do_is_answered_and_ends_nothing(warm: Node) -> N
     assert "cut off" in line.receive(Failed).error
     line.send(OpenStore("tcp", "no address"))
     assert line.receive(StoreForked).error
-    line.send(RankSpec(0, {}, "", (), "", "", (), "x"))  # without its descriptors
+    line.send(RankSpec(0, {}, "", (), "", "", (), str(warm.folder / "x")))  # without its descriptors
     line.receive(Forked)
     assert line.receive(Ended).code == 1
     assert other.fork(lambda: 7)
     assert other.receive(Ended).code == 0
     assert other.value() == 7
+
+
+def test_ranks_are_ended_while_the_file_server_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server listed the checkpoints itself."""
+    os.mkfifo(tmp_path / "hangs")
+    (tmp_path / "raydist_hanging.py").write_text(
+        "from raydist.state import checkpoint_files\n"
+        f"checkpoint_files.newest_step = lambda folder: len(open({str(tmp_path / 'hangs')!r}).read())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    node = Node(tmp_path / "f", modules=("raydist_hanging", "torch", "raydist.worker.backends.ddp", "cloudpickle"))
+    line = node.dial()
+
+    def job() -> None:
+        import torch
+
+        from raydist.worker.checkpoint import own_memory, save_request
+
+        memory = own_memory()
+        assert memory is not None
+        memory.fill_request(LAST_SLOT, save_request(1, {}))
+        memory.write(1, {"own": {"loss": 0.5, "random": torch.zeros(1)}, "model": {}})
+        Path("kept").touch()
+        time.sleep(300)
+
+    pid = line.fork(job)
+    assert soon(lambda: (node.folder / "kept").exists(), within=60), line.log()
+    mine, its = socket.socketpair()
+    line.send(WriteCheckpoint(), (its.fileno(),))
+    its.close()
+    line.send(SignalProcess(pid, signal.SIGKILL))
+    assert line.receive(Ended).signal == signal.SIGKILL
+    assert soon(lambda: answered(tmp_path / "hangs"))  # the writer waits for it
+    assert mine.recv(PACKET) == b""  # step 5 is newer
+    node.close()
+
+
+def answered(fifo: Path) -> bool:
+    """Whether a process waits for this FIFO, which then gets 5 bytes."""
+    try:
+        descriptor = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    os.write(descriptor, b"later")
+    os.close(descriptor)
+    return True
 
 
 def test_a_process_of_another_agent_gets_no_signal(warm: Node) -> None:

@@ -20,7 +20,7 @@ from raydist.recovery.supervisor import Supervisor
 from raydist.settings.config import Backend, Job, Scale, Target
 from raydist.shared.events import Event, Events
 from raydist.shared.outcome import End
-from raydist.worker.protocol import GetNews, RankEnd, RankNews, Request
+from raydist.worker.protocol import GetNews, RankEnd, RankNews, RecordedEnd, Request
 from tests.cluster.test_placement import node
 
 PATIENCE_S = 10.0
@@ -46,6 +46,9 @@ class FakeGroup:
         self.settled = 0
         self.cut: set[str] = set()
         """Nodes that accept no connection."""
+        self.recorded: dict[int, RecordedEnd] = {}
+        """How ranks have ended, as their nodes know."""
+        self.values: dict[int, Any] = {}
         self.away: dict[str, float] = {}
         """Nodes that are drained, each with its deadline."""
         self.open: dict[int, queue.SimpleQueue[Future[Any]]] = {rank: queue.SimpleQueue() for rank in range(ranks)}
@@ -66,6 +69,14 @@ class FakeGroup:
 
     def reachable(self, node_id: str) -> bool:
         return node_id not in self.cut
+
+    def recorded_end(self, rank: int) -> Future[Any]:
+        found: Future[Any] = Future()
+        found.set_result(self.recorded.get(rank))
+        return found
+
+    def keep_value(self, rank: int, value: Any) -> None:
+        self.values[rank] = value
 
     def draining(self) -> dict[str, float]:
         return self.away

@@ -16,7 +16,16 @@ from raydist.recovery.silences import Silences
 from raydist.shared.events import Event, event
 from raydist.shared.outcome import Attempt, End
 from raydist.shared.signals import stoppable
-from raydist.worker.protocol import Examine, GetNews, HoldRank, RankActivity, StopAfter
+from raydist.worker.protocol import (
+    Examine,
+    GetNews,
+    HoldRank,
+    RankActivity,
+    RankEnd,
+    RankValue,
+    RecordedEnd,
+    StopAfter,
+)
 from tests.recovery.fake_group import Trial
 
 PEER_GONE = "[/gloo/transport/tcp/pair.cc:561] Connection closed by peer [::1]:1."
@@ -337,6 +346,18 @@ def test_a_run_ends_whose_other_ranks_have_finished(tmp_path: Path) -> None:
         assert ways(trial) == ["finished", "lost", "finished"]
         assert (trial.ends()[1].step, trial.ends()[1].silent) == (7, True)
     assert trial.kinds("hang") == []
+
+
+@pytest.mark.usefixtures("short")
+def test_a_rank_that_has_finished_as_its_node_knows_is_not_run_again(tmp_path: Path) -> None:
+    with Trial(tmp_path, ranks=3) as trial:
+        for rank, code in ((1, 0), (2, 3)):
+            end = RankEnd(code, 0, time.time(), step=7, phase="save")
+            trial.group.recorded[rank] = RecordedEnd(end, RankValue(b"value"))
+        trial.end(0)
+        assert ways(trial) == ["finished", "finished", "exited"]
+        assert [(end.step, end.silent) for end in trial.ends()[1:]] == [(7, True), (7, True)]
+    assert trial.group.values == {1: RankValue(b"value"), 2: RankValue(b"value")}
 
 
 @pytest.mark.usefixtures("short")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +15,10 @@ from typing import Any
 import pytest
 
 import raydist
+from raydist.recovery import deadlines
 from raydist.shared.errors import ConfigError, LaunchError, RunFailed
 from raydist.shared.events import read_events
+from raydist.worker import context
 
 pytestmark = pytest.mark.ray
 QUIET = "watch.progress=none"
@@ -295,3 +300,27 @@ def test_memory_freed_in_a_step_is_kept_for_the_next(on_ray: Path) -> None:
         return min([step() for _ in range(5)][2:])
 
     assert all(faults < 1000 for faults in raydist.run(job, "scale=1x2", QUIET).values if faults is not None)
+
+
+def test_ranks_that_finish_beside_a_stopped_actor_have_finished(on_ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their agents can't tell it. They were run again, because nobody knew."""
+
+    def job() -> int:
+        import torch.distributed as dist
+
+        rank = raydist.rank()
+        (rank.run_dir / f"ran-{rank.rank}-{os.getpid()}").touch()
+        raydist.checkpoint.save(7, {"step": 7}, wait=True)
+        dist.barrier()
+        if rank.rank == 0:
+            sock = context.current().flush.__self__._sock  # type: ignore[attr-defined]
+            agent = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            os.kill(agent, signal.SIGSTOP)
+        dist.barrier()
+        return rank.rank
+
+    monkeypatch.setattr(deadlines, "AGENT_S", 3.0)
+    done = raydist.run(job, "scale=1x2", "hydra.run.dir=run", QUIET)
+    assert (done.status, done.values, done.restarts) == ("finished", (0, 1), ())
+    assert len([*Path("run").glob("ran-*")]) == 2
+    assert [each["step"] for each in read_events(Path("run/events.jsonl")) if each["kind"] == "saved"][-1] == 7

@@ -1,0 +1,32 @@
+"""A rank's output on its node: the agent reads it, and frees what it has read. (actor)"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from pathlib import Path
+
+from raydist.node.nccl_output import MAX_BYTES
+
+FREED_AT_ONCE = 1 << 22
+"""Bytes, a multiple of a page and of the offset of a mapping."""
+
+
+class OutputFile:
+    """The file that a rank appends to. Its beginning stays, because NCCL's log is in it; the driver has all of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w+b", buffering=0)
+        self._freed = MAX_BYTES
+
+    def read(self, most: int) -> bytes:
+        """At most so many further bytes."""
+        data = self._file.read(most)
+        while self._file.tell() - self._freed >= FREED_AT_ONCE:
+            with contextlib.suppress(OSError), self._map() as part:  # the file system can't: the file stays as it is
+                part.madvise(mmap.MADV_REMOVE)
+            self._freed += FREED_AT_ONCE
+        return data
+
+    def _map(self) -> mmap.mmap:
+        return mmap.mmap(self._file.fileno(), FREED_AT_ONCE, offset=self._freed)

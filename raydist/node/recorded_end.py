@@ -1,0 +1,46 @@
+"""How a rank ended, in a file of its node: an agent that is stopped can't tell it. (actor)"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import time
+from pathlib import Path
+
+from raydist.node.fork_launcher import node_folder
+from raydist.node.processes import recorded_error
+from raydist.worker.heartbeat import BEAT_PAGE, read_beat
+from raydist.worker.protocol import RankEnd, RankValue, RecordedEnd
+
+
+def run_folder_here(run: str, node_id: str) -> Path:
+    """The folder of a run's agents on this node."""
+    return node_folder(f"raydist-{os.getuid()}-{run}-{node_id[-8:]}")
+
+
+def record_end(value: str, code: int, signal: int) -> None:
+    """Write how a rank ended beside its value, the path of which its spec has. In the fork server."""
+    with contextlib.suppress(OSError):  # the run's folder is gone, or the disk is full
+        Path(f"{value}.part").write_text(json.dumps((code, signal, time.time())))
+        os.replace(f"{value}.part", f"{value}.end")
+
+
+def read_end(run: str, node_id: str, rank: int) -> RecordedEnd | None:
+    """How this rank ended in the newest attempt, and its value; None if it runs, or nothing is known."""
+    base = run_folder_here(run, node_id) / f"rank-{rank}"
+    try:
+        code, signal, at = json.loads(Path(f"{base}.value.end").read_text())
+        with open(f"{base}.beat", "rb") as file, mmap.mmap(file.fileno(), BEAT_PAGE, prot=mmap.PROT_READ) as page:
+            step, phase, _ = read_beat(page)
+    except (OSError, ValueError):
+        return None
+    end = RankEnd(code, signal, at, step=step, phase=phase, error=recorded_error(Path(f"{base}.error.json")))
+    return RecordedEnd(end, read_value(base))
+
+
+def read_value(base: Path) -> RankValue:
+    """What the job of a rank returned or raised, pickled. `base`: the rank's files without their endings."""
+    value, error = (Path(f"{base}.value{end}") for end in ("", ".error"))
+    return RankValue(*(path.read_bytes() if path.exists() else None for path in (value, error)))
