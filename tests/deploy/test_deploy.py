@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -172,10 +173,11 @@ def test_a_node_ends_the_helper_of_its_earlier_ray_and_no_other_process_that_has
 
 
 SRUN = """#!/bin/bash
-# a stand-in for Slurm's: the command once for each node of the allocation, all on this machine
+# a stand-in for Slurm's: the command once for each node of the step, all on this machine
 echo "$@" >> "$SLURM_SUBMIT_DIR/srun.txt"
+nodes="${1#--nodes=}"
 while [ "${1#--}" != "$1" ]; do shift; done
-for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & done
+for ((node = 0; node < nodes; node++)); do "$@" & done
 trap 'kill $(jobs -p)' TERM
 wait
 wait
@@ -230,7 +232,12 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
     assert job.wait(60) == 128 + signal.SIGTERM, (tmp_path / "screen.txt").read_text()
     (result,) = tmp_path.glob("runs/slow/*/result.json")
     assert '"signal": 15' in result.read_text()
-    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1" in (tmp_path / "srun.txt").read_text()
+    steps = [line for line in (tmp_path / "srun.txt").read_text().splitlines() if line.startswith("--nodes")]
+    here = socket.gethostname()
+    assert [line.split()[:4] for line in steps] == [
+        ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={here}"],
+        ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--exclude={here}"],
+    ]
     assert '"world_size": 2' in result.read_text()
 
 
@@ -244,17 +251,18 @@ LISTENER = (
 @pytest.mark.ray
 @requires_root
 def test_slurm_connects_to_no_port_of_another_user(allocation: dict[str, str], tmp_path: Path) -> None:
-    """The owner of that port would get Ray's token, and the training."""
+    """The owner of that port would get Ray's token, and the training. The other nodes sent it before the check."""
     command = [sys.executable, "-c", LISTENER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
-        allocation |= {"PORT": other.stdout.readline().strip(), "SLURM_NNODES": "1"}
+        allocation |= {"PORT": other.stdout.readline().strip()}
         job = batch(tmp_path, allocation, "job=slow.py")
         assert job.wait(120) == 1
         other.communicate("x")
     screen = (tmp_path / "screen.txt").read_text()
     assert f"port {allocation['PORT']} of 127.0.0.1 is another user's: submit the job again" in screen
     assert not list(tmp_path.glob("runs/*"))
+    assert (tmp_path / "srun.txt").read_text().count("--ntasks-per-node") == 1
 
 
 def test_files_with_tokens_are_in_no_image_and_no_commit(tmp_path: Path) -> None:
