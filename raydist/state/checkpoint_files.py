@@ -12,6 +12,7 @@ collective, and only `write_and_prune` and `load` need torch.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -22,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, RaydistError
@@ -122,16 +123,36 @@ def load(path: StoragePath) -> State:
 
 @contextmanager
 def local_copy(path: StoragePath, name: str) -> Iterator[Path]:
-    """A file of a checkpoint; of a URL a copy, one for all ranks of a node where they have a folder in common."""
+    """A file of a checkpoint; of a URL a copy, one for all ranks of a node where they have a folder in common.
+
+    That copy is removed when each of them has read it.
+    """
     if isinstance(path, Path):
         yield path / name
         return
     checksum = Meta.read(path).files[name].xxh3_128
     if shared := os.environ.get(env_names.SCRATCH):
-        yield (path / name).fetch(Path(shared) / f"{checksum}.pt", checksum)
+        copy = Path(shared) / f"{checksum}.pt"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{copy}.readers", "a+") as readers:
+            fcntl.flock(readers, fcntl.LOCK_SH)
+            yield (path / name).fetch(copy, checksum)
+            _remove_if_read(copy, readers)
         return
     with tempfile.TemporaryDirectory(prefix="raydist-") as own:
         yield (path / name).fetch(Path(own) / name, checksum)
+
+
+def _remove_if_read(copy: Path, readers: IO[str]) -> None:
+    """Note that this rank has read the copy; remove it after the last rank of the node. `readers`: a locked file."""
+    readers.write(f"{os.environ.get('LOCAL_RANK', '0')}\n")
+    readers.flush()
+    with suppress(BlockingIOError):  # another rank reads it now
+        fcntl.flock(readers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        readers.seek(0)
+        if len(set(readers)) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+            copy.unlink(missing_ok=True)
+            readers.truncate(0)
 
 
 def saved_at(path: StoragePath) -> Saved:

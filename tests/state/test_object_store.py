@@ -150,11 +150,23 @@ def test_nothing_is_unpickled(events: list[Event], tmp_path: Path) -> None:
 def test_the_ranks_of_a_node_fetch_it_once(
     events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A copy of the size of the model stayed in TMPDIR for the whole run."""
     monkeypatch.setenv("RAYDIST_SCRATCH", str(tmp_path / "node"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     path = put(1)
-    first = checkpoint.load(path)
-    (path / "state.pt").write_text("gone")
-    assert torch.equal(checkpoint.load(path)["weights"], first["weights"])
+    for _ in range(2):  # the second time as after a restart
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        first = checkpoint.load(path)
+        again = checkpoint.load(path)
+        state = (path / "state.pt").read_bytes()
+        (path / "state.pt").write_text("gone")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        second = checkpoint.load(path)
+        assert torch.equal(first["weights"], second["weights"])
+        assert torch.equal(first["weights"], again["weights"])
+        assert [each.stat().st_size for each in (tmp_path / "node").iterdir()] == [0, 0]  # what guards it
+        (tmp_path / "state").write_bytes(state)
+        (path / "state.pt").put(tmp_path / "state")
 
 
 def test_a_state_is_not_lost_when_nobody_answers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 
 from raydist.state import snapshot
 from raydist.state.snapshot import NoRoom, SnapshotBuffer, layout_of, memory_left, put_together, take_apart
-from raydist.state.snapshot_layout import SAVE_SLOT, blank_page
+from raydist.state.snapshot_layout import REPLICA_SLOTS, SAVE_SLOT, blank_page
 from tests.ranks import SERVER, start_server
 
 
@@ -107,6 +108,26 @@ def test_a_state_may_grow(descriptor: int) -> None:
     for step, size in enumerate([10, 1000, 100_000, 10, 1_000_000]):
         assert same(memory.read(memory.write(step, state(step, size))), state(step, size))
         assert step == 0 or same(memory.read(memory.steps[step - 1])["own"], state(step - 1)["own"])
+
+
+def test_two_buffers_of_one_file_grow_apart(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop and the thread of sharded states have one each."""
+    size_of = os.fstat
+
+    def slow(number: int) -> os.stat_result:
+        found = size_of(number)
+        time.sleep(0.1)  # the other grows meanwhile
+        return found
+
+    monkeypatch.setattr(os, "fstat", slow)
+    one, other = SnapshotBuffer(descriptor), SnapshotBuffer(descriptor)
+    thread = threading.Thread(target=one.open_replica, args=(5000, 10))
+    thread.start()
+    slot = other.open_own(5000, 10)
+    thread.join()
+    other.bytes_of(slot)[:5000] = b"x" * 5000
+    (replica,) = (each for each in REPLICA_SLOTS if one.size(each) == (5000, 10))
+    assert bytes(one.bytes_of(replica)[:5000]) == bytes(5000)
 
 
 def test_a_part_of_ones_own_is_no_whole_state(descriptor: int) -> None:

@@ -13,9 +13,11 @@ import torch
 
 from raydist.settings.config import Backend, Job, Snapshot
 from raydist.state import snapshot
+from raydist.state.device import HostDevice
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import PAGE, blank_page
 from raydist.worker import context
+from raydist.worker.loop import snapshotter
 from raydist.worker.loop.snapshotter import Offer, Snapshotter, choose_snapshot, spacing
 from tests.ranks import run_ranks
 
@@ -78,6 +80,71 @@ def test_a_new_node_gets_the_state_of_one_that_has_it(tmp_path: Path, holder: in
     told = run_ranks(2, GLOO, find({holder: (3, 4)}, nodes=2), tmp_path, env)
     assert [each.error for each in told] == ["", ""]
     assert [each.value for each in told] == [(4, [4 * i for i in range(1001)], None)] * 2
+
+
+@pytest.mark.parametrize(("kind", "same"), [("cuda", True), ("cpu", False)])
+def test_a_rank_with_a_gpu_reads_the_memory_of_its_node_without_a_copy(tmp_path: Path, kind: str, same: bool) -> None:
+    """Each of eight ranks copied the whole state before it went to its GPU."""
+
+    def job(job: Job) -> bool:
+        here, descriptor = context.current(), os.memfd_create("test")
+        os.pwrite(descriptor, blank_page(), 0)
+        memory = SnapshotBuffer(descriptor)
+        memory.write(3, {**state(3, 0), "own": {"world_size": 1}})
+        here.memory = descriptor, descriptor
+        context.Rank.device = property(lambda rank: torch.device(kind))  # type: ignore[assignment,method-assign]
+        vars(snapshotter)["device_of"] = lambda device: HostDevice()
+        kept = Snapshotter(job, here.comm).find()
+        assert kept is not None
+        memory.read(memory.steps[3], clone=False)["model"].fill_(-1)
+        return bool((kept.state["model"] == -1).all())
+
+    (told,) = run_ranks(1, GLOO, job, tmp_path, {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert (told.error, told.value) == ("", same)
+
+
+def on_new_node(room: int) -> Any:
+    """A function for 4 ranks of two nodes: rank 0 has a state of step 4, the second node is new and has this room."""
+
+    def job(job: Job, folder: Path) -> Any:
+        here = context.current()
+        me = here.rank.rank
+        here.rank = context.Rank(me, me % 2, me // 2, here.rank.world_size)
+        lead = os.open(folder / f"node-{me // 2}", os.O_RDWR)
+        own = lead if me % 2 == 0 else os.memfd_create("own")
+        if own != lead:
+            os.pwrite(own, blank_page(), 0)
+        if me < 2:
+            SnapshotBuffer(own).write(4, state(4, me) if me == 0 else {"own": state(4, me)["own"]})
+        here.memory = own, lead
+        sizes, kind = list[int](), type(here.comm)
+        add = kind.sum
+
+        def noted(comm: Any, tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
+            return add(comm, tensor)  # type: ignore[no-any-return]
+
+        kind.sum = noted
+        snapshotter.PIECE = 1000
+        if me >= 2:
+            snapshot.memory_left = lambda root=Path("/"): room
+        kept = Snapshotter(job, here.comm).find()
+        held = SnapshotBuffer(own).steps
+        return kept and (kept.step, kept.state["model"].tolist(), kept.own, max(sizes), len(sizes) > 8, sorted(held))
+
+    return job
+
+
+@pytest.mark.parametrize("room", [1 << 30, 1000])
+def test_a_state_reaches_a_new_node_in_pieces_and_is_there_once(tmp_path: Path, room: int) -> None:
+    """Each rank held all of it, as int64: of a state of 100 GB eight times on each node."""
+    for node in range(2):
+        (tmp_path / f"node-{node}").write_bytes(blank_page())
+    env = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    told = run_ranks(4, GLOO, partial(on_new_node(room), folder=tmp_path), tmp_path, env)
+    assert [each.error for each in told] == [""] * 4
+    expected = 4, [4 * i for i in range(1001)], None, 1000, True
+    assert [each.value for each in told] == [(*expected, [4])] * 2 + [(*expected, [])] * 2
 
 
 def test_a_first_attempt_looks_for_nothing(tmp_path: Path) -> None:

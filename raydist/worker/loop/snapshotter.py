@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -28,6 +30,8 @@ FIRST_LOOK = 8
 """Steps after which the cost of a snapshot is measured first; again after 16, 32, …"""
 MEASURED = 64
 """Most steps of which the time is kept."""
+PIECE = 1 << 26
+"""Bytes of a state that all ranks pass on at a time to nodes that lack it: a rank never holds all of it besides."""
 OFFERS = 2
 """How many of its newest states a rank offers: no rank is more than one step ahead of another."""
 
@@ -195,14 +199,46 @@ class Snapshotter:
         there = {node for node, each in zip(nodes, offers, strict=True) if of_step(each, step).whole}
         if there == set(nodes) and self._lead is not None:
             return self._lead.read(self._lead.steps[step], self._clone)
-        offer = of_step(offers[source], step)
-        # as int64: not every backend can sum bytes
-        words = torch.zeros(-(-(offer.tensors + offer.text) // 8), dtype=torch.int64)
-        if self._me.rank == source and self._memory is not None:
-            raw = self._memory.bytes_of(self._memory.steps[step])[: offer.tensors + offer.text]
-            words.view(torch.uint8)[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        # the others add zeros
-        return unpack(self._comm.sum(words).view(torch.uint8).numpy(), offer.tensors, offer.text, self._clone)
+        offer, new = of_step(offers[source], step), self._me.node_rank not in there
+        slot = self._room(offer) if new and self._me.local_rank == 0 else -1
+        slots = [int(each) for each in self._comm.gather(torch.tensor([slot]))]
+        slot = slots[nodes.index(self._me.node_rank)]  # of the first rank of this node
+        into: bytearray | mmap.mmap | None = bytearray(offer.tensors + offer.text) if new and slot < 0 else None
+        if new and slot >= 0 and self._me.local_rank == 0 and self._memory is not None:
+            into = self._memory.bytes_of(slot)
+        mine = self._me.rank == source and self._memory is not None
+        raw = self._memory.bytes_of(self._memory.steps[step]) if mine and self._memory is not None else None
+        self._pass_on(raw, into, offer.tensors + offer.text)
+        if into is not None and slot < 0:
+            return unpack(into, offer.tensors, offer.text, self._clone)
+        assert self._lead is not None, "its node has a memory"
+        return self._lead.read(slot if new else self._lead.steps[step], self._clone)
+
+    def _room(self, offer: Offer) -> int:
+        """A slot for a state in the memory of this node, where all its ranks read it; -1 without room.
+
+        It is complete for nobody else: its own part is that of another rank.
+        """
+        if self._memory is not None:
+            with suppress(NoRoom):
+                return self._memory.open_own(offer.tensors, offer.text)
+        return -1
+
+    def _pass_on(self, raw: mmap.mmap | None, into: bytearray | mmap.mmap | None, size: int) -> None:
+        """Send `size` bytes of the rank that has `raw` to those that have `into`, piece by piece; all ranks call it.
+
+        As int64, because not every backend can sum bytes; the others add zeros.
+        """
+        for begin in range(0, size, PIECE):
+            length = min(PIECE, size - begin)
+            words = torch.zeros(-(-length // 8), dtype=torch.int64)
+            if raw is not None:
+                words.view(torch.uint8)[:length] = torch.frombuffer(raw, dtype=torch.uint8, count=length, offset=begin)
+            words = self._comm.sum(words)
+            if into is not None:
+                piece = torch.frombuffer(into, dtype=torch.uint8, count=length, offset=begin)
+                piece.copy_(words.view(torch.uint8)[:length])
+        self._comm.gather(torch.zeros(1))  # the first rank of each node has all of it
 
     def _reckon(self) -> None:
         """Set the spacing of snapshots from their measured cost, the same on all ranks."""
