@@ -92,12 +92,20 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._stalls.forget(rank)
 
     def _examine(self, calls: Mapping[int, Future[RankActivity | None]], beats: Mapping[int, Beat]) -> None:
-        wait(calls.values(), timeout=longest(EXAMINE_S, len(calls)))
-        answers = {rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()}
-        states = [self._state(rank, beats[rank], found) for rank, found in sorted(answers.items()) if found]
-        went_on = any(found.beat[2] > beats[rank][2] for rank, found in answers.items() if found)
-        if (hang := self._weigh(hang_verdict.diagnose(states), went_on)) is not None:
+        answers = answers_of(calls)
+        states = [self._state(rank, beats[rank], found) for rank, found in sorted(answers.items())]
+        went_on = any(found.beat[2] > beats[rank][2] for rank, found in answers.items())
+        if (hang := self._weigh(hang_verdict.diagnose(states), went_on, self._at_work(answers))) is not None:
             self._post(hang)
+
+    def _at_work(self, answers: Mapping[int, RankActivity]) -> bool:
+        """Whether ranks that report no steps make further collectives: they were between two of them."""
+        with self._lock:
+            unpaced = self._stalls.unpaced()
+        if not unpaced or not any(found.collectives for found in answers.values()):
+            return False
+        later = answers_of({rank: self._group.call(rank, Examine()) for rank in answers})
+        return any(newest_collective(found) > newest_collective(answers[rank]) for rank, found in later.items())
 
     def _state(self, rank: int, beat: Beat, found: RankActivity) -> RankState:
         host = self._group.plan.slots[rank].node.host
@@ -106,7 +114,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             stack=found.stack, collectives=found.collectives,
         )  # fmt: skip
 
-    def _weigh(self, diagnosis: Diagnosis, went_on: bool) -> ConfirmedHang | None:
+    def _weigh(self, diagnosis: Diagnosis, went_on: bool, at_work: bool) -> ConfirmedHang | None:
         """Report a new diagnosis; return the hang if the run is to be ended. `went_on`: a rank has, meanwhile."""
         with self._lock:
             self._examining = False
@@ -115,6 +123,8 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
                 return None
             silence, over = self._stalls.silence(now), self._stalls.over(now)
             self._stalls.examined(now)
+            if at_work:
+                return None
             diagnosis = diagnosis.final if over else diagnosis
             if diagnosis.text and (diagnosis.text != self._reported or over):
                 self._report(diagnosis, silence)
@@ -128,3 +138,16 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             for state in diagnosis.states:
                 (self._logs / f"rank-{state.rank}.stacks").write_text(state.stack, encoding="utf-8")
         self._events.say("hang", text=diagnosis.text, ranks=diagnosis.culprits, certain=diagnosis.certain, s=silence)
+
+
+def answers_of(calls: Mapping[int, Future[RankActivity | None]]) -> dict[int, RankActivity]:
+    """By rank, of those that run and whose agent answers in time."""
+    wait(calls.values(), timeout=longest(EXAMINE_S, len(calls)))
+    answers = {rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()}
+    return {rank: found for rank, found in answers.items() if found is not None}
+
+
+def newest_collective(found: RankActivity) -> tuple[int, int]:
+    """The numbers of a rank's last collective and of its last operation with one other rank; 0 where there is none."""
+    numbers = [(each["collective_seq_id"] or 0, each["p2p_seq_id"] or 0) for each in found.collectives]
+    return max((each for each, _ in numbers), default=0), max((each for _, each in numbers), default=0)

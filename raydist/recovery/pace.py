@@ -71,6 +71,10 @@ class StallCheck:
         step = self.settings.after_s + self.settings.steps * statistics.median(pace.steps) if known else UNKNOWN_S
         return min(self.settings.limit_s, step)
 
+    def unpaced(self) -> bool:
+        """Whether some rank has reported too few steps for its silence to mean that it stands still."""
+        return any(pace.learnt < LEARN for pace in self.paces.values())
+
     def silence(self, now: float) -> float:
         """The longest silence in seconds."""
         return max((now - pace.heard for pace in self.paces.values()), default=0.0)

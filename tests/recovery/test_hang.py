@@ -19,6 +19,7 @@ from raydist.settings.config import Hang
 from raydist.shared.events import Event, Events
 from raydist.worker.protocol import Examine, RankActivity
 from tests.recovery.fake_group import PATIENCE_S, FakeGroup
+from tests.recovery.test_hang_verdict import JOB, WAITS, entry, stack
 
 SLEEPS = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 31 in job\n'
 
@@ -132,6 +133,29 @@ def test_so_are_they_if_only_their_agents_know_it_yet(watched: Watched, reported
     watched.silent()
     assert watched.group.made(Examine) == [0, 1]
     assert (reported, watched.posted) == ([], [])
+
+
+@pytest.mark.parametrize(("paced", "moves"), [(False, True), (False, False), (True, True)])
+def test_ranks_that_report_no_step_and_make_collectives_are_at_work(
+    watched: Watched, reported: list[Event], paced: bool, moves: bool
+) -> None:
+    """They were caught between two collectives, and their run was ended as one that hangs."""
+    watched.settings = Hang(limit_s=90)
+    watched.__post_init__()
+    made = [10, 9]
+
+    def waits(rank: int) -> RankActivity:
+        made[rank] += moves
+        return replace(state("S"), stack=stack(*WAITS, *JOB), collectives=[entry(made[rank] - moves)])  # type: ignore[list-item]
+
+    watched.group.replies[Examine] = waits
+    for step in range(1, 5 if paced else 1):
+        for rank in (0, 1):
+            watched.monitor.note(rank, (step, "forward", 1000.0 + step), 0.0)
+    watched.silent()
+    assert len(watched.posted) == (paced or not moves)
+    assert len(watched.group.made(Examine)) == (2 if paced else 4)
+    assert bool(reported) == bool(watched.posted)
 
 
 def test_an_agent_that_does_not_answer_is_left_out(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
