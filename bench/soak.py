@@ -34,10 +34,10 @@ EVERY = 1_000
 WORDS = ("scale=1x2", "group=inline", "backend=gloo", "watch.progress=none", "checkpoint.keep=2")
 
 
-def look(mark: str, driver: int, folder: Path) -> None:
+def look(mark: str, driver: int) -> None:
     """On rank 0: note what all processes and folders hold, once the driver has taken in what was sent."""
     time.sleep(3)
-    server, own, out = os.getppid(), os.getpid(), folder / "looks.jsonl"
+    server, own = os.getppid(), os.getpid()
     other = next((pid for pid in children(server) if pid != own and open_channel(pid)), 0)
     who = {"driver": driver, "fork server": server, "rank 0": own, "rank 1": other}
     facts = {
@@ -49,7 +49,7 @@ def look(mark: str, driver: int, folder: Path) -> None:
         "run": count(raydist.rank().run_dir),
         "events": (raydist.rank().run_dir / "events.jsonl").stat().st_size / 1e6,
     }
-    with out.open("a") as file:
+    with (raydist.rank().run_dir.parent / "looks.jsonl").open("a") as file:
         file.write(json.dumps(facts) + "\n")
 
 
@@ -75,7 +75,7 @@ def count(folder: Path) -> tuple[int, float]:
     return len(sizes), round(sum(sizes) / 1e6, 2)
 
 
-def reporting(rounds: int, driver: int, folder: str) -> None:
+def reporting(rounds: int, driver: int) -> None:
     """On each rank: reports, and checkpoints of a small state."""
     import torch
     import torch.distributed as dist
@@ -86,19 +86,19 @@ def reporting(rounds: int, driver: int, folder: str) -> None:
     marks = {pieces // 10: "a tenth of the reports", pieces // 2: "half of the reports", pieces: "all reports"}
     saved, state = 0, {"weights": torch.zeros(100)}
     for piece in range(1, pieces + 1):
-        for _ in range(EVERY):
-            raydist.report(loss=0.5)
+        for step in range((piece - 1) * EVERY, piece * EVERY):
+            raydist.report(step=step, loss=0.5)
         context.current().flush()  # no more than the agent takes
         while saved < saves * piece // pieces:
             saved += 1
             raydist.checkpoint.save(saved, state)
         dist.barrier()
         if piece in marks and raydist.rank().rank == 0:
-            look(marks[piece], driver, Path(folder))
+            look(marks[piece], driver)
         dist.barrier()
 
 
-def struck(config: Any, restarts: int, driver: int, folder: str) -> None:
+def struck(config: Any, restarts: int, driver: int) -> None:
     """On each rank: a training in which one of them is killed at every second step."""
     import torch
     from torch import nn
@@ -114,7 +114,7 @@ def struck(config: Any, restarts: int, driver: int, folder: str) -> None:
         step = context.current().step
         if attempt in marks and not seen and raydist.rank().rank == 0:
             seen.append(step)
-            look(marks[attempt], driver, Path(folder))
+            look(marks[attempt], driver)
         if attempt < restarts and step >= 2 * attempt + 1 and raydist.rank().rank == attempt % 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return nn.functional.cross_entropy(output, target)
@@ -127,8 +127,8 @@ def soak(rounds: int) -> list[str]:
     """The two runs, in this process; the table's rows."""
     folder = Path(tempfile.gettempdir()).parent
     began, restarts = time.monotonic(), rounds * RESTARTS
-    driver = {"driver": os.getpid(), "folder": str(folder)}
-    raydist.run(reporting, *WORDS, f"hydra.run.dir={folder}/reports", rounds=rounds, **driver)
+    done = raydist.run(reporting, *WORDS, f"hydra.run.dir={folder}/reports", rounds=rounds, driver=os.getpid())
+    assert not done.restarts, done.restarts
     reported = time.monotonic() - began
     words = (
         "snapshot.every=1",
@@ -136,7 +136,14 @@ def soak(rounds: int) -> list[str]:
         f"restart.max={10 * restarts}",
         "restart.window_s=null",
     )
-    done = raydist.run(struck, *WORDS, *words, f"hydra.run.dir={folder}/struck", restarts=restarts, **driver)
+    done = raydist.run(
+        struck,
+        *WORDS,
+        *words,
+        f"hydra.run.dir={folder}/struck",
+        restarts=restarts,
+        driver=os.getpid(),
+    )
     assert len(done.restarts) == restarts, f"{len(done.restarts)} restarts"
     saves = Counter(each["kind"] for each in read_events(folder / "reports" / "events.jsonl"))["saved"]
     began_pids = Counter(

@@ -6,6 +6,9 @@ Horovod's C++ (gloo_context.cc, http_store.cc of 0.28.1) opens a connection for 
     GET /scope/key       200 with the value, or 404 if it is missing: Horovod asks again 10 ms later
     DELETE /scope/rank   the rank is connected to all others of the scope
 
+So 1,024 ranks ask a million times, each time by a new connection. That takes a process 0.16 to 0.2 ms of CPU, half of
+it the kernel's: three minutes. (Without asyncio's streams it would be a sixth less.) gloo's own full mesh ends before.
+
 It has no authentication, and Horovod's own server listens on all interfaces. But it builds its URL as plain text,
 http://ADDR:PORT/scope/key, so an ADDR of `10.0.0.1:41234/SECRET` makes each request go to
 http://10.0.0.1:41234/SECRET:41234/scope/key. A process without the secret can neither read nor store an
