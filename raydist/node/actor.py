@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from raydist.node.agent import RankAgent
 from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.errors import LaunchError
-from raydist.worker.protocol import Answer, Close, NodeRequest
+from raydist.worker.protocol import Answer, Close, GetNews, NodeRequest
+
+HOLD_S = 0.02
+"""Longest time that news wait for those of the node's other ranks."""
 
 
 def make_agent(backend: str) -> RankAgent:
@@ -32,6 +35,8 @@ class NodeActor:
         """That no call has taken yet."""
         self._waiter: asyncio.Future[None] | None = None
         """Of the call that waits for answers."""
+        self._asked: set[int] = set()
+        """The local ranks that are asked for news now."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def exchange(self, requests: Sequence[NodeRequest]) -> list[Answer]:
@@ -60,12 +65,27 @@ class NodeActor:
         agent = self._agents[local_rank]
         if isinstance(request, Close):  # an agent is of one run; the actor may get another run
             del self._agents[local_rank]
+        loop, late = asyncio.get_running_loop(), float("inf")
+        if isinstance(request, GetNews):
+            self._asked.add(local_rank)
+            late = loop.time() + request.patience
         try:
             answer = Answer(number, await agent.handle(request))
         except Exception as error:
             answer = Answer(number, error=picklable(error))
         self._answers.append(answer)
-        self._wake()
+        if isinstance(request, GetNews):
+            self._asked.discard(local_rank)
+        if loop.time() >= late and self._asked:
+            self._ask_all()
+            loop.call_later(HOLD_S, self._wake)
+        else:
+            self._wake()
+
+    def _ask_all(self) -> None:
+        """It is time for the news of one rank: all others tell theirs too. A reply costs the driver as much as many."""
+        for local_rank in self._asked:
+            self._agents[local_rank].tell_now()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

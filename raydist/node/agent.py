@@ -264,6 +264,10 @@ class RankAgent:
         beat, work, pauses = (step, phase, at), read_compute_time(self._beat), read_pauses(self._beat)
         return RankNews(events, log, nccl, beat, quiet, work, pauses, end, server_quiet, time.time())
 
+    def tell_now(self) -> None:
+        """The driver has waited long enough for news."""
+        self._news.set()
+
     async def examine(self) -> RankActivity | None:
         """The state of the rank's process, the CPU it uses, its stacks, its last collectives; None if it has ended.
 
