@@ -11,12 +11,13 @@ import os
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from raydist.launch import preload
 from raydist.node import kept_server
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
 from raydist.settings.config import Job, Scale
-from raydist.worker.protocol import WarmServer
+from raydist.worker.protocol import ImportModules, WarmServer
 
 IDLE_S = 300.0
 """Seconds without a run after which a server ends that is not kept: a notebook may stay open for days."""
@@ -39,6 +40,12 @@ def acquire(job: Job) -> WarmServer | None:
     _acquired = True
     server = _server(max(1, int(job.scale.cpus)), job.env, job.scale.keep_warm_s)
     return WarmServer(str(server.folder), heritage())
+
+
+def prepare(job: Job) -> None:
+    """Have the job's server import what its ranks need, while the driver goes on, as to connect to Ray."""
+    if server := acquire(job):
+        kept_server.tell(Path(server.folder), ImportModules(preload.lasting(preload.of(job))))
 
 
 def begin(overrides: Sequence[str]) -> None:
