@@ -9,13 +9,13 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+from raydist.node.fork_launcher import ALWAYS
 from raydist.settings.config import Job, Parallel
 from raydist.settings.mesh import divides
 from raydist.settings.script import file_of
 from raydist.state.object_store import DRIVERS, scheme
 from raydist.worker.backends import module_of
 
-ALWAYS = ("torch", "torch.distributed", "cloudpickle")
 LOOP = ("raydist.worker.loop.fit", "torch._dynamo", "hydra.utils")
 """Modules of raydist.fit. torch's optimizers import torch._dynamo in their first step; `_target_` needs hydra."""
 SHARDS = ("torch.distributed.checkpoint.state_dict",)
