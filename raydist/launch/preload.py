@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import sysconfig
@@ -82,10 +83,14 @@ def is_installed(name: str) -> bool:
     if name == "raydist":
         return True
     spec = importlib.util.find_spec(name)
-    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     if spec is None or spec.origin in ("built-in", "frozen"):
         return spec is not None
-    return any((spec.origin or "").startswith(folder + os.sep) for folder in folders)
+    return any((spec.origin or "").startswith(folder + os.sep) for folder in _python_folders())
+
+
+@functools.cache  # to find them takes longer than all else here
+def _python_folders() -> set[str]:
+    return {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
 def source_of(target: str) -> Path | None:
