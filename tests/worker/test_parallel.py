@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import raydist
+from raydist.settings.compose import compose
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
-from raydist.settings.mesh import MeshShape, check_microbatches, mesh_shape
+from raydist.settings.mesh import MeshShape, check_microbatches, check_words, mesh_shape
 from raydist.shared.errors import ConfigError
 from raydist.tools import plan
 from raydist.worker import context
@@ -94,6 +96,40 @@ def test_a_shape_that_does_not_fit_is_refused(settings: Parallel, ranks: int, pe
     with pytest.raises(ConfigError) as refused:
         mesh_shape(settings, ranks, per_node)
     assert refused.value.suggestion == right
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("scale=1x4 parallel.shard=3", "parallel.shard=2"),
+        ("parallel=fsdp scale=2x8 parallel.tp=16", "parallel.tp=8"),
+        ("parallel=pp parallel.pp=3 scale=2x2", "parallel.pp=2"),
+        ("scale=1x8 parallel.shard=2 parallel.replicate=2 parallel.tp=4", "parallel.replicate=null"),
+        # with these a file, or what follows from the rest, decides
+        ("scale=1x8 parallel.shard=2 parallel.tp=2", ""),
+        ("scale=1x4 parallel.shard=3 scale.per_node=3", ""),
+        ("parallel.shard=3 scale=cluster", ""),
+        ("parallel.shard=2,3 scale=1x4", ""),
+        ("parallel.shard=0 scale=1x4", ""),
+    ],
+)
+def test_words_that_cannot_fit_are_refused_before_the_job_is_composed(words: str, right: str) -> None:
+    if not right:
+        check_words(words.split())
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_words(words.split())
+    assert refused.value.suggestion == right
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(refused.value))}$"):
+        compose(["job=gpt", *words.split()])
+
+
+def test_a_wrong_product_is_refused_without_composing() -> None:
+    told = "import sys; from raydist import train; print(train.main(sys.argv[1:]), 'hydra' in sys.modules)"
+    command = [sys.executable, "-c", told, "parallel.shard=3", "scale=1x4"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout == "2 False\n"
+    assert ended.stderr.startswith("error: parallel.shard=3: replicate 1 x shard 3 x tp 1 are not the 4 ranks")
 
 
 @pytest.mark.parametrize(
