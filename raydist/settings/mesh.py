@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raydist.settings.config import Job, Parallel
 from raydist.shared.errors import ConfigError
@@ -71,7 +72,7 @@ def check_words(overrides: Sequence[str]) -> None:
     """
     typed = dict(text.partition("=")[::2] for text in overrides)
     numbers = {name: typed.get(f"parallel.{name}", "") for name in ("pp", "replicate", "shard", "tp")}
-    known = {name: int(text) for name, text in numbers.items() if text.isdecimal() and int(text)}
+    known: Any = {name: int(text) for name, text in numbers.items() if text.isdecimal() and int(text)}
     size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", typed.get("scale", ""))
     if size is None or not known or any(name.startswith("scale.") for name in typed):
         return
