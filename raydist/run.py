@@ -82,7 +82,7 @@ def attempt_job(job: Job, call: RemoteCall | None, events: Events, many: OneOfMa
         events.say("cluster", address="", asked=asked)
         check.refuse()
         return attempt_inline(job, call, events)
-    warm_server.acquire(job)  # while Ray answers
+    warm_server.prepare(job)  # while Ray answers
     with connect.connect(job, events):
         check.refuse()
         attempts = Attempts(call, events)
