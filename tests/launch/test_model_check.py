@@ -50,6 +50,6 @@ def test_a_model_that_cannot_be_divided_is_refused_before_the_start(
     ):
         looked_at(*fine)
     monkeypatch.setattr("raydist.launch.model_check.AT_ONCE_S", LONG_S)
-    monkeypatch.setattr("raydist.run.connect.connect", None)  # it does not come so far
+    monkeypatch.setattr("raydist.cluster.connect.connect", None)  # it does not come so far
     assert train.main([*small, "parallel=pp", "group=ray"]) == 2
     assert "error: parallel.pp=4: GPT has 2 blocks" in capsys.readouterr().err

@@ -20,6 +20,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
 import raydist
@@ -207,7 +208,7 @@ def test_the_memory_is_that_of_real_ranks(settings: Parallel, tmp_path: Path) ->
             states = [local(each) for of_one in optimizer.state.values() for each in of_one.values()]
             found["adamw"] = sum(each.nbytes for each in states if each.dim())  # not the count of steps
 
-        torch.optim.optimizer.register_optimizer_step_post_hook(look)
+        register_optimizer_step_post_hook(look)
         text = torch.arange(24 * 8, dtype=torch.uint8).view(24, 8)
         raydist.fit(job, model=GPT(**sizes), train=TensorDataset(text, text), loss=next_token)
         return found
