@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import raydist
 from raydist import models
 from raydist.settings.mesh import mesh_shape
+from raydist.worker.loop.evaluation import sum_over_ranks
 from raydist.worker.loop.flops import utilization
 from raydist.worker.loop.gpt import GPT
 from raydist.worker.loop.tokenizer import BytePairs, byte_pairs, encode_together
@@ -41,8 +42,9 @@ def job(
     train, test = (windows(part, context) for part in parts)
     clock = Clock()
     # on meta nothing is made yet: raydist.fit makes one block at a time, since all of a large model may not fit
-    whole = config.parallel.tp or config.parallel.pp
-    with torch.device("meta" if config.parallel.name in ("fsdp", "hsdp") and not whole else "cpu"):
+    me = raydist.rank()
+    shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
+    with torch.device("meta" if shape.shard * shape.pp > 1 and shape.tp == 1 else "cpu"):
         model = models.build_model(config.model)
     per_token = model.flops_per_token(context) if isinstance(model, GPT) else None
 
@@ -51,15 +53,14 @@ def job(
         return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
 
     figures = raydist.fit(config, model=model, train=train, test=test, loss=loss)
-    me = raydist.rank()
-    data_ranks = mesh_shape(config.parallel, me.world_size, me.local_world_size).data
     told = {"perplexity": math.exp(figures["test_loss"])}
     told["bits_per_byte"] = figures["test_loss"] / math.log(2) / bytes_per_token(test.tensors[1], pairs)
-    if clock.tokens:  # of the stages of a pipeline the last one has the loss
-        told["tokens_per_s"] = clock.tokens_per_s * data_ranks
-    if clock.tokens and per_token and me.device.type == "cuda":
+    # of the stages of a pipeline the last one has the loss; ranks of a tp group have the same tokens
+    if rate := sum_over_ranks(clock.tokens_per_s) / shape.tp:
+        told["tokens_per_s"] = rate
+    if rate and per_token and me.device.type == "cuda":
         gpu = torch.cuda.get_device_name(me.device)
-        if (share := utilization(told["tokens_per_s"], per_token, gpu, me.world_size)) is not None:
+        if (share := utilization(rate, per_token, gpu, me.world_size)) is not None:
             told["mfu"] = share
     raydist.report(None, **told)
     begin = list(prompt.encode()) if pairs is None else pairs.encode([prompt.encode()]).tolist()

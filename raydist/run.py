@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 from raydist.cluster import connect, drain, placement
 from raydist.launch import inline, placement_group, preload, run_storage, warm_server
 from raydist.launch.gangs import OneOfMany
+from raydist.launch.model_check import ModelCheck
 from raydist.launch.payload import RemoteCall
 from raydist.launch.worker_group import WorkerGroup
 from raydist.recovery.attempts import Attempts, explained, settled
@@ -76,11 +77,14 @@ def attempt_job(job: Job, call: RemoteCall | None, events: Events, many: OneOfMa
     backends.check_installed(job.backend.name, job.script)
     run_storage.reserve_run(job)
     asked, job = job.group, connect.settle_group(job)
+    check = ModelCheck(job)
     if job.group == "inline":
         events.say("cluster", address="", asked=asked)
+        check.refuse()
         return attempt_inline(job, call, events)
     warm_server.prepare(job)  # while Ray answers
     with connect.connect(job, events):
+        check.refuse()
         attempts = Attempts(call, events)
         while attempts.outcome is None:
             attempt_placed(job, events, attempts, many)

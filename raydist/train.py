@@ -130,6 +130,9 @@ def show_time(entered: float) -> None:
 def run_command(typed: argparse.Namespace) -> None:
     """One of: help, show, complete in the shell, one run, a sweep."""
     if not (typed.help or typed.cfg or typed.info or typed.shell_completion):
+        from raydist.settings.mesh import check_words
+
+        check_words(typed.overrides)
         from raydist.launch import warm_server
 
         warm_server.begin(typed.overrides)

@@ -13,6 +13,8 @@ Gets a Plan and a Job. Gives a worker group: actors on all nodes, warm fork serv
     limits.py             The longest waits for agents: longer in a run of many ranks, whose answers the driver takes
                           one by one
     mailbox.py            The requests to the agents of a node, and their answers, in one Ray call at a time
+    model_check.py        The model that `model=` names, before Ray and ranks start: can it be divided as `parallel=`
+                          says?
     mpi.py                backend=mpi: runs mpirun on rank 0's node and its daemons on all nodes, and passes their
                           messages on
     payload.py            Pickled functions for the ranks, and the values and exceptions that they return

@@ -13,6 +13,7 @@ never uses CUDA. Agents send it messages of worker.protocol over a Unix socket, 
     ImportModules                                 -> Warm
     RankSpec         log, channel, heartbeat      -> Forked, later Ended
     ProgramSpec      log                          -> Forked, later Ended
+    LookAtModel      one for the answer           -> Forked, later Ended
     OpenStore                                     -> StoreForked
     WriteCheckpoint  one for the writer's events
     ShardsRequest    one for the writer's reply
@@ -55,6 +56,7 @@ from raydist.worker.protocol import (
     DropShards,
     ImportModules,
     ListShards,
+    LookAtModel,
     OpenStore,
     ProgramSpec,
     RankSpec,
@@ -193,6 +195,8 @@ class Server:
                 self.note_fork(self.fork_rank(spec, fds, agent), agent, spec.value)
             case ProgramSpec() as program:
                 self.note_fork(self.fork(lambda: rank_main.run_program(program, *fds)), agent)
+            case LookAtModel() as asked:
+                self.note_fork(self.fork(lambda: rank_main.look_at_model(asked, *fds)), agent)
             case OpenStore(kind, address):
                 store = self.fork_store(kind, address)
                 self.owner[store.pid] = agent

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raydist.settings.config import Job, Parallel
 from raydist.shared.errors import ConfigError
@@ -59,6 +63,22 @@ def mesh_shape(settings: Parallel, ranks: int, per_node: int) -> MeshShape:
     if replicate * shard * tp * pp != ranks:
         raise _unfit(settings, MeshShape(replicate, shard, tp, pp), ranks)
     return MeshShape(replicate, shard, tp, pp)
+
+
+def check_words(overrides: Sequence[str]) -> None:
+    """Raise ConfigError if the typed numbers alone cannot fit the typed ranks: no file of conf/ could mend that.
+
+    This spares a wrong product the imports and the work of composing. All others are found once the job is composed.
+    """
+    typed = dict(text.partition("=")[::2] for text in overrides)
+    numbers = {name: typed.get(f"parallel.{name}", "") for name in ("pp", "replicate", "shard", "tp")}
+    known: Any = {name: int(text) for name, text in numbers.items() if text.isdecimal() and int(text)}
+    size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", typed.get("scale", ""))
+    if size is None or not known or any(name.startswith("scale.") for name in typed):
+        return
+    ranks, per_node = int(size[1]) * int(size[2]), int(size[2])
+    if ranks % math.prod(known.values()) or per_node % known.get("tp", 1):
+        mesh_shape(Parallel(typed.get("parallel", Parallel().name), **known), ranks, per_node)
 
 
 def microbatches(settings: Parallel, shape: MeshShape) -> int:

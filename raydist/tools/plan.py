@@ -37,6 +37,7 @@ from raydist.settings import compose
 from raydist.settings.config import Job, as_dict
 from raydist.settings.mesh import MeshShape, divides, mesh_shape
 from raydist.settings.secrets import MASK, is_secret
+from raydist.shared.errors import ConfigError
 from raydist.shared.rank_names import counted
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.watch import wording
@@ -96,15 +97,18 @@ def show_plan(job: Job, as_json: bool) -> None:
 def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
     """Bytes on each rank for a model in shards that `model=` names, by what for; empty if that is not known here.
 
-    A process of its own computes it: it needs torch, and the model's class.
+    A process of its own computes it: it needs torch, and the model's class. ConfigError: the model cannot be divided.
     """
     if not divides(job.parallel) or "_target_" not in job.model:
         return {}
     asked = {"job": as_dict(job), "ranks": plan.world_size, "per_node": plan.slots[0].local_world_size}
     command = [sys.executable, "-m", "raydist.worker.loop.memory"]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
-    found: dict[str, int] = json.loads(done.stdout) if done.returncode == 0 else {}
-    return found
+    found = json.loads(done.stdout) if done.returncode == 0 else {}
+    if "refused" in found:
+        raise ConfigError(**found["refused"])
+    memory: dict[str, int] = found
+    return memory
 
 
 def division(job: Job, shape: MeshShape, memory: Mapping[str, int]) -> Iterator[str]:
@@ -112,11 +116,14 @@ def division(job: Job, shape: MeshShape, memory: Mapping[str, int]) -> Iterator[
     if divides(job.parallel):
         yield f"mesh pp {shape.pp} x replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp}"
     if memory:
-        *kept, gathered = ((name, size / 2**30) for name, size in memory.items())
+        sizes = {name: size / 2**30 for name, size in memory.items()}
+        gathered, active = sizes.pop("gathered"), sizes.pop("activations", None)
+        kept = sizes.items()
         sums = f"{' + '.join(f'{name} {size:.2f}' for name, size in kept)} = {sum(size for _, size in kept):.2f} GiB"
         what = "block" if shape.pp == 1 else "stage"
         most = "each rank" if shape.pp == 1 else "each rank of the largest stage"
-        yield f"memory {sums} on {most}, {gathered[1]:.2f} GiB while a {what} is gathered, and the activations"
+        more = "the activations" if active is None else f"at most {active:.2f} GiB of activations before the loss"
+        yield f"memory {sums} on {most}, {gathered:.2f} GiB while a {what} is gathered, and {more}"
 
 
 def view_cluster(job: Job) -> ClusterView:

@@ -19,9 +19,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from raydist.settings import config
+from raydist.shared.errors import ConfigError
 from raydist.worker import backends, context, garbage, program, protocol, stacks, target
 from raydist.worker.channel import Channel
-from raydist.worker.protocol import ProgramSpec, RankSpec
+from raydist.worker.protocol import LookAtModel, ProgramSpec, RankSpec
 
 PR_SET_PDEATHSIG = 1
 
@@ -148,6 +149,19 @@ def watch_steps(job: config.Job, channel: Channel) -> None:
         garbage.measure_pauses(channel.note_pauses)
     if job.train.gc:
         garbage.collect_together(job.train.gc)
+
+
+def look_at_model(asked: LookAtModel, reply_fd: int) -> NoReturn:
+    """In a child of the fork server: write why the model cannot be divided, or nothing."""
+    sys.path[:] = asked.sys_path
+    from raydist.worker.loop import memory
+
+    with os.fdopen(reply_fd, "w") as reply:
+        try:
+            memory.check_model(asked.model, asked.blocks, asked.stages)
+        except ConfigError as error:
+            json.dump({"message": error.message, **error.facts}, reply)
+    os._exit(0)
 
 
 def frames_of_job(frames: TracebackType | None) -> TracebackType | None:

@@ -644,6 +644,19 @@ class ProgramSpec:
 
 
 @dataclass(frozen=True)
+class LookAtModel:
+    """Build the model that `model=` names without values, and write to the descriptor why it cannot be divided.
+
+    That is JSON of the arguments of a ConfigError, or nothing.
+    """
+
+    model: Mapping[str, Any]
+    blocks: str
+    stages: int
+    sys_path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class WriteCheckpoint:
     """Fork a writer process for a checkpoint; its events go to the descriptor."""
 
@@ -769,7 +782,7 @@ ShardsRequest = ListShards | WriteShards | CommitShards | DropShards
 ShardsReply = HeldShards | WrittenShards | SavedShards | UnseenShards | WriterFailed
 ServerMessage = (
     Claim | BeginRun | ImportModules | RankSpec | ProgramSpec | OpenStore | WriteCheckpoint | ShardsRequest
-    | SignalProcess | InFile | Ping
+    | SignalProcess | InFile | Ping | LookAtModel
 )  # fmt: skip
 ServerReply = Claimed | Warm | Forked | StoreForked | Failed | Pong
 
@@ -806,6 +819,7 @@ _BY_NAME: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         Claim, Claimed, BeginRun, ImportModules, Warm, RankSpec, ProgramSpec, OpenStore, WriteCheckpoint, SignalProcess,
+        LookAtModel,
         Forked, StoreForked, Ended, InFile, Failed, Ping, Pong, TellActivity, HoldRank, StopAfter, Activity, Holding,
         ListShards, WriteShards, CommitShards, DropShards,
         HeldShards, WrittenShards, SavedShards, UnseenShards, WriterFailed,

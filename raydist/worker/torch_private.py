@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 from raydist.worker.protocol import Collective
@@ -30,6 +31,17 @@ def flight_recorder(backend: str) -> list[Collective] | None:
         return None
     entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []
     return [cast("Collective", {key: entry.get(key) for key in Collective.__annotations__}) for entry in entries]
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside the block new tensors have no values, but a device: attention is that of a CPU, which meta's is not."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError:
+        from torch import device
+
+        return device("meta")
+    return FakeTensorMode()
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:

@@ -50,11 +50,16 @@ def rows() -> Any:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reason="Ray Data needs pyarrow: pip install 'ray[data]'")
-def test_ray_data_gives_each_row_to_one_rank_and_begins_the_epoch_anew(on_ray: Path, ray_address: str) -> None:
-    connected = f"env.RAY_ADDRESS={ray_address}"
-    done = raydist.run(learn, *WORDS, connected, "group=ray", made=rows, struck=(kill(1, 3),))
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ray_data_gives_each_row_to_one_rank_and_begins_the_epoch_anew(
+    parallel: str, on_ray: Path, ray_address: str
+) -> None:
+    words = (*WORDS, f"env.RAY_ADDRESS={ray_address}", "group=ray", f"parallel={parallel}", "parallel.blocks=Linear")
+    done = raydist.run(learn, *words, made=rows, struck=(kill(1, 3),))
     assert done.status == "finished"
-    seen = [each[1:] for each in done.values if each]  # without the first look
+    assert [end.step for end in done.restarts] == [3]
+    first = int(parallel == "ddp")  # it looks at a batch before it loads the state
+    seen = [each[first:] for each in done.values if each]
     for epoch in (0, 1):
         taken = [number for each in seen for step in each[8 * epoch : 8 * epoch + 8] for number in step]
         assert sorted(taken) == list(range(SIZE))

@@ -197,6 +197,7 @@ def test_nodes_that_the_autoscaler_has_to_bring(
         (["fabric.interface=nosuch0"], 2, "fabric.interface=nosuch0"),
         (["--jsn"], 2, "did you mean --json?"),
         (["job=digitz"], 2, "did you mean job=digits?"),
+        (["job=gpt", "model.layers=2", "parallel=pp", "scale=1x4", "group=inline"], 2, "too few for 4 stages; set pa"),
     ],
 )
 def test_it_refuses_as_train_does(capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str) -> None:

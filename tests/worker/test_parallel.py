@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partialmethod
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
 import raydist
-from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
-from raydist.settings.mesh import MeshShape, check_microbatches, mesh_shape
+from raydist.settings.compose import compose
+from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Target, Train
+from raydist.settings.mesh import MeshShape, check_microbatches, check_words, mesh_shape
 from raydist.shared.errors import ConfigError
 from raydist.tools import plan
 from raydist.worker import context
@@ -33,6 +36,7 @@ from raydist.worker.loop.evaluation import accuracy
 from raydist.worker.loop.gpt import GPT, Block
 from raydist.worker.loop.memory import memory_of
 from raydist.worker.loop.models import MLP, SmallCNN
+from raydist.worker.torch_private import fake_tensors
 from tests.conftest import ROOT
 from tests.ranks import Told, run_ranks
 from tests.worker.test_sharded import memory
@@ -46,6 +50,7 @@ BASE = Job(
     seed=5,
 )
 STEPS = 50
+FSDP = Parallel("fsdp")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +99,40 @@ def test_a_shape_that_does_not_fit_is_refused(settings: Parallel, ranks: int, pe
     with pytest.raises(ConfigError) as refused:
         mesh_shape(settings, ranks, per_node)
     assert refused.value.suggestion == right
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("scale=1x4 parallel.shard=3", "parallel.shard=2"),
+        ("parallel=fsdp scale=2x8 parallel.tp=16", "parallel.tp=8"),
+        ("parallel=pp parallel.pp=3 scale=2x2", "parallel.pp=2"),
+        ("scale=1x8 parallel.shard=2 parallel.replicate=2 parallel.tp=4", "parallel.replicate=null"),
+        # with these a file, or what follows from the rest, decides
+        ("scale=1x8 parallel.shard=2 parallel.tp=2", ""),
+        ("scale=1x4 parallel.shard=3 scale.per_node=3", ""),
+        ("parallel.shard=3 scale=cluster", ""),
+        ("parallel.shard=2,3 scale=1x4", ""),
+        ("parallel.shard=0 scale=1x4", ""),
+    ],
+)
+def test_words_that_cannot_fit_are_refused_before_the_job_is_composed(words: str, right: str) -> None:
+    if not right:
+        check_words(words.split())
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_words(words.split())
+    assert refused.value.suggestion == right
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(refused.value))}$"):
+        compose(["job=gpt", *words.split()])
+
+
+def test_a_wrong_product_is_refused_without_composing() -> None:
+    told = "import sys; from raydist import train; print(train.main(sys.argv[1:]), 'hydra' in sys.modules)"
+    command = [sys.executable, "-c", told, "parallel.shard=3", "scale=1x4"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout == "2 False\n"
+    assert ended.stderr.startswith("error: parallel.shard=3: replicate 1 x shard 3 x tp 1 are not the 4 ranks")
 
 
 @pytest.mark.parametrize(
@@ -148,13 +187,78 @@ def test_the_memory_of_the_largest_stage() -> None:
     assert found == {"parameters": largest / 4, "gradients": largest / 4, "adamw": largest / 2, "gathered": largest}
 
 
+@pytest.mark.parametrize("settings", [Parallel("fsdp"), Parallel(shard=2, tp=2), Parallel("fsdp", pp=2)])
+def test_the_memory_is_that_of_real_ranks(settings: Parallel, tmp_path: Path) -> None:
+    sizes: Any = {
+        "layers": 3,
+        "width": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "hidden": 90 if settings.tp is None else 92,
+    }
+    job = replace(BASE, parallel=settings, train=Train(steps=1))
+
+    def held(job: Job) -> dict[str, int]:
+        found: dict[str, int] = {}
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            own = [value for group in optimizer.param_groups for value in group["params"]]
+            found["parameters"] = sum(local(value).nbytes for value in own)
+            found["gradients"] = sum(local(value.grad).nbytes for value in own)
+            states = [local(each) for of_one in optimizer.state.values() for each in of_one.values()]
+            found["adamw"] = sum(each.nbytes for each in states if each.dim())  # not the count of steps
+
+        register_optimizer_step_post_hook(look)
+        text = torch.arange(24 * 8, dtype=torch.uint8).view(24, 8)
+        raydist.fit(job, model=GPT(**sizes), train=TensorDataset(text, text), loss=next_token)
+        return found
+
+    told = fine(run_ranks(4, job, held, tmp_path))
+    with torch.device("meta"):
+        model = GPT(**sizes)
+    planned = memory_of(model, job, mesh_shape(settings, 4, 4))
+    largest = max((one.value for one in told), key=lambda found: sum(found.values()))
+    assert largest == {name: planned[name] for name in largest}
+
+
+def local(value: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    part: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return part
+
+
+def test_the_activations_are_those_that_forward_passes_keep() -> None:
+    model, kept = GPT(layers=4, width=32, heads=4, kv_heads=2, hidden=96), dict[int, torch.Tensor]()
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        kept[value.untyped_storage().data_ptr()] = value
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        model(model.example(6, context=16))
+    own = {value.untyped_storage().data_ptr() for value in model.parameters()}
+    real = sum(value.untyped_storage().nbytes() for at, value in kept.items() if at not in own)
+
+    def planned(settings: Parallel, precision: str = "fp32") -> int:
+        job = replace(BASE, parallel=settings, train=Train(precision=precision), job=Target(args={"context": 16}))
+        with fake_tensors():
+            model = GPT(layers=4, width=32, heads=4, kv_heads=2, hidden=96)
+            return memory_of(model, job, mesh_shape(settings, 4, 4))["activations"]
+
+    assert planned(Parallel("fsdp")) == real  # of 24 samples 6 are this rank's
+    assert real / 2 < planned(Parallel("fsdp"), "bf16") < real
+    one_of_four = planned(Parallel(pp=4, microbatches=12))  # 4 of 12 parts of 24 samples are on their way
+    assert real / 4 / 6 * 8 == pytest.approx(one_of_four, rel=0.3)
+    assert planned(Parallel(pp=4, microbatches=12, schedule="gpipe")) == 3 * one_of_four
+
+
 def test_the_plan_says_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["job=gpt", "model.size=8b", "model.vocab=128256", "model.tied=false", "parallel=fsdp", "scale=1x8"]
     assert plan.main([*words, "group=inline", "backend=gloo", "train.precision=bf16"]) == 0
     # 8.03e9 parameters in fp32 on 8 ranks; a block and what is outside of blocks in bf16
-    assert (
-        "memory parameters 3.74 + gradients 3.74 + adamw 7.48 = 14.96 GiB on each rank, 2.36" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "memory parameters 3.74 + gradients 3.74 + adamw 7.48 = 14.96 GiB on each rank, 2.36" in said
+    assert re.search(r"gathered, and at most \d+\.\d\d GiB of activations before the loss", said)
 
 
 class Named(nn.Module):
@@ -329,7 +433,7 @@ def levered(folder: Path, name: str, settings: Parallel, levers: tuple[str, ...]
     losses = iter(mean_losses(told))
     return {
         lever: (list(islice(losses, LEVERS[lever].train.steps)), seen)
-        for lever, seen in zip(levers, told[0].value, strict=True)
+        for lever, seen in zip(levers, told[-1].value, strict=True)  # a rank with the loss
     }
 
 
@@ -345,7 +449,9 @@ def noted(kinds: set[Any]) -> Iterator[None]:
     hook.remove()
 
 
-@pytest.mark.parametrize(("name", "settings"), [("fsdp", Parallel("fsdp")), ("tp", Parallel(tp=2))])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("fsdp", Parallel("fsdp")), ("tp", Parallel(tp=2)), ("pp", Parallel(pp=2))]
+)
 def test_clip_accumulate_and_bf16_do_what_they_do_under_ddp(folder: Path, name: str, settings: Parallel) -> None:
     wanted = levered(folder, "ddp-levers", Parallel(), ("clip", "unclipped", "bf16"))
     found = levered(folder, f"{name}-levers", settings, ("clip", "bf16"))
@@ -355,6 +461,21 @@ def test_clip_accumulate_and_bf16_do_what_they_do_under_ddp(folder: Path, name: 
         assert losses == pytest.approx(wanted["bf16"][0], abs=0.01)
         assert ("FeedForward", torch.bfloat16) in kinds
     assert found["bf16"][1][1] == {torch.float32}  # what loss gets
+
+
+def test_blocks_are_compiled_one_by_one_in_a_stage_too(folder: Path, tmp_path: Path) -> None:
+    """By dynamo; the code generator behind it, which takes long, is not what differs here."""
+
+    def compiled(job: Job) -> int:
+        nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")  # type: ignore[method-assign, assignment]
+        gpt(job)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    job = replace(BASE, parallel=Parallel("fsdp", pp=2), train=replace(BASE.train, steps=4, compile=True))
+    told = fine(run_ranks(4, job, compiled, tmp_path))
+    assert all(one.value for one in told)
+    _, (_, wanted) = trained(folder, "ddp4", Parallel(), 4)
+    assert mean_losses(told) == pytest.approx(wanted[:4], abs=1e-5)
 
 
 PLAIN = """
@@ -390,17 +511,19 @@ def test_a_state_in_shards_goes_on_with_any_number_of_ranks(folder: Path, tmp_pa
     assert losses == pytest.approx(whole, abs=1e-5)
 
 
-def in_memory(memories: list[int], to: Path, end: int, restart: int) -> list[float]:
-    """An attempt of ranks that are nodes of their own, each with this memory, to the end of a step."""
+def in_memory(
+    memories: list[int], to: Path, end: int, restart: int, settings: Parallel = FSDP, per_node: int = 1
+) -> list[float]:
+    """An attempt of ranks on nodes of so many, each with this memory, to the end of a step."""
 
     def attempt(job: Job) -> Any:
         here = context.current()
         me = here.rank.rank
         here.memory = os.open(f"/proc/{pid}/fd/{memories[me]}", os.O_RDWR), -1
-        here.rank = context.Rank(me, 0, me, here.rank.world_size, run_dir=to)
+        here.rank = context.Rank(me, me % per_node, me // per_node, here.rank.world_size, per_node, run_dir=to)
         return gpt(job)
 
-    pid, job = os.getpid(), replace(BASE, parallel=Parallel("fsdp"), snapshot=Snapshot(1))
+    pid, job = os.getpid(), replace(BASE, parallel=settings, snapshot=Snapshot(1))
     job = replace(job, train=replace(BASE.train, steps=end))
     env = {"RAYDIST_RESUME": "", "TORCHELASTIC_RESTART_COUNT": str(restart)}
     return mean_losses(fine(run_ranks(len(memories), job, attempt, to, env)))
@@ -414,6 +537,14 @@ def test_a_state_in_shards_goes_on_from_memory_with_any_number_of_ranks(folder: 
         losses = losses + in_memory(memories, tmp_path / str(end), end, restart)
     assert len(losses) == STEPS
     assert losses == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("hsdp", Parallel("hsdp", shard=2)), ("tp", Parallel(tp=2))])
+def test_the_other_divisions_go_on_from_memory_too(folder: Path, tmp_path: Path, name: str, settings: Parallel) -> None:
+    _, (_, whole) = trained(folder, name, settings)
+    memories = [memory() for _ in range(4)]
+    losses = in_memory(memories, tmp_path / "begin", 6, 0, settings, 4)
+    assert losses + in_memory(memories, tmp_path / "end", 12, 1, settings, 4) == whole[:12]
 
 
 def test_a_state_in_shards_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:

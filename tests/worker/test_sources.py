@@ -258,6 +258,38 @@ def test_each_rank_of_a_model_in_shards_has_the_place_of_its_own_loader_in_memor
     assert [told.value for told in again] == [(*told.value, 1) for told in whole]
 
 
+class Features(IterableDataset[Any]):
+    """Samples of a stream that knows its place, without their numbers."""
+
+    def __init__(self) -> None:
+        self.placed = Placed()
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((x[1:], y) for x, y in self.placed)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.placed.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.placed.load_state_dict(state)
+
+
+def test_the_stages_of_a_pipeline_read_the_same_stream(tmp_path: Path) -> None:
+    def learn(job: Job) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        raydist.fit(job, model=model, train=Features(), loss=nn.functional.cross_entropy)
+
+    pipeline = replace(JOB, parallel=Parallel("pp"))
+    (alone,) = fine(run_ranks(1, JOB, learn, tmp_path / "alone"))
+    whole = fine(run_ranks(2, pipeline, learn, tmp_path / "whole"))
+    checkpoint = str(tmp_path / "whole" / "checkpoints" / f"step-{STOP:08d}")
+    again = fine(run_ranks(2, pipeline, learn, tmp_path / "again", {"RAYDIST_RESUME": checkpoint}))
+    for first, second in zip(whole, again, strict=True):
+        assert first.losses == pytest.approx(alone.losses, abs=1e-5)
+        assert second.losses == first.losses[STOP:]
+
+
 READS_ALL = "each of 2 ranks reads all of it, and takes its part of each batch"
 READS_AGAIN = "a resumed run reads the epoch again up to its place"
 ANEW = "another number of ranks begins the epoch anew"

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import raydist
-from raydist.settings.config import Backend, Data, Job, Parallel, Train
+from raydist.settings.config import Backend, Data, Job, Optim, Parallel, Train
 from raydist.shared.errors import ConfigError
 from raydist.worker.backends.stages import cut_model, forget_others, shared
 from raydist.worker.loop.blocks import find_blocks
-from raydist.worker.loop.gpt import GPT
+from raydist.worker.loop.gpt import GPT, Block
 from raydist.worker.loop.models import MLP, SmallCNN
 from tests.ranks import run_ranks
 
@@ -102,13 +102,16 @@ def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, stages: int, wo
         cut_model(model, find_blocks(model), stages)
 
 
+def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), following.flatten())
+
+
 def test_after_fit_the_model_answers_on_all_ranks(tmp_path: Path) -> None:
     def asked(job: Job) -> Any:
         torch.manual_seed(0)
         model = small()
-        loss = lambda scores, following: F.cross_entropy(scores.flatten(0, 1), following.flatten())  # noqa: E731
         text = torch.arange(160).view(16, 10)
-        figures = raydist.fit(job, model=model, train=TensorDataset(text, text), loss=loss)
+        figures = raydist.fit(job, model=model, train=TensorDataset(text, text), loss=next_token)
         return figures["loss"], model(TOKENS).tolist(), model(TOKENS[:1, :7]).shape
 
     job = Job(backend=Backend("gloo"), data=Data(batch_size=8), train=Train(steps=2, precision="bf16", accumulate=2))
@@ -127,12 +130,38 @@ def test_after_fit_the_model_answers_on_all_ranks(tmp_path: Path) -> None:
     assert torch.tensor(one.value[1]) == pytest.approx(torch.tensor(whole.value[1]), abs=0.05)
 
 
-def test_a_model_on_meta_is_refused_for_stages(tmp_path: Path) -> None:
-    def made(job: Job) -> None:
+def test_a_stage_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
+    def made(job: Job) -> Any:
         with torch.device("meta"):
             model = small()
-        raydist.fit(job, model=model, train=TensorDataset(TOKENS, TOKENS), loss=F.cross_entropy)
+        reset, whole = Block.reset_parameters, []
 
-    job = Job(backend=Backend("gloo"), data=Data(batch_size=2), train=Train(steps=1), parallel=Parallel("pp"))
-    for one in run_ranks(2, job, made, tmp_path):
-        assert "a model on meta has no values yet" in one.error
+        def counted(block: Block) -> None:
+            ups = [each.feed_forward.up.weight for each in model.blocks]  # type: ignore[union-attr]
+            whole.append(sum(not up.is_meta and not hasattr(up, "full_tensor") for up in ups))
+            reset(block)
+
+        Block.reset_parameters = counted  # type: ignore[assignment, method-assign]
+        text = torch.arange(160).view(16, 10)
+        raydist.fit(job, model=model, train=TensorDataset(text, text), loss=next_token)
+        part = model.forward.__self__.part  # type: ignore[attr-defined]
+        values = {name: value.full_tensor().detach() for name, value in part.named_parameters()}
+        held = {name for name, value in model.named_parameters() if not value.is_meta and name not in values}
+        return whole, values, held, model(TOKENS)
+
+    job = Job(backend=Backend("gloo"), data=Data(batch_size=4), train=Train(steps=1), parallel=Parallel("fsdp", pp=2))
+    told = run_ranks(4, replace(job, optim=Optim("sgd", 1e-9)), made, tmp_path)
+    assert [one.error for one in told] == [""] * 4
+    (first, begin, held, output), (_, same, _, _), (second, end, beside, _), _ = (one.value for one in told)
+    assert [first, second] == [[1], [1, 1]]
+    assert (held, beside) == (set(), set())  # nothing but the stage is on this rank
+    assert {*begin, *end} == {*small().state_dict()}
+    assert all(torch.equal(begin[name], same[name]) for name in begin)
+    assert torch.equal(begin["embedding.weight"], end["embedding.weight"])
+    assert float(begin["embedding.weight"].std()) == pytest.approx(0.02, rel=0.1)
+    ups = [each[f"blocks.{n}.feed_forward.up.weight"] for n, each in enumerate((begin, end, end))]
+    assert not torch.equal(ups[0], ups[1])
+    assert not torch.equal(ups[1], ups[2])
+    model = small().eval()
+    model.load_state_dict(begin | end)
+    assert torch.allclose(output, model(TOKENS), atol=1e-5)

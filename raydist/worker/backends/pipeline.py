@@ -23,6 +23,7 @@ from raydist.shared.errors import ConfigError
 from raydist.worker import context
 from raydist.worker.backends import ddp, stages
 from raydist.worker.backends.sharded import ShardedComm
+from raydist.worker.loop import random_state
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 """What a model may give, by the number that the ranks tell each other."""
@@ -50,19 +51,20 @@ class PipelineComm(ShardedComm):
         return self.everyone["replicate", "shard", "tp"]
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        if any(each.is_meta for each in model.parameters()):
-            cause = "a model on meta has no values yet, and it is cut before they are made"
-            raise ConfigError.of("parallel.pp", self.shape.pp, cause, "parallel=fsdp parallel.pp=1")
-        blocks = self.prepare(model)
+        blocks, empty = self.prepare(model), any(each.is_meta for each in model.parameters())
         parts, stage = stages.cut_model(model, blocks, self.shape.pp), self.everyone.get_local_rank("pp")
         part, names = parts[stage], Names.of(model, parts[stage])
         tied = stages.shared(model, parts)
-        stages.forget_others(model, part)
+        if empty:  # blocks of different stages begin with different numbers
+            torch.manual_seed(random_state.derive(self.job.seed, stage))
         own = [each for each in part.modules() if each in blocks]
-        self.shard(part, own, last=stage == self.shape.pp - 1)
+        self.shard(part, own, model, last=stage == self.shape.pp - 1)
+        stages.forget_others(model, part)
         for name, whole in names.first.items():
             if whole in tied and whole in names.trained:
                 self.tied[name] = Tied.of(part.get_parameter(name), tied[whole], self)
+        for each in self.tied.values() if empty else ():
+            each.take_from_first()
         pipeline = Pipeline(part, self, names)
         model.forward = pipeline.everywhere
         return pipeline
@@ -93,6 +95,10 @@ class Tied:
         place = dist.get_rank() % comm.mesh.size()
         ranks = [stage * comm.mesh.size() + place for stage in stages]
         return cls(parameter, stages, dist.new_group(ranks, use_local_synchronization=True))
+
+    def take_from_first(self) -> None:
+        """Take the values that the first of these stages has made."""
+        dist.broadcast(cast("DTensor", self.parameter).to_local().detach(), group=self.group, group_src=0)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class ShardedComm(DDPComm):
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        self.shard(model, self.prepare(model))
+        self.shard(model, self.prepare(model), model)
         return model
 
     def prepare(self, model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -63,8 +63,10 @@ class ShardedComm(DDPComm):
                 block.compile()
         return blocks
 
-    def shard(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module], last: bool = True) -> None:
-        """Divide the parameters among the ranks of the mesh. `last`: the model's output goes to the loss."""
+    def shard(
+        self, part: torch.nn.Module, blocks: Sequence[torch.nn.Module], model: torch.nn.Module, last: bool = True
+    ) -> None:
+        """Divide the parameters of a part of the model among the ranks of the mesh. `last`: it gives the output."""
         data = self.mesh["shard"] if self.shape.replicate == 1 else self.mesh["replicate", "shard"]
         half = torch.bfloat16 if self.job.train.precision == "bf16" else None
         sums = torch.float32 if half else None
@@ -73,10 +75,10 @@ class ShardedComm(DDPComm):
             materialize(block, self.device)
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums)
             fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=free)
-        materialize(model, self.device)
+        materialize(model, self.device, part)
         # the loss is in fp32
         whole = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums, output_dtype=sums if last else None)
-        fully_shard(model, mesh=data, mp_policy=whole)
+        fully_shard(part, mesh=data, mp_policy=whole)
 
     @contextmanager
     def accumulating(self, model: torch.nn.Module) -> Iterator[None]:
@@ -134,13 +136,15 @@ def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
     return {name: STYLES[word]() if isinstance(word, str) else word for name, word in plan.items()}
 
 
-def materialize(model: torch.nn.Module, device: torch.device) -> None:
+def materialize(model: torch.nn.Module, device: torch.device, part: torch.nn.Module | None = None) -> None:
     """Make the parameters and buffers that are on meta by the modules' own reset_parameters, the outer ones last.
 
-    All ranks draw the same random numbers. ConfigError: a module with such parameters has no reset_parameters.
+    All ranks draw the same random numbers. `part`: only those that this stage of the model has.
+    ConfigError: a module with such parameters has no reset_parameters.
     """
-    modules = [*model.modules()]
-    empty = [each for each in modules if any(value.is_meta for value in _own(each))]
+    part = model if part is None else part
+    modules, wanted = [*model.modules()], {id(value) for each in part.modules() for value in _own(each)}
+    empty = [each for each in modules if any(value.is_meta and id(value) in wanted for value in _own(each))]
     for module in reversed(modules):
         if module in empty:
             module.to_empty(device=device, recurse=False)
@@ -149,6 +153,10 @@ def materialize(model: torch.nn.Module, device: torch.device) -> None:
         elif module in empty and not hasattr(model, "reset_parameters"):
             cause = f"{type(module).__name__} is on meta and has no reset_parameters to make its values"
             raise ConfigError(f"{type(model).__name__}: {cause}; build the model without torch.device('meta')")
+    for name, module in part.named_modules():  # where a stage has a tensor without the module that it belongs to
+        for key, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if value.is_meta:
+                setattr(module, key, getattr(model.get_submodule(name), key))
 
 
 def _own(module: torch.nn.Module) -> list[torch.Tensor]:

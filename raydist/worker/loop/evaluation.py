@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from raydist.worker import context
 from raydist.worker.backends import Comm
 
 Metric = Callable[[Any, Any], torch.Tensor]
@@ -50,6 +51,12 @@ def evaluate(
     model.train()
     *sums, count = comm.sum(total).tolist()
     return {name: value / count for name, value in zip(metrics, sums, strict=True)}
+
+
+def sum_over_ranks(number: float) -> float:
+    """The sum of a number of each rank. A collective."""
+    comm = cast("Comm", context.current().comm)
+    return float(comm.sum(torch.tensor(number, dtype=torch.float64)))
 
 
 def same_buffers(model: torch.nn.Module, comm: Comm, rank: int) -> None:

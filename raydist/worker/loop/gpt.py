@@ -160,6 +160,10 @@ class GPT(nn.Module):
         multiplied = sum(each.numel() for each in self.parameters()) - unused
         return flops_per_token(multiplied, self.shape.layers, self.shape.width, context)
 
+    def example(self, samples: int, context: int = 128) -> Tensor:
+        """An input of so many samples, for the plan's memory."""
+        return torch.zeros(samples, context, dtype=torch.uint8)
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens.long())
         for block in self.blocks:

@@ -1,0 +1,81 @@
+"""The model that `model=` names, before Ray and ranks start: can it be divided as `parallel=` says? (driver)"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import time
+from typing import IO
+
+from raydist.launch import preload, warm_server
+from raydist.settings.config import Job
+from raydist.settings.mesh import divides, mesh_shape
+from raydist.shared.errors import ConfigError
+from raydist.worker.protocol import PACKET, ImportModules, LookAtModel, encode
+
+AT_ONCE_S = 0.5
+"""Longest wait before anything is started. A server that is warm answers in this time."""
+LATER_S = 30.0
+"""Longest wait for a server that still imports torch, as the ranks will need."""
+MEMORY = "raydist.worker.loop.memory"
+"""The module that looks at the model."""
+
+
+class ModelCheck:
+    """A question to the fork server of this machine. A model that the job makes itself is looked at by the ranks."""
+
+    def __init__(self, job: Job) -> None:
+        """Ask. ConfigError: the model cannot be divided, and the answer came at once."""
+        self._answer: IO[bytes] | None = None
+        if not divides(job.parallel) or "_target_" not in job.model or typed_ranks(job) == 1:
+            return
+        if (server := warm_server.acquire(job)) is None:
+            return
+        asked = LookAtModel(job.model, job.parallel.blocks, typed_stages(job), tuple(map(os.path.abspath, sys.path)))
+        answer, its_end = os.pipe()
+        self._answer, self._text = os.fdopen(answer, "rb", buffering=0), b""
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it ends its child when this is closed
+        with contextlib.suppress(OSError):  # without an answer the ranks find it
+            self._server.connect(f"{server.folder}/fork")
+            self._server.send(encode(ImportModules((*preload.lasting(preload.of(job)), MEMORY))))  # once, for ranks too
+            socket.send_fds(self._server, [encode(asked)], [its_end])
+        os.close(its_end)
+        self._look(AT_ONCE_S)
+
+    def refuse(self, wait_s: float = LATER_S) -> None:
+        """Wait for the answer, at most so long. ConfigError: the model cannot be divided."""
+        self._look(wait_s)
+        self._close()
+
+    def _look(self, wait_s: float) -> None:
+        until = time.monotonic() + wait_s
+        while self._answer and select.select([self._answer], [], [], max(0, until - time.monotonic()))[0]:
+            if part := self._answer.read(PACKET):
+                self._text += part
+                continue
+            self._close()
+            if self._text:
+                raise ConfigError(**json.loads(self._text))
+
+    def _close(self) -> None:
+        if self._answer:
+            self._answer.close()
+            self._server.close()
+            self._answer = None
+
+
+def typed_ranks(job: Job) -> int | None:
+    """The ranks of a job, where the settings alone say it."""
+    scale = job.scale
+    return None if scale.nodes is None or scale.per_node is None else scale.nodes * scale.per_node
+
+
+def typed_stages(job: Job) -> int:
+    """The stages of its pipeline, as far as the settings alone say it."""
+    if (ranks := typed_ranks(job)) is None or job.scale.per_node is None:
+        return job.parallel.pp or 1
+    return mesh_shape(job.parallel, ranks, job.scale.per_node).pp
