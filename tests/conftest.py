@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from raydist.launch import warm_server
+from tests import programs
 from tests.leftovers import Session
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +79,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if (own := config.stash.get(SESSION, None)) is not None:
         os.chdir(config.invocation_params.dir)
         warm_server.end_all()
+        programs.end_servers()
         sys.last_value = sys.last_traceback = None  # a test that failed has its programs and folders in there
         gc.collect()
         own.keep = bool(session.testsfailed)

@@ -14,7 +14,6 @@ import raydist
 from raydist.shared.errors import ConfigError, RunFailed
 from raydist.shared.events import read_events
 from tests.horovod_ranks import requires_horovod
-from tests.leftovers import gone
 from tests.programs import Program
 from tests.rig import hosts, requires_root
 
@@ -155,7 +154,7 @@ def test_digits_are_learned_as_well_as_under_ddp(ray_address: str, own_folder: P
         assert program.result()["metrics"]["accuracy"] >= 0.97
         steps = [e["values"]["loss"] for e in program.events("report") if e["rank"] == 0 and "loss" in e["values"]]
         curves[backend] = steps[:22]
-        assert gone(str(program.tmp)) == []
+        assert program.left() == []
     assert curves["horovod"] == pytest.approx(curves["gloo"], abs=1e-4)
 
 
@@ -169,7 +168,7 @@ def test_a_killed_rank_of_a_job_on_ray_ends_it_all(ray_address: str, own_folder:
     assert program.wait(30) == 1, program.screen
     assert program.result()["cause"]["rank"] == 2
     assert "killed by SIGKILL" in program.screen
-    assert gone(str(program.tmp)) == []
+    assert program.left() == []
 
 
 @pytest.mark.root

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leftovers import alive, folders_of, gone
+from tests.leftovers import alive
 from tests.programs import Program
 
 STEPS = """
@@ -44,8 +44,7 @@ def began(program: Program) -> bool:
 
 
 def assert_nothing_left(program: Program) -> None:
-    assert gone(str(program.tmp)) == []
-    assert folders_of(program.tmp) == []
+    assert program.left() == []
 
 
 def test_no_ray_is_started(tmp_path: Path) -> None:
