@@ -9,6 +9,7 @@ import secrets
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = str(session.folder)
     chosen = None if hasattr(config, "workerinput") else config.option.basetemp
     config.option.basetemp = chosen or session.folder / "t"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers of pytest-xdist begin with what takes longest: hosts, Ray, ranks. What takes no time fills the end."""
+    if not hasattr(config, "workerinput"):
+        return
+    marks: dict[Path, set[str]] = defaultdict(set)
+    for item in items:
+        marks[item.path] |= {item.path.parent.name, *(mark.name for mark in item.iter_markers())}
+    items.sort(key=lambda item: [name not in marks[item.path] for name in ("root", "ray", "worker")])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
