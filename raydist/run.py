@@ -79,7 +79,7 @@ def attempt_job(job: Job, call: RemoteCall | None, events: Events, many: OneOfMa
     if job.group == "inline":
         events.say("cluster", address="", asked=asked)
         return attempt_inline(job, call, events)
-    warm_server.acquire(job)  # while Ray answers
+    warm_server.prepare(job)  # while Ray answers
     with connect.connect(job, events):
         attempts = Attempts(call, events)
         while attempts.outcome is None:

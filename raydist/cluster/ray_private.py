@@ -93,6 +93,17 @@ def started_processes() -> list[int]:
     return [info.process.pid for infos in current_node().all_processes.values() for info in infos]
 
 
+def own_actor() -> str:
+    """The id of the actor that this process is, in hex; empty if it is none."""
+    actor = require("ray._private.worker:global_worker").actor_id
+    return "" if actor.is_nil() else str(actor.hex())
+
+
+def is_dead(actor: str) -> bool:
+    """Whether the actor of this id has ended; False if Ray does not know it."""
+    return bool(require(f"{STATE}:actors")(actor).get("State") == "DEAD")
+
+
 def default_address() -> str | None:
     """The host:port that ray.init would connect to; None if it would start a Ray here."""
     address: str | None = require(f"{SERVICES}:canonicalize_bootstrap_address")(None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raydist.cluster import drain, node_history, placement
+from raydist.cluster import drain, node_history, placement, ray_private
 from raydist.cluster.connect import alive_nodes, reachable, remaining_nodes
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan
@@ -25,6 +26,8 @@ from raydist.shared.outcome import End, Slow
 
 WAIT_S = 1
 """Seconds of one wait for the placement group; an integer, because Ray truncates fractions."""
+NAME = "raydist-"
+"""How the names of placement groups begin that an actor has made."""
 
 
 @contextlib.contextmanager
@@ -79,11 +82,34 @@ def placed_group(
 
 def steered_group(job: Job, request: ResourceRequest, address: str, events: Events) -> Any:
     """A placement group for this request, without nodes that were lost or slow in other runs if there is room."""
+    if ray_private.own_actor():
+        remove_orphans()
     with node_history.avoiding_offenders(job, request, alive_nodes(), address, events) as steered:
         held = create_group(request, len(request.bundles))
         if steered:
             held.wait(node_history.PLACE_S)
     return held
+
+
+def remove_orphans() -> None:
+    """Remove the placement groups of earlier runs of this Ray job whose process was an actor that was killed.
+
+    As a trial of Ray Tune. Ray keeps a group until both the actor that made it and the actor's job have ended.
+    """
+    from ray.util import placement_group_table
+    from ray.util.placement_group import get_placement_group, remove_placement_group
+
+    for each in placement_group_table().values():
+        prefix, _, maker = each["name"].rpartition("-of-")
+        if prefix.startswith(NAME) and each["state"] != "REMOVED" and ray_private.is_dead(maker):
+            with contextlib.suppress(ValueError):  # another run has removed it
+                remove_placement_group(get_placement_group(each["name"]))
+
+
+def group_name() -> str:
+    """A name by which remove_orphans() knows who made the group; empty in a driver, with which its groups end."""
+    actor = ray_private.own_actor()
+    return f"{NAME}{uuid.uuid4().hex[:8]}-of-{actor}" if actor else ""
 
 
 def create_group(request: ResourceRequest, bundles: int, elsewhere: Sequence[str] = ()) -> Any:
@@ -93,7 +119,7 @@ def create_group(request: ResourceRequest, bundles: int, elsewhere: Sequence[str
     labels = {**({"ray.io/node-id": f"!in({','.join(elsewhere)})"} if elsewhere else {}), **request.selector}
     selector: dict[str, Any] = {"bundle_label_selector": [labels] * bundles} if labels else {}
     return placement_group(
-        [dict(bundle) for bundle in request.bundles[:bundles]], strategy=request.strategy, **selector
+        [dict(bundle) for bundle in request.bundles[:bundles]], strategy=request.strategy, name=group_name(), **selector
     )
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+from raydist.node.fork_launcher import ALWAYS
 from raydist.settings.config import Job, Parallel
 from raydist.settings.mesh import divides
 from raydist.settings.script import file_of
 from raydist.state.object_store import DRIVERS, scheme
 from raydist.worker.backends import module_of
 
-ALWAYS = ("torch", "torch.distributed", "cloudpickle")
 LOOP = ("raydist.worker.loop.fit", "torch._dynamo", "hydra.utils")
 """Modules of raydist.fit. torch's optimizers import torch._dynamo in their first step; `_target_` needs hydra."""
 SHARDS = ("torch.distributed.checkpoint.state_dict",)
@@ -82,10 +83,14 @@ def is_installed(name: str) -> bool:
     if name == "raydist":
         return True
     spec = importlib.util.find_spec(name)
-    folders = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     if spec is None or spec.origin in ("built-in", "frozen"):
         return spec is not None
-    return any((spec.origin or "").startswith(folder + os.sep) for folder in folders)
+    return any((spec.origin or "").startswith(folder + os.sep) for folder in _python_folders())
+
+
+@functools.cache  # to find them takes longer than all else here
+def _python_folders() -> set[str]:
+    return {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
 def source_of(target: str) -> Path | None:

@@ -11,12 +11,12 @@ import os
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from raydist.launch import preload
 from raydist.node import kept_server
-from raydist.node.fork_launcher import ForkServer, heritage, node_folder
+from raydist.node.fork_launcher import ALWAYS, ForkServer, heritage, node_folder
 from raydist.settings.config import Job, Scale
-from raydist.worker.protocol import WarmServer
+from raydist.worker.protocol import ImportModules, WarmServer
 
 IDLE_S = 300.0
 """Seconds without a run after which a server ends that is not kept: a notebook may stay open for days."""
@@ -41,6 +41,14 @@ def acquire(job: Job) -> WarmServer | None:
     return WarmServer(str(server.folder), heritage())
 
 
+def prepare(job: Job) -> None:
+    """Have the job's server import what its ranks need, while the driver goes on, as to connect to Ray."""
+    from raydist.launch import preload  # the server starts before this is imported
+
+    if server := acquire(job):
+        kept_server.tell(Path(server.folder), ImportModules(preload.lasting(preload.of(job))))
+
+
 def begin(overrides: Sequence[str]) -> None:
     """Start the server of the run that these overrides will most likely be, while they are composed.
 
@@ -60,8 +68,8 @@ def _server(threads: int, env: Mapping[str, str], keep_s: float) -> ForkServer:
     with _lock:
         if key not in _servers or not _servers[key].alive():
             path = node_folder(f"raydist-{os.getuid()}-{uuid.uuid4().hex[:8]}")
-            _servers[key] = kept_server.obtain(threads, env, keep_s, preload.ALWAYS) or ForkServer.launch(
-                path, "fork", threads, IDLE_S, modules=preload.ALWAYS, env=env
+            _servers[key] = kept_server.obtain(threads, env, keep_s, ALWAYS) or ForkServer.launch(
+                path, "fork", threads, IDLE_S, modules=ALWAYS, env=env
             )
         return _servers[key]
 

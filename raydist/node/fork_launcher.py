@@ -14,6 +14,8 @@ from pathlib import Path
 
 from raydist.network.names import MALLOC
 
+ALWAYS = ("torch", "torch.distributed", "cloudpickle")
+"""The modules that each rank of a job needs."""
 OPEN = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders of a node in which all users may make others."""
 

@@ -156,6 +156,14 @@ def ask(folder: Path, *messages: ServerMessage, descriptors: Sequence[int] = ())
     return None
 
 
+def tell(folder: Path, message: ServerMessage) -> None:
+    """Send a message to the server of a folder, if it is there; nobody waits for its reply."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, contextlib.suppress(OSError):
+        sock.setblocking(False)
+        sock.connect(str(folder / "fork"))
+        sock.send(encode(message))
+
+
 def fingerprint(threads: int, env: Mapping[str, str]) -> str:
     """A name for servers that may start each other's ranks: a hash of all that a rank inherits from its server."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(VOLATILE)}

@@ -14,7 +14,7 @@ import pytest
 
 import raydist
 from raydist.launch import preload, warm_server
-from raydist.node import fork_launcher
+from raydist.node import fork_launcher, kept_server
 from raydist.settings.config import Job, Target
 from raydist.shared.events import read_events
 from raydist.worker import protocol
@@ -92,6 +92,18 @@ def test_a_server_with_an_agent_is_not_idle(tmp_path: Path) -> None:
         line.recv(1)
     assert one.alive()
     one.end()
+
+
+def test_a_server_imports_what_the_job_needs_while_the_driver_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("curses")
+    (tmp_path / "train.py").write_text("import curses\ndef job(): ...")
+    warm_server.prepare(job := Job(job=Target(target=f"{tmp_path}/train.py:job")))
+    server = warm_server.acquire(job)
+    assert server
+    while (answer := kept_server.ask(Path(server.folder), protocol.ImportModules(()))) is None:
+        pass  # it imports torch; it answers after it has done what it was told before
+    assert isinstance(answer, protocol.Warm)
+    assert "/_curses." in Path(f"/proc/{answer.pid}/maps").read_text()
 
 
 def test_spawned_ranks_need_no_server() -> None:

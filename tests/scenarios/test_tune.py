@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import raydist
 from tests.test_rig import wait_until
 
 pytest.importorskip("pyarrow", reason="Ray Tune needs pyarrow and pandas: pip install 'ray[tune]'")
@@ -29,7 +33,6 @@ def trainable(config: Mapping[str, float]) -> None:
     import ray
     from ray import tune
 
-    import raydist
     from raydist.cluster import autoscaler
 
     context = ray.get_runtime_context()
@@ -59,3 +62,35 @@ def test_a_run_inside_ray_tune_releases_what_it_holds_also_when_it_fails(on_ray:
         return not held and ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
 
     wait_until(released, "all CPUs are free, and no placement group is left", 60)
+
+
+def strike(pid: int) -> float:
+    """The sum over the ranks. Rank 0 kills the process `pid`, if it is not 0."""
+    import torch
+
+    summed = torch.ones(())
+    torch.distributed.all_reduce(summed)
+    if pid and torch.distributed.get_rank() == 0:
+        os.kill(pid, signal.SIGKILL)
+    return summed.item()
+
+
+def test_the_resources_of_a_trial_that_was_killed_are_free_for_the_next(on_ray: Path) -> None:
+    """A trial of Tune is an actor. Ray keeps the placement group that it has made until the whole program ends."""
+    import ray
+    from ray.util import placement_group_table
+
+    class Trial:
+        def run(self, killed: bool) -> Sequence[Any]:
+            os.chdir(on_ray)
+            words = (f"scale=1x{cpus}", "backend=gloo", "restart=none", "scale.wait_s=60")
+            return raydist.run(strike, *words, args=(os.getpid() if killed else 0,)).values
+
+    actor: Any = ray.remote(num_cpus=0)(Trial)
+    cpus = int(ray.cluster_resources()["CPU"])
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.remote().run.remote(True))
+    held = {name for name, each in placement_group_table().items() if each["state"] != "REMOVED"}
+    assert len(held) == 1
+    assert list(ray.get(actor.remote().run.remote(False))) == [cpus] * cpus
+    assert {placement_group_table()[name]["state"] for name in held} == {"REMOVED"}

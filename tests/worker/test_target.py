@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raydist.launch import preload
+from raydist.node import fork_launcher
 from raydist.settings.config import Job, Target
 from raydist.worker import target
 
@@ -53,7 +54,7 @@ def test_what_a_file_imports_is_read_without_running_it(tmp_path: Path) -> None:
     )
     assert preload.imported_modules(file.read_text()) == ["os", "json", "sklearn.datasets"]
     found = preload.modules(f"{file}:job", "gloo")
-    assert found[: len(preload.ALWAYS)] == list(preload.ALWAYS)
+    assert found[: len(fork_launcher.ALWAYS)] == list(fork_launcher.ALWAYS)
     assert "sklearn.datasets" in found
     assert "raydist.worker.loop.fit" not in found
 
@@ -66,4 +67,4 @@ def test_a_file_that_uses_raydist_gets_the_loop_warm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "no.such.module:f", "os.path:basename", "nothing"])
 def test_a_target_without_a_file_warms_torch_only_or_what_its_module_imports(name: str) -> None:
-    assert preload.modules(name, "gloo")[: len(preload.ALWAYS)] == list(preload.ALWAYS)
+    assert preload.modules(name, "gloo")[: len(fork_launcher.ALWAYS)] == list(fork_launcher.ALWAYS)
