@@ -122,6 +122,7 @@ def start_or_join(job: Job) -> bool:
     # Ray runs its workers at nice 15, below everything else on the node. On a node for training that is wrong.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RUNTIME_ENV_RETRY_TIMES", "1")  # retries don't help where a package does not exist
+    ray_private.keep_quiet_about_token()
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
     try:
         if address := running_address():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from raydist.shared.errors import LaunchError
 
 LOG_EVERY_S = 0.5
 """Seconds between two looks of Ray at a log that grows."""
+TOKEN_SETUP = "ray._private.authentication.authentication_token_setup"
 STATE, SERVICES = "ray._private.state", "ray._private.services"
 MESSAGES, STUBS = "ray.core.generated.gcs_service_pb2", "ray.core.generated.gcs_service_pb2_grpc"
 OPTIONAL = {
@@ -193,10 +195,14 @@ def kill_on_shutdown(node: Any) -> None:
     node.kill_all_processes = lambda **_: end(check_alive=False, allow_graceful=False)
 
 
+def keep_quiet_about_token() -> None:
+    """Have Ray not say at each start how to switch off its token, without which others could run programs here."""
+    logging.getLogger(TOKEN_SETUP).setLevel(logging.ERROR)
+
+
 def load_auth_token() -> None:
     """Use this user's token for clusters from now on, if the user has one, as Ray's own commands do."""
-    authentication = "ray._private.authentication.authentication_token_setup"
-    require(f"{authentication}:maybe_enable_token_auth_if_token_available")(warn_if_disabled=False)
+    require(f"{TOKEN_SETUP}:maybe_enable_token_auth_if_token_available")(warn_if_disabled=False)
 
 
 @contextlib.contextmanager

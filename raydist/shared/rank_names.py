@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 HOSTS_NAMED = 4
 """`joined_names` writes this many names and counts the others."""
@@ -35,3 +35,10 @@ def joined_names(names: Iterable[str]) -> str:
 def counted(n: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{n} {noun}" + ("" if n == 1 else "s")
+
+
+def of_ranks(text: str, ranks: Collection[int]) -> str:
+    """A line with the ranks that say it, ` (ranks 0-2)`; without, if it begins with the only one."""
+    if len(ranks) == 1 and text.startswith(f"rank {min(ranks)} "):
+        return text
+    return f"{text} ({name_ranks(ranks)})"

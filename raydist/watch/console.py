@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from raydist.settings.config import Watch
 from raydist.shared.events import Event
 from raydist.shared.outcome import StopReason
+from raydist.shared.rank_names import of_ranks
 from raydist.watch import wording
 from raydist.watch.cell import Cell, in_notebook
 from raydist.watch.failures import Failures
@@ -77,8 +78,8 @@ class Console(AbstractContextManager["Console"]):
         if text in self._warned:
             return  # shown once; the summary has its ranks and how often it came
         self._warned.add(text)
-        rank = f" (rank {event['rank']})" if event.get("rank") is not None else ""
-        self._screen.say(f"warning: {text}{rank}", "yellow")
+        rank = event.get("rank")
+        self._screen.say(f"warning: {text if rank is None else of_ranks(text, {rank})}", "yellow")
 
     def _on_begin(self, event: Event) -> None:
         if event.get("rank") == 0:

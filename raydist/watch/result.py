@@ -15,7 +15,7 @@ from raydist.recovery.blame import describe_end, first_cause, where
 from raydist.shared.errors import RaydistError, RunFailed, Stopped
 from raydist.shared.events import Event
 from raydist.shared.outcome import Attempt, End
-from raydist.shared.rank_names import rank_ranges
+from raydist.shared.rank_names import of_ranks
 from raydist.state.object_store import Remote, StoragePath, scheme
 from raydist.watch.failures import Failures
 from raydist.watch.goodput import Spent, apart
@@ -255,15 +255,14 @@ def _saved(text: str) -> StoragePath:
 
 
 def _warnings(warned: Mapping[str, Counter[int | None]]) -> tuple[str, ...]:
-    return tuple(text + _from(ranks) for text, ranks in warned.items())
+    return tuple(_warning(text, ranks) for text, ranks in warned.items())
 
 
-def _from(ranks: Counter[int | None]) -> str:
-    """The ranks of a warning, or how often it occurred."""
-    named = {rank for rank in ranks if rank is not None}
-    if named:
-        return f" (rank{'s' if len(named) > 1 else ''} {rank_ranges(named)})"
-    return f" ({ranks.total()} times)" if ranks.total() > 1 else ""
+def _warning(text: str, ranks: Counter[int | None]) -> str:
+    """A warning with its ranks, or with how often it occurred."""
+    if named := {rank for rank in ranks if rank is not None}:
+        return of_ranks(text, named)
+    return f"{text} ({ranks.total()} times)" if ranks.total() > 1 else text
 
 
 def strict_json(value: Any) -> Any:

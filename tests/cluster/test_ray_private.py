@@ -32,6 +32,15 @@ def test_what_is_needed_and_missing_is_named() -> None:
         ray_private.require("ray._private.no_such:thing")
 
 
+def test_ray_does_not_say_how_to_switch_its_token_off(caplog: pytest.LogCaptureFixture) -> None:
+    ray_private.keep_quiet_about_token()
+    say = ray_private.find_part(f"{ray_private.TOKEN_SETUP}:_warn_token_auth_enabled")
+    if say is None:
+        pytest.skip("this Ray does not say it")
+    say()
+    assert not caplog.records
+
+
 def test_a_ray_that_may_run_is_looked_for_where_ray_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private.utils import write_ray_address
 

@@ -155,11 +155,14 @@ def test_a_rank_whose_clock_runs_ahead_makes_no_goodput_above_one() -> None:
 
 def test_a_warning_is_kept_once_with_its_ranks_or_its_number(tmp_path: Path) -> None:
     warnings = [at(1, "warning", text="slow disk", rank=rank) for rank in (2, 0, 1)]
+    warnings += [at(1, "warning", text="rank 1 waits", rank=1), at(1, "warning", text="rank 2 waits", rank=1)]
     events = [*warnings, at(2, "warning", text="old"), at(3, "warning", text="old"), at(4, "warning", text="once")]
     result = make_result(
         tmp_path, Attempt(ends=ends("finished")), fold_figures(read_events(write(tmp_path / "e", events)))
     )
-    assert result.warnings == ("slow disk (ranks 0-2)", "old (2 times)", "once")
+    assert result.warnings == (
+        "slow disk (ranks 0-2)", "rank 1 waits", "rank 2 waits (rank 1)", "old (2 times)", "once",
+    )  # fmt: skip
 
 
 def test_a_finished_run(tmp_path: Path, stream: Path) -> None:

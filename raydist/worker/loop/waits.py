@@ -11,8 +11,8 @@ import torch
 from raydist.worker import context
 from raydist.worker.backends import Comm
 
-MOST = 0.05
-"""The share of the time that a rank may wait for data before it is said."""
+SHARES = (5, 10, 25, 50)
+"""The percentages of the time of which it is said that a rank waits for data longer; up to the first, nothing."""
 FIRST_LOOK = 16
 """Steps after which the ranks compare their waits first; again after 32, 64, … The first batches are not counted."""
 LEAST_S = 10.0
@@ -52,25 +52,29 @@ class DataWait:
             self._waited += s
 
     def step(self) -> None:
-        """A step is done. After some steps a collective; rank 0 says once how long which rank waits."""
+        """A step is done. After some steps a collective; the rank that waits longest says it, once."""
         self._count += 1
         if self._told or self._count < self._look:
             return
         now, self._look = time.perf_counter(), 2 * self._look
         mine = torch.tensor([self._waited, now - self._since], dtype=torch.float64)
         rows = [(float(row[0]), float(row[1])) for row in self._comm.gather(mine)]
-        if self._count > FIRST_LOOK and (text := finding(rows, self._kind, self._workers)):
+        if self._count > FIRST_LOOK and (found := finding(rows, self._kind, self._workers)):
             self._told = True  # on all ranks: they have the same rows
-            if context.rank().rank == 0:
-                context.emit_event("warning", text=text)
+            if context.rank().rank == found[0]:
+                context.emit_event("warning", text=found[1])
         self._waited, self._since = 0.0, now
 
 
-def finding(rows: Sequence[tuple[float, float]], kind: str, workers: int) -> str:
-    """The line for the rank that waits most, from (seconds waited, seconds) of each rank; empty if that is little."""
+def finding(rows: Sequence[tuple[float, float]], kind: str, workers: int) -> tuple[int, str] | None:
+    """The rank that waits most and the line for it, if it is much. `rows`: (seconds waited, seconds) of each rank.
+
+    In rough shares, so that an attempt after a restart says the same, which is shown once.
+    """
     waited, all_s = max(rows)
-    if all_s < LEAST_S or waited <= MOST * all_s:
-        return ""
-    who = f"rank {rows.index((waited, all_s))} waits" if len(rows) > 1 else "the training waits"
+    if all_s < LEAST_S or waited <= all_s * SHARES[0] / 100:
+        return None
+    rank, share = rows.index((waited, all_s)), max(each for each in SHARES if waited > all_s * each / 100)
+    who = f"rank {rank} waits" if len(rows) > 1 else "the training waits"
     what = ADVICE[kind][workers > 0].format(more=2 * workers)
-    return f"{who} for data {waited / all_s:.0%} of the time: {what}"
+    return rank, f"{who} for data more than {share}% of the time: {what}"
