@@ -146,8 +146,9 @@ class Session:
         return found
 
     def _processes(self) -> dict[int, str]:
+        children = {child.pid for child in psutil.Process().children()}
         found = marked(str(self.folder))
-        return {pid: line for pid, line in found.items() if not (_HELPERS.search(line) and _is_child(pid))}
+        return {pid: line for pid, line in found.items() if not (pid in children and _HELPERS.search(line))}
 
 
 def sweep() -> None:
@@ -210,13 +211,6 @@ def marked(mark: str) -> dict[int, str]:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found[int(entry.name)] = " ".join(line.split())[:120]
     return found
-
-
-def _is_child(pid: int) -> bool:
-    """Whether it is a child of this process. psutil's list of all children takes milliseconds, after each test."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).ppid() == os.getpid())
-    return False
 
 
 def _mounts(folder: Path) -> list[str]:
