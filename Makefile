@@ -48,7 +48,7 @@ train: $(VENV)/.installed  ## install, then train the main job on this machine: 
 
 test: lint types  ## install, lint, types, all tests
 	$(RUN) raydist.tools.horovod build || [ $$? = 2 ]  # 2: it has said what this machine lacks, and its tests are skipped
-	$(RUN) pytest --numprocesses=$(JOBS) --dist=loadfile
+	$(RUN) pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.tested  ## ruff
 	$(RUN) ruff check .

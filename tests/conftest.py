@@ -9,6 +9,7 @@ import secrets
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from raydist.launch import warm_server
+from tests import programs
 from tests.leftovers import Session
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +59,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.basetemp = chosen or session.folder / "t"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers of pytest-xdist begin with what takes longest: hosts, Ray, ranks. What takes no time fills the end."""
+    if not hasattr(config, "workerinput"):
+        return
+    marks: dict[Path, set[str]] = defaultdict(set)
+    for item in items:
+        marks[item.path] |= {item.path.parent.name, *(mark.name for mark in item.iter_markers())}
+    items.sort(key=lambda item: [name not in marks[item.path] for name in ("root", "ray", "worker")])
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     os.chdir(session.config.stash[SESSION].folder / "cwd")  # a file that a test drops is not the checkout's
 
@@ -78,6 +90,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if (own := config.stash.get(SESSION, None)) is not None:
         os.chdir(config.invocation_params.dir)
         warm_server.end_all()
+        programs.end_servers()
         sys.last_value = sys.last_traceback = None  # a test that failed has its programs and folders in there
         gc.collect()
         own.keep = bool(session.testsfailed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ from typing import TypeVar
 
 import psutil
 
+from raydist.node import kept_server
+from raydist.worker.protocol import Claim, Claimed
 from tests.rig.namespaces import MOUNT, enter
 
 PREFIX = "rdtest-"
@@ -52,7 +55,7 @@ def ended(pid: int, within: float = 15.0) -> bool:
 
 def processes_of(mark: str) -> list[str]:
     """Ids and command lines of living processes that were started with `mark` somewhere in their environment."""
-    return [f"{pid} {line}" for pid, line in _marked(mark).items()]
+    return [f"{pid} {line}" for pid, line in marked(mark).items()]
 
 
 def gone(mark: str, within: float = 60.0) -> list[str]:
@@ -60,7 +63,7 @@ def gone(mark: str, within: float = 60.0) -> list[str]:
 
     Ray's own processes look only now and then whether their raylet is gone, and late on a busy machine.
     """
-    return _after(lambda: processes_of(mark), within)
+    return after(lambda: processes_of(mark), within)
 
 
 def groups(within: float = 60.0) -> list[str]:
@@ -70,10 +73,10 @@ def groups(within: float = 60.0) -> list[str]:
     def held() -> list[str]:
         return [str(name) for name, each in placement_group_table().items() if each["state"] != "REMOVED"]
 
-    return _after(held, within)
+    return after(held, within)
 
 
-def _after(found: Callable[[], _Found], within: float) -> _Found:
+def after(found: Callable[[], _Found], within: float) -> _Found:
     """What is found; as soon as it is nothing, and at most so many seconds from now."""
     until = time.monotonic() + within
     while (left := found()) and time.monotonic() < until:
@@ -84,6 +87,16 @@ def _after(found: Callable[[], _Found], within: float) -> _Found:
 def folders_of(tmp: Path) -> list[str]:
     """Fork servers' folders that are still there."""
     return sorted(str(path) for path in tmp.glob("raydist-*"))
+
+
+def waiting_servers(tmp: Path) -> set[int]:
+    """Process ids of the fork servers that are kept in this TMPDIR, and that nobody uses."""
+    found = set()
+    for note in tmp.glob("raydist-*-warm/*/server.json"):
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            pid = json.loads(note.read_text())["pid"]
+            found |= {pid} if kept_server.ask(note.parent, Claim()) == Claimed(True) else set()
+    return found
 
 
 class Session:
@@ -114,7 +127,7 @@ class Session:
         """What is still there after at most so many seconds, each with the test after which it was first seen."""
         return [
             f"{what}{detail}, first seen after {self._seen.get(what, 'the last test')}"
-            for what, detail in sorted(_after(self._there, within).items())
+            for what, detail in sorted(after(self._there, within).items())
         ]
 
     def end(self) -> None:
@@ -134,7 +147,7 @@ class Session:
 
     def _processes(self) -> dict[int, str]:
         children = {child.pid for child in psutil.Process().children()}
-        found = _marked(str(self.folder))
+        found = marked(str(self.folder))
         return {pid: line for pid, line in found.items() if not (pid in children and _HELPERS.search(line))}
 
 
@@ -144,7 +157,7 @@ def sweep() -> None:
         with contextlib.suppress(OSError):  # another session has just removed it
             old = time.time() - folder.lstat().st_mtime > 60  # a younger one may not have its lock yet
             if old and folder.lstat().st_uid == os.geteuid() and (lock := _lock(folder)) is not None:
-                _clear(folder, _marked(str(folder)))
+                _clear(folder, marked(str(folder)))
                 os.close(lock)
 
 
@@ -189,8 +202,8 @@ def _own_shm() -> bool:
     return True
 
 
-def _marked(mark: str) -> dict[int, str]:
-    """Command lines by process id."""
+def marked(mark: str) -> dict[int, str]:
+    """Command lines by id of the living processes that were started with `mark` somewhere in their environment."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's

@@ -1,10 +1,14 @@
-"""raydist as a person runs it: a process of its own, in a folder of its own."""
+"""raydist as a person runs it: a process of its own, in a folder of its own.
+
+As a person's, most programs find the fork server of the one before: torch is imported once, not once for each program.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +19,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from raydist.node import kept_server
 from raydist.shared.events import Event, read_events
+from tests.leftovers import after, folders_of, marked, waiting_servers
+
+ROOT = Path(__file__).parents[1]
+_shared: list[Path] = []
+"""The TMPDIR that programs share."""
 
 
 class Program:
     """`python -m raydist.train WORD…` in `folder`, started already. All that it starts has `tmp` as its TMPDIR.
 
-    Without `tmp` it has one of its own.
+    Without `tmp` it is the one that these programs share, and its fork server stays for the next. `alone`: a TMPDIR of
+    its own, and nothing stays: for one that starts a Ray.
 
     `group`: it leads a process group of its own, as a program does that a shell starts.
     """
@@ -34,12 +45,16 @@ class Program:
         module: str = "raydist.train",
         group: bool = False,
         tmp: Path | None = None,
+        alone: bool = False,
     ) -> None:
         self.folder = folder
         # short: Ray keeps its sockets there, and a Unix socket's path may have 107 bytes
-        self._tmp = None if tmp else tempfile.TemporaryDirectory(prefix="p-", ignore_cleanup_errors=True)
-        self.tmp = tmp or Path(self._tmp.name if self._tmp else "")
+        self._own = tempfile.TemporaryDirectory(prefix="p-", ignore_cleanup_errors=True) if alone else None
+        self.tmp = tmp or (Path(self._own.name) if self._own else shared())
         env = {**os.environ, "TMPDIR": str(self.tmp)} | ({"RAY_ADDRESS": address} if address else {})
+        if not (tmp or alone):
+            env |= {"RAYDIST_KEEP_WARM_S": "600", "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
+            env.pop("PYTEST_CURRENT_TEST", None)  # a server is kept for one environment
         self.output = folder / "screen.txt"
         with self.output.open("w") as screen:
             command = [sys.executable, "-m", module, *words]
@@ -93,6 +108,34 @@ class Program:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def left(self, within: float = 60.0) -> list[str]:
+        """What it has left behind after so many seconds: processes, and folders of fork servers.
+
+        A server that is kept and that nobody uses is none of it; its children are.
+        """
+        return list(after(self._left, within))
+
+    def _left(self) -> dict[str, str]:
+        kept = waiting_servers(self.tmp)
+        found = {f"{pid} {line}": "" for pid, line in marked(str(self.tmp)).items() if pid not in kept}
+        return found | {path: "" for path in folders_of(self.tmp) if not path.endswith("-warm")}
+
+
+def shared() -> Path:
+    """The TMPDIR that programs share, and in which their fork servers are kept."""
+    if not _shared:
+        _shared.append(Path(tempfile.mkdtemp(prefix="p-")))
+    return _shared[0]
+
+
+def end_servers() -> None:
+    """End the fork servers that wait for a further program; one that is in use is left to be found."""
+    for folder in _shared:
+        for server in folder.glob("raydist-*-warm/*"):
+            kept_server.end(str(server))
+        shutil.rmtree(folder, ignore_errors=True)
+    _shared.clear()
 
 
 def plain(text: str) -> str:

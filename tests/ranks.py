@@ -33,11 +33,13 @@ torch.set_num_threads(1)
 
 SERVER = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).parents[1]
+TESTS = ("pytest", "sklearn.datasets", "raydist.tools.plan")
+"""What files of tests import that ranks run a function of: 3 s in each rank, if the server had not done it."""
 
 
 def start_server() -> None:
-    """The server has this module, so torch, imported before the first rank is asked for, and what shards a model."""
-    SERVER.set_forkserver_preload(["tests.ranks", *preload.SHARDS, backends.PIPELINE])
+    """The server has imported before the first rank is asked for: torch, what shards a model, what tests import."""
+    SERVER.set_forkserver_preload(["tests.ranks", *preload.SHARDS, backends.PIPELINE, *TESTS])
     here = os.getcwd()
     os.chdir(ROOT)  # where it finds this module
     try:

@@ -18,7 +18,6 @@ from raydist.launch.worker_group import WorkerGroup
 from raydist.node.probe import Facts
 from raydist.shared.errors import ConfigError, LaunchError, RunFailed
 from raydist.watch.result import Result
-from tests.leftovers import gone
 from tests.mpi_programs import (
     HOROVOD_MPI,
     MPICH,
@@ -158,7 +157,7 @@ def test_processes_that_ranks_spawn_run_beside_them_and_end_with_them(own_folder
     result = program.result()
     assert (result["cause"]["rank"], result["cause"]["signal"]) == (1, signal.SIGKILL), program.screen
     assert (program.run_dir / "logs" / "rank-0.log").read_text().splitlines() == [f"2 children at work in {own_folder}"]
-    assert gone(str(program.tmp)) == []
+    assert program.left() == []
 
 
 @requires_openmpi
@@ -247,11 +246,11 @@ def test_a_run_on_ray_leaves_nothing(ray_address: str, own_folder: Path) -> None
     words = ("backend=mpi", "scale=1x3", "watch.progress=none")
     good = Program(own_folder, *words, "script=sum.py", address=ray_address)
     assert good.wait() == 0, good.screen
-    assert gone(str(good.tmp)) == []
+    assert good.left() == []
     bad = Program(own_folder, *words, "script=fail.py", "args=[kill]", address=ray_address)
     assert bad.wait() == 1, bad.screen
     assert bad.result()["cause"]["signal"] == signal.SIGKILL
-    assert gone(str(bad.tmp)) == []
+    assert bad.left() == []
 
 
 @requires_openmpi
@@ -264,7 +263,7 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing(own_folder: Path, num
         assert program.process.poll() is None, program.screen
     program.signal(number)
     assert program.wait(20) == (130 if number == signal.SIGINT else -9)
-    assert gone(str(program.tmp)) == []
+    assert program.left() == []
     assert segments() <= before
 
 

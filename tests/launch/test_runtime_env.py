@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,12 @@ def install(project: Path, *words: str) -> Result[Any]:
 
 @pytest.mark.ray
 def test_packages_are_installed_for_the_ranks_only(on_ray: Path) -> None:
-    package = on_ray / "package"
-    package.mkdir()
-    (package / "pyproject.toml").write_text('[project]\nname = "needed"\nversion = "1"\n')
-    (package / "needed.py").write_text("")
+    package = on_ray / "needed-1-py3-none-any.whl"  # one that is built: pip need not fetch what builds it
+    with zipfile.ZipFile(package, "w") as wheel:
+        wheel.writestr("needed.py", "")
+        wheel.writestr("needed-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: needed\nVersion: 1\n")
+        wheel.writestr("needed-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("needed-1.dist-info/RECORD", "")
     done = install(on_ray, f"pip=[{package}]", "watch.output=none")
     assert "/runtime_resources/pip/" in (done.dir / "logs" / "rank-0.log").read_text()
     assert find_spec("needed") is None
@@ -82,4 +85,4 @@ def test_packages_are_installed_for_the_ranks_only(on_ray: Path) -> None:
 @pytest.mark.ray
 def test_a_missing_package_is_named(on_ray: Path) -> None:
     with pytest.raises(LaunchError, match=r"rank 0 on .*no-such-package-of-raydist"):
-        install(on_ray, "pip=[no-such-package-of-raydist]")
+        install(on_ray, "pip=[--no-index,no-such-package-of-raydist]")  # nobody needs to be asked

@@ -140,7 +140,6 @@ def furnish(folder: Path, known: str, token: str) -> dict[str, str]:
     (folder / "tmp").mkdir()
     own = {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "RAY_TMPDIR": str(folder / "tmp")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    own |= {"RAYDIST_KEEP_WARM_S": "0"}  # nothing is left behind
     return {**own, "PATH": path, "RAY_AUTH_MODE": "token", "TERM": os.environ.get("TERM", "dumb"), "LANG": "C.UTF-8"}
 
 

@@ -93,6 +93,8 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
     *nodes, own = rig.hosts
     token, up, status, dashboard, export, submit, down = commands()
     typed(own, token, up)
+    # to ask costs seconds of the CPU that sets up the others
+    wait_until(lambda: all(any("raylet" in line for line in of_ray(node)) for node in nodes), "three raylets", 150)
     wait_until(lambda: "3 local.cluster.node" in typed(own, status), "three nodes", 150)
     tunnel = start(own, dashboard.removesuffix(" &"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     reached = "until (exec 3<>/dev/tcp/127.0.0.1/8265) 2>/dev/null; do sleep 0.2; done"

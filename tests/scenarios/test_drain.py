@@ -14,7 +14,6 @@ from raydist.cluster.drain import DrainNotice
 from raydist.cluster.nodes import Node
 from raydist.cluster.placement import Slot
 from tests.conftest import ROOT
-from tests.leftovers import folders_of, gone
 from tests.programs import Program
 from tests.scenarios.test_restart_run import WORDS
 
@@ -106,5 +105,4 @@ def test_a_drained_node_is_left_in_time_at_no_budget_and_no_step_is_lost(
     page = (run.run_dir / "blame-1.txt").read_text()
     for word in ("left its node: Ray drains", "nothing has failed", "restart 1: all ranks", " + save "):
         assert word in page
-    assert gone(str(run.tmp)) == []
-    assert folders_of(run.tmp) == []
+    assert run.left() == []

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from raydist.state import checkpoint_files
 from raydist.worker import checkpoint
 from tests.horovod_ranks import requires_horovod
-from tests.leftovers import folders_of, gone
+from tests.leftovers import folders_of
 from tests.programs import Program
 from tests.scenarios.test_drain import drain
 
@@ -137,7 +137,7 @@ def ended(run: Program) -> dict[str, torch.Tensor]:
     """The weights of a run that is told to make haste."""
     (run.folder / "go").touch()
     assert run.wait() == 0, run.screen
-    assert gone(str(run.tmp)) == []
+    assert run.left() == []
     model: dict[str, torch.Tensor] = checkpoint.load(Path(run.result()["checkpoint"]))["model"]
     return model
 
@@ -222,7 +222,7 @@ def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_di
     assert 0 <= failure["reached"] - saved.step <= 1  # the one in flight
     assert result["error"] == "LaunchError"
     assert "gave up after 2 s (scale.wait_s): waiting for 1 more node with 1 CPU" in result["failure"]
-    assert gone(str(run.tmp)) == []
+    assert run.left() == []
 
 
 @requires_horovod

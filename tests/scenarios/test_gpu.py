@@ -33,7 +33,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_the_main_job_trains_and_nccls_own_log_names_the_network(tmp_path: Path) -> None:
-    program = Program(tmp_path, "job=digits", *WORDS, "train.epochs=1", "fabric.debug=true", "watch.progress=none")
+    program = Program(
+        tmp_path, "job=digits", *WORDS, "train.epochs=1", "fabric.debug=true", "watch.progress=none", alone=True
+    )
     assert program.wait(300) == 0, program.screen
     assert program.result()["status"] == "finished"
     for rank in range(GPUS):
@@ -142,6 +144,6 @@ def test_a_job_whose_import_uses_cuda_trains_on_gpus_all_the_same(tmp_path: Path
         "    raydist.report(step=1, loss=float(torch.ones(1, device=raydist.rank().device).sum()))\n"
         "    assert raydist.rank().device.type == 'cuda'\n"
     )
-    program = Program(tmp_path, "job=early.py", *WORDS, "group=ray", "watch.progress=lines")
+    program = Program(tmp_path, "job=early.py", *WORDS, "group=ray", "watch.progress=lines", alone=True)
     assert program.wait(300) == 0, program.screen
     assert any("CUDA" in event["text"] for event in program.events("warning")), program.screen

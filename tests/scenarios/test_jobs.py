@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.datasets  # noqa: F401  # once here, not in each forked rank
 
 from raydist.settings.compose import compose
 from raydist.settings.config import Backend, Job

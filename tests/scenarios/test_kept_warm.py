@@ -47,7 +47,7 @@ WORDS = ("script=parent.py", "args=0", "scale=1x2")
 
 
 def test_the_second_command_finds_the_server_of_the_first(tmp_path: Path) -> None:
-    first = Program(tmp_path, *WORDS)
+    first = Program(tmp_path, *WORDS, alone=True)
     assert first.wait() == 0, first.screen
     (server,) = parents(first)
     second = again(first, *WORDS)
@@ -86,7 +86,7 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_the_nodes_of_a_ray_keep_theirs_until_it_ends(tmp_path: Path, own_ray: Any) -> None:
     (tmp_path / "limited.py").write_text(LIMITED)
     at = {"address": own_ray.address, "module": "limited"}
-    first = Program(tmp_path, *WORDS, **at)
+    first = Program(tmp_path, *WORDS, **at, alone=True)
     assert first.wait() == 0, first.screen
     second = again(first, *WORDS, **at)
     assert second.wait() == 0, second.screen

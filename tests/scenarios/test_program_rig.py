@@ -1,10 +1,13 @@
-"""Programs that somebody has already, on three hosts: each with an address, a name and a folder of its own."""
+"""Programs that somebody has already (of torchrun, Horovod, MPI) on three hosts, each with its own address and name."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.horovod_ranks import requires_horovod
+from tests.mpi_programs import KILLED, MPICH, SUM, requires_daemons, requires_mpich, requires_openmpi
 from tests.rig import hosts, requires_root
 from tests.rig.network import Rig
 
@@ -27,7 +31,6 @@ def rig() -> Iterator[Rig]:
             host.environment["PYTHONPATH"] = str(ROOT)  # what is tested, whatever is installed
         rig.ray_up(cpus=2)
         yield rig
-        rig.ray_down()
 
 
 @pytest.fixture
@@ -36,6 +39,8 @@ def home(rig: Rig) -> Path:
     folder = rig.hosts[0].folder / "home" / "project"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    for name, text in (("sum.py", SUM), ("killed.py", KILLED)):
+        (folder / name).write_text(text)
     return folder
 
 
@@ -92,6 +97,29 @@ def test_a_program_of_horovodruns_on_three_hosts(rig: Rig, home: Path, fail: str
         assert lines == [f"[{rank}] rank {rank} of 3, local 0: same True" for rank in range(3)]
 
 
+ADD_UP = """
+import horovod.torch as hvd, torch
+
+def job():
+    total = float(hvd.allreduce(torch.ones(1) * hvd.rank(), op=hvd.Sum))
+    return total, hvd.cross_rank(), hvd.cross_size(), hvd.local_size()
+"""
+GO = """
+import sys, raydist
+done = raydist.run(sys.argv[1], "backend=horovod", "scale=3x2", "watch.progress=none")
+print("VALUES", done.values)
+"""
+
+
+@requires_horovod
+def test_ranks_of_horovods_know_their_hosts(rig: Rig, home: Path) -> None:
+    (home / "add_up.py").write_text(ADD_UP)
+    (home / "go.py").write_text(GO)
+    done = rig.hosts[0].run(["python", "go.py", str(home / "add_up.py")], cwd=home)
+    told = next(line for line in done.stdout.splitlines() if line.startswith("VALUES"))
+    assert told == "VALUES " + str(tuple((15.0, node, 3, 2) for node in range(3) for _ in range(2)))
+
+
 def test_a_folder_is_sent_and_without_that_the_host_that_lacks_it_is_named(rig: Rig, home: Path) -> None:
     (home / "mine.py").write_text("import beside, os, socket\nprint(beside.WORD, socket.gethostname(), os.getcwd())\n")
     (home / "beside.py").write_text("WORD = 'sent'\n")
@@ -108,3 +136,116 @@ def test_a_folder_is_sent_and_without_that_the_host_that_lacks_it_is_named(rig: 
         assert not any(str(home) in line for line in lines)
     finally:
         rig.hosts[2].run(["umount", str(home)])
+
+
+# MPI's
+
+TRAIN = ["python", "-m", "raydist.train", "backend=mpi", "scale=3x2", "watch.progress=none"]
+# one kernel: Open MPI's shared memory and UCX see through the walls between these hosts
+APART = ["env.OMPI_MCA_btl=self,tcp", "env.OMPI_MCA_pml=ob1"]
+
+HYDRA = [f"backend.mpi.mpirun={MPICH}/bin/mpiexec", f"env.LD_LIBRARY_PATH={MPICH}/lib", "env.MPI4PY_MPIABI=mpich"]
+
+
+def requires_mpi(test: Callable[..., None]) -> Callable[..., None]:
+    marked: Callable[..., None] = requires_openmpi(requires_daemons(test))
+    return marked
+
+
+def run_mpi(rig: Rig, home: Path, *words: str, code: int = 0) -> tuple[str, Path, dict[str, Any]]:
+    """Run it on the first host; what was on the screen, the run folder, and its result."""
+    shutil.rmtree(home / "runs", ignore_errors=True)
+    done = rig.hosts[0].run([*TRAIN, *words], cwd=home, check=False)
+    screen = done.stdout + done.stderr
+    assert done.returncode == code, screen + "".join(p.read_text() for p in home.glob("runs/*/*/logs/*"))
+    (folder,) = home.glob("runs/*/*")
+    return screen, folder, json.loads((folder / "result.json").read_text())
+
+
+def nothing_left(rig: Rig) -> list[str]:
+    """Processes of MPI or of ranks on any host; ten seconds for them to go."""
+    until, left = time.monotonic() + 10, ["?"]
+    while left and time.monotonic() < until:
+        time.sleep(0.1)
+        words = ("mpirun", "prte", "hydra", "mpi_child", "forkserver", ".py")
+        left = [
+            line
+            for host in rig.hosts
+            for line in host.processes().values()
+            if any(word in line for word in words)
+            and "ray" not in line.replace("raydist", "").replace(str(host.folder), "")
+        ]
+    return left
+
+
+@requires_mpi
+def test_ranks_of_three_hosts_add_up(rig: Rig, home: Path) -> None:
+    before = [host.bytes("ib0")[1] for host in rig.hosts]
+    _, folder, _ = run_mpi(rig, home, "script=sum.py", *APART)
+    told = [(folder / "logs" / f"rank-{rank}.log").read_text().split() for rank in range(6)]
+    assert told == [[str(rank), "6", "15", f"host{rank // 2}", str(rank % 2)] for rank in range(6)]
+    assert [host.bytes("ib0")[1] - sent < 1000 for host, sent in zip(rig.hosts, before, strict=True)] == [True] * 3
+    assert nothing_left(rig) == []
+
+
+@requires_mpi
+@pytest.mark.parametrize(
+    "mpi_words", [pytest.param(APART, id="openmpi"), pytest.param(HYDRA, id="mpich", marks=requires_mpich)]
+)
+@pytest.mark.parametrize(("interface", "other"), [("ib0", "eth0"), ("eth0", "ib0")])
+def test_its_traffic_goes_where_fabric_interface_says(
+    rig: Rig, home: Path, mpi_words: list[str], interface: str, other: str
+) -> None:
+    """8 MB of each rank; Ray's own words go over eth0."""
+    before = [(host.bytes(interface)[1], host.bytes(other)[1]) for host in rig.hosts]
+    run_mpi(rig, home, "script=sum.py", "args=[1000000]", f"fabric.interface={interface}", *mpi_words)
+    for host, (own, others) in zip(rig.hosts, before, strict=True):
+        assert host.bytes(interface)[1] - own > 8_000_000
+        assert host.bytes(other)[1] - others < 2_000_000
+
+
+@requires_mpi
+def test_a_killed_rank_of_another_host_is_the_culprit(rig: Rig, home: Path) -> None:
+    screen, _, result = run_mpi(rig, home, "script=killed.py", *APART, code=1)
+    assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["signal"]) == (3, "host1", signal.SIGKILL)
+    assert "rank 3 on host1" in screen
+    _, _, result = run_mpi(rig, home, "script=killed.py", "args=[abort]", *APART, code=1)
+    assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["code"]) == (3, "host1", 9)
+    assert nothing_left(rig) == []
+
+
+@requires_mpi
+@requires_mpich
+def test_mpich_too(rig: Rig, home: Path) -> None:
+    _, folder, _ = run_mpi(rig, home, "script=sum.py", *HYDRA)
+    told = [(folder / "logs" / f"rank-{rank}.log").read_text().split() for rank in range(6)]
+    assert told == [[str(rank), "6", "15", f"host{rank // 2}", str(rank % 2)] for rank in range(6)]
+    _, _, result = run_mpi(rig, home, "script=killed.py", *HYDRA, code=1)
+    assert (result["cause"]["rank"], result["cause"]["signal"]) == (3, signal.SIGKILL)
+    assert nothing_left(rig) == []
+
+
+@requires_mpi
+def test_a_host_without_the_program_is_named(rig: Rig, home: Path) -> None:
+    only = home / "only_here"
+    only.write_text("#!/bin/sh\necho here\n")
+    only.chmod(0o755)
+    rig.hosts[2].run(["mount", "--bind", "/dev/null", str(only)])
+    screen, _, result = run_mpi(rig, home, f"script={only}", code=1)
+    assert result["cause"]["host"] == "host2"
+    assert f"{only} on host2 is not executable" in screen
+
+
+@requires_mpi
+def test_ctrl_c_ends_it_on_all_hosts(rig: Rig, home: Path) -> None:
+    words = [*TRAIN, "script=sum.py", "args=[0,wait]", *APART]
+    driver = rig.hosts[0].popen(words, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    logs = [f"runs/sum/*/logs/rank-{rank}.log" for rank in range(6)]
+    until = time.monotonic() + 60
+    while not all(any(path.read_text() for path in home.glob(log)) for log in logs):
+        assert driver.poll() is None, driver.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(20) == 130
+    assert nothing_left(rig) == []

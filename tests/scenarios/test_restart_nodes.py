@@ -12,6 +12,7 @@ import pytest
 
 from raydist.shared.events import Event, read_events
 from tests.horovod_ranks import requires_horovod
+from tests.leftovers import waiting_servers
 from tests.rig import QUICK_DEATH, Host, Rig, hosts, requires_root
 from tests.scenarios.test_restart_run import WORDS
 from tests.test_rig import wait_until
@@ -80,9 +81,14 @@ def host_of(rig: Rig, folder: Path, rank: int) -> Host:
     return next(host for host in rig.hosts if host.name == name)
 
 
-def servers(rig: Rig) -> list[str]:
-    """The fork servers and ranks on the hosts."""
-    return [line for host in rig.hosts for line in host.processes().values() if "raydist.node.fork_server" in line]
+def left(rig: Rig) -> list[str]:
+    """The ranks on the hosts, and fork servers that do not wait for another run."""
+    found = []
+    for host in rig.hosts:
+        kept = waiting_servers(host.folder / "tmp")
+        lines = [line for pid, line in host.processes().items() if pid not in kept]
+        found += [line for line in lines if "raydist.node.fork_server" in line]
+    return found
 
 
 def test_an_actor_that_rays_memory_monitor_ends_is_reported_as_that(rig: Rig, tmp_path: Path) -> None:
@@ -108,7 +114,7 @@ def test_an_actor_that_rays_memory_monitor_ends_is_reported_as_that(rig: Rig, tm
         f"step {saved} is saved",
     ):
         assert words in page
-    wait_until(lambda: not servers(rig), "end of all ranks", 60)
+    wait_until(lambda: not left(rig), "end of all ranks", 60)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,7 +138,7 @@ def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_pa
     assert [(noted["host"], noted["what"], noted["run"]) for noted in ledger if noted["run"] == f"{struck}/run"] == [
         (victim.name, "lost", f"{struck}/run")
     ]
-    wait_until(lambda: not servers(rig), "end of all ranks", 60)
+    wait_until(lambda: not left(rig), "end of all ranks", 60)
     victim.boot()
     rig.ray_join(victim, cpus=2, env=ENV)
 

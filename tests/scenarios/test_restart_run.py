@@ -23,7 +23,7 @@ from raydist.worker import checkpoint
 from tests import faults
 from tests.faults import Fault, kill
 from tests.horovod_ranks import requires_horovod
-from tests.leftovers import alive, folders_of, gone, groups
+from tests.leftovers import alive, groups
 from tests.programs import Program
 
 pytestmark = pytest.mark.ray
@@ -320,8 +320,7 @@ def test_a_signal_leaves_the_last_state_on_the_disk(tmp_path: Path, number: sign
     assert found is not None
     assert found.step >= 20
     assert started.result()["checkpoint"] == str(found.path)
-    assert gone(str(started.tmp)) == []
-    assert folders_of(started.tmp) == []
+    assert started.left() == []
 
 
 @pytest.mark.usefixtures("on_path")
@@ -331,8 +330,7 @@ def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(tmp_
     started.until_step(20)
     started.signal(signal.SIGKILL)
     started.wait()
-    assert gone(str(started.tmp)) == []
-    assert folders_of(started.tmp) == []
+    assert started.left() == []
     found = checkpoint_files.newest(started.run_dir / "checkpoints")
     assert found is not None
     assert found.step >= max(event["step"] for event in started.events("report"))
@@ -366,7 +364,7 @@ def test_a_storm_changes_nothing(tmp_path: Path, on_ray: Path, backend: str, epo
     for name, value in saved["model"].items():
         assert value.tolist() == ended["weights"][name]
     assert len(started.result()["restarts"]) == kills
-    assert gone(str(started.tmp)) == []
+    assert started.left() == []
 
 
 def test_checkpoints_are_those_of_a_run_without_snapshots(on_ray: Path) -> None:

@@ -30,7 +30,7 @@ from raydist.watch import track
 from raydist.watch.result import Result
 from tests import trackers
 from tests.faults import Fault, training
-from tests.leftovers import gone, processes_of
+from tests.leftovers import processes_of
 from tests.programs import Program
 
 ALL = "track=[tensorboard,mlflow,wandb,trackio]"
@@ -84,7 +84,7 @@ def test_each_step_once_whoever_is_killed(tmp_path: Path, stores: dict[str, str]
     first.wait()
     before = first.run_dir
     # the trackers say what has become of it, and are gone
-    assert gone(str(first.tmp)) == []
+    assert first.left() == []
     assert trackers.read("mlflow", ledger(before, "mlflow")["id"], env=stores)["status"] == "KILLED"
 
     again = Program(tmp_path, *words, "resume=auto")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.leftovers import folders_of, gone, processes_of
+from tests.leftovers import processes_of
 from tests.programs import Program
 
 pytestmark = pytest.mark.ray
@@ -22,7 +22,7 @@ LONG = ("train.epochs=100000", "train.evaluate_every=0", "checkpoint.every=10000
 
 
 def test_the_main_job_with_no_arguments_starts_ray_trains_and_leaves_nothing(tmp_path: Path) -> None:
-    program = Program(tmp_path)
+    program = Program(tmp_path, alone=True)
     assert program.wait() == 0, program.screen
     result = program.result()
     assert result["status"] == "finished"
@@ -43,8 +43,7 @@ def test_the_main_job_with_no_arguments_starts_ray_trains_and_leaves_nothing(tmp
         "checkpoints",
         "result.json",
     }
-    assert gone(str(program.tmp)) == []
-    assert folders_of(program.tmp) == []
+    assert program.left() == []
 
 
 def test_a_persons_own_file_with_a_model_of_its_own(tmp_path: Path, ray_address: str) -> None:
@@ -82,7 +81,7 @@ def test_a_persons_own_file_with_a_model_of_its_own(tmp_path: Path, ray_address:
 def test_a_signal_ends_the_run_in_order(
     tmp_path: Path, ray_address: str, number: signal.Signals, code: int, local: bool
 ) -> None:
-    program = Program(tmp_path, *LONG, address=None if local else ray_address)
+    program = Program(tmp_path, *LONG, address=None if local else ray_address, alone=local)
     program.until_step(20)
     program.signal(number)
     assert program.wait(30) == code
@@ -91,13 +90,12 @@ def test_a_signal_ends_the_run_in_order(
     assert signal.Signals(number).name in program.screen
     assert "Traceback" not in program.screen
     assert {end["how"] for end in program.events("ended")} == {"stopped"}
-    assert gone(str(program.tmp)) == []
-    assert folders_of(program.tmp) == []
+    assert program.left() == []
 
 
 def test_a_sigterm_for_the_whole_group_ends_the_run_in_order_too(tmp_path: Path) -> None:
     """As `timeout` sends it, and batch systems do: a Ray of the run's own must outlive it by a moment."""
-    program = Program(tmp_path, *LONG, group=True)
+    program = Program(tmp_path, *LONG, group=True, alone=True)
     program.until_step(20)
     started = processes_of(str(program.tmp))
     assert any("gcs_server" in each for each in started)
@@ -106,7 +104,7 @@ def test_a_sigterm_for_the_whole_group_ends_the_run_in_order_too(tmp_path: Path)
     assert program.wait(20) == 143
     assert program.result()["status"] == "stopped"
     assert {end["how"] for end in program.events("ended")} == {"stopped"}
-    assert gone(str(program.tmp)) == []
+    assert program.left() == []
 
 
 @pytest.mark.parametrize("when", ["before any rank", "while ranks train"])
@@ -120,12 +118,12 @@ def test_a_signal_at_any_time_leaves_nothing(tmp_path: Path, ray_address: str, w
             time.sleep(0.02)
     program.signal(signal.SIGTERM)
     assert program.wait(60) == 143
-    assert gone(str(program.tmp)) == []
+    assert program.left() == []
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["own Ray", "cluster"])
 def test_a_driver_killed_with_sigkill_leaves_no_process_behind(tmp_path: Path, ray_address: str, local: bool) -> None:
-    program = Program(tmp_path, *LONG, address=None if local else ray_address)
+    program = Program(tmp_path, *LONG, address=None if local else ray_address, alone=local)
     program.until_step(20)
     pids = [happened["pid"] for happened in program.events("began")]
     program.signal(signal.SIGKILL)
@@ -135,8 +133,7 @@ def test_a_driver_killed_with_sigkill_leaves_no_process_behind(tmp_path: Path, r
         time.sleep(0.1)
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     if local:
-        assert gone(str(program.tmp), within=40) == []
-        assert folders_of(program.tmp) == []
+        assert program.left(within=40) == []
 
 
 def test_a_failing_job_exits_1_and_its_page_names_the_culprit(tmp_path: Path, ray_address: str) -> None:

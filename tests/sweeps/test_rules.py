@@ -131,7 +131,7 @@ def verdicts() -> Iterator[tuple[str, list[Trial], Prune, bool, str]]:
     yield "no rule", [*three, trial(9, 7.0, state="running")], Prune(), True, "go on"
 
 
-@pytest.mark.parametrize(("what", "trials", "rule", "more", "expected"), verdicts(), ids=lambda case: str(case)[:30])
+@pytest.mark.parametrize(("what", "trials", "rule", "more", "expected"), [*verdicts()], ids=lambda case: str(case)[:30])
 def test_verdict(what: str, trials: list[Trial], rule: Prune, more: bool, expected: str) -> None:
     assert verdict(trials, 9, rule, more) == expected, what
 
