@@ -44,6 +44,7 @@ from typing import NoReturn
 from raydist.node import mpi_segments
 from raydist.node.processes import end_children, end_session, kill, wait_one
 from raydist.node.recorded_end import record_end
+from raydist.node.rendezvous import store_process
 from raydist.node.snapshots import SnapshotBuffers, run_writer
 from raydist.node.warm_imports import changed_since, ends_with, import_modules, uses_gpu
 from raydist.worker import main as rank_main
@@ -388,23 +389,6 @@ def spawn_rank(spec: RankSpec, fds: list[int]) -> int:
     command = [sys.executable, "-m", "raydist.worker.main", path, *map(str, fds)]
     env = {**spec.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(command, pass_fds=[fd for fd in fds if fd >= 0], env=env).pid
-
-
-def store_process(kind: str, address: str, reply_fd: int) -> NoReturn:
-    """In a child: open the store, write its address or the error to `reply_fd`, hold the store until killed."""
-    os.setsid()
-    from raydist.node import rendezvous, rendezvous_http
-
-    try:
-        hold, store = (rendezvous_http.open_http_store if kind == "horovod" else rendezvous.hold_store)(address)
-        reply = vars(store)
-    except Exception as error:
-        hold, reply = None, {"error": f"{type(error).__name__}: {error}"}
-    os.write(reply_fd, json.dumps(reply).encode())
-    os.close(reply_fd)
-    if hold is not None:
-        hold()
-    os._exit(1)
 
 
 def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *modules: str) -> None:

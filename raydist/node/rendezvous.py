@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from raydist.worker.protocol import StoreAddress
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+
+def store_process(kind: str, address: str, reply_fd: int) -> NoReturn:
+    """In a child of the fork server: open the store, write its address or the error to `reply_fd`, hold it until killed."""
+    os.setsid()
+    from raydist.node.rendezvous_http import open_http_store
+
+    try:
+        hold, store = (open_http_store if kind == "horovod" else hold_store)(address)
+        reply = vars(store)
+    except Exception as error:
+        hold, reply = None, {"error": f"{type(error).__name__}: {error}"}
+    os.write(reply_fd, json.dumps(reply).encode())
+    os.close(reply_fd)
+    if hold is not None:
+        hold()
+    os._exit(1)
 
 
 def hold_store(address: str) -> tuple[Callable[[], None], StoreAddress]:
