@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def store_process(kind: str, address: str, reply_fd: int) -> NoReturn:
-    """In a child of the fork server: open the store, write its address or the error to `reply_fd`, hold it until killed."""
+    """In a child of the fork server: open the store, write its address or the error to `reply_fd`, hold it."""
     os.setsid()
     from raydist.node.rendezvous_http import open_http_store
 
