@@ -100,7 +100,8 @@ def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) ->
     generator = torch.Generator().manual_seed(1)
     inputs, targets = torch.randn(256, 10, generator=generator), torch.randint(3, (256,), generator=generator)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 3))
+    model: Any = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 3))
+    model.tp_plan = {"0": "colwise_rep"}
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         time.sleep(pause)

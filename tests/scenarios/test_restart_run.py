@@ -32,7 +32,8 @@ BACKENDS = ["gloo", pytest.param("horovod", marks=requires_horovod)]
 
 
 def train(*words: str, struck: tuple[Fault, ...] = (), group: str = "inline") -> Result[Any]:
-    return raydist.run(faults.training, "scale=1x2", f"group={group}", *WORDS, *words, struck=struck)
+    size = () if any(word.startswith("scale=") for word in words) else ("scale=1x2",)
+    return raydist.run(faults.training, *size, f"group={group}", *WORDS, *words, struck=struck)
 
 
 @cache
@@ -117,6 +118,19 @@ def test_a_model_in_shards_goes_on_from_memory_and_after_the_run_from_the_disk(o
     assert str(saved).endswith(("step-00000009", "step-00000010"))
     more = raydist.run(faults.training, "scale=1x1", "group=inline", *WORDS, "parallel=fsdp", f"resume={saved}")
     assert more.metrics["steps"] == 96 - int(str(saved)[-8:])  # half the ranks take half the samples in a step
+
+
+@pytest.mark.parametrize(
+    "words", [("parallel=hsdp", "parallel.shard=2"), ("parallel=fsdp", "parallel.tp=2")], ids="/".join
+)
+def test_copies_of_shards_and_divided_layers_go_on_from_memory(on_ray: Path, words: tuple[str, ...]) -> None:
+    words = ("scale=1x4", *words)
+    whole = train(*words)
+    done = train(*words, struck=(kill(3, 5),))
+    assert (done.values, losses(done)) == (whole.values, losses(whole))
+    (back,) = events(done, "restarted")
+    assert back["step"] == 6
+    assert back["repeated"] <= 1  # ranks of another group may have been a step ahead
 
 
 def test_a_pipeline_goes_on_from_memory(on_ray: Path) -> None:
