@@ -41,9 +41,9 @@ def job(
         parts = [encode_together(pairs, part.numpy().tobytes()) for part in parts]
     train, test = (windows(part, context) for part in parts)
     clock = Clock()
-    # on meta nothing is made yet: raydist.fit makes one block at a time, since all of a large model may not fit
     me = raydist.rank()
     shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
+    # on meta nothing is made yet: raydist.fit makes one block at a time, since all of a large model may not fit
     with torch.device("meta" if shape.shard * shape.pp > 1 and shape.tp == 1 else "cpu"):
         model = models.build_model(config.model)
     per_token = model.flops_per_token(context) if isinstance(model, GPT) else None

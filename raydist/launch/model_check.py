@@ -11,7 +11,7 @@ import sys
 import time
 from typing import IO
 
-from raydist.launch import preload, warm_server
+from raydist.launch import warm_server
 from raydist.settings.config import Job
 from raydist.settings.mesh import divides, mesh_shape
 from raydist.shared.errors import ConfigError
@@ -33,7 +33,7 @@ class ModelCheck:
         self._answer: IO[bytes] | None = None
         if not divides(job.parallel) or "_target_" not in job.model or typed_ranks(job) == 1:
             return
-        if (server := warm_server.acquire(job)) is None:
+        if (server := warm_server.prepare(job)) is None:
             return
         asked = LookAtModel(job.model, job.parallel.blocks, typed_stages(job), tuple(map(os.path.abspath, sys.path)))
         answer, its_end = os.pipe()
@@ -41,7 +41,7 @@ class ModelCheck:
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it ends its child when this is closed
         with contextlib.suppress(OSError):  # without an answer the ranks find it
             self._server.connect(f"{server.folder}/fork")
-            self._server.send(encode(ImportModules((*preload.lasting(preload.of(job)), MEMORY))))  # once, for ranks too
+            self._server.send(encode(ImportModules((MEMORY,))))
             socket.send_fds(self._server, [encode(asked)], [its_end])
         os.close(its_end)
         self._look(AT_ONCE_S)

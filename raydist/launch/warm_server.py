@@ -41,12 +41,13 @@ def acquire(job: Job) -> WarmServer | None:
     return WarmServer(str(server.folder), heritage())
 
 
-def prepare(job: Job) -> None:
-    """Have the job's server import what its ranks need, while the driver goes on, as to connect to Ray."""
+def prepare(job: Job) -> WarmServer | None:
+    """The server of acquire(), told to import what the job's ranks need, while the driver goes on."""
     from raydist.launch import preload  # the server starts before this is imported
 
     if server := acquire(job):
         kept_server.tell(Path(server.folder), ImportModules(preload.lasting(preload.of(job))))
+    return server
 
 
 def begin(overrides: Sequence[str]) -> None:

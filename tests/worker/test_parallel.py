@@ -582,18 +582,24 @@ def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
     assert [other for other, _ in others] == pytest.approx([one, one], rel=1e-4)
 
 
+def whole_blocks(model: GPT) -> list[int]:
+    """How many blocks are made and not divided, each time that one has been made: noted in this rank from now on."""
+    reset, whole = Block.reset_parameters, list[int]()
+
+    def counted(block: Block) -> None:
+        ups = [each.feed_forward.up.weight for each in model.blocks]  # type: ignore[union-attr]
+        whole.append(sum(not up.is_meta and not hasattr(up, "full_tensor") for up in ups))
+        reset(block)
+
+    Block.reset_parameters = counted  # type: ignore[assignment, method-assign]
+    return whole
+
+
 def test_a_model_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
     def made(job: Job) -> Any:
         with torch.device("meta"):
             model = GPT(layers=3, width=32, heads=4, kv_heads=2, hidden=96)
-        reset, whole = Block.reset_parameters, []
-
-        def counted(block: Block) -> None:
-            ups = [each.feed_forward.up.weight for each in model.blocks]  # type: ignore[union-attr]
-            whole.append(sum(not up.is_meta and not hasattr(up, "full_tensor") for up in ups))
-            reset(block)
-
-        Block.reset_parameters = counted  # type: ignore[assignment, method-assign]
+        whole = whole_blocks(model)
         text = torch.arange(64, dtype=torch.uint8).view(2, 32)
         raydist.fit(job, model=model, train=TensorDataset(text, text), loss=next_token)
         values = {name: value.full_tensor().detach() for name, value in model.named_parameters()}  # type: ignore[attr-defined]

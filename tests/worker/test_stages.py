@@ -17,9 +17,10 @@ from raydist.settings.config import Backend, Data, Job, Optim, Parallel, Train
 from raydist.shared.errors import ConfigError
 from raydist.worker.backends.stages import cut_model, forget_others, shared
 from raydist.worker.loop.blocks import find_blocks
-from raydist.worker.loop.gpt import GPT, Block
+from raydist.worker.loop.gpt import GPT
 from raydist.worker.loop.models import MLP, SmallCNN
 from tests.ranks import run_ranks
+from tests.worker.test_parallel import whole_blocks
 
 
 class Skips(nn.Module):
@@ -134,14 +135,7 @@ def test_a_stage_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
     def made(job: Job) -> Any:
         with torch.device("meta"):
             model = small()
-        reset, whole = Block.reset_parameters, []
-
-        def counted(block: Block) -> None:
-            ups = [each.feed_forward.up.weight for each in model.blocks]  # type: ignore[union-attr]
-            whole.append(sum(not up.is_meta and not hasattr(up, "full_tensor") for up in ups))
-            reset(block)
-
-        Block.reset_parameters = counted  # type: ignore[assignment, method-assign]
+        whole = whole_blocks(model)
         text = torch.arange(160).view(16, 10)
         raydist.fit(job, model=model, train=TensorDataset(text, text), loss=next_token)
         part = model.forward.__self__.part  # type: ignore[attr-defined]

@@ -206,8 +206,8 @@ class Snapshotter:
         into: bytearray | mmap.mmap | None = bytearray(offer.tensors + offer.text) if new and slot < 0 else None
         if new and slot >= 0 and self._me.local_rank == 0 and self._memory is not None:
             into = self._memory.bytes_of(slot)
-        mine = self._me.rank == source and self._memory is not None
-        raw = self._memory.bytes_of(self._memory.steps[step]) if mine and self._memory is not None else None
+        giver = self._memory if self._me.rank == source else None
+        raw = None if giver is None else giver.bytes_of(giver.steps[step])
         self._pass_on(raw, into, offer.tensors + offer.text)
         if into is not None and slot < 0:
             return unpack(into, offer.tensors, offer.text, self._clone)
