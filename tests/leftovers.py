@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from typing import TypeVar
 import psutil
 
 from raydist.node import kept_server
+from raydist.worker.protocol import Claim, Claimed
 from tests.rig.namespaces import MOUNT, enter
 
 PREFIX = "rdtest-"
@@ -89,8 +91,12 @@ def folders_of(tmp: Path) -> list[str]:
 
 def waiting_servers(tmp: Path) -> set[int]:
     """Process ids of the fork servers that are kept in this TMPDIR, and that nobody uses."""
-    folders = tmp.glob("raydist-*-warm")
-    return {server.pid for folder in folders for server in kept_server.kept_servers(folder) if server.free}
+    found = set()
+    for note in tmp.glob("raydist-*-warm/*/server.json"):
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            pid = json.loads(note.read_text())["pid"]
+            found |= {pid} if kept_server.ask(note.parent, Claim()) == Claimed(True) else set()
+    return found
 
 
 class Session:

@@ -174,9 +174,9 @@ def fingerprint(threads: int, env: Mapping[str, str]) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
 
 
-def kept_servers(where: Path | None = None) -> list[KeptServer]:
-    """The servers of this user on this node, oldest first. `where`: their folder, if not that of this TMPDIR."""
-    where, found = where or servers_folder(make=False), []
+def kept_servers() -> list[KeptServer]:
+    """The servers of this user on this node, oldest first."""
+    where, found = servers_folder(make=False), []
     for note in where.glob("*/server.json") if where else ():
         with contextlib.suppress(OSError, ValueError, KeyError):
             plain = json.loads(note.read_text())

@@ -163,9 +163,10 @@ def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
         import threading
 
         # somebody wakes it up again, from outside of Python
-        pid = os.getpid()
+        pid, folder = os.getpid(), raydist.rank().run_dir
         if os.fork() == 0:
-            time.sleep(7.5)  # not when its ranks are just examined
+            while not hangs(folder):
+                time.sleep(0.1)
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
         threading.Event()
