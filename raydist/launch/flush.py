@@ -36,7 +36,10 @@ class FlushNode:
 
 
 def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> None:
-    """Have the newest state written to the disk, if it is not there yet. `nodes`: that of rank 0 first."""
+    """Have the newest state written to the disk, if it is not there yet. `nodes`: those that answer, rank 0's first."""
+    if not nodes:
+        emit(event("warning", text="no agent answers: each node writes its last state when its agent is ended"))
+        return
     failed: list[str] = []
     for node in nodes:
         try:

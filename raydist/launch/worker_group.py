@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -99,6 +99,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._recorded_end = recorded_end
         self._known_values: dict[int, RankValue] = {}
         """Of ranks that have ended beside an agent that does not answer."""
+        self._silent = set[int]()
+        """The ranks whose agents do not answer, once the run is over."""
         self._kept_call: bytes | Awaitable[bytes] | None = None
         """The job's pickled function, as `put` has made it."""
         self._have_call = set[tuple[str, str]]()
@@ -203,13 +205,19 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Keep what a rank returned whose agent does not answer."""
         self._known_values[rank] = value
 
+    def give_up(self, silent: Collection[int]) -> None:
+        """Ask the agents of these ranks nothing more: they do not answer, and the run is over."""
+        self._silent.update(silent)
+        self._known_values = {**dict.fromkeys(silent, RankValue()), **self._known_values}
+
     def flush(self) -> None:
         """Write the last snapshot to the disk."""
         launch_flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
 
     @property
     def _flush_nodes(self) -> list[launch_flush.FlushNode]:
-        return [launch_flush.FlushNode(slot.node.host, partial(self.call, slot.rank)) for slot in self._leads]
+        leads = [slot for slot in self._leads if slot.rank not in self._silent]
+        return [launch_flush.FlushNode(slot.node.host, partial(self.call, slot.rank)) for slot in leads]
 
     def _replace(self, lost: Sequence[int]) -> None:
         """Replace the agents of these ranks by agents on other nodes, and open those."""
@@ -331,7 +339,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def report_network(self) -> None:
         """Report which network the run used; nothing for a run on one node, or if a node is gone."""
-        if len(self.plan.nodes) < 2:
+        if len(self.plan.nodes) < 2 or self._silent:
             return
         try:
             replies = self.call_each([protocol.GetNetworkUse()] * self.plan.world_size, NETWORK_S)

@@ -345,8 +345,8 @@ class Server:
             end_children()  # those that made a session of their own
         for agent in self.leaving - set(self.owner.values()):
             buffers = self.memories.get(agent)
-            if buffers is not None and buffers.owed():
-                self.fork_writer(agent, WriteCheckpoint())
+            if buffers is not None and (request := buffers.owed()):
+                self.fork_writer(agent, request)
                 continue
             if buffers is not None:
                 buffers.release(agent)

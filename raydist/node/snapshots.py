@@ -26,6 +26,7 @@ from raydist.state.snapshot_layout import (
     WORD,
     blank_page,
     complete_slots,
+    read_words,
     whole_slots,
 )
 from raydist.state.write import SaveRequest
@@ -79,12 +80,15 @@ class SnapshotBuffers:
         if 0 in self.descriptors:
             os.pwrite(self.descriptors[0], blank_page()[:WORD], LOCK)
 
-    def owed(self) -> bool:
-        """Whether the last agent is leaving and the newest state may not be on the disk; True once at most."""
+    def owed(self) -> WriteCheckpoint | None:
+        """What the last agent that leaves may not have had written: a checkpoint that rank 0 asked for, then the newest
+        state. Each once at most."""
         if not self.first or len(self.agents) > 1:
-            return False
+            return None
+        if 0 in self.descriptors and read_words(os.pread(self.descriptors[0], PAGE, 0), LOCK, 1)[0] >= 0:
+            return WriteCheckpoint(last=False)  # its writer's end unlocks the memory
         self.first = False
-        return self.has_state()
+        return WriteCheckpoint() if self.has_state() else None
 
     def has_state(self) -> bool:
         """Whether there is a whole state of the first rank here.

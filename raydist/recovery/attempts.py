@@ -88,6 +88,7 @@ class Attempts:
     def _conclude(self, job: Job, group: WorkerGroup, decision: GiveUp) -> Attempt:
         """All attempts as one. If the last one failed, its last state is on the disk when this returns."""
         last = self._past[-1]
+        group.give_up({end.rank for end in last.ends if end.silent})
         group.report_network()
         if last.error is not None or first_cause(last.ends) is not None:
             group.flush()

@@ -19,6 +19,9 @@ ANSWER_S = (0.5, 1.0)
 the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
 AGENT_S = 10.0
 """Seconds after its time within which an agent, or a fork server, must answer."""
+NODE_S = 30.0
+"""Seconds within which a node tells how a rank has ended: a worker of Ray may have to start there, and has a low
+priority (Ray's worker_niceness is 15)."""
 UNHEARD = 3
 """A run of which no agent answers any more is ended after this many times as long: its ranks may well go on."""
 ANSWERS_PER_S = 300.0

@@ -145,7 +145,7 @@ class Supervisor:
         if rank not in self._asked_nodes:
             self._asked_nodes[rank] = now
             self._group.recorded_end(rank).add_done_callback(lambda done: self._messages.put(NodeAnswer(rank, done)))
-        elif now - self._asked_nodes[rank] > deadlines.AGENT_S:
+        elif now - self._asked_nodes[rank] > deadlines.NODE_S:
             self._on_lost(rank)
 
     def _on_node_answer(self, rank: int, answer: Future[RecordedEnd | None]) -> None:

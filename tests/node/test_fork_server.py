@@ -20,9 +20,11 @@ import cloudpickle
 import psutil
 import pytest
 
+import raydist
 from raydist.node.fork_client import ForkClient
 from raydist.node.warm_imports import uses_gpu
 from raydist.settings.config import Job, as_dict
+from raydist.state import checkpoint_files
 from raydist.state.snapshot_layout import LAST_SLOT
 from raydist.worker.heartbeat import BEAT_PAGE, read_beat
 from raydist.worker.protocol import (
@@ -137,9 +139,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 def soon(true: Callable[[], bool], within: float = 10.0) -> bool:
     until = time.monotonic() + within
-    while not true() and time.monotonic() < until:
+    while not (so := true()) and time.monotonic() < until:
         time.sleep(0.02)
-    return true()
+    return so
 
 
 def test_a_rank_has_its_environment_folder_log_and_main_thread(warm: Node) -> None:
@@ -440,6 +442,23 @@ def test_ranks_are_ended_while_the_file_server_hangs(tmp_path: Path, monkeypatch
     assert line.receive(Ended).signal == signal.SIGKILL
     assert soon(lambda: answered(tmp_path / "hangs"))  # the writer waits for it
     assert mine.recv(PACKET) == b""  # step 5 is newer
+    node.close()
+
+
+def test_a_checkpoint_that_the_agent_did_not_pass_on_is_written_when_it_is_gone(tmp_path: Path) -> None:
+    """A stopped agent, or one that is killed at this moment, left it in memory, and it went with the run."""
+    node = Node(tmp_path / "f", modules=("torch", "raydist.worker.backends.ddp", "cloudpickle"))
+    line = node.dial()
+
+    def job() -> None:
+        raydist.checkpoint.save(7, {"step": 7})
+        time.sleep(300)
+
+    line.fork(job, env={"RANK": "0", "RAYDIST_CHECKPOINTS": str(tmp_path)})
+    while b'"save"' not in (told := line.events.recv(PACKET)):
+        assert told, line.log()
+    line.socket.close()
+    assert soon(lambda: checkpoint_files.newest_step(tmp_path) == 7, within=60), line.log()
     node.close()
 
 

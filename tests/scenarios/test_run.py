@@ -8,6 +8,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import raydist
 from raydist.recovery import deadlines
 from raydist.shared.errors import ConfigError, LaunchError, RunFailed
 from raydist.shared.events import read_events
+from raydist.state import checkpoint_files
 from raydist.worker import context
 
 pytestmark = pytest.mark.ray
@@ -302,6 +304,15 @@ def test_memory_freed_in_a_step_is_kept_for_the_next(on_ray: Path) -> None:
     assert all(faults < 1000 for faults in raydist.run(job, "scale=1x2", QUIET).values if faults is not None)
 
 
+def stop_agents() -> None:
+    """SIGSTOP for the actor of this node's agents, once it has told the driver that the ranks run."""
+    sock = context.current().flush.__self__._sock  # type: ignore[attr-defined]
+    agent = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    while not any(read_events(raydist.rank().run_dir / "events.jsonl", kind="began")):
+        time.sleep(0.1)
+    os.kill(agent, signal.SIGSTOP)
+
+
 def test_ranks_that_finish_beside_a_stopped_actor_have_finished(on_ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their agents can't tell it. They were run again, because nobody knew."""
 
@@ -313,9 +324,7 @@ def test_ranks_that_finish_beside_a_stopped_actor_have_finished(on_ray: Path, mo
         raydist.checkpoint.save(7, {"step": 7}, wait=True)
         dist.barrier()
         if rank.rank == 0:
-            sock = context.current().flush.__self__._sock  # type: ignore[attr-defined]
-            agent = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-            os.kill(agent, signal.SIGSTOP)
+            stop_agents()
         dist.barrier()
         return rank.rank
 
@@ -324,3 +333,22 @@ def test_ranks_that_finish_beside_a_stopped_actor_have_finished(on_ray: Path, mo
     assert (done.status, done.values, done.restarts) == ("finished", (0, 1), ())
     assert len([*Path("run").glob("ran-*")]) == 2
     assert [each["step"] for each in read_events(Path("run/events.jsonl")) if each["kind"] == "saved"][-1] == 7
+
+
+def test_a_run_whose_agents_are_all_stopped_ends(on_ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited ten minutes for them to write the last state. Its fork server does that, once they are killed."""
+
+    def job() -> None:
+        raydist.checkpoint.save(7, {"step": 7})
+        if raydist.rank().rank == 0:
+            stop_agents()
+        time.sleep(600)
+
+    monkeypatch.setattr(deadlines, "AGENT_S", 3.0)
+    with pytest.raises(RunFailed, match="its agent stopped responding") as caught:
+        raydist.run(job, "scale=1x2", "hydra.run.dir=run", QUIET, "restart=none")
+    assert [end.how for end in caught.value.result.ends] == ["lost", "lost"]
+    until = time.monotonic() + 60
+    while checkpoint_files.newest_step(Path("run/checkpoints").absolute()) != 7:
+        assert time.monotonic() < until
+        time.sleep(0.1)
