@@ -88,7 +88,7 @@ def attempt_job(job: Job, call: RemoteCall | None, events: Events, many: OneOfMa
         attempts = Attempts(call, events)
         while attempts.outcome is None:
             attempt_placed(job, events, attempts, many)
-        return attempts.outcome
+        return attempts.concluded(job)
 
 
 def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany | None) -> None:
@@ -110,8 +110,7 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events) -> Attempt
     attempts = Attempts(call, events)
     with inline.in_thread(plan, events) as group:
         carry_out(job, group, events, attempts)
-    assert attempts.outcome is not None, "this machine is never drained"
-    return attempts.outcome
+    return attempts.concluded(job)
 
 
 def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) -> None:

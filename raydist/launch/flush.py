@@ -35,11 +35,11 @@ class FlushNode:
     """Of its first agent."""
 
 
-def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> None:
-    """Have the newest state written to the disk, if it is not there yet. `nodes`: those that answer, rank 0's first."""
-    if not nodes:
-        emit(event("warning", text="no agent answers: each node writes its last state when its agent is ended"))
-        return
+def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
+    """Have the newest state written to the disk, if it is not there yet; why no node could, empty if one has.
+
+    `nodes`: those that answer, that of rank 0 first.
+    """
     failed: list[str] = []
     for node in nodes:
         try:
@@ -49,8 +49,10 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> None:
         except Exception as error:  # that node is gone: another one has the same
             failed.append(f"{node.host}: {type(error).__name__}: {last_line(error)}")
     else:
-        emit(event("warning", text=f"no node could write the last state to the disk ({'; '.join(failed[:4])})"))
+        why = "; ".join(failed[:4]) or "no agent answers"
+        return f"no node could write the last state to the disk ({why})"
     flush_shards(nodes, settings, emit)
+    return ""
 
 
 def flush_shards(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from raydist.state.checkpoint_files import Saved
 from raydist.state.object_store import CLAIM, Remote, StoragePath, environment
 
 RECORDS = ("result.json", "events.jsonl", "blame-*", ".hydra/*", "logs/*", "track/*.json")
+LOOK_S = 0.5
+"""Seconds between two looks for a checkpoint."""
 Warn = Callable[[str], None]
 
 
@@ -79,18 +82,25 @@ def _own(folder: StoragePath, warn: Warn) -> Saved | None:
     return checkpoint_files.newest(folder, warn, at_most=found.step) if found and found.sharded else found
 
 
-def report_saved(job: Job, events: Events) -> None:
-    """Add the event of this run's newest checkpoint if it is missing: a node that lost its driver saves on its own."""
+def report_saved(job: Job, events: Events, wait_s: float = 0.0) -> bool:
+    """Add the event of this run's newest checkpoint if it is missing: a node that lost its driver saves on its own.
+
+    `wait_s`: how long to wait for one. False: there is none, or none was missing.
+    """
     folder = run_folder(job) / "checkpoints"
     reported = max((event["step"] for event in events.all("saved")), default=-1)
     try:
         with environment(job.env):
-            newer = checkpoint_files.newest_step(folder) > reported
+            until = time.monotonic() + wait_s
+            while not (newer := checkpoint_files.newest_step(folder) > reported) and time.monotonic() < until:
+                time.sleep(LOOK_S)
             if newer and (saved := checkpoint_files.newest(folder, hashed=False)) and saved.step > reported:
                 events.say("saved", rank=0, step=saved.step, path=str(saved.path), s=0.0)
+                return True
     except Exception as error:  # the reported checkpoints exist all the same
         text = f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
         events.say("warning", text=text)
+    return False
 
 
 def upload_records(job: Job, events: Events) -> None:

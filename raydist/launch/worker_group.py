@@ -210,9 +210,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._silent.update(silent)
         self._known_values = {**dict.fromkeys(silent, RankValue()), **self._known_values}
 
-    def flush(self) -> None:
-        """Write the last snapshot to the disk."""
-        launch_flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
+    def flush(self) -> str:
+        """Write the last snapshot to the disk; why no node could, empty if one has."""
+        return launch_flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
 
     @property
     def _flush_nodes(self) -> list[launch_flush.FlushNode]:

@@ -21,6 +21,9 @@ from raydist.shared.errors import RaydistError
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt
 
+SAVED_S = 10.0
+"""Longest wait for the last state of a run whose agents are all gone: their fork servers have it written."""
+
 
 class Attempts:
     """All attempts of a run. It makes each, and decides once what follows it."""
@@ -32,6 +35,8 @@ class Attempts:
         self._past: list[Attempt] = []
         self._next: Retry | GiveUp | None = None
         """What follows the last attempt; None before the first."""
+        self._unwritten = ""
+        """Why no agent could have the last state written."""
 
     @property
     def made(self) -> int:
@@ -59,9 +64,18 @@ class Attempts:
         if isinstance(self._next, Retry):
             # all ranks leave, not only those on drained nodes: Ray cannot move part of a placement group
             self._events.say("restart", **self._next.as_event(job.restart))
-            group.flush()
+            self._flush(group)
         elif self._next is not None:
             self.outcome = self._conclude(job, group, self._next)
+
+    def concluded(self, job: Job) -> Attempt:
+        """The outcome, once the agents are ended: a fork server that lost them has the last state written."""
+        assert self.outcome is not None, "the run is not over"
+        left_alone = any(end.how == "lost" or end.silent for end in self.outcome.ends)
+        found = left_alone and run_storage.report_saved(job, self._events, SAVED_S if self._unwritten else 0.0)
+        if self._unwritten and not found:
+            self._events.say("warning", text=self._unwritten)
+        return self.outcome
 
     def cut_short(self, error: RaydistError) -> None:
         """End the run with this error, after the attempts so far; raise it if there were none."""
@@ -76,7 +90,7 @@ class Attempts:
         else:
             self._events.say("restart", **retry.as_event(job.restart))
         if policy.is_drained(self._past[-1]):  # the nodes that stay have the state in memory, but they may go too
-            group.flush()
+            self._flush(group)
         try:
             moved = group.prepare_attempt(job, retry.number, resize=retry.cause is None)
             slots = {"slots": group.plan.as_event()["slots"]} if moved else {}
@@ -85,15 +99,17 @@ class Attempts:
         except RaydistError as error:
             return replace(self._past[-1], error=error)
 
+    def _flush(self, group: WorkerGroup) -> None:
+        if why := group.flush():
+            self._events.say("warning", text=why)
+
     def _conclude(self, job: Job, group: WorkerGroup, decision: GiveUp) -> Attempt:
         """All attempts as one. If the last one failed, its last state is on the disk when this returns."""
         last = self._past[-1]
         group.give_up({end.rank for end in last.ends if end.silent})
         group.report_network()
         if last.error is not None or first_cause(last.ends) is not None:
-            group.flush()
-        if any(end.how == "lost" or end.silent for end in last.ends):
-            run_storage.report_saved(job, self._events)
+            self._unwritten = group.flush()
         values, exceptions = unpack_all(group.values())
         earlier = tuple(self._past[:-1])
         return replace(last, values=values, exceptions=exceptions, earlier=earlier, why_last=decision.reason)

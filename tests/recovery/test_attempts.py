@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from raydist.settings.config import Job, Restart
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Event, Events
 from raydist.shared.outcome import Attempt, End
+from raydist.state import checkpoint_files
+from raydist.state.write import SaveRequest
 from raydist.worker.protocol import RankValue
 
 JOB = Job(restart=Restart(max=3))
@@ -37,6 +40,9 @@ class Group:
     replaceable: bool = False
     lost: bool = False
     """There are no nodes for another attempt."""
+    unwritten: str = ""
+    """Why no agent could have the last state written."""
+    silent: set[int] = field(default_factory=set)
     acts: list[str] = field(default_factory=list)
     first_world_size: int = 0
     plan: Any = field(default_factory=lambda: SimpleNamespace(world_size=2, as_event=lambda: {"slots": ["both"]}))
@@ -44,8 +50,12 @@ class Group:
     def draining_ranks(self) -> list[int]:
         return [1] if self.replaceable else []
 
-    def flush(self) -> None:
+    def give_up(self, silent: set[int]) -> None:
+        self.silent = silent
+
+    def flush(self) -> str:
         self.acts.append("flush")
+        return self.unwritten
 
     def prepare_attempt(self, job: Job, number: int, resize: bool) -> list[int]:
         self.acts.append("again")
@@ -194,3 +204,23 @@ def test_an_error_between_two_placements_keeps_the_attempts_before(
     assert it.history.outcome is not None
     assert (it.history.outcome.error, it.history.outcome.ends) == (error, failed(DRAINED).ends)
     assert it.history.outcome.earlier == (failed(KILLED),)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_state_that_fork_servers_write_after_their_agents_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    silent = replace(KILLED, how="lost", signal=0, silent=True)
+    it, group = rig(tmp_path, monkeypatch, failed(silent)), Group(unwritten="no agent answers")
+    monkeypatch.setattr(attempts, "SAVED_S", 60.0 if written else 0.0)
+    job = replace(JOB, dir=str(tmp_path), restart=Restart(max=0))
+    it.make(group, job)
+    it.leave(group, job)
+    assert group.silent == {1}
+    request = SaveRequest(7, {"n": 1}, {}, 2, str(tmp_path / "checkpoints"), str(tmp_path), 3, None)
+    writer = threading.Timer(0.5, checkpoint_files.write_and_prune, [request])
+    if written:
+        writer.start()
+    assert it.history.concluded(job) is it.history.outcome
+    told = [(each["kind"], each.get("step"), each.get("text")) for each in it.seen]
+    assert told == [("saved", 7, None) if written else ("warning", None, "no agent answers")]
