@@ -100,6 +100,7 @@ def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> 
         *levers.compiler_variables(gpus),
         *levers.allocator_variables(job, node, gpus),
         *recorder_variables(node),
+        *connection_variables(job, plan),
         *devices.device_settings(job, node, len(plan.nodes)),
         *mpi_network(job, node),
     ]
@@ -112,6 +113,13 @@ def recorder_variables(node: Facts) -> Iterator[EnvVar]:
     if version and version < RECORDS_COLLECTIVES:
         why = f"torch {node.versions['torch']} may record no collectives by default; a hang report names them"
         yield EnvVar("TORCH_FR_BUFFER_SIZE", "2000", why)
+
+
+def connection_variables(job: Job, plan: Plan) -> Iterator[EnvVar]:
+    """The variable that makes init_process_group of gloo wait for all ranks."""
+    if job.backend.name == "gloo" and plan.world_size > 1:
+        why = "no rank ends while others still connect: gloo would take that for a failure"
+        yield EnvVar("TORCH_DIST_INIT_BARRIER", "1", why)
 
 
 def mpi_network(job: Job, node: Facts) -> Iterator[EnvVar]:

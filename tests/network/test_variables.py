@@ -119,6 +119,13 @@ def test_where_the_ranks_meet() -> None:
         assert "RAYDIST_RENDEZVOUS_FILE" not in own
 
 
+@pytest.mark.parametrize(("backend", "ranks", "waits"), [("gloo", 2, True), ("gloo", 1, False), ("nccl", 2, False)])
+def test_ranks_of_gloo_wait_until_all_have_connected(backend: str, ranks: int, waits: bool) -> None:
+    asked = replace(job(), backend=replace(job().backend, name=backend))
+    values, _ = planned(asked, plan(node(1), per_node=ranks), *[facts(1)] * ranks)
+    assert [own.get("TORCH_DIST_INIT_BARRIER") == "1" for own in values] == [waits] * ranks
+
+
 def test_where_the_ranks_meet_in_a_file() -> None:
     asked = job(init_method="file")
     (own,), _ = planned(
