@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import signal
 import sys
@@ -50,7 +51,12 @@ class SimulatedAgent:
     def __init__(self) -> None:
         self.rank, self.started, self.told = -1, 0.0, 0
         self.end: RankEnd | None = None
-        self.ended = asyncio.Event()
+        self.due = asyncio.Event()
+        """There is news that the driver should have now."""
+
+    def tell_now(self) -> None:
+        """As the agent's."""
+        self.due.set()
 
     async def handle(self, request: Request[Any]) -> Any:
         """The reply of a healthy agent."""
@@ -68,7 +74,7 @@ class SimulatedAgent:
                 return True
             case protocol.StartRank():
                 self.rank, self.started, self.told, self.end = request.rank, time.monotonic(), 0, None
-                self.ended.clear()
+                self.due.clear()
                 return 1000 + self.rank
             case protocol.GetNews():
                 return await self.news(ORDERS.hasty or request.patience)
@@ -87,7 +93,7 @@ class SimulatedAgent:
         """The rank ends."""
         if self.end is None:
             self.end = end
-            self.ended.set()
+            self.due.set()
 
     def step(self) -> int:
         """Steps so far."""
@@ -100,9 +106,10 @@ class SimulatedAgent:
 
     async def news(self, patience: float) -> RankNews:
         """What the rank tells."""
-        waiting = asyncio.ensure_future(self.ended.wait())
-        await asyncio.wait({waiting}, timeout=patience)
-        waiting.cancel()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.due.wait(), patience)
+        if self.end is None:
+            self.due.clear()
         events: list[Event] = []
         if not self.told:
             events += [event("joined", rank=self.rank, pid=1000 + self.rank), event("begin", rank=self.rank)]

@@ -97,6 +97,11 @@ def longest_interval(ranks: int) -> float:
     return max(ANSWER_S[1], ranks / ANSWERS_PER_S)
 
 
+def late_answer(ranks: int) -> float:
+    """Seconds that an agent answers later than with few ranks, for which the limits of a hang are made."""
+    return longest_interval(ranks) - ANSWER_S[1]
+
+
 def agent_limit(ranks: int) -> float:
     """Seconds after which an agent that has not answered a call is silent."""
     return AGENT_S + longest_interval(ranks)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from raydist.launch.limits import EXAMINE_S, longest
 from raydist.launch.worker_group import WorkerGroup
-from raydist.recovery import hang_verdict
+from raydist.recovery import deadlines, hang_verdict
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
 from raydist.recovery.pace import Beat, StallCheck
 from raydist.settings.config import Hang
@@ -39,7 +39,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         self._post = post
         self._lock = threading.Lock()
         """Guards all below; Events has a lock of its own, which is taken inside this one, never around it."""
-        self._stalls = StallCheck(settings)
+        self._stalls = StallCheck(settings, deadlines.late_answer(len(group.plan.slots)))
         self._unheard: dict[int, Beat] = {}
         """The last heartbeat of ranks whose agents were silent."""
         self._examining = False

@@ -39,6 +39,8 @@ class StallCheck:
     """Which ranks are silent. Times are seconds on the driver's monotonic clock."""
 
     settings: Hang
+    late_s: float = 0.0
+    """Seconds more that a heartbeat may take to come than `hang.after_s` allows for; not 0 with many ranks."""
     paces: dict[int, RankPace] = field(default_factory=dict)
     again: float = 0.0
     """Silence in seconds after which to examine again, once that was in vain."""
@@ -85,7 +87,7 @@ class StallCheck:
 
     def silent(self, now: float) -> bool:
         """Whether it is time to examine all ranks."""
-        return any(now - pace.heard > max(self.allowed(pace), self.again) for pace in self.paces.values())
+        return any(now - pace.heard > max(self.allowed(pace) + self.late_s, self.again) for pace in self.paces.values())
 
     def examined(self, now: float) -> None:
         """The ranks were examined. The next time is after twice the silence, but once more at the limit."""

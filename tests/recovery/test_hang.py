@@ -69,6 +69,19 @@ def test_ranks_that_go_on_are_not_examined(watched: Watched) -> None:
     assert watched.group.calls == []
 
 
+def test_many_ranks_whose_agents_answer_in_turn_are_not_examined(watched: Watched) -> None:
+    """A second of `hang.after_s` is used up between two answers of an agent; with 3,000 ranks it is ten seconds."""
+    for ranks, examined in ((2, True), (3000, False)):
+        watched.group = FakeGroup(ranks, {Examine: lambda rank: watched.found[rank % 2]})
+        monitor = HangMonitor(
+            cast("WorkerGroup", watched.group), watched.settings, watched.events, watched.folder, watched.posted.append
+        )
+        for step in range(5):
+            monitor.note(0, (step, "forward", 1000.0 + step / 10), 0.0)
+        monitor.note(0, (5, "forward", 1000.5), 9.0)
+        assert bool(watched.group.calls) is examined
+
+
 def test_a_certain_hang_is_reported_and_posted(watched: Watched, reported: list[Event]) -> None:
     watched.silent()
     (posted,) = watched.posted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from raydist.recovery.deadlines import late_answer, longest_interval
 from raydist.recovery.pace import UNKNOWN_S, StallCheck
 from raydist.settings.config import Hang
 
@@ -111,3 +112,15 @@ def test_a_script_without_a_heartbeat_is_looked_at_and_never_over() -> None:
     pace.note(0, (1, "end", 5.0), 10.0)
     assert not pace.over(109.0)
     assert pace.over(111.0)
+
+
+def test_with_many_ranks_answers_come_less_often_and_no_rank_is_silent_between_two() -> None:
+    few, many = (StallCheck(Hang(after_s=3, steps=3), late_answer(ranks)) for ranks in (8, 1024))
+    between = longest_interval(1024)
+    for pace in (few, many):
+        for step in range(1, 11):
+            pace.note(0, (step * 30, "end", 1000 + step * between), step * between)
+    assert between > 3 + 3 * 0.12
+    assert few.silent(11 * between)
+    assert not many.silent(11 * between)
+    assert many.silent(12 * between)
