@@ -10,13 +10,19 @@ from typing import Any
 
 from bench.measure import alternate, heads, row
 
-STEPS, WARM = 24, 6
-MODELS = {"resnet18": 8, "gpt": 8}
-"""The model -> samples of a rank in a step: images of 3 x 32 x 32, or 128 tokens."""
-SIDES = ("raydist, train.fast=true", "train.fast=false", "tutorial")
+STEPS, WARM = 40, 6
+MODELS = ("resnet18", "gpt")
+CASES = (("resnet18", 8), ("gpt", 8), ("gpt", 2))
+"""Model, samples of a rank in a step: images of 3 x 32 x 32, or 128 tokens."""
+SIDES: dict[str, tuple[str, ...] | None] = {
+    "train.fast=true": ("train.fast=true",),
+    "train.fast=true train.compile=true": ("train.fast=true", "train.compile=true"),
+    "train.fast=false": ("train.fast=false",),
+    "tutorial": None,
+}
 
 
-def made(name: str) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
+def made(name: str, batch: int) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     """(model, samples of two ranks, loss)"""
     import torch
     import torchvision
@@ -26,7 +32,7 @@ def made(name: str) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     from raydist.worker.loop.gpt import GPT
 
     torch.manual_seed(0)
-    samples = 2 * MODELS[name] * (STEPS + WARM)
+    samples = 2 * batch * (STEPS + WARM)
     if name == "gpt":
         tokens = torch.randint(256, (samples, 129), dtype=torch.uint8)
         data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
@@ -40,7 +46,7 @@ def optimizer_step(name: str, fused: bool) -> float:
     import torch
 
     torch.set_num_threads(1)
-    model, _, _ = made(name)
+    model, _, _ = made(name, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     for each in model.parameters():
         each.grad = torch.randn_like(each)
@@ -67,29 +73,27 @@ class Timed:
         return (len(self.calls) - 1 - WARM) / (self.calls[-1] - self.calls[WARM])
 
 
-def by_fit(config: Any, name: str) -> float:
+def by_fit(config: Any, name: str, batch: int) -> float:
     """On a rank: steps per second of raydist.fit."""
     import raydist
 
-    model, data, loss = made(name)
+    model, data, loss = made(name, batch)
     timed = Timed(loss)
     raydist.fit(config, model=model, train=data, loss=timed)
     return timed.steps_per_s
 
 
-def by_tutorial(name: str) -> float:
+def by_tutorial(name: str, batch: int) -> float:
     """On a rank: steps per second of the loop in PyTorch's DDP tutorial (multigpu.py), with AdamW."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
 
-    module, data, loss = made(name)
+    module, data, loss = made(name, batch)
     timed, model = Timed(loss), DistributedDataParallel(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches: Any = DataLoader(
-        data, batch_size=MODELS[name], pin_memory=True, shuffle=False, sampler=DistributedSampler(data)
-    )
+    batches: Any = DataLoader(data, batch, pin_memory=True, shuffle=False, sampler=DistributedSampler(data))
     for source, targets in batches:
         optimizer.zero_grad()
         timed(model(source), targets).backward()
@@ -97,15 +101,16 @@ def by_tutorial(name: str) -> float:
     return timed.steps_per_s
 
 
-def turn(side: str, name: str) -> float:
+def turn(levers: tuple[str, ...] | None, name: str, batch: int) -> float:
+    """Steps per second of the slower rank. `levers`: words for raydist; None: the tutorial."""
     import raydist
 
     words = ["scale=1x2", "backend=gloo", "watch.progress=none"]
-    if side == "tutorial":
-        done = raydist.run(by_tutorial, *words, args=(name,))
+    if levers is None:
+        done = raydist.run(by_tutorial, *words, args=(name, batch))
     else:
-        words += [f"data.batch_size={MODELS[name]}", "optim=adamw", "optim.lr=0.001", "train.epochs=1"]
-        done = raydist.run(by_fit, *words, f"train.fast={str('true' in side).lower()}", name=name)
+        words += [f"data.batch_size={batch}", "optim=adamw", "optim.lr=0.001", "train.epochs=1", *levers]
+        done = raydist.run(by_fit, *words, name=name, batch=batch)
     return min(value for value in done.values if value)
 
 
@@ -122,8 +127,11 @@ def main(rounds: int) -> list[str]:
             "",
         ]
     ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    for name in MODELS:
-        figures = alternate({side: partial(turn, side, name) for side in SIDES}, rounds)
-        lines += [f"| loop | {heads(figures, 'raydist')} |", f"| {name} | {row(figures, 'raydist', 'steps/s')} |", ""]
+    lines += ["| raydist.fit | raydist | tutorial | raydist / tutorial |", "|---" * 4 + "|"]
+    for name, batch in CASES:
+        found = alternate({side: partial(turn, levers, name, batch) for side, levers in SIDES.items()}, rounds)
+        for side in list(SIDES)[:-1]:
+            pair = {side: found[side], "tutorial": found["tutorial"]}
+            lines.append(f"| {name}, {batch}, {side} | {row(pair, side, 'steps/s')} |")
     ray.shutdown()
     return lines
