@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from raydist.settings.secrets import command_line_warning
 from raydist.shared.errors import ConfigError, RaydistError, RunFailed, Stopped, nearest
+from raydist.shared.imports import uncollected
 from raydist.shared.version import __version__
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ def run_command(typed: argparse.Namespace) -> None:
         from raydist.launch import warm_server
 
         warm_server.begin(typed.overrides)
-    from raydist.settings import compose
+    with uncollected():
+        from raydist.settings import compose
 
     with compose.hydra_set_up():
         loader = compose.Loader(config_dir=typed.config_dir)
@@ -182,7 +184,8 @@ def run_every_combination(typed: argparse.Namespace) -> None:
 
 def run_composed(job: Job) -> None:
     """One run, in the folder that Hydra has created for it."""
-    from raydist.run import run_job
+    with uncollected():
+        from raydist.run import run_job
 
     global _run_dir
     _run_dir = job.dir

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import importlib
 import os
 import select
@@ -14,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from raydist.shared.imports import uncollected
 from raydist.worker.protocol import Warm
 
 GPU_DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
@@ -23,15 +23,13 @@ which torch asks instead where PYTORCH_NVML_BASED_CUDA_CHECK is set, opens other
 
 def import_modules(modules: Sequence[str]) -> Warm:
     """Import modules. One that fails here fails in the rank again, with its own traceback."""
-    failed, had = {}, len(sys.modules)
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except BaseException as error:
-            failed[name] = f"{type(error).__name__}: {error}"
-    if len(sys.modules) > had:
-        gc.collect()
-        gc.freeze()  # ranks share these pages, which the garbage collector would otherwise write to and copy
+    failed = {}
+    with uncollected():  # ranks share these pages, which the garbage collector would otherwise write to and copy
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except BaseException as error:
+                failed[name] = f"{type(error).__name__}: {error}"
     return Warm(failed, uses_gpu(), os.getpid())
 
 

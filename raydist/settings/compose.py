@@ -39,6 +39,7 @@ from raydist.settings.secrets import MASK, is_secret, mask_settings
 from raydist.settings.validate import validate
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
+from raydist.shared.imports import uncollected
 
 CONFIG = "config"
 """The primary config: conf/config.yaml."""
@@ -310,8 +311,9 @@ def hydra_app(loader: Loader, lenient: bool = False) -> Hydra:
 
 def run_once(loader: Loader, name: str, overrides: Sequence[str], task: Callable[[Job], None]) -> None:
     """Compose, create the run folder, and run `task` in it, with Hydra's callbacks."""
-    config = loader.load(overrides, name)
-    job = to_job(config)
+    with uncollected():
+        config = loader.load(overrides, name)
+        job = to_job(config)
     make_folder(config, "hydra.run.dir")
     callbacks = Callbacks(config)
     callbacks.on_run_start(config=config, config_name=name)
