@@ -21,11 +21,11 @@ LAUNCH = [sys.executable, "-m", "raydist.tools.launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
-def turn(command: list[str], ranks: int, env: Mapping[str, str], words: tuple[str, ...] = ()) -> float:
+def turn(command: list[str], ranks: int, env: Mapping[str, str]) -> float:
     """Run a command to its end; its seconds."""
     with tempfile.TemporaryDirectory(prefix="b-") as folder:
         began = time.monotonic()
-        whole = [*command, f"--nproc-per-node={ranks}", *words, __file__]
+        whole = [*command, f"--nproc-per-node={ranks}", __file__]
         done = subprocess.run(whole, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, check=False)
         took = time.monotonic() - began
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,8 +33,15 @@ def turn(command: list[str], ranks: int, env: Mapping[str, str], words: tuple[st
 
 
 def first(ranks: int, env: Mapping[str, str]) -> float:
-    """A command for which no server waits, and that leaves none."""
-    return turn(LAUNCH, ranks, env, ("scale.keep_warm_s=0",))
+    """A command for which no server waits."""
+    end_servers(env)
+    return turn(LAUNCH, ranks, env)
+
+
+def end_servers(env: Mapping[str, str]) -> None:
+    """End the fork servers that commands have left."""
+    warm = [sys.executable, "-m", "raydist.tools.warm", "--end"]
+    subprocess.run(warm, env={**os.environ, **env}, check=True, stdout=subprocess.DEVNULL)
 
 
 def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
@@ -61,7 +68,7 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
                 pair = {name: found[name], "torchrun": found["torchrun"]}
                 lines.append(f"| {name}, {count} | {row(pair, name, 's')} |")
         for env in (alone, on_ray):
-            subprocess.run([sys.executable, "-m", "raydist.tools.warm", "--end"], env={**os.environ, **env}, check=True)
+            end_servers(env)
         ray.shutdown()
     return lines
 
