@@ -347,8 +347,14 @@ def test_settings_override_a_checkpoint(unbroken: tuple[Path, list[Told]]) -> No
 
 def test_a_finished_training_is_not_trained_again(unbroken: tuple[Path, list[Told]]) -> None:
     again = resumed(2, BASE, unbroken[0], 16)
-    assert again[0].losses == []
     assert again[0].kind("begin")[0]["resumed"] == 16
+    assert [one.value[1] for one in again] == [[], []]
+    (once_more,) = again[0].kind("report")
+    last = unbroken[1][0].kind("report")[-1]
+    assert once_more["step"] == last["step"]
+    assert once_more["values"] == {name: value for name, value in last["values"].items() if name != "lr"}
+    assert again[0].value[0] == unbroken[1][0].value[0]
+    assert again[1].kind("report") == []
 
 
 def test_further_epochs_continue_at_the_end(unbroken: tuple[Path, list[Told]]) -> None:

@@ -59,11 +59,12 @@ def fit(
       shape []. They are evaluated on `test`, together with `loss`.
 
     Returns a dict of floats. `loss`: the training loss of the last optimizer step, the mean over this rank's samples;
-    it is missing if no step was left to do. With `test` also `test_loss` and each metric: means over all test samples,
-    equal on all ranks.
+    if no step was left to do, that of the checkpoint, over rank 0's samples. With `test` also `test_loss` and each
+    metric: means over all test samples, equal on all ranks.
 
     After each optimizer step it reports `loss` (of this rank), `lr`, `steps` (optimizer steps in all), `epoch` (from
-    1), `epochs`, `samples` (training samples used so far by all ranks); after each evaluation the results.
+    1), `epochs`, `samples` (training samples used so far by all ranks); after each evaluation the results. If the
+    checkpoint leaves no step to do, rank 0 reports the last one again, without `lr`.
 
     It saves checkpoints as `checkpoint.every` says, and continues from a checkpoint or a snapshot if the run has one.
 
@@ -139,6 +140,16 @@ class Training:
         context.set_step(self.step)
         context.current().stop_request.begin(self.step)
         context.emit_event("begin", steps=self.steps, epochs=self.epochs, samples=self.order.size, resumed=self.resumed)
+        if self.saved == self.step == self.steps and self.me.rank == 0 and hasattr(self, "loss"):
+            self._report_again()
+
+    def _report_again(self) -> None:
+        """Report the last step, which is done: a driver that was killed may not have heard of it."""
+        epoch = self.order.epoch + 1
+        context.report(
+            self.step, loss=self.loss, steps=self.steps, epoch=min(epoch, self.epochs or epoch), epochs=self.epochs,
+            samples=self.samples,
+        )  # fmt: skip
 
     def _seed(self) -> int:
         # other numbers on each stage than on those with the same samples; ranks of a tp group compute the same
@@ -184,6 +195,8 @@ class Training:
             if self.step < self.steps:
                 self._rehearse()
             self.stepper.load(saved.state, saved.path)
+            if isinstance(saved, Saved) and "loss" in saved.metrics:
+                self.loss = torch.tensor(saved.metrics["loss"])
         random = saved.random(self.me.rank, self.me.world_size)
         if random is not None:
             random_state.restore(random, self.device)
