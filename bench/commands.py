@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
-from bench.measure import alternate, heads, row
+from bench.measure import alternate, heads, rows_beside
 
 RANKS = (2, 16)
 LAUNCH = [sys.executable, "-m", "raydist.tools.launch"]
@@ -64,9 +64,7 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
             }
             print(f"commands, {count} ranks", flush=True)
             found = alternate(sides, rounds)
-            for name in list(sides)[:-1]:
-                pair = {name: found[name], "torchrun": found["torchrun"]}
-                lines.append(f"| {name}, {count} | {row(pair, name, 's')} |")
+            lines += [f"| {name}, {count} | {cells} |" for name, cells in rows_beside(found, "torchrun", "s")]
         for env in (alone, on_ray):
             end_servers(env)
         ray.shutdown()

@@ -61,6 +61,13 @@ def row(figures: Mapping[str, list[float]], ours: str, unit: str) -> str:
     return " | ".join(cells)
 
 
+def rows_beside(figures: Mapping[str, list[float]], theirs: str, unit: str) -> list[tuple[str, str]]:
+    """Each other side with its line beside `theirs`, as row() makes it."""
+    return [
+        (mine, row({mine: figures[mine], theirs: figures[theirs]}, mine, unit)) for mine in figures if mine != theirs
+    ]
+
+
 def heads(sides: Iterable[str], ours: str) -> str:
     """The line above such lines."""
     names = list(sides)

@@ -8,18 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench.measure import alternate, heads, row
+from bench.measure import alternate, heads, row, rows_beside
 
 STEPS, WARM = 40, 6
-MODELS = ("resnet18", "gpt")
 CASES = (("resnet18", 8), ("gpt", 8), ("gpt", 2))
 """Model, samples of a rank in a step: images of 3 x 32 x 32, or 128 tokens."""
-SIDES: dict[str, tuple[str, ...] | None] = {
-    "train.fast=true": ("train.fast=true",),
-    "train.fast=true train.compile=true": ("train.fast=true", "train.compile=true"),
-    "train.fast=false": ("train.fast=false",),
-    "tutorial": None,
-}
+SIDES = ("train.fast=true", "train.fast=true train.compile=true", "train.fast=false", "tutorial")
+"""The words for raydist.fit, and the tutorial's loop."""
 
 
 def made(name: str, batch: int) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
@@ -101,15 +96,15 @@ def by_tutorial(name: str, batch: int) -> float:
     return timed.steps_per_s
 
 
-def turn(levers: tuple[str, ...] | None, name: str, batch: int) -> float:
-    """Steps per second of the slower rank. `levers`: words for raydist; None: the tutorial."""
+def turn(side: str, name: str, batch: int) -> float:
+    """Steps per second of the slower rank."""
     import raydist
 
     words = ["scale=1x2", "backend=gloo", "watch.progress=none"]
-    if levers is None:
+    if side == "tutorial":
         done = raydist.run(by_tutorial, *words, args=(name, batch))
     else:
-        words += [f"data.batch_size={batch}", "optim=adamw", "optim.lr=0.001", "train.epochs=1", *levers]
+        words += [f"data.batch_size={batch}", "optim=adamw", "optim.lr=0.001", "train.epochs=1", *side.split()]
         done = raydist.run(by_fit, *words, name=name, batch=batch)
     return min(value for value in done.values if value)
 
@@ -118,7 +113,7 @@ def main(rounds: int) -> list[str]:
     import ray
 
     lines = []
-    for name in MODELS:
+    for name in dict(CASES):
         steps = {"raydist, fused": partial(optimizer_step, name, True), "default": partial(optimizer_step, name, False)}
         figures = alternate(steps, rounds)
         lines += [
@@ -129,9 +124,7 @@ def main(rounds: int) -> list[str]:
     ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     lines += ["| raydist.fit | raydist | tutorial | raydist / tutorial |", "|---" * 4 + "|"]
     for name, batch in CASES:
-        found = alternate({side: partial(turn, levers, name, batch) for side, levers in SIDES.items()}, rounds)
-        for side in list(SIDES)[:-1]:
-            pair = {side: found[side], "tutorial": found["tutorial"]}
-            lines.append(f"| {name}, {batch}, {side} | {row(pair, side, 'steps/s')} |")
+        found = alternate({side: partial(turn, side, name, batch) for side in SIDES}, rounds)
+        lines += [f"| {name}, {batch}, {side} | {cells} |" for side, cells in rows_beside(found, "tutorial", "steps/s")]
     ray.shutdown()
     return lines

@@ -23,9 +23,10 @@ which torch asks instead where PYTORCH_NVML_BASED_CUDA_CHECK is set, opens other
 
 def import_modules(modules: Sequence[str]) -> Warm:
     """Import modules. One that fails here fails in the rank again, with its own traceback."""
-    failed = {}
-    with uncollected():  # ranks share these pages, which the garbage collector would otherwise write to and copy
-        for name in modules:
+    failed, missing = {}, [name for name in modules if sys.modules.get(name) is None]
+    # ranks share these pages, which the garbage collector would otherwise write to and copy
+    with uncollected() if missing else contextlib.nullcontext():
+        for name in missing:
             try:
                 importlib.import_module(name)
             except BaseException as error:

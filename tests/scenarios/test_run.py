@@ -140,11 +140,8 @@ def test_what_ranks_print_is_in_their_own_logs_unmixed(on_ray: Path) -> None:
 
 def test_the_run_folder_holds_events_and_result(on_ray: Path) -> None:
     def job() -> None:
-        import torch.distributed as dist
-
         for step in range(1, 6):
             raydist.report(step=step, steps=5, loss=1.0 / step)
-        dist.barrier()  # gloo takes a rank that ends before the others have connected for a failure
 
     done = raydist.run(job, "scale=1x2", "name=mine", QUIET)
     assert done.dir.parent == on_ray / "runs" / "mine"

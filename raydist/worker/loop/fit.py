@@ -146,10 +146,11 @@ class Training:
     def _report_again(self) -> None:
         """Report the last step, which is done: a driver that was killed may not have heard of it."""
         epoch = self.order.epoch + 1
-        context.report(
-            self.step, loss=self.loss, steps=self.steps, epoch=min(epoch, self.epochs or epoch), epochs=self.epochs,
-            samples=self.samples,
-        )  # fmt: skip
+        context.report(self.step, loss=self.loss, **self._progress(min(epoch, self.epochs or epoch)))
+
+    def _progress(self, epoch: int) -> dict[str, int]:
+        """What a report of a step says beside its loss. `epoch`: from 1."""
+        return {"steps": self.steps, "epoch": epoch, "epochs": self.epochs, "samples": self.samples}
 
     def _seed(self) -> int:
         # other numbers on each stage than on those with the same samples; ranks of a tp group compute the same
@@ -254,10 +255,7 @@ class Training:
         self.step += 1
         self.samples += self.order.global_batch
         self.order.position += self.order.global_batch
-        self.told.step(
-            self.step, self.loss, steps=self.steps, epoch=self.order.epoch + 1, epochs=self.epochs,
-            samples=self.samples, lr=rate,
-        )  # fmt: skip
+        self.told.step(self.step, self.loss, **self._progress(self.order.epoch + 1), lr=rate)
         self.waits.step()
         self.keeper.step(self.step, self._own, self._state)
         if self.step < self.steps and context.current().stop_request.due(self.step):
