@@ -15,6 +15,7 @@ and `nodes` are said each some 10 s, in a large run less often:
     begin      rank, [steps, epochs, samples, resumed]   a training loop began; `resumed`: the step it continues from
     report     rank, [step], values, [kept]      what a job reported; see `Events` for what is in the file. `kept`: the
                                                  newest step that a snapshot has
+    recalled   rank, step, values                what rank 0 had reported when its state was saved
     spent      rank, what, s                     an evaluation or a save took `s` seconds
     saved      rank, step, path, s               a checkpoint is complete on disk
     raised     rank, type, message, traceback, step      the job raised an exception

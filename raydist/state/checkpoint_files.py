@@ -18,7 +18,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +86,11 @@ class Saved:
     def metrics(self) -> dict[str, float]:
         """The metrics that were given to `save`."""
         return dict(self.meta.metrics)
+
+    @property
+    def reported(self) -> Mapping[str, Any]:
+        """The last value of each name that rank 0 had reported when it was saved."""
+        return self.meta.reported
 
     @cached_property
     def state(self) -> State:

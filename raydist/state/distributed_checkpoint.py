@@ -219,13 +219,15 @@ def commit(
     files: Mapping[str, FileFacts],
     kept: Retention,
     metrics: Mapping[str, float] | None = None,
+    reported: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Make a checkpoint of what so many ranks have written into `beside`; or the files that are not seen here."""
     sizes = file_sizes(beside)
     if missing := [name for name, facts in files.items() if sizes.get(name) != facts.bytes]:
         return missing
     made = {**files, **write_metadata(beside, ranks)}
-    complete(beside, folder / f"step-{step:08d}", Meta.of(step, ranks, metrics or {}, made, sharded=True))
+    meta = Meta.of(step, ranks, metrics or {}, made, sharded=True, reported=reported)
+    complete(beside, folder / f"step-{step:08d}", meta)
     prune(folder, kept)
     return []
 

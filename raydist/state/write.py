@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,6 +50,8 @@ class SaveRequest:
     keep: int
     best: str | None
     """As in config.Checkpoint."""
+    reported: Mapping[str, Any] = field(default_factory=dict)
+    """As in Meta."""
 
     @property
     def folder(self) -> StoragePath:
@@ -87,6 +89,8 @@ class Meta:
     time: float
     """Seconds since the epoch."""
     torch: str
+    reported: Mapping[str, Any] = field(default_factory=dict)
+    """The last value of each name that rank 0 had reported: a driver that was killed may not have heard of them."""
 
     @classmethod
     def of(
@@ -96,18 +100,22 @@ class Meta:
         metrics: Mapping[str, float],
         files: Mapping[str, FileFacts],
         sharded: bool = False,
+        reported: Mapping[str, Any] | None = None,
     ) -> Meta:
         """With the current time and the version of torch."""
         import torch
 
-        return cls(step, world_size, dict(metrics), files, sharded, time.time(), torch.__version__)
+        return cls(
+            step, world_size, dict(metrics), files, sharded, time.time(), torch.__version__, dict(reported or {})
+        )
 
     @classmethod
     def read(cls, path: StoragePath) -> Meta:
         """Read it. OSError: there is no such file, or it can't be read; ValueError: it holds something else."""
         plain = json.loads((path / META).read_text(encoding="utf-8"))
         try:
-            known = {each.name: plain[each.name] for each in fields(cls)}
+            known = {"reported": {}} | plain  # older checkpoints have none
+            known = {each.name: known[each.name] for each in fields(cls)}
             files = {name: FileFacts(**facts) for name, facts in known["files"].items()}
             odd = [name for name, facts in files.items() if "/" in name or not CHECKSUM.fullmatch(facts.xxh3_128)]
         except (KeyError, TypeError, AttributeError) as error:
@@ -141,7 +149,8 @@ def _write_into(beside: StoragePath, request: SaveRequest) -> None:
 
     with hashed_file(beside / STATE) as file:
         torch.save(dict(request.state), cast("Any", file))
-    meta = Meta.of(request.step, request.world_size, request.metrics, {STATE: file_facts(file)})
+    files, reported = {STATE: file_facts(file)}, request.reported
+    meta = Meta.of(request.step, request.world_size, request.metrics, files, reported=reported)
     complete(beside, request.path, meta)
 
 

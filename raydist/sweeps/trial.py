@@ -113,6 +113,9 @@ class WatchedTrial:
                 self.settled = True
             case "restart" | "wait" | "regroup":
                 self.settled = False
+            case "recalled":
+                self.step = happened["step"]
+                self.metrics.update(happened["values"])
             case "report" if happened.get("rank") == 0:
                 self.step = max(self.step, happened.get("step") or 0)
                 self.metrics.update(happened["values"])

@@ -202,6 +202,8 @@ class Figures:
                 self.launch[happened["name"]] = self.launch.get(happened["name"], 0.0) + happened["s"]
             case "report" if rank == 0:
                 self._add_report(happened)
+            case "recalled":
+                self.metrics.update(happened["values"])
             case "network":
                 self.network = happened["text"]
             case "work":

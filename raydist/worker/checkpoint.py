@@ -79,7 +79,7 @@ def save_request(
     kept, world_size = settings or current.checkpoint, current.rank.world_size
     return SaveRequest(
         step, dict(state), dict(metrics or {}), world_size, str(home().absolute()), str(current.rank.run_dir),
-        kept.keep, kept.best,
+        kept.keep, kept.best, dict(current.reported),
     )  # fmt: skip
 
 
@@ -136,8 +136,17 @@ def latest() -> Saved | None:
 
     After a restart it is the newest complete checkpoint of this run, otherwise what `resume=` chose. All ranks may
     call it; it is not a collective. `Saved.step` is the number of optimizer steps done, `Saved.state` what `save` got.
+    If the checkpoint is one of this run, the values that rank 0 had reported when it was saved are told again: a driver
+    that was killed may not have heard of them.
     """
+    found = _latest()
+    here = found is not None and found.path.parent == home().absolute()
+    if found is not None and found.reported and here and env_names.RESUME in os.environ and context.rank().rank == 0:
+        context.emit_event("recalled", step=found.step, values=found.reported)
+    return found
 
+
+def _latest() -> Saved | None:
     def warn(text: str) -> None:
         if context.rank().rank == 0:
             context.emit_event("warning", text=text)

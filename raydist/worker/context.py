@@ -127,6 +127,8 @@ class Context:
     flush: Callable[[], None] = lambda: None
     """Returns once all emitted events are sent."""
     step: int = 0
+    reported: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """The last value of each name that rank 0 reported."""
     kept: int = 0
     """The newest step that a snapshot of this rank has; 0: there is none."""
     comm: Any = None
@@ -210,6 +212,8 @@ def report(step: int | None = None, **values: Any) -> None:
         context.step = step
         context.beat(step, PHASES.index("end"))
     plain = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    if context.rank.rank == 0:
+        context.reported |= {name: value for name, value in plain.items() if type(value) in (bool, int, float, str)}
     facts = {"rank": context.rank.rank, "values": plain} | ({} if step is None else {"step": step})
     context.emit(event("report", **facts, **({"kept": context.kept} if context.kept else {})))
 

@@ -140,8 +140,9 @@ def _write_together(request: SaveRequest, state: Mapping[str, Any]) -> str:
 def _commit(request: SaveRequest, beside: StoragePath, told: Sequence[Mapping[str, Any]]) -> str:
     """Make a checkpoint of what all ranks have written; why that failed."""
     files = {name: FileFacts(**facts) for each in told for name, facts in each["files"].items()}
+    metrics, reported = request.metrics, request.reported
     try:
-        unseen = commit(request.folder, beside, request.step, len(told), files, request, request.metrics)
+        unseen = commit(request.folder, beside, request.step, len(told), files, request, metrics, reported)
     except Exception as error:
         return object_store.reason(error)
     where = f"rank 0 does not see {', '.join(unseen[:4])} in {request.folder}"

@@ -153,10 +153,10 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
     assert set(states(folder).values()) == {"finished"}
     records = [json.loads((folder / trial.dir / "trial.json").read_text()) for trial in unbroken.trials]
     assert [each["settings"] for each in records] == [trial.settings for trial in unbroken.trials]
+    assert [(each["step"], each["values"]) for each in records] == [(48, trial.values) for trial in unbroken.trials]
     for trial in unbroken.trials:
         told, whole = losses(folder / trial.dir), losses(unbroken.dir / trial.dir)
         assert told.items() <= whole.items(), trial.number  # the driver had not heard of all steps when it was killed
-        assert max(told) == max(whole)
     assert len(events(folder / "1", "run")) == 2  # it was stopped, and had finished before the kill
     summary = json.loads((folder / "sweep.json").read_text())
     assert summary["best"] == [trial.number for trial in unbroken.best]

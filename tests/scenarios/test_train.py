@@ -136,6 +136,38 @@ def test_a_driver_killed_with_sigkill_leaves_no_process_behind(tmp_path: Path, r
         assert program.left(within=40) == []
 
 
+def test_what_a_killed_driver_had_not_heard_is_recalled_from_the_checkpoint(tmp_path: Path, ray_address: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent("""
+        import time
+        from pathlib import Path
+        import raydist
+
+        def job(folder):
+            if raydist.checkpoint.latest() is not None:
+                return
+            raydist.report(step=1, loss=2.0)
+            while not Path(folder, "stopped").exists():
+                time.sleep(0.05)
+            raydist.report(step=2, loss=1.0)
+            raydist.checkpoint.save(2, {})
+            time.sleep(100)
+        """)
+    )
+    words = ("job=mine.py", "scale=1x1", f"job.args.folder={tmp_path}")
+    first = Program(tmp_path, *words, address=ray_address)
+    first.until_step(1)
+    first.signal(signal.SIGSTOP)
+    (tmp_path / "stopped").touch()
+    first.until(lambda: bool(list(first.run_dir.glob("checkpoints/step-*/meta.json"))), "the checkpoint")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    assert {event["step"] for event in first.events("report")} == {1}
+    again = Program(tmp_path, *words, f"hydra.run.dir={first.run_dir}", "resume=auto", address=ray_address)
+    assert again.wait() == 0, again.screen
+    assert again.result()["metrics"] == {"loss": 1.0}
+
+
 def test_a_failing_job_exits_1_and_its_page_names_the_culprit(tmp_path: Path, ray_address: str) -> None:
     (tmp_path / "bad.py").write_text(
         "import raydist\ndef job():\n    raydist.report(step=7)\n    if raydist.rank().rank == 1:\n"

@@ -121,6 +121,27 @@ def test_what_is_saved_comes_back(events: list[Event], tmp_path: Path) -> None:
     assert saved["s"] > 0
 
 
+def test_what_rank_0_reported_is_recalled(events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context.report(step=1, loss=2.0, beta=0.5)
+    context.report(step=2, loss=torch.tensor(1.0), odd=[1])
+    path = put(2)
+    monkeypatch.setenv("RAYDIST_RESUME", str(path))
+    del events[:]
+    assert checkpoint.latest() is not None
+    (recalled,) = events
+    values = {"loss": 1.0, "beta": 0.5}
+    assert (recalled["kind"], recalled["step"], recalled["values"]) == ("recalled", 2, values)
+    stand(tmp_path / "another", events)  # what another run reported is not this run's
+    assert checkpoint.latest() is not None
+    assert len(events) == 1
+    meta = json.loads((path / "meta.json").read_text())
+    del meta["reported"]
+    (path / "meta.json").write_text(json.dumps(meta))
+    stand(tmp_path / "run", events)
+    assert checkpoint.latest() is not None  # an older raydist has saved it
+    assert len(events) == 1
+
+
 def test_nothing_to_go_on_from(events: list[Event]) -> None:
     assert checkpoint.latest() is None
 

@@ -349,12 +349,12 @@ def test_a_finished_training_is_not_trained_again(unbroken: tuple[Path, list[Tol
     again = resumed(2, BASE, unbroken[0], 16)
     assert again[0].kind("begin")[0]["resumed"] == 16
     assert [one.value[1] for one in again] == [[], []]
-    (once_more,) = again[0].kind("report")
+    assert [one.kind("report") for one in again] == [[], []]
+    (recalled,) = again[0].kind("recalled")
     last = unbroken[1][0].kind("report")[-1]
-    assert once_more["step"] == last["step"]
-    assert once_more["values"] == {name: value for name, value in last["values"].items() if name != "lr"}
+    assert (recalled["step"], recalled["values"]["loss"]) == (last["step"], last["values"]["loss"])
     assert again[0].value[0] == unbroken[1][0].value[0]
-    assert again[1].kind("report") == []
+    assert again[1].kind("recalled") == []
 
 
 def test_further_epochs_continue_at_the_end(unbroken: tuple[Path, list[Told]]) -> None:

@@ -28,6 +28,7 @@ from raydist.settings.compose import compose
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Target, Train
 from raydist.settings.mesh import MeshShape, check_microbatches, check_words, mesh_shape
 from raydist.shared.errors import ConfigError
+from raydist.state.checkpoint_files import saved_at
 from raydist.tools import plan
 from raydist.worker import context
 from raydist.worker.backends.sharded import styles
@@ -392,8 +393,9 @@ def test_the_losses_are_those_of_ddp(folder: Path, tmp_path: Path, name: str, se
         assert len(one) == STEPS
         assert one[-1] < one[0]
         assert one == pytest.approx(other, abs=1e-6)
+    at = folder / name / "digits" / "checkpoints" / f"step-{STEPS:08d}"
+    assert saved_at(at).reported["loss"] == saved_at(at).metrics["loss"]
     if name == "pp":  # its batch norm averages over two batches a step: what evaluates its checkpoint has the same
-        at = folder / name / "digits" / "checkpoints" / f"step-{STEPS:08d}"
         (alone_told,) = fine(run_ranks(1, BASE, digits, tmp_path, {"RAYDIST_RESUME": str(at)}))
         figures = [alone_told.value]
     assert found[0]["accuracy"] == figures[0]["accuracy"]

@@ -63,8 +63,7 @@ def fit(
     metric: means over all test samples, equal on all ranks.
 
     After each optimizer step it reports `loss` (of this rank), `lr`, `steps` (optimizer steps in all), `epoch` (from
-    1), `epochs`, `samples` (training samples used so far by all ranks); after each evaluation the results. If the
-    checkpoint leaves no step to do, rank 0 reports the last one again, without `lr`.
+    1), `epochs`, `samples` (training samples used so far by all ranks); after each evaluation the results.
 
     It saves checkpoints as `checkpoint.every` says, and continues from a checkpoint or a snapshot if the run has one.
 
@@ -140,17 +139,8 @@ class Training:
         context.set_step(self.step)
         context.current().stop_request.begin(self.step)
         context.emit_event("begin", steps=self.steps, epochs=self.epochs, samples=self.order.size, resumed=self.resumed)
-        if self.saved == self.step == self.steps and self.me.rank == 0 and hasattr(self, "loss"):
-            self._report_again()
-
-    def _report_again(self) -> None:
-        """Report the last step, which is done: a driver that was killed may not have heard of it."""
-        epoch = self.order.epoch + 1
-        context.report(self.step, loss=self.loss, **self._progress(min(epoch, self.epochs or epoch)))
-
-    def _progress(self, epoch: int) -> dict[str, int]:
-        """What a report of a step says beside its loss. `epoch`: from 1."""
-        return {"steps": self.steps, "epoch": epoch, "epochs": self.epochs, "samples": self.samples}
+        if self.step == self.steps and self.me.rank == 0 and hasattr(self, "loss"):  # no step will report it
+            context.emit_event("recalled", step=self.step, values={"loss": self.loss.item()})
 
     def _seed(self) -> int:
         # other numbers on each stage than on those with the same samples; ranks of a tp group compute the same
@@ -255,7 +245,8 @@ class Training:
         self.step += 1
         self.samples += self.order.global_batch
         self.order.position += self.order.global_batch
-        self.told.step(self.step, self.loss, **self._progress(self.order.epoch + 1), lr=rate)
+        progress = {"steps": self.steps, "epoch": self.order.epoch + 1, "epochs": self.epochs, "samples": self.samples}
+        self.told.step(self.step, self.loss, **progress, lr=rate)
         self.waits.step()
         self.keeper.step(self.step, self._own, self._state)
         if self.step < self.steps and context.current().stop_request.due(self.step):
