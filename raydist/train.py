@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raydist.settings.secrets import command_line_warning
+from raydist.shared.ending import run_to_the_end
 from raydist.shared.errors import ConfigError, RaydistError, RunFailed, Stopped, nearest
 from raydist.shared.imports import uncollected
 from raydist.shared.version import __version__
@@ -199,5 +200,10 @@ def run_composed(job: Job) -> None:
         raise SystemExit(1) from None
 
 
+def entry_point() -> NoReturn:
+    """The command `raydist`."""
+    run_to_the_end(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry_point()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from raydist.cluster import autoscaler, drain, local_ray, placement, ray_private
 from raydist.cluster.gcs import answers
 from raydist.cluster.nodes import Node, NodeType, nodes_from_ray, types_from_config
 from raydist.settings.config import Job
-from raydist.shared import signals
+from raydist.shared import ending, signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
 
 CONNECT_S = 0.5
 """Longest wait for a connection to a node."""
+KEPT_AT_ONCE = 16
+"""Nodes that are asked at the same time to keep workers."""
 
 _local_cpus = 0
 """CPUs of the Ray that this process has started; 0 if it has started none."""
@@ -41,6 +44,7 @@ def connect(job: Job, events: Events) -> Iterator[None]:
     import ray
 
     began = time.time()
+    ending.tidied()  # of an earlier run of this process
     if _local_cpus and not (_local_cpus >= cpus_needed(job) and answers(ray.get_runtime_context().gcs_address)):
         end_local_ray()
     connected = ray.is_initialized()
@@ -56,7 +60,7 @@ def connect(job: Job, events: Events) -> Iterator[None]:
         yield
     finally:
         if not connected and not started:
-            ray.shutdown()
+            ending.tidy_up(ray.shutdown)
 
 
 def end_local_ray() -> None:
@@ -164,6 +168,27 @@ def node_types() -> list[NodeType] | None:
     """The node types that the autoscaler may add; empty without an autoscaler, None if they can't be read."""
     config = ray_private.cluster_config()
     return types_from_config(config) if config else autoscaler.autoscaler_types()
+
+
+def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
+    """Have Ray start so many workers on each of these nodes, by id, in which the actors of the next run begin at once.
+
+    Ray ends them after `keep_s` seconds. None on a Ray that this process has started, and none for a submitted job with
+    a runtime_env, which has workers of its own.
+    """
+    import grpc
+    import ray
+
+    if not keep_s or _local_cpus or ray.get_runtime_context().get_runtime_env_string() not in ("", "{}"):
+        return
+
+    def ask(node: Mapping[str, Any]) -> None:
+        address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+        with contextlib.suppress(grpc.RpcError):  # the node is gone, or busy
+            ray_private.prestart_workers(address, counts[node["NodeID"]], keep_s, CONNECT_S)
+
+    with ThreadPoolExecutor(KEPT_AT_ONCE) as pool:
+        list(pool.map(ask, [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in counts]))
 
 
 def reachable(node_id: str) -> bool:

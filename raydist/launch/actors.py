@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -133,6 +134,11 @@ class Actors:
             raise LaunchError(f"{len(late)} of {len(asked)} actors did not start within {within:.3g} s, on {hosts}")
         gpus: list[tuple[str, ...]] = ray.get([*asked])
         return gpus
+
+    def by_node(self) -> Counter[str]:
+        """How many actors each node has, by its id."""
+        nodes = {slot.bundle: slot.node.id for slot in self.plan.slots}
+        return Counter(nodes[bundle] for bundle, _ in self._actors if bundle in nodes)
 
     def kill_all(self) -> None:
         """Kill all actors."""

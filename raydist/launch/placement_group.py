@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raydist.cluster import drain, node_history, placement, ray_private
+from raydist.cluster import connect, drain, node_history, placement, ray_private
 from raydist.cluster.connect import alive_nodes, reachable, remaining_nodes
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan
@@ -19,6 +19,7 @@ from raydist.launch.actors import POLL_S, Actors, Waiting
 from raydist.launch.gangs import Gang, Gangs
 from raydist.launch.standby import StandbyNodes
 from raydist.launch.worker_group import WorkerGroup
+from raydist.node import kept_server
 from raydist.settings import validate
 from raydist.settings.config import Job
 from raydist.shared.events import Events
@@ -74,6 +75,8 @@ def placed_group(
         if gangs is not None and standby is None:
             gangs.put(Gang(request, options, held, actors))
             actors = held = None
+        elif not options:
+            connect.keep_workers(actors.by_node(), min(job.scale.keep_warm_s, kept_server.most_s()))
     finally:
         if actors is not None:
             actors.kill_all()

@@ -66,7 +66,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     ) -> None:
         """`gpus`: returns each rank's GPUs; None where Ray assigns none.
 
-        `start_other_actors`: starts the actors that host no agent; they can wait until the ranks have joined.
+        `start_other_actors`: starts the actors that host no agent; they can wait until the ranks have begun.
         `replace_nodes`: finds other nodes for lost ranks, and returns the new plan. `draining`: returns the nodes that
         are draining, each with its deadline in seconds since the epoch, or 0. `standby`: the nodes without ranks of a
         job that has or may get some. `record_attempt`: takes the first cause of an attempt and its stragglers, for the

@@ -48,6 +48,9 @@ Message = tuple[int, "Future[RankNews]"] | NodeAnswer | Stopped | ConfirmedHang 
 
 LOOK_S = 1.0
 """Time between two looks at agents that have not answered: each look goes over all ranks."""
+OTHERS_S = 10.0
+"""Seconds after all ranks have met until the actors that host no agent are started. Each is a process of Ray that takes
+most of a second of CPU, when the ranks need it most; a short run goes without them."""
 
 
 class Supervisor:
@@ -81,6 +84,8 @@ class Supervisor:
         self._deadlines = Deadlines()
         self._raised: dict[int, Event] = {}
         self._clocks = Clocks()
+        self._all_started = False
+        """All actors are started."""
         self._silences = Silences(deadlines.agent_limit(self._world))
         self._look_at = 0.0
         """When the agents that have not answered are looked at next, on the monotonic clock."""
@@ -110,6 +115,7 @@ class Supervisor:
                 if time.monotonic() >= self._look_at:
                     self._look_at = time.monotonic() + LOOK_S
                     self._look_at_agents()
+                    self._start_other_actors()
         if self._stragglers.times:
             self._events.say("work", ranks={rank: own[1:] for rank, own in sorted(self._stragglers.times.items())})
         return [self.ends[rank] for rank in range(self._world)]
@@ -138,6 +144,12 @@ class Supervisor:
             for rank in sorted(silent & running):
                 if self._group.reachable(self._group.plan.slots[rank].node.id):  # otherwise Ray will give the node up
                     self._ask_node(rank)
+
+    def _start_other_actors(self) -> None:
+        met = self._arrival.met
+        if not (self._all_started or self._deadlines.stopping or met is None) and time.time() - met > OTHERS_S:
+            self._all_started = True
+            self._group.start_other_actors()
 
     def _ask_node(self, rank: int) -> None:
         """Ask the node of a silent agent whether its rank has ended; if the node does not know, the rank is lost."""
@@ -237,8 +249,6 @@ class Supervisor:
         parts = self._arrival.add(event)
         for name, s in parts.items() if self._restart is None else ():
             self._events.say("phase", name=name, s=s)
-        if "rendezvous" in parts:
-            self._group.start_other_actors()
 
     def _on_end(self, rank: int, report: RankEnd, silent: bool = False) -> None:
         """The process of this rank is gone. `silent`: its agent does not answer."""

@@ -4,6 +4,7 @@ Gets nothing and imports nothing of raydist. Gives data types that driver, nodes
 
     arguments.py          The placeholders in the arguments of a program: `--rank {rank}` becomes each rank's own
     cgroup.py             The memory cgroups of a process: their limits, and the memory that is left in them
+    ending.py             The end of a process without the interpreter's tear-down: of a command, of a fork
     env_names.py          The names of the environment variables that raydist sets for its processes, or reads
     errors.py             The errors that end a run, and the exit code of each. All can be pickled
     events.py             The events of a run: one append-only file of JSON lines, and readers that get each event live

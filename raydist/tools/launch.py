@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from raydist import train
 from raydist.settings import torchrun
 from raydist.shared import env_names
+from raydist.shared.ending import run_to_the_end
 from raydist.state import object_store
 from raydist.tools.command_line import run_tool
 
@@ -26,4 +27,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_to_the_end(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,14 +20,21 @@ def time_line(folder: Path, entered: float) -> str:
 
     `folder`: the run folder. `entered`: when main() was called, in seconds since the epoch.
     """
-    import psutil
-
     events: list[Event] = []
     with contextlib.suppress(OSError, json.JSONDecodeError):
         events = list(read_events(folder / "events.jsonl"))
-    began, now = psutil.Process().create_time(), time.time()
+    began, now = process_began(), time.time()
     shown = " + ".join(f"{name} {seconds:.2f}" for name, seconds in split(events, began, entered, now))
     return f"time  {shown} = {now - began:.2f} s"
+
+
+def process_began() -> float:
+    """When this process was started, in seconds since the epoch; from proc_pid_stat(5).
+
+    psutil adds the time of the machine's boot, which the kernel tells in whole seconds.
+    """
+    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def split(events: Iterable[Event], began: float, entered: float, now: float) -> list[tuple[str, float]]:

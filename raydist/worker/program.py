@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import builtins
-import contextlib
 import ctypes
-import gc
 import io
 import os
 import random
@@ -14,13 +11,13 @@ import runpy
 import shutil
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import NoReturn
 
-FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+from raydist.shared.ending import finalize
+
 NOT_FOUND = 127
 """A shell's exit code for a program that it does not find."""
 ADVICE = "set working_dir=. to send this folder, or put the file where all nodes see it"
@@ -100,20 +97,8 @@ def execute(argv: Sequence[str]) -> NoReturn:
 
 
 def finish(code: int) -> None:
-    """Finalize as an interpreter does: join threads, call atexit functions, flush files. `code`: the exit code."""
-    with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for each in gc.get_objects():
-        # this process ends without tear-down, in which an open file would be flushed
-        if issubclass(type(each), FILES):  # isinstance would call __class__ of proxies, which may warn
-            try:
-                each.flush()
-            except ValueError:
-                continue  # it is closed already
-            except OSError as error:
-                print(f"{each.name} could not be written: {error}", file=sys.stderr)
-    ctypes.CDLL(None).fflush(None)  # C's own streams
+    """Finalize as an interpreter does. `code`: the exit code."""
+    finalize()
     if code == 0:  # after a failure the other ranks do not call MPI_Finalize
         leave_mpi()
 

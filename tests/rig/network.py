@@ -139,8 +139,9 @@ def _furnish(count: int, nics: Sequence[str], number: int, folder: Path, switch:
 
 def _ray_start(host: Host, cpus: int, words: list[str], env: Mapping[str, str] | None) -> subprocess.Popen[str]:
     # A node takes the temp dir of the head unless it is given its own, and 256 MiB of object store is enough for tests.
-    folder = f"--temp-dir={host.environment['RAY_TMPDIR']}/ray"
-    own = [f"--node-ip-address={host.address()}", folder, f"--num-cpus={cpus}", f"--object-store-memory={2**28}"]
+    # The log monitor sends workers' output to drivers that want it; it takes more than a second of CPU to start.
+    own = [f"--temp-dir={host.environment['RAY_TMPDIR']}/ray", f"--object-store-memory={2**28}"]
+    own += [f"--node-ip-address={host.address()}", f"--num-cpus={cpus}", "--include-log-monitor=false"]
     return host.popen([*_RAY, "start", *words, *own], env=env, **CAPTURED)
 
 

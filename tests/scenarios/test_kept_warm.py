@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.leftovers import ended, folders_of, gone
 from tests.programs import Program
+from tests.test_rig import wait_until
 
 PARENT = """
 import os, sys, time
@@ -80,6 +83,44 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     yield cluster
     cluster.shutdown()
+
+
+def children(cluster: Any) -> dict[int, str]:
+    """The title of each process that the raylet of the only node has started, by pid."""
+    found = {}
+    for each in psutil.Process(cluster.head_node.all_processes["raylet"][0].process.pid).children():
+        with suppress(psutil.Error, IndexError):  # it has just ended
+            found[each.pid] = each.cmdline()[0]
+    return found
+
+
+def idle(cluster: Any) -> set[int]:
+    """The workers that have nothing to do."""
+    return {pid for pid, title in children(cluster).items() if title.startswith("ray::IDLE")}
+
+
+@pytest.mark.ray
+def test_the_next_actor_begins_in_a_worker_that_waits(tmp_path: Path, own_ray: Any) -> None:
+    """Ray starts it at the end of a run, beside all else."""
+    first = Program(tmp_path, "script=parent.py", "args=3", "scale=1x2", address=own_ray.address, alone=True)
+    first.until(lambda: bool(parents(first)), "a rank")
+    before = children(own_ray)
+    assert first.wait() == 0, first.screen
+    waiting = set[int]()
+
+    def one_waits() -> bool:
+        waiting.update(pid for pid in idle(own_ray) if pid not in before)
+        return bool(waiting)
+
+    wait_until(one_waits, "a worker waits", 30)
+    second = again(first, "script=parent.py", "args=100", "scale=1x2", address=own_ray.address)
+    second.until(lambda: bool(parents(second)), "a rank")
+    assert waiting & children(own_ray).keys() - idle(own_ray), "no actor began in it"
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 143
+    own_ray.shutdown()
+    again(first, "--end", module="raydist.tools.warm").wait()  # the driver's own
+    assert gone(str(first.tmp)) == []
 
 
 @pytest.mark.ray

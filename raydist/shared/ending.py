@@ -1,0 +1,67 @@
+"""The end of a process without the interpreter's tear-down: of a command, of a fork. (either side)"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+WAIT_S = 0.05
+"""How long a command waits at its end for what tidies up: Ray hears within 0.03 s that this process leaves it."""
+
+_command = False
+"""This process runs a command, and ends with it."""
+_beside: list[threading.Thread] = []
+
+
+def finalize() -> None:
+    """Finalize as an interpreter does before its tear-down: join threads, call atexit functions, flush files."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for each in (sys.stdout, sys.stderr, *gc.get_objects()):  # which has none from before gc.freeze()
+        # in the tear-down an open file would be flushed
+        if issubclass(type(each), FILES):  # isinstance would call __class__ of proxies, which may warn
+            try:
+                each.flush()
+            except ValueError:
+                continue  # it is closed already
+            except OSError as error:
+                print(f"{each.name} could not be written: {error}", file=sys.stderr)
+    ctypes.CDLL(None).fflush(None)  # C's own streams
+
+
+def tidy_up(work: Callable[[], None]) -> None:
+    """Call `work`, which only tidies up; where the process ends with a command, beside what the command still does."""
+    if not _command:
+        work()
+        return
+    atexit.unregister(work)  # ray.shutdown would be called a second time
+    _beside.append(threading.Thread(target=work, name="raydist-tidy-up", daemon=True))
+    _beside[-1].start()
+
+
+def tidied() -> None:
+    """Wait until all that tidies up is done: the process goes on."""
+    while _beside:
+        _beside.pop().join()
+
+
+def run_to_the_end(main: Callable[[], int]) -> NoReturn:
+    """Call main(), and end the process with the exit code that it returns."""
+    global _command
+    _command = True
+    code = main()
+    if _beside:
+        finalize()
+        _beside.pop().join(WAIT_S)
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,70 @@
+"""The end of a command, and what it does not wait for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raydist.shared import ending
+
+COMMAND = """
+import atexit, gc, sys, time
+from pathlib import Path
+gc.freeze()  # as after the imports of a command
+from raydist.shared.ending import tidied, tidy_up, run_to_the_end
+
+def tidy():
+    Path("told").touch()
+    time.sleep(float(sys.argv[1]))
+    Path("tidied").touch()
+
+def main():
+    atexit.register(print, "exit handler")
+    atexit.register(tidy)  # as Ray does
+    tidy_up(tidy)
+    if sys.argv[2:]:
+        tidied()
+    global file
+    file = open("file", "w")
+    file.write("not closed")
+    print("the end")
+    return 3
+
+run_to_the_end(main)
+"""
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *words], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_command_does_not_wait_for_what_only_tidies_up(tmp_path: Path) -> None:
+    done = run(tmp_path, "1000")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "the end\nexit handler\n", "")
+    assert (tmp_path / "told").exists()
+    assert (tmp_path / "file").read_text() == "not closed"
+
+
+def test_a_process_that_goes_on_waits_for_it(tmp_path: Path) -> None:
+    done = run(tmp_path, "0.5", "wait")
+    assert done.returncode == 3
+    assert (tmp_path / "tidied").exists()
+
+
+def test_what_is_no_command_tidies_up_at_once() -> None:
+    done = []
+    ending.tidy_up(lambda: done.append(1))
+    assert done == [1]
+
+
+def test_a_command_with_nothing_to_tidy_up_ends_as_any_program(tmp_path: Path) -> None:
+    code = "from raydist.shared.ending import run_to_the_end; run_to_the_end(lambda: 4)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 4
+    with pytest.raises(SystemExit, match="5"):
+        ending.run_to_the_end(lambda: 5)
+    vars(ending)["_command"] = False
