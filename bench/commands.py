@@ -21,8 +21,13 @@ LAUNCH = [sys.executable, "-m", "raydist.tools.launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
+PAUSE_S = 2.0
+"""Seconds between two commands, of each kind: nobody types faster, and what the one before has left ends meanwhile."""
+
+
 def turn(command: list[str], ranks: int, env: Mapping[str, str]) -> float:
     """Run a command to its end; its seconds."""
+    time.sleep(PAUSE_S)
     with tempfile.TemporaryDirectory(prefix="b-") as folder:
         began = time.monotonic()
         whole = [*command, f"--nproc-per-node={ranks}", __file__]
