@@ -27,8 +27,13 @@ def finalize() -> None:
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    flush_files()
+    ctypes.CDLL(None).fflush(None)  # C's own streams
+
+
+def flush_files() -> None:
+    """Flush all open files, as the interpreter's tear-down does where gc.freeze() was not called."""
     for each in (sys.stdout, sys.stderr, *gc.get_objects()):  # which has none from before gc.freeze()
-        # in the tear-down an open file would be flushed
         if issubclass(type(each), FILES):  # isinstance would call __class__ of proxies, which may warn
             try:
                 each.flush()
@@ -36,7 +41,6 @@ def finalize() -> None:
                 continue  # it is closed already
             except OSError as error:
                 print(f"{each.name} could not be written: {error}", file=sys.stderr)
-    ctypes.CDLL(None).fflush(None)  # C's own streams
 
 
 def tidy_up(work: Callable[[], None]) -> None:

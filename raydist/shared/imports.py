@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 from collections.abc import Iterator
+
+from raydist.shared.ending import flush_files
 
 
 @contextlib.contextmanager
@@ -14,6 +17,8 @@ def uncollected() -> Iterator[None]:
     Nearly all objects that an import makes stay. Python would look through all of them again and again, for a seventh
     of the time of `import torch`.
     """
+    atexit.unregister(flush_files)
+    atexit.register(flush_files)  # the tear-down does not reach the files of modules that are never collected
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -68,3 +68,20 @@ def test_a_command_with_nothing_to_tidy_up_ends_as_any_program(tmp_path: Path) -
     with pytest.raises(SystemExit, match="5"):
         ending.run_to_the_end(lambda: 5)
     vars(ending)["_command"] = False
+
+
+def test_files_are_flushed_after_imports_that_are_never_collected(tmp_path: Path) -> None:
+    code = """
+from raydist.shared.imports import uncollected
+
+def main():
+    global file
+    file = open("file", "w")
+    file.write("not closed")
+
+with uncollected():
+    pass
+main()
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+    assert (tmp_path / "file").read_text() == "not closed"
