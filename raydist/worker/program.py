@@ -48,8 +48,8 @@ def run_script(script: str, args: Sequence[str]) -> None:
 def reset_interpreter() -> None:
     """Replace the state that a fork has from the fork server by that of a new interpreter."""
     random.seed()
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # both took a seed when the server imported them, so all forks would draw the same numbers
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()  # both took a seed when the server imported them, so all forks would draw the same numbers
     if torch := sys.modules.get("torch"):
         torch.default_generator.seed()
     if process := sys.modules.get("multiprocessing.process"):
