@@ -176,7 +176,6 @@ def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
     Ray ends them after `keep_s` seconds. None on a Ray that this process has started, and none for a submitted job with
     a runtime_env, which has workers of its own.
     """
-    import grpc
     import ray
 
     if not keep_s or _local_cpus or ray.get_runtime_context().get_runtime_env_string() not in ("", "{}"):
@@ -184,10 +183,10 @@ def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
 
     def ask(node: Mapping[str, Any]) -> None:
         address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-        with contextlib.suppress(grpc.RpcError):  # the node is gone, or busy
-            ray_private.prestart_workers(address, counts[node["NodeID"]], keep_s, CONNECT_S)
+        ray_private.prestart_workers(address, counts[node["NodeID"]], keep_s, CONNECT_S)
 
-    with ThreadPoolExecutor(KEPT_AT_ONCE) as pool:
+    # no run fails for want of it: a node is gone, or busy, or Ray is
+    with contextlib.suppress(Exception), ThreadPoolExecutor(KEPT_AT_ONCE) as pool:
         list(pool.map(ask, [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in counts]))
 
 
