@@ -318,5 +318,5 @@ def test_conf_and_jobs_travel_inside_the_wheel(here: Path) -> None:
 
 def test_the_command_is_the_module() -> None:
     scripts = (ROOT / "pyproject.toml").read_text()
-    assert 'raydist = "raydist.train:main"' in scripts
+    assert 'raydist = "raydist.train:entry_point"' in scripts
     assert python("--version", cwd=ROOT).stdout == f"raydist {raydist.__version__}\n"
