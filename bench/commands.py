@@ -19,8 +19,6 @@ from bench.measure import alternate, heads, rows_beside
 RANKS = (2, 16)
 LAUNCH = [sys.executable, "-m", "raydist.tools.launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-
-
 PAUSE_S = 2.0
 """Seconds between two commands, of each kind: nobody types faster, and what the one before has left ends meanwhile."""
 

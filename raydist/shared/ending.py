@@ -29,6 +29,7 @@ def finalize() -> None:
     """Finalize as an interpreter does before its tear-down: join threads, call atexit functions, flush files."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
+    atexit.unregister(flush_files)  # once, and after all others
     atexit._run_exitfuncs()
     flush_files()
     ctypes.CDLL(None).fflush(None)  # C's own streams

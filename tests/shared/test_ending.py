@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,12 +64,21 @@ def test_what_is_no_command_tidies_up_at_once() -> None:
     assert done == [1]
 
 
-def test_a_command_with_nothing_to_tidy_up_ends_as_any_program(tmp_path: Path) -> None:
+@pytest.fixture
+def as_command(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is a command in the test only."""
+    monkeypatch.setattr(ending, "_command", False)
+    collect_at = gc.get_threshold()
+    yield
+    gc.set_threshold(*collect_at)
+
+
+@pytest.mark.usefixtures("as_command")
+def test_a_command_with_nothing_to_tidy_up_ends_as_any_program() -> None:
     code = "from raydist.shared.ending import run_to_the_end; run_to_the_end(lambda: 4)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 4
     with pytest.raises(SystemExit, match="5"):
         ending.run_to_the_end(lambda: 5)
-    vars(ending)["_command"] = False
 
 
 def test_files_are_flushed_after_imports_that_are_never_collected(tmp_path: Path) -> None:
