@@ -41,7 +41,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from raydist.node import mpi_segments
+from raydist.node import huge_pages, mpi_segments
 from raydist.node.processes import end_children, end_session, kill, wait_one
 from raydist.node.recorded_end import record_end
 from raydist.node.rendezvous import store_process
@@ -71,6 +71,8 @@ from raydist.worker.protocol import (
 )
 
 PR_SET_CHILD_SUBREAPER = 36
+REST_S = 1.0
+"""Without a claim for so long, its memory is put into huge pages: this takes up to a second."""
 DESCRIPTORS = 16
 """Most descriptors that come with a message."""
 WRITE_S = 600.0
@@ -90,6 +92,8 @@ class Server:
     """Whether it stays when its owner lets go."""
     guard: int = -1
     """A descriptor of the process without which it does not stay, as Ray's raylet; -1: none."""
+    scattered: bool = False
+    """Whether a run has ended since its memory was put into huge pages."""
     run_folders: list[str] = field(default_factory=list)
     """What to remove when the claim ends."""
     born: float = field(default_factory=time.time)
@@ -119,7 +123,11 @@ class Server:
         for source in (*own, self.lifeline):
             self.selector.register(source, selectors.EVENT_READ)
         while True:
-            ready = self.selector.select(self.idle_s)
+            ready = self.selector.select(REST_S if self.scattered else self.idle_s)
+            if not ready and self.scattered:
+                self.scattered = False
+                huge_pages.collapse()
+                continue
             agents = self.selector.get_map().keys() - {*own, self.lifeline}
             if not ready and not agents and not self.owner:
                 return self.end_all()
@@ -240,7 +248,7 @@ class Server:
         if free and (uses_gpu() or changed_since(self.born)):
             free, self.idle_s = False, 0.0  # it ends when the claimant has gone
         if free and fds:
-            self.lifeline = fds.pop()
+            self.lifeline, self.scattered = fds.pop(), False
             self.selector.register(self.lifeline, selectors.EVENT_READ)
         send_message(claimant, protocol.Claimed(free))
 
@@ -252,7 +260,7 @@ class Server:
         self.run_folders.clear()
         self.memories.clear()
         os.close(self.lifeline)  # last: the owner waits for it
-        self.lifeline = -1
+        self.lifeline, self.scattered = -1, (self.idle_s or 0) > REST_S
 
     def note_fork(self, pid: int, agent: socket.socket, value: str = "") -> None:
         self.forks += 1
