@@ -39,6 +39,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 from raydist.node import huge_pages, mpi_segments
@@ -71,8 +72,6 @@ from raydist.worker.protocol import (
 )
 
 PR_SET_CHILD_SUBREAPER = 36
-REST_S = 1.0
-"""Without a claim for so long, its memory is put into huge pages: this takes up to a second."""
 DESCRIPTORS = 16
 """Most descriptors that come with a message."""
 WRITE_S = 600.0
@@ -92,8 +91,8 @@ class Server:
     """Whether it stays when its owner lets go."""
     guard: int = -1
     """A descriptor of the process without which it does not stay, as Ray's raylet; -1: none."""
-    scattered: bool = False
-    """Whether a run has ended since its memory was put into huge pages."""
+    scattered: list[int] = field(default_factory=list)
+    """The memory that it puts into huge pages before the next claim, as node.huge_pages.scattered."""
     run_folders: list[str] = field(default_factory=list)
     """What to remove when the claim ends."""
     born: float = field(default_factory=time.time)
@@ -123,10 +122,9 @@ class Server:
         for source in (*own, self.lifeline):
             self.selector.register(source, selectors.EVENT_READ)
         while True:
-            ready = self.selector.select(REST_S if self.scattered else self.idle_s)
+            ready = self.selector.select(0 if self.scattered else self.idle_s)
             if not ready and self.scattered:
-                self.scattered = False
-                huge_pages.collapse()
+                huge_pages.collapse(self.scattered.pop())
                 continue
             agents = self.selector.get_map().keys() - {*own, self.lifeline}
             if not ready and not agents and not self.owner:
@@ -248,7 +246,8 @@ class Server:
         if free and (uses_gpu() or changed_since(self.born)):
             free, self.idle_s = False, 0.0  # it ends when the claimant has gone
         if free and fds:
-            self.lifeline, self.scattered = fds.pop(), False
+            self.lifeline = fds.pop()
+            self.scattered.clear()  # its children will share it
             self.selector.register(self.lifeline, selectors.EVENT_READ)
         send_message(claimant, protocol.Claimed(free))
 
@@ -260,7 +259,9 @@ class Server:
         self.run_folders.clear()
         self.memories.clear()
         os.close(self.lifeline)  # last: the owner waits for it
-        self.lifeline, self.scattered = -1, (self.idle_s or 0) > REST_S
+        self.lifeline = -1
+        with contextlib.suppress(OSError):  # no /proc
+            self.scattered = [*huge_pages.scattered(Path("/proc/self/maps").read_text())]
 
     def note_fork(self, pid: int, agent: socket.socket, value: str = "") -> None:
         self.forks += 1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from raydist.node import fork_server, kept_server
+from raydist.node import kept_server
 from raydist.node.fork_launcher import ForkServer, heritage
 from raydist.node.kept_server import KeptServer
 from raydist.shared.errors import ConfigError
@@ -123,7 +123,7 @@ def test_one_that_waits_has_its_memory_in_huge_pages_and_then_ends_by_itself(
     """Its next forks are faster."""
     (place / "large.py").write_text("block = [*range(10**6)]")
     monkeypatch.setenv("PYTHONPATH", str(place))
-    server = kept_server.obtain(1, {}, fork_server.REST_S + 3, ("large",))
+    server = kept_server.obtain(1, {}, 3, ("large",))
     assert server is not None
     there = known(server)
     assert not huge_of(there.pid)
