@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from importlib import import_module
 
 from bench.measure import machine
@@ -13,6 +14,7 @@ parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--ranks", default="2,4,8,16", help="for launch and scripts")
 parser.add_argument("--commands", action="store_true", help="launch: whole commands, until they have exited")
 asked = parser.parse_args()
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each side's files are compiled once, as those of installed packages
 tables = []
 for name in ["commands" if asked.commands and each == "launch" else each for each in asked.which]:
     with_ranks = name in ("launch", "scripts", "commands")

@@ -50,7 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "RAYDIST_KEEP_WARM_S": "0",  # nothing is left behind
         "RAYDIST_LEDGER": str(session.folder / "nodes.json"),  # what a test does to a node is nothing to remember
     }
-    os.environ.pop("RAY_ADDRESS", None)
+    for name in ("RAY_ADDRESS", "PYTHONDONTWRITEBYTECODE"):  # with the second each process would compile all of raydist
+        os.environ.pop(name, None)
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:  # as a shell's background job has it, and all that it starts
             signal.signal(number, handler)
@@ -127,7 +128,9 @@ def ray_address() -> Iterator[str]:
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # as ray.init does: slots and this process have one limit
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    # the log monitor sends workers' output to drivers that want it, and takes a minute of CPU in all
+    head = {"num_cpus": 4, "include_dashboard": False, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     yield cluster.address
     ray.shutdown()
     cluster.shutdown()

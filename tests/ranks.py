@@ -39,7 +39,7 @@ TESTS = ("pytest", "sklearn.datasets", "raydist.tools.plan")
 
 def start_server() -> None:
     """The server has imported before the first rank is asked for: torch, what shards a model, what tests import."""
-    SERVER.set_forkserver_preload(["tests.ranks", *preload.SHARDS, backends.PIPELINE, *TESTS])
+    SERVER.set_forkserver_preload(["tests.ranks", *preload.SHARDS, backends.PIPELINE, *TESTS, "tests.rank_server"])
     here = os.getcwd()
     os.chdir(ROOT)  # where it finds this module
     try:

@@ -39,7 +39,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn
 
 from raydist.node import huge_pages, mpi_segments
@@ -92,7 +91,7 @@ class Server:
     guard: int = -1
     """A descriptor of the process without which it does not stay, as Ray's raylet; -1: none."""
     scattered: list[int] = field(default_factory=list)
-    """The memory that it puts into huge pages before the next claim, as node.huge_pages.scattered."""
+    """The memory that it puts into huge pages while it has no child and nothing to do: node.huge_pages.scattered."""
     run_folders: list[str] = field(default_factory=list)
     """What to remove when the claim ends."""
     born: float = field(default_factory=time.time)
@@ -122,9 +121,10 @@ class Server:
         for source in (*own, self.lifeline):
             self.selector.register(source, selectors.EVENT_READ)
         while True:
-            ready = self.selector.select(0 if self.scattered else self.idle_s)
-            if not ready and self.scattered:
-                huge_pages.collapse(self.scattered.pop())
+            scattered = () if self.owner else self.scattered
+            ready = self.selector.select(0 if scattered else self.idle_s)
+            if not ready and scattered:
+                huge_pages.collapse(scattered.pop())
                 continue
             agents = self.selector.get_map().keys() - {*own, self.lifeline}
             if not ready and not agents and not self.owner:
@@ -247,7 +247,6 @@ class Server:
             free, self.idle_s = False, 0.0  # it ends when the claimant has gone
         if free and fds:
             self.lifeline = fds.pop()
-            self.scattered.clear()  # its children will share it
             self.selector.register(self.lifeline, selectors.EVENT_READ)
         send_message(claimant, protocol.Claimed(free))
 
@@ -260,8 +259,6 @@ class Server:
         self.memories.clear()
         os.close(self.lifeline)  # last: the owner waits for it
         self.lifeline = -1
-        with contextlib.suppress(OSError):  # no /proc
-            self.scattered = [*huge_pages.scattered(Path("/proc/self/maps").read_text())]
 
     def note_fork(self, pid: int, agent: socket.socket, value: str = "") -> None:
         self.forks += 1
@@ -350,6 +347,8 @@ class Server:
                 record_end(value, code, number)
             if agent is not None and agent.fileno() >= 0 and serial is not None:
                 send_message(agent, protocol.Ended(pid, code, number, time.time(), serial))
+            if not self.owner:  # there may be a next run; the first must not wait for this
+                self.scattered = huge_pages.scattered()
         if self.leaving and not self.owner:
             end_children()  # those that made a session of their own
         for agent in self.leaving - set(self.owner.values()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 
 MADV_COLLAPSE = 25
 """linux/mman.h, since Linux 6.1; older ones refuse it. Python's mmap does not have it."""
@@ -16,11 +17,16 @@ HUGE = 1 << 21
 LIBC = ctypes.CDLL(None)
 
 
-def scattered(maps: str) -> Iterator[int]:
-    """Addresses of what could be huge pages: writable private memory of no file, and the heap.
+def scattered() -> list[int]:
+    """Addresses in this process of what could be huge pages. Some may be, and others have never been used."""
+    try:
+        return [*could_be_huge(Path("/proc/self/maps").read_text())]
+    except OSError:  # no Linux
+        return []
 
-    `maps`: the text of /proc/self/maps. Some of them may be huge pages already, others have never been used.
-    """
+
+def could_be_huge(maps: str) -> Iterator[int]:
+    """Addresses of the huge pages that have room in writable private memory of no file, or in the heap."""
     for line in maps.splitlines():
         span, mode, _, _, inode, *name = line.split(maxsplit=5)
         if mode == "rw-p" and inode == "0" and (not name or name[0] == "[heap]"):

@@ -46,6 +46,7 @@ from raydist.worker.protocol import (
     encode,
 )
 from tests.leftovers import alive
+from tests.node.test_huge_pages import can_collapse, huge_of
 
 Kind = TypeVar("Kind")
 
@@ -540,6 +541,25 @@ def test_a_server_that_has_used_a_gpu_spawns_its_ranks(tmp_path: Path) -> None:
     pid = line.fork(lambda: (os.getppid(), "poison" in sys.modules))
     assert line.receive(Ended) == Ended(pid, 0, 0, unittest.mock.ANY, unittest.mock.ANY)
     assert not line.value()[1]
+    node.close()
+
+
+@can_collapse
+def test_its_memory_is_in_huge_pages_once_it_has_no_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forks are faster. A child that shares the memory would keep the old pages."""
+    (tmp_path / "large.py").write_text("block = [*range(10**6)]")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    node = Node(tmp_path / "f", modules=("large",))
+    line = node.dial()
+    stays, ends = line.fork(lambda: time.sleep(60)), line.fork(lambda: None, rank=1)
+    assert line.receive(Ended).pid == ends
+    assert huge_of(line.warm.pid) == 0
+    line.send(SignalProcess(stays, signal.SIGKILL))
+    assert line.receive(Ended).pid == stays
+    assert soon(lambda: huge_of(line.warm.pid) > 20 * 2**20)
+    line.fork(lambda: sys.modules["large"].block[-1])
+    assert line.receive(Ended).code == 0
+    assert line.value() == 10**6 - 1
     node.close()
 
 

@@ -22,7 +22,6 @@ from raydist.shared.errors import ConfigError
 from raydist.worker.protocol import BeginRun, Claim, Open, WarmServer, encode
 from tests.leftovers import ended
 from tests.node import test_fork_server
-from tests.node.test_huge_pages import can_collapse, huge_of
 
 OWNER = """
 import socket, time
@@ -114,22 +113,6 @@ def test_it_ends_by_itself_when_nobody_claims_it(place: Path) -> None:
     server.end()
     assert ended(there.pid)
     assert soon(lambda: not server.folder.exists())
-
-
-@can_collapse
-def test_one_that_waits_has_its_memory_in_huge_pages_and_then_ends_by_itself(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its next forks are faster."""
-    (place / "large.py").write_text("block = [*range(10**6)]")
-    monkeypatch.setenv("PYTHONPATH", str(place))
-    server = kept_server.obtain(1, {}, 3, ("large",))
-    assert server is not None
-    there = known(server)
-    assert not huge_of(there.pid)
-    server.end()
-    assert soon(lambda: huge_of(there.pid) > 0)
-    assert ended(there.pid)
 
 
 def test_it_outlives_an_owner_that_is_killed(place: Path) -> None:
