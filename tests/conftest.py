@@ -128,9 +128,7 @@ def ray_address() -> Iterator[str]:
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # as ray.init does: slots and this process have one limit
-    # the log monitor sends workers' output to drivers that want it, and takes a minute of CPU in all
-    head = {"num_cpus": 4, "include_dashboard": False, "include_log_monitor": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster = Cluster(initialize_head=True, head_node_args={**programs.HEAD, "num_cpus": 4})
     yield cluster.address
     ray.shutdown()
     cluster.shutdown()

@@ -24,6 +24,8 @@ from raydist.shared.events import Event, read_events
 from tests.leftovers import after, folders_of, marked, waiting_servers
 
 ROOT = Path(__file__).parents[1]
+HEAD: dict[str, Any] = {"include_dashboard": False, "include_log_monitor": False}
+"""For the head of a Cluster: what tests do not look at. The log monitor sends output that nobody reads."""
 _shared: list[Path] = []
 """The TMPDIR that programs share."""
 

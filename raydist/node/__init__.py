@@ -15,7 +15,8 @@ when a rank dies.
     fork_launcher.py      Starts and ends a fork server: for the first agent of a node, or for the driver on its machine
     fork_server.py        The fork server of a node: a plain process that imports torch once, and forks the ranks from
                           itself
-    huge_pages.py         A process's memory in pages of 2 MB, where Linux can: a fork copies one entry for each page
+    huge_pages.py         A process's memory in pages of 2 MB: a fork copies an entry for each page, and its end frees
+                          them
     kept_server.py        Fork servers that stay on their node for the next run of the same user, environment and Python
     load.py               How busy this machine is: CPU, memory, GPUs by NVML, bytes of its network ports
     mpi_agent.py          The agent of a rank under mpirun: it serves mpirun's processes, and forks the rank when mpirun

@@ -168,8 +168,9 @@ from raydist.shared.events import Events, read_events
 from raydist.cluster.node_history import NodeIncident
 from raydist.settings import compose
 from pathlib import Path
+from tests.programs import HEAD
 
-made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+made = Cluster(initialize_head=True, head_node_args={**HEAD, "num_cpus": 2})
 for _ in range(2):
     made.add_node(num_cpus=2)
 ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)

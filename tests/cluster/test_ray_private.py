@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,22 @@ def test_no_other_file_reaches_into_ray() -> None:
 def test_this_ray_lacks_nothing() -> None:
     assert ray_private.missing_parts() == []
     assert all(ray_private.find_part(f"ray._private.node:Node.{name}") for name in ray_private.NOT_NEEDED)
+
+
+def test_what_shutdown_imports_is_imported_before() -> None:
+    code = """
+import sys, threading, ray
+from raydist.cluster import ray_private
+ray_private.import_for_shutdown()
+for each in threading.enumerate():
+    if each.daemon:
+        each.join()
+before = {*sys.modules}
+ray.shutdown()
+print([name for name in sys.modules if name not in before])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
 
 
 def test_what_is_needed_and_missing_is_named() -> None:

@@ -14,7 +14,7 @@ from raydist.cluster.drain import DrainNotice
 from raydist.cluster.nodes import Node
 from raydist.cluster.placement import Slot
 from tests.conftest import ROOT
-from tests.programs import Program
+from tests.programs import HEAD, Program
 from tests.scenarios.test_restart_run import WORDS
 
 JOB = "import raydist\nfrom tests import faults\n\ndef job(config):\n    return faults.training(config, pause=0.02)\n"
@@ -57,7 +57,7 @@ def cluster() -> Iterator[Any]:
     """A head without CPUs, and three nodes of one."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made = Cluster(initialize_head=True, head_node_args={**HEAD, "num_cpus": 0})
     for _ in range(3):
         made.add_node(num_cpus=1)
     made.wait_for_nodes()

@@ -15,7 +15,7 @@ from raydist.state import checkpoint_files
 from raydist.worker import checkpoint
 from tests.horovod_ranks import requires_horovod
 from tests.leftovers import folders_of
-from tests.programs import Program
+from tests.programs import HEAD, Program
 from tests.scenarios.test_drain import drain
 
 pytestmark = pytest.mark.ray
@@ -120,7 +120,7 @@ def grounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("TMPDIR", str(tmp))
-        args = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK}
+        args = {**HEAD, "num_cpus": 1, "_system_config": QUICK}
         site = Site(Cluster(initialize_head=True, head_node_args=args), tmp)
         yield site
         site.tidy()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.leftovers import ended, folders_of, gone
-from tests.programs import Program
+from tests.programs import HEAD, Program
 from tests.test_rig import wait_until
 
 PARENT = """
@@ -80,7 +80,7 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A Ray whose nodes keep fork servers, unlike that of the other tests."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={**HEAD, "num_cpus": 2})
     yield cluster
     cluster.shutdown()
 

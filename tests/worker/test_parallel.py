@@ -42,15 +42,15 @@ from tests.conftest import ROOT
 from tests.ranks import Told, run_ranks
 from tests.worker.test_sharded import memory
 
+STEPS = 20
 BASE = Job(
     backend=Backend("gloo"),
     data=Data(global_batch=24),
     optim=Optim("adamw", lr=0.005, warmup=5),
-    train=Train(steps=50, clip=0.5),
-    checkpoint=Checkpoint(every=10, keep=9),
+    train=Train(steps=STEPS, clip=0.5),
+    checkpoint=Checkpoint(every=4, keep=9),
     seed=5,
 )
-STEPS = 50
 FSDP = Parallel("fsdp")
 
 
@@ -318,7 +318,7 @@ def digits(job: Job) -> dict[str, float]:
     torch.manual_seed(raydist.rank().rank)  # the parameters are rank 0's
     model: Any = SmallCNN(width=8)
     model.tp_plan = {"classify.2": "colwise_rep"}
-    train, test = (TensorDataset(images[part], labels[part]) for part in (slice(1000), slice(1000, 1043)))
+    train, test = (TensorDataset(images[part], labels[part]) for part in (slice(400), slice(1000, 1043)))
     return raydist.fit(job, model=model, train=train, test=test, loss=F.cross_entropy, metrics={"accuracy": accuracy})
 
 
@@ -505,8 +505,8 @@ def resumed(ranks: int, settings: Parallel, checkpoint: Path, to: Path, steps: i
 
 def test_a_state_in_shards_goes_on_with_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
     _, (_, whole) = trained(folder, "fsdp", Parallel("fsdp"))
-    at, losses = folder / "fsdp" / "gpt", whole[:10]
-    for begin, ranks, end in ((10, 3, 20), (20, 2, 30), (30, 4, STEPS)):
+    at, losses = folder / "fsdp" / "gpt", whole[:4]
+    for begin, ranks, end in ((4, 3, 8), (8, 2, 12), (12, 4, STEPS)):
         to = tmp_path / str(ranks)
         losses = losses + resumed(ranks, Parallel("fsdp"), at / "checkpoints" / f"step-{begin:08d}", to, end)
         at = to
@@ -535,8 +535,8 @@ def in_memory(
 def test_a_state_in_shards_goes_on_from_memory_with_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
     _, (_, whole) = trained(folder, "fsdp", Parallel("fsdp"))
     a, b, c, d, e, f = (memory() for _ in range(6))
-    losses = in_memory([a, b, c, d], tmp_path / "four", 10, 0)
-    for restart, (memories, end) in enumerate((([a, c, d], 20), ([c, d], 30), ([e, c, f, d], STEPS)), 1):
+    losses = in_memory([a, b, c, d], tmp_path / "four", 4, 0)
+    for restart, (memories, end) in enumerate((([a, c, d], 8), ([c, d], 12), ([e, c, f, d], STEPS)), 1):
         losses = losses + in_memory(memories, tmp_path / str(end), end, restart)
     assert len(losses) == STEPS
     assert losses == pytest.approx(whole, abs=1e-5)
@@ -553,22 +553,22 @@ def test_the_other_divisions_go_on_from_memory_too(folder: Path, tmp_path: Path,
 def test_a_state_in_shards_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:
     _, (_, whole) = trained(folder, "fsdp", Parallel("fsdp"))
     _, (_, divided) = trained(folder, "tp", Parallel(tp=2))
-    at = folder / "fsdp" / "gpt" / "checkpoints" / "step-00000040"
-    assert resumed(4, Parallel("fsdp"), at, tmp_path / "same") == whole[40:]
-    assert resumed(1, Parallel(), at, tmp_path / "one") == pytest.approx(whole[40:], abs=1e-5)
-    at = folder / "tp" / "gpt" / "checkpoints" / "step-00000040"
-    assert resumed(4, Parallel("fsdp"), at, tmp_path / "from-tp") == pytest.approx(divided[40:], abs=1e-5)
+    at = folder / "fsdp" / "gpt" / "checkpoints" / "step-00000016"
+    assert resumed(4, Parallel("fsdp"), at, tmp_path / "same") == whole[16:]
+    assert resumed(1, Parallel(), at, tmp_path / "one") == pytest.approx(whole[16:], abs=1e-5)
+    at = folder / "tp" / "gpt" / "checkpoints" / "step-00000016"
+    assert resumed(4, Parallel("fsdp"), at, tmp_path / "from-tp") == pytest.approx(divided[16:], abs=1e-5)
 
 
 def test_a_pipeline_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:
     _, (_, whole) = trained(folder, "pp", Parallel(pp=2))
-    at = folder / "pp" / "gpt" / "checkpoints" / "step-00000040"
+    at = folder / "pp" / "gpt" / "checkpoints" / "step-00000016"
     for name, ranks, settings in (
         ("tp", 4, Parallel(pp=2, tp=2, microbatches=4)),
         ("shard", 4, Parallel("fsdp", pp=2, schedule="gpipe")),
         ("fsdp", 2, Parallel("fsdp")),
     ):
-        assert resumed(ranks, settings, at, tmp_path / name) == pytest.approx(whole[40:], abs=1e-5)
+        assert resumed(ranks, settings, at, tmp_path / name) == pytest.approx(whole[16:], abs=1e-5)
     told = run_ranks(2, replace(BASE, parallel=Parallel("pp")), digits, tmp_path, {"RAYDIST_RESUME": str(at)})
     assert all("this state does not fit the model" in one.error for one in told)
 
@@ -577,7 +577,7 @@ def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
     trained(folder, "tp", Parallel(tp=2))
     trained(folder, "pp", Parallel(pp=2))
     trained(folder, "fsdp", Parallel("fsdp"))
-    saved = [str(folder / name / "gpt" / "checkpoints" / "step-00000050") for name in ("fsdp", "tp", "pp")]
+    saved = [str(folder / name / "gpt" / "checkpoints" / "step-00000020") for name in ("fsdp", "tp", "pp")]
     ended = subprocess.run([sys.executable, "-c", PLAIN, *saved], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     (one, steps), *others = map(json.loads, ended.stdout.splitlines())
@@ -623,5 +623,5 @@ def test_a_whole_state_goes_on_in_shards(folder: Path, tmp_path: Path) -> None:
     """Of four ranks of ddp under fsdp; of two under tp, which has other generators then."""
     for name, ranks, settings in (("ddp4", 4, Parallel("fsdp")), ("ddp2", 2, Parallel(tp=2))):
         _, (_, whole) = trained(folder, name, Parallel(), ranks)
-        at = folder / name / "gpt" / "checkpoints" / "step-00000030"
-        assert resumed(4, settings, at, tmp_path / name, 40) == pytest.approx(whole[30:40], abs=1e-5)
+        at = folder / name / "gpt" / "checkpoints" / "step-00000012"
+        assert resumed(4, settings, at, tmp_path / name, 16) == pytest.approx(whole[12:16], abs=1e-5)

@@ -193,9 +193,10 @@ import ray
 from ray.cluster_utils import Cluster
 import raydist
 from raydist.shared.errors import RaydistError
+from tests.programs import HEAD
 from tests.worker.test_sharded import until_the_end
 
-made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+made = Cluster(initialize_head=True, head_node_args={**HEAD, "num_cpus": 0})
 for _ in range(3):
     made.add_node(num_cpus=2)
 ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
