@@ -37,7 +37,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -90,7 +90,7 @@ class Server:
     """Whether it stays when its owner lets go."""
     guard: int = -1
     """A descriptor of the process without which it does not stay, as Ray's raylet; -1: none."""
-    scattered: list[int] = field(default_factory=list)
+    scattered: Iterator[int] | None = None
     """The memory that it puts into huge pages while it has no child and nothing to do: node.huge_pages.scattered."""
     run_folders: list[str] = field(default_factory=list)
     """What to remove when the claim ends."""
@@ -121,10 +121,13 @@ class Server:
         for source in (*own, self.lifeline):
             self.selector.register(source, selectors.EVENT_READ)
         while True:
-            scattered = () if self.owner else self.scattered
+            scattered = None if self.owner else self.scattered
             ready = self.selector.select(0 if scattered else self.idle_s)
             if not ready and scattered:
-                huge_pages.collapse(scattered.pop())
+                if address := next(scattered, None):
+                    huge_pages.collapse(address)
+                else:
+                    self.scattered = None
                 continue
             agents = self.selector.get_map().keys() - {*own, self.lifeline}
             if not ready and not agents and not self.owner:

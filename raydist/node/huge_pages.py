@@ -6,6 +6,7 @@ child as long; with huge pages a seventh of that.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,10 @@ HUGE = 1 << 21
 LIBC = ctypes.CDLL(None)
 
 
-def scattered() -> list[int]:
+def scattered() -> Iterator[int]:
     """Addresses in this process of what could be huge pages. Some may be, and others have never been used."""
-    try:
-        return [*could_be_huge(Path("/proc/self/maps").read_text())]
-    except OSError:  # no Linux
-        return []
+    with contextlib.suppress(OSError):  # no Linux
+        yield from could_be_huge(Path("/proc/self/maps").read_text())
 
 
 def could_be_huge(maps: str) -> Iterator[int]:
