@@ -20,7 +20,7 @@ from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan, assign_ranks
 from raydist.network.facts import Facts
 from raydist.node import actor
-from raydist.node.actor import NodeActor
+from raydist.node.actor import AgentHost
 from raydist.shared.events import Event, event
 from raydist.worker import protocol
 from raydist.worker.protocol import Answer, AnyReply, NodeRequest, RankActivity, RankEnd, RankNews, Request
@@ -128,11 +128,11 @@ def serve(address: str) -> None:
     """The process of the simulation."""
     actor.make_agent = lambda backend: SimulatedAgent()  # type: ignore[assignment, return-value]
     loop, connection = asyncio.new_event_loop(), Client(address)
-    nodes: dict[int, NodeActor] = {}
+    nodes: dict[int, AgentHost] = {}
     tasks = set()
 
     async def answer(number: int, node: int, requests: Sequence[NodeRequest]) -> None:
-        answers = await nodes.setdefault(node, NodeActor("gloo")).exchange(requests)
+        answers = await nodes.setdefault(node, AgentHost("gloo")).exchange(requests)
         connection.send_bytes(pickle.dumps((number, answers)))
 
     def order(number: int, name: str, value: Any) -> None:
@@ -195,7 +195,7 @@ class Simulation:
         return reply
 
     def exchange(self, node: int) -> Callable[[Sequence[NodeRequest]], Future[Sequence[Answer]]]:
-        """As NodeActor.exchange of this node."""
+        """As AgentHost.exchange of this node."""
         return lambda requests: self.ask(node, requests)
 
     def close(self) -> None:

@@ -48,6 +48,8 @@ def connect(job: Job, events: Events) -> Iterator[None]:
     if _local_cpus and not (_local_cpus >= cpus_needed(job) and answers(ray.get_runtime_context().gcs_address)):
         end_local_ray()
     connected = ray.is_initialized()
+    if ending.is_command():
+        ray_private.skip_serializers()
     started = False if connected else start_or_join(job)
     signals.take()  # ray.init has installed a SIGTERM handler that exits without a message
     try:

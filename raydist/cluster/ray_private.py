@@ -22,6 +22,7 @@ from raydist.shared.errors import LaunchError
 
 SHUTDOWN_IMPORTS = "ray.dag.compiled_dag_node:_shutdown_all_compiled_dags"
 """ray.shutdown imports it, in 0.05 s."""
+SERIALIZERS = "ray.util:serialization_addons"
 LOG_EVERY_S = 0.5
 """Seconds between two looks of Ray at a log that grows."""
 TOKEN_SETUP = "ray._private.authentication.authentication_token_setup"
@@ -32,6 +33,7 @@ OPTIONAL = {
     f"{STATE}:state.get_draining_nodes": "raydist notices a drained node only when it is gone",
     f"{STATE}:state.get_cluster_config": "raydist reads the autoscaler's node types from its file",
     f"{NODE_MESSAGES}:PrestartWorkersRequest": "the actors of a further run take half a second longer to start",
+    f"{SERIALIZERS}.apply": "each command takes a fifth of a second longer",
     f"{SERVICES}:ConsolePopen": "a signal to the whole process group ends Ray before the ranks",
 }
 """module:attribute -> the consequence for a run if this Ray lacks it."""
@@ -244,6 +246,15 @@ def prestart_workers(address: str, number: int, keep_s: float, timeout: float) -
 def import_for_shutdown() -> None:
     """Import what ray.shutdown imports, in a thread: while this process waits, not when a person waits for its end."""
     threading.Thread(target=find_part, args=(SHUTDOWN_IMPORTS,), daemon=True).start()
+
+
+def skip_serializers() -> None:
+    """Keep Ray from importing pydantic and pyarrow into this process, which sends and receives only raydist's messages.
+
+    Ray imports them before the first message, in case it holds objects of theirs: 0.08 s each, in driver and actor.
+    """
+    if (addons := find_part(SERIALIZERS)) is not None:
+        addons.apply = lambda context: None
 
 
 def change_job_entry(address: str, id: str, change: Callable[[bytes], bytes | None], timeout: float) -> None:

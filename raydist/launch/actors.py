@@ -12,7 +12,7 @@ from raydist.cluster import ray_private
 from raydist.cluster.placement import Plan
 from raydist.launch.limits import OPEN_S, longest
 from raydist.launch.mailbox import Mail, Mailbox
-from raydist.node.actor import NodeActor
+from raydist.node.actor import MpiNodeActor, NodeActor
 from raydist.node.recorded_end import read_end
 from raydist.shared import signals
 from raydist.shared.errors import LaunchError
@@ -54,7 +54,8 @@ class Actors:
         }
         """By bundle: its placement group, and its index in that group."""
         self._options = options
-        self._class = ray.remote(NodeActor)  # once: Ray exports the class at each call
+        node_actor = MpiNodeActor if plan.request.backend == "mpi" else NodeActor
+        self._class = ray.remote(node_actor)  # once: Ray exports the class at each call
         self._actors: dict[Key, Any] = {}
         self._mail = Mail()
         self._boxes: dict[Key, Mailbox] = {}
@@ -79,7 +80,7 @@ class Actors:
         """Start this actor if it is missing."""
         if key in self._actors:
             return
-        actor = self._class.options(**self._actor_options(key[0])).remote(self.plan.request.backend)
+        actor = self._class.options(**self._actor_options(key[0])).remote()
 
         def exchange(requests: Sequence[NodeRequest]) -> Future[Sequence[Answer]]:
             return actor.exchange.remote(requests).future()  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ from raydist.network import binding, checks_node
 from raydist.network import variables as network_variables
 from raydist.network.names import RANK_FOLDER
 from raydist.node import cache_folder, probe, rendezvous
-from raydist.node.actor import NodeActor
+from raydist.node.actor import AgentHost
 from raydist.node.load import LoadReader
 from raydist.settings.config import Job
 from raydist.shared.errors import Stopped
@@ -148,7 +148,7 @@ def in_thread(plan: Plan, events: Events) -> Iterator[WorkerGroup]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="raydist-agents", daemon=True)
     thread.start()
-    actor = NodeActor(plan.request.backend)
+    actor = AgentHost(plan.request.backend)
     try:
         with Mail() as mail:
             box = mail.box(lambda requests: asyncio.run_coroutine_threadsafe(actor.exchange(requests), loop))

@@ -18,7 +18,7 @@ NEWS_LINGER_S = 0.02
 """The same of GetNews, for which nobody waits. So the ranks of a node come to answer together."""
 
 Exchange = Callable[[Sequence[NodeRequest]], "Future[Sequence[Answer]]"]
-"""Sends requests to a node; the future has answers to these or to earlier ones (node.actor.NodeActor.exchange)."""
+"""Sends requests to a node; the future has answers to these or to earlier ones (node.actor.AgentHost.exchange)."""
 
 
 class Mail(AbstractContextManager["Mail"]):

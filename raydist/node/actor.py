@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from raydist.cluster import ray_private
 from raydist.node.agent import RankAgent
 from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.errors import LaunchError
@@ -22,11 +23,8 @@ def make_agent(backend: str) -> RankAgent:
     return MpiRankAgent() if backend == "mpi" else RankAgent()
 
 
-class NodeActor:
-    """One actor per rank, for Ray's accounting. Only the first of a node takes part in a launch: it hosts all agents.
-
-    Starting a Ray worker takes half a second of CPU: sixteen ranks with a worker each would wait eight seconds.
-    """
+class AgentHost:
+    """Hosts all agents of a node: in an actor, or in a thread of a driver without Ray."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -91,11 +89,32 @@ class NodeActor:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+
+class NodeActor(AgentHost):
+    """One actor per rank, for Ray's accounting. Only the first of a node takes part in a launch: it hosts all agents.
+
+    Starting a Ray worker takes half a second of CPU: sixteen ranks with a worker each would wait eight seconds.
+    __init__ has no arguments: Ray would read them before it, with the serializers that it skips.
+    """
+
+    backend = ""
+    """What its agents are made for."""
+
+    def __init__(self) -> None:
+        ray_private.skip_serializers()
+        super().__init__(self.backend)
+
     async def gpus(self) -> tuple[str, ...]:
         """The GPUs that Ray assigned to this actor. The actor itself never uses CUDA, so Ray's mask has no effect."""
         import ray
 
         return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+
+
+class MpiNodeActor(NodeActor):
+    """A NodeActor of a run under mpirun."""
+
+    backend = "mpi"
 
 
 def picklable(error: Exception) -> Exception:

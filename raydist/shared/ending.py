@@ -63,6 +63,11 @@ def tidied() -> None:
         _beside.pop().join()
 
 
+def is_command() -> bool:
+    """Whether this process runs a command, and nothing else."""
+    return _command
+
+
 def run_to_the_end(main: Callable[[], int]) -> NoReturn:
     """Call main(), and end the process with the exit code that it returns."""
     global _command

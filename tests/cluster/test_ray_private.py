@@ -44,6 +44,52 @@ print([name for name in sys.modules if name not in before])
     assert done.stdout == "[]\n"
 
 
+ACTORS = """
+import contextlib
+from pathlib import Path
+
+def look():
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # a process that has ended
+            if (folder / "cmdline").read_bytes().startswith(b"ray::NodeActor"):
+                print("actor", "pydantic_core" in (folder / "maps").read_text())
+"""
+COMMAND = """
+import sys
+from raydist import train
+from raydist.shared.ending import run_to_the_end
+
+def main():
+    code = train.main(["job=actors.py:look", "scale=1x2"])
+    print("command", "pydantic" in sys.modules, flush=True)
+    return code
+
+run_to_the_end(main)
+"""
+PROGRAM = """
+import sys, raydist
+raydist.run("actors.py:look", "scale=1x2")
+print("program", "pydantic" in sys.modules, flush=True)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("code", "at_end"), [(COMMAND, "command False"), (PROGRAM, "program True")])
+def test_ray_imports_pydantic_only_where_objects_of_it_may_be_sent(
+    tmp_path: Path, ray_address: str, code: str, at_end: str
+) -> None:
+    pytest.importorskip("pydantic")
+    (tmp_path / "actors.py").write_text(ACTORS)
+    env = {**os.environ, "RAY_ADDRESS": ray_address}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert at_end in done.stdout
+    (log,) = tmp_path.glob("runs/*/*/logs/rank-0.log")
+    assert {*log.read_text().splitlines()} == {"actor False"}
+
+
 def test_what_is_needed_and_missing_is_named() -> None:
     assert ray_private.find_part("ray._private.worker:no_such") is None
     with pytest.raises(LaunchError, match=r"ray .* has no ray\._private\.no_such:thing, which raydist needs"):

@@ -14,7 +14,7 @@ import pytest
 from raydist.launch import mailbox
 from raydist.launch.mailbox import Mail, Mailbox
 from raydist.node import actor
-from raydist.node.actor import NodeActor
+from raydist.node.actor import AgentHost
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.worker.protocol import (
     Answer,
@@ -78,7 +78,7 @@ class NodeInThread:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        self.actor = NodeActor("gloo")
+        self.actor = AgentHost("gloo")
         self.calls: list[Sequence[NodeRequest]] = []
 
     def exchange(self, requests: Sequence[NodeRequest]) -> Future[Sequence[Answer]]:
