@@ -79,10 +79,9 @@ def test_a_run_that_is_struck_ends_as_if_it_had_not_been(on_ray: Path, backend: 
     (end,) = done.restarts
     assert (end.rank, end.how, end.step) == (struck.rank, how, struck.step)
     (back,) = events(done, "restarted")
-    # the other rank may be stopped while it still takes the optimizer's step that the struck one has taken
-    behind = struck.step - min(event["step"] for event in events(done, "ended")[:2])
-    assert (back["number"], back["step"], back["repeated"]) == (1, struck.step + 1 - behind, behind)
-    assert behind <= 1
+    # the other rank may be stopped while it still takes or keeps the step that the struck one has kept
+    assert (back["number"], back["step"]) == (1, struck.step + 1 - back["repeated"])
+    assert back["repeated"] <= 1
     assert not done.failure
     assert len(events(done, "began")) == 4
     assert not [event["pid"] for event in events(done, "began") if alive(event["pid"])]
@@ -132,8 +131,8 @@ def test_copies_of_shards_and_divided_layers_go_on_from_memory(on_ray: Path, wor
     done = train(*words, struck=(kill(3, 5),))
     assert (done.values, losses(done)) == (whole.values, losses(whole))
     (back,) = events(done, "restarted")
-    assert back["step"] == 6
-    assert back["repeated"] <= 1  # ranks of another group may have been a step ahead
+    # when rank 3 computes the loss of step 6, ranks of another group may have done it, or may not have kept step 5
+    assert (back["step"], back["repeated"]) in ((6, 0), (6, 1), (5, 1))
 
 
 def test_a_pipeline_goes_on_from_memory(on_ray: Path) -> None:
