@@ -18,11 +18,29 @@ from tests.conftest import ROOT
 from tests.leftovers import PREFIX, alive
 from tests.rig import requires_root
 
-START = "pathlib.Path({pid!r}).write_text(str(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid))"
+PRELUDE = """
+import os, pathlib, signal, subprocess, tempfile, time
+from tests.rig.namespaces import NET, Space
+
+KEPT = []
+
+
+def sleeps(pid):
+    # until then it may have no environment: exec makes that last
+    while not pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"):
+        time.sleep(0.01)
+    return pid
+
+
+"""
+START = "pathlib.Path({pid!r}).write_text(str(sleeps(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)))"
 # By the test that leaves it: what that does, and how it is told.
 WAYS = {
-    "process": ("subprocess.Popen(['sleep', '1002'])", r"process \d+ sleep 1002"),
-    "orphan": ("subprocess.run(['sh', '-c', 'sleep 1001 &'])", r"process \d+ sleep 1001"),
+    "process": ("sleeps(subprocess.Popen(['sleep', '1002']).pid)", r"process \d+ sleep 1002"),
+    "orphan": (
+        "sleeps(int(subprocess.check_output(['sh', '-c', 'sleep 1001 >/dev/null & echo $!'])))",
+        r"process \d+ sleep 1001",
+    ),
     "tmp": ("tempfile.mkdtemp(prefix='raydist-')", "file FOLDER/raydist-.+"),
     "person": ("(pathlib.Path.home() / '.ray').mkdir()", "file FOLDER/home/.ray"),
     "where_it_stands": ("pathlib.Path('screen.txt').touch()", "file FOLDER/cwd/screen.txt"),
@@ -42,10 +60,8 @@ def folders(screen: str) -> list[Path]:
 
 def session(folder: Path, *words: str, **bodies: str) -> tuple[int, str]:
     """The exit code and the screen of a pytest of its own, whose tests do this."""
-    modules = "os, pathlib, signal, subprocess, tempfile, time"
-    imports = f"import {modules}\nfrom tests.rig.namespaces import NET, Space\nKEPT = []\n"
     tests = [f"def test_{name}(tmp_path):\n    {body}\n" for name, body in bodies.items()]
-    (folder / "test_it.py").write_text("\n".join([imports, *tests]))
+    (folder / "test_it.py").write_text(PRELUDE + "\n".join(tests))
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--left-within=1", str(folder / "test_it.py")]
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run([*command, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
