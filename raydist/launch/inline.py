@@ -145,19 +145,33 @@ def rank_context(events: Events) -> Iterator[Callable[[], dict[int, Pace]]]:
 @contextlib.contextmanager
 def in_thread(plan: Plan, events: Events) -> Iterator[WorkerGroup]:
     """A worker group without Ray: its agents live in a thread of this process, its ranks are plain processes."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="raydist-agents", daemon=True)
-    thread.start()
     actor = AgentHost(plan.request.backend)
+    with loop_in_thread() as loop, Mail() as mail:
+        box = mail.box(lambda requests: asyncio.run_coroutine_threadsafe(actor.exchange(requests), loop))
+
+        def call(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+            return box.send(rank, request)
+
+        with WorkerGroup(plan, call, events) as group:
+            yield group
+
+
+@contextlib.contextmanager
+def loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs in a thread. At the end its unfinished tasks are cancelled."""
+    loop = asyncio.new_event_loop()
+
+    def serve() -> None:
+        loop.run_forever()
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks))
+
+    thread = threading.Thread(target=serve, name="raydist-agents", daemon=True)
+    thread.start()
     try:
-        with Mail() as mail:
-            box = mail.box(lambda requests: asyncio.run_coroutine_threadsafe(actor.exchange(requests), loop))
-
-            def call(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
-                return box.send(rank, request)
-
-            with WorkerGroup(plan, call, events) as group:
-                yield group
+        yield loop
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=CLOSE_S)

@@ -106,6 +106,8 @@ class Mailbox:
             call.add_done_callback(self._receive)
 
     def _receive(self, call: Future[Sequence[Answer]]) -> None:
+        if call.cancelled():  # the agents' event loop ends: nobody waits for an answer
+            return
         if (error := call.exception()) is not None:
             self._fail(error)
             return

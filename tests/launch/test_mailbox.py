@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from raydist.launch import mailbox
+from raydist.launch.inline import loop_in_thread
 from raydist.launch.mailbox import Mail, Mailbox
 from raydist.node import actor
 from raydist.node.actor import AgentHost
@@ -74,10 +75,8 @@ class Unpicklable(Exception):
 class NodeInThread:
     """A node's actor with fake agents, in a thread; its calls are counted."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self.actor = AgentHost("gloo")
         self.calls: list[Sequence[NodeRequest]] = []
 
@@ -95,10 +94,8 @@ class NodeInThread:
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeInThread]:
     monkeypatch.setattr(actor, "make_agent", lambda backend: FakeAgent())
-    one = NodeInThread()
-    yield one
-    one.loop.call_soon_threadsafe(one.loop.stop)
-    one.thread.join()
+    with loop_in_thread() as loop:
+        yield NodeInThread(loop)
 
 
 @pytest.fixture
@@ -194,3 +191,23 @@ def test_a_call_that_cannot_be_made_fails_its_requests() -> None:
 
     with Mail() as mail:
         assert isinstance(mail.box(exchange).send(0, IsOpen()).exception(PATIENCE_S), RuntimeError)
+
+
+def test_a_call_that_is_open_when_the_loop_ends_is_cancelled_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(actor, "make_agent", lambda backend: FakeAgent())
+    calls: list[Future[Sequence[Answer]]] = []
+
+    def exchange(requests: Sequence[NodeRequest]) -> Future[Sequence[Answer]]:
+        calls.append(there.exchange(requests))
+        return calls[-1]
+
+    with loop_in_thread() as loop, Mail() as mail:
+        there = NodeInThread(loop)
+        mail.box(exchange).send(0, StopRank(0.0))
+        while not calls:
+            time.sleep(0.01)
+        late = asyncio.run_coroutine_threadsafe(asyncio.sleep(1000), loop)  # it may not have begun
+    assert (calls[0].cancelled(), late.cancelled()) == (True, True)
+    assert not caplog.records
