@@ -236,7 +236,9 @@ def _follow_on(others: Sequence[End]) -> list[str]:
 
 def kind_of(end: End) -> tuple[str, int, int, str, str]:
     """Equal for ends that are the same, numbers in the message aside."""
-    return end.how, end.code, end.signal, end.type, re.sub(r"0x[0-9a-f]+|\d+", "#", end.message)
+    # one that has raised exits with code 1, or is killed before that because another rank has failed
+    code, number = (0, 0) if end.how == "raised" else (end.code, end.signal)
+    return end.how, code, number, end.type, re.sub(r"0x[0-9a-f]+|\d+", "#", end.message)
 
 
 def _name_ranks(ends: Sequence[End]) -> str:

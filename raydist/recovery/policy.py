@@ -128,7 +128,8 @@ def without_progress(past: Sequence[Attempt]) -> int:
 
 def same(one: End | None, other: End) -> bool:
     """Whether two failures are one fault of the job: same step, same kind of end, same message."""
-    if one is None or other.how in ("lost", "drained") or (other.signal in FROM_OUTSIDE and not other.oom):
+    sent = other.how != "raised" and other.signal in FROM_OUTSIDE and not other.oom
+    if one is None or other.how in ("lost", "drained") or sent:
         return False
     return one.step == other.step and kind_of(one) == kind_of(other)
 

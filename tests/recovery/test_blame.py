@@ -227,7 +227,8 @@ def test_every_way_to_end_is_said_in_words(culprit: End, words: list[str]) -> No
 
 
 def test_the_same_error_on_several_ranks_is_told_once() -> None:
-    ends = [raised(rank, "ValueError", f"bad sample {rank} at 0x7f{rank}", at=rank) for rank in (1, 2, 3, 5)]
+    ends = [raised(rank, "ValueError", f"bad sample {rank} at 0x7f{rank}", at=rank, code=1) for rank in (1, 2, 3, 5)]
+    ends[2] = replace(ends[2], code=0, signal=9)  # stopped with all others, while it printed its traceback
     text = failure_text([*ends, raised(0, "KeyError", "'x'", at=9.0)])
     assert text.splitlines()[0].startswith("rank 1 ")
     assert "  the same on ranks 2-3, 5" in text

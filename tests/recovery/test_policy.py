@@ -86,6 +86,8 @@ def test_a_node_that_was_taken_away_costs_nothing() -> None:
 def test_the_same_error_at_the_same_step_is_tried_twice_at_most() -> None:
     again = replace(RAISED, message="bad batch 18")  # numbers in the words are no difference
     assert decide(RULE, history((RAISED, 10), (again, 10))) == GiveUp("the same failure came twice at step 10")
+    stopped = replace(again, code=0, signal=signal.SIGKILL)  # before it had exited, because other ranks failed too
+    assert isinstance(decide(RULE, history((RAISED, 10), (stopped, 10))), GiveUp)
     assert isinstance(decide(RULE, history((RAISED, 10), (RAISED, 11))), Retry)
     assert isinstance(decide(RULE, history((RAISED, 10), (replace(RAISED, type="KeyError"), 10))), Retry)
 
