@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from raydist.cluster import ray_private
 from raydist.cluster.placement import Plan
 from raydist.launch.limits import OPEN_S, longest
 from raydist.launch.mailbox import Mail, Mailbox
 from raydist.node.actor import MpiNodeActor, NodeActor
-from raydist.node.recorded_end import read_end
 from raydist.shared import signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
-from raydist.worker.protocol import Answer, AnyReply, NodeRequest, RecordedEnd, Request
+from raydist.worker.protocol import Answer, AnyReply, NodeRequest, Request
 
+T = TypeVar("T")
 Key = tuple[int, int]
 """An actor's bundle, and its local rank there. It stays the same when ranks are renumbered."""
 POLL_S = 0.1
@@ -111,15 +111,14 @@ class Actors:
             return failed
         return self._boxes[key].send(local_rank, request)
 
-    def recorded_end(self, rank: int, run: str) -> Future[RecordedEnd | None]:
-        """How a rank ended whose actor does not answer: a task on its node reads it. `run`: of its fork server."""
+    def on_node(self, rank: int, look: Callable[..., T], *args: Any) -> Future[T]:
+        """Call a function in a task on the node of a rank, whose actor does not answer."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        node = self.plan.slots[rank].node.id
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        task = ray.remote(read_end).options(num_cpus=0, max_retries=0, scheduling_strategy=there, **self._options)
-        return task.remote(run, node, rank).future()  # type: ignore[no-any-return]
+        there = NodeAffinitySchedulingStrategy(self.plan.slots[rank].node.id, soft=False)
+        task = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there, **self._options)
+        return task.remote(*args).future()  # type: ignore[no-any-return]
 
     def gpus(self) -> list[tuple[str, ...]]:
         """The GPUs of each rank. Only its own actor knows them, so this starts all actors and waits for them.

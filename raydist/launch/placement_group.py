@@ -69,7 +69,7 @@ def placed_group(
             record_attempt=partial(record_attempt, job, address, actors),
             reachable=reachable,
             put=ray.put,
-            recorded_end=actors.recorded_end,
+            on_node=actors.on_node,
         ) as group:
             yield group
         if gangs is not None and standby is None:

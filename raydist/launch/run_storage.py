@@ -82,21 +82,23 @@ def _own(folder: StoragePath, warn: Warn) -> Saved | None:
     return checkpoint_files.newest(folder, warn, at_most=found.step) if found and found.sharded else found
 
 
-def report_saved(job: Job, events: Events, wait_s: float = 0.0) -> bool:
+def report_saved(job: Job, events: Events, wait_s: float = 0.0, step: int | None = None) -> bool:
     """Add the event of this run's newest checkpoint if it is missing: a node that lost its driver saves on its own.
 
-    `wait_s`: how long to wait for one. False: there is none, or none was missing.
+    `wait_s`: how long to wait for one of this step (None: of a step later than all that were reported), or of a later
+    one. False: there is none.
     """
     folder = run_folder(job) / "checkpoints"
     reported = max((event["step"] for event in events.all("saved")), default=-1)
     try:
         with environment(job.env):
-            until = time.monotonic() + wait_s
-            while not (newer := checkpoint_files.newest_step(folder) > reported) and time.monotonic() < until:
+            until, wanted = time.monotonic() + wait_s, reported + 1 if step is None else step
+            while (newest := checkpoint_files.newest_step(folder)) < wanted and time.monotonic() < until:
                 time.sleep(LOOK_S)
-            if newer and (saved := checkpoint_files.newest(folder, hashed=False)) and saved.step > reported:
+            if newest > reported and (saved := checkpoint_files.newest(folder, hashed=False)) and saved.step > reported:
                 events.say("saved", rank=0, step=saved.step, path=str(saved.path), s=0.0)
-                return True
+                reported = saved.step
+            return reported >= wanted
     except Exception as error:  # the reported checkpoints exist all the same
         text = f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
         events.say("warning", text=text)

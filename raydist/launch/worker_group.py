@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from raydist.cluster.placement import Plan, Slot
 from raydist.launch import flush as launch_flush
@@ -25,6 +25,7 @@ from raydist.network import binding, checks_node, traffic
 from raydist.network.facts import Facts
 from raydist.network.names import EnvVar
 from raydist.network.variables import Rendezvous
+from raydist.node import recorded_end
 from raydist.settings.config import Job, as_dict
 from raydist.shared import arguments as shared_arguments
 from raydist.shared.errors import ConfigError, LaunchError, last_line
@@ -44,6 +45,7 @@ from raydist.worker.protocol import (
 )
 
 Reply = TypeVar("Reply")
+T = TypeVar("T")
 
 
 class WorkerGroup(AbstractContextManager["WorkerGroup"]):
@@ -62,7 +64,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         record_attempt: Callable[[End | None, Sequence[Slow]], None] = lambda cause, slow: None,
         reachable: Callable[[str], bool] = lambda node_id: True,
         put: Callable[[bytes], bytes | Awaitable[bytes]] = lambda call: call,
-        recorded_end: Callable[[int, str], Future[RecordedEnd | None]] | None = None,
+        on_node: Callable[..., Future[Any]] | None = None,
     ) -> None:
         """`gpus`: returns each rank's GPUs; None where Ray assigns none.
 
@@ -71,8 +73,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         are draining, each with its deadline in seconds since the epoch, or 0. `standby`: the nodes without ranks of a
         job that has or may get some. `record_attempt`: takes the first cause of an attempt and its stragglers, for the
         node history. `reachable`: whether a node accepts connections; Ray itself finds out that one is gone. `put`:
-        puts bytes where each node fetches them once. `recorded_end`: reads on its node how a rank has ended, in the run
-        of this name.
+        puts bytes where each node fetches them once. `on_node`: takes a rank, a function and its arguments, and calls
+        the function on the node of the rank.
         """
         self.plan = plan
         self.first_world_size = plan.world_size
@@ -96,7 +98,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._opened: dict[str, Opened] = {}
         """By node id: the reply of its first agent."""
         self._put = put
-        self._recorded_end = recorded_end
+        self._on_node = on_node
         self._known_values: dict[int, RankValue] = {}
         """Of ranks that have ended beside an agent that does not answer."""
         self._silent = set[int]()
@@ -195,11 +197,26 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def recorded_end(self, rank: int) -> Future[RecordedEnd | None]:
         """How a rank has ended whose agent does not answer, as its node knows; None if it runs, or nothing is known."""
-        if self._recorded_end is None:
-            nothing: Future[RecordedEnd | None] = Future()
+        return self._look(rank, recorded_end.read_end, rank)
+
+    def newest_state(self, within_s: float) -> int | None:
+        """The step of the newest state that the node of rank 0 holds, whose agent does not answer; -1: none.
+
+        None: the node does not answer either.
+        """
+        try:
+            return self._look(0, recorded_end.newest_state).result(within_s)
+        except Exception:  # the node is gone
+            return None
+
+    def _look(self, rank: int, look: Callable[..., T | None], *args: Any) -> Future[T | None]:
+        """What this function of node.recorded_end finds on the node of a rank; None without Ray."""
+        if self._on_node is None:
+            nothing: Future[T | None] = Future()
             nothing.set_result(None)
             return nothing
-        return self._recorded_end(rank, self._run_of(self.plan.slots[rank]))
+        slot = self.plan.slots[rank]
+        return self._on_node(rank, look, self._run_of(slot), slot.node.id, *args)
 
     def keep_value(self, rank: int, value: RankValue) -> None:
         """Keep what a rank returned whose agent does not answer."""

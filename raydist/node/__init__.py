@@ -36,7 +36,8 @@ when a rank dies.
     processes.py          Signals, awaits and ends processes with their children; reads their state and their recorded
                           error
     rank_spec.py          The driver's request for a rank -> the whole description of its process, on its node
-    recorded_end.py       How a rank ended, in a file of its node: an agent that is stopped can't tell it
+    recorded_end.py       What a node knows of a run whose agents are stopped: how a rank ended, in a file; the newest
+                          state
     rendezvous.py         The rendezvous TCPStore, served on the training address by a process that outlives rank 0
     rendezvous_http.py    Horovod's rendezvous: its key-value store over HTTP, on the training address only, behind a
                           secret

@@ -17,11 +17,12 @@ never uses CUDA. Agents send it messages of worker.protocol over a Unix socket, 
     OpenStore                                     -> StoreForked
     WriteCheckpoint  one for the writer's events
     ShardsRequest    one for the writer's reply
+    GetNewestState                                -> NewestState
     SignalProcess
 
-When an agent disconnects, the server ends its ranks, writes
-their last state to the disk, and disconnects too. When the other end of the lifeline closes, because its owner ended or
-died, it ends everything, and itself unless it is kept. It ends when no agent came for IDLE_S.
+When an agent disconnects, the server ends its ranks, writes their last state to the disk, and disconnects too. When the
+other end of the lifeline closes, because its owner ended or died, it ends everything, and itself unless it is kept. It
+ends when no agent came for IDLE_S.
 """
 
 from __future__ import annotations
@@ -52,13 +53,10 @@ from raydist.worker import protocol
 from raydist.worker.protocol import (
     PACKET,
     BeginRun,
-    Claim,
     CommitShards,
     DropShards,
     ImportModules,
     ListShards,
-    LookAtModel,
-    OpenStore,
     ProgramSpec,
     RankSpec,
     ShardsRequest,
@@ -191,7 +189,7 @@ class Server:
     def answer(self, agent: socket.socket, message: protocol.Message, fds: list[int]) -> None:
         """Do what a message of an agent asks for."""
         match message:
-            case Claim():
+            case protocol.Claim():
                 self.claim(agent, fds)
             case BeginRun() if self.lifeline < 0:  # the owner has died since
                 self.disconnect(agent)
@@ -205,15 +203,18 @@ class Server:
                 self.note_fork(self.fork_rank(spec, fds, agent), agent, spec.value)
             case ProgramSpec() as program:
                 self.note_fork(self.fork(lambda: rank_main.run_program(program, *fds)), agent)
-            case LookAtModel() as asked:
+            case protocol.LookAtModel() as asked:
                 self.note_fork(self.fork(lambda: rank_main.look_at_model(asked, *fds)), agent)
-            case OpenStore(kind, address):
+            case protocol.OpenStore(kind, address):
                 store = self.fork_store(kind, address)
                 self.owner[store.pid] = agent
                 send_message(agent, store)
             case WriteCheckpoint() | ListShards() | WriteShards() | CommitShards() | DropShards() as request:
                 if self.memories[agent].wants_writer(request):
                     self.fork_writer(agent, request, *fds)
+            case protocol.GetNewestState(run):
+                held = [each.newest_step() for each in self.memories.values() if str(each.run) == run]
+                send_message(agent, protocol.NewestState(max(held, default=-1)))
             case SignalProcess(pid, number) if self.owner.get(pid) is agent:
                 kill(pid, number)
 

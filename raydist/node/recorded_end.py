@@ -1,4 +1,4 @@
-"""How a rank ended, in a file of its node: an agent that is stopped can't tell it. (actor)"""
+"""What a node knows of a run whose agents are stopped: how a rank ended, in a file; the newest state. (actor)"""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import os
 import time
 from pathlib import Path
 
+from raydist.node import kept_server
 from raydist.node.fork_launcher import node_folder
 from raydist.node.processes import recorded_error
 from raydist.worker.heartbeat import BEAT_PAGE, read_beat
-from raydist.worker.protocol import RankEnd, RankValue, RecordedEnd
+from raydist.worker.protocol import GetNewestState, NewestState, RankEnd, RankValue, RecordedEnd
 
 
 def run_folder_here(run: str, node_id: str) -> Path:
@@ -44,3 +45,10 @@ def read_value(base: Path) -> RankValue:
     """What the job of a rank returned or raised, pickled. `base`: the rank's files without their endings."""
     value, error = (Path(f"{base}.value{end}") for end in ("", ".error"))
     return RankValue(*(path.read_bytes() if path.exists() else None for path in (value, error)))
+
+
+def newest_state(run: str, node_id: str) -> int | None:
+    """The step of the newest state of a run that its fork server holds here; -1: none. None: it does not answer."""
+    folder = run_folder_here(run, node_id)
+    reply = kept_server.ask(folder, GetNewestState(str(folder)))
+    return reply.step if isinstance(reply, NewestState) else None

@@ -23,6 +23,7 @@ from raydist.state.snapshot_layout import (
     PAGE,
     REPLICA_SLOTS,
     SAVE_SLOT,
+    SLOTS,
     WORD,
     blank_page,
     complete_slots,
@@ -97,6 +98,11 @@ class SnapshotBuffers:
         server too, which must be able to end ranks.
         """
         return 0 in self.descriptors and bool(whole_slots(os.pread(self.descriptors[0], PAGE, 0)))
+
+    def newest_step(self) -> int:
+        """The newest step of a state here, of a rank's part of one, or of a checkpoint to be written; -1: none."""
+        pages = [os.pread(descriptor, PAGE, 0) for descriptor in self.descriptors.values()]
+        return max((step for page in pages for step in complete_slots(page, (*range(SLOTS), SAVE_SLOT))), default=-1)
 
     def wants_writer(self, request: WriteCheckpoint | ShardsRequest) -> bool:
         """Whether there is anything to do for a writer process."""

@@ -37,6 +37,8 @@ class Attempts:
         """What follows the last attempt; None before the first."""
         self._unwritten = ""
         """Why no agent could have the last state written."""
+        self._held: int | None = None
+        """The step of that state, as the fork server of rank 0 knows; -1: there is none. None: nobody knows."""
 
     @property
     def made(self) -> int:
@@ -72,7 +74,8 @@ class Attempts:
         """The outcome, once the agents are ended: a fork server that lost them has the last state written."""
         assert self.outcome is not None, "the run is not over"
         left_alone = any(end.how == "lost" or end.silent for end in self.outcome.ends)
-        found = left_alone and run_storage.report_saved(job, self._events, SAVED_S if self._unwritten else 0.0)
+        wait_s = SAVED_S if self._unwritten else 0.0
+        found = left_alone and run_storage.report_saved(job, self._events, wait_s, self._held)
         if self._unwritten and not found:
             self._events.say("warning", text=self._unwritten)
         return self.outcome
@@ -110,6 +113,8 @@ class Attempts:
         group.report_network()
         if last.error is not None or first_cause(last.ends) is not None:
             self._unwritten = group.flush()
+            if self._unwritten and any(end.rank == 0 and end.silent for end in last.ends):
+                self._held = group.newest_state(SAVED_S)  # now: its fork server goes on once the agents are ended
         values, exceptions = unpack_all(group.values())
         earlier = tuple(self._past[:-1])
         return replace(last, values=values, exceptions=exceptions, earlier=earlier, why_last=decision.reason)

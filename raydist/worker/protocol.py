@@ -672,6 +672,20 @@ class WriterFailed:
 
 
 @dataclass(frozen=True)
+class GetNewestState:
+    """Reply with NewestState, of the run whose agents have this folder."""
+
+    run: str
+
+
+@dataclass(frozen=True)
+class NewestState:
+    """The step of the newest state that the memories of a run hold on this node; -1: they hold none."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class SignalProcess:
     """Send a signal to a process that was forked for this agent; SIGKILL goes to its whole process group."""
 
@@ -782,9 +796,9 @@ ShardsRequest = ListShards | WriteShards | CommitShards | DropShards
 ShardsReply = HeldShards | WrittenShards | SavedShards | UnseenShards | WriterFailed
 ServerMessage = (
     Claim | BeginRun | ImportModules | RankSpec | ProgramSpec | OpenStore | WriteCheckpoint | ShardsRequest
-    | SignalProcess | InFile | Ping | LookAtModel
+    | SignalProcess | InFile | Ping | LookAtModel | GetNewestState
 )  # fmt: skip
-ServerReply = Claimed | Warm | Forked | StoreForked | Failed | Pong
+ServerReply = Claimed | Warm | Forked | StoreForked | Failed | Pong | NewestState
 
 
 # --- agent <-> rank
@@ -819,7 +833,7 @@ _BY_NAME: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         Claim, Claimed, BeginRun, ImportModules, Warm, RankSpec, ProgramSpec, OpenStore, WriteCheckpoint, SignalProcess,
-        LookAtModel,
+        LookAtModel, GetNewestState, NewestState,
         Forked, StoreForked, Ended, InFile, Failed, Ping, Pong, TellActivity, HoldRank, StopAfter, Activity, Holding,
         ListShards, WriteShards, CommitShards, DropShards,
         HeldShards, WrittenShards, SavedShards, UnseenShards, WriterFailed,

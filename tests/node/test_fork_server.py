@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 import raydist
+from raydist.node import kept_server
 from raydist.node.fork_client import ForkClient
 from raydist.node.warm_imports import uses_gpu
 from raydist.settings.config import Job, as_dict
@@ -33,7 +34,9 @@ from raydist.worker.protocol import (
     Ended,
     Failed,
     Forked,
+    GetNewestState,
     ImportModules,
+    NewestState,
     OpenStore,
     ProgramSpec,
     RankSpec,
@@ -459,6 +462,8 @@ def test_a_checkpoint_that_the_agent_did_not_pass_on_is_written_when_it_is_gone(
     line.fork(job, env={"RANK": "0", "RAYDIST_CHECKPOINTS": str(tmp_path)})
     while b'"save"' not in (told := line.events.recv(PACKET)):
         assert told, line.log()
+    held = [kept_server.ask(node.folder, GetNewestState(str(run))) for run in (node.folder, tmp_path)]
+    assert held == [NewestState(7), NewestState(-1)]  # another run has none
     line.socket.close()
     assert soon(lambda: checkpoint_files.newest_step(tmp_path) == 7, within=60), line.log()
     node.close()

@@ -42,6 +42,8 @@ class Group:
     """There are no nodes for another attempt."""
     unwritten: str = ""
     """Why no agent could have the last state written."""
+    held: int | None = None
+    """The step of the newest state that the fork server of rank 0 holds."""
     silent: set[int] = field(default_factory=set)
     acts: list[str] = field(default_factory=list)
     first_world_size: int = 0
@@ -56,6 +58,10 @@ class Group:
     def flush(self) -> str:
         self.acts.append("flush")
         return self.unwritten
+
+    def newest_state(self, within_s: float) -> int | None:
+        self.acts.append("newest_state")
+        return self.held
 
     def prepare_attempt(self, job: Job, number: int, resize: bool) -> list[int]:
         self.acts.append("again")
@@ -75,6 +81,7 @@ class Rig:
     """Attempts whose ranks end as the test says, one after the other."""
 
     history: Attempts
+    events: Events
     seen: list[Event]
     retries: list[Retry | None]
     decided: list[int]
@@ -92,7 +99,8 @@ class Rig:
 
 def rig(folder: Path, patch: pytest.MonkeyPatch, *ends: Attempt) -> Rig:
     seen: list[Event] = []
-    made, todo = Rig(Attempts(None, Events(folder / "e", (seen.append,))), seen, [], []), iter(ends)
+    events = Events(folder / "e", (seen.append,))
+    made, todo = Rig(Attempts(None, events), events, seen, [], []), iter(ends)
 
     def run(job: Job, call: Any, group: Any, events: Events, retry: Retry | None = None) -> Attempt:
         made.retries.append(retry)
@@ -224,3 +232,26 @@ def test_a_state_that_fork_servers_write_after_their_agents_is_waited_for(
     assert it.history.concluded(job) is it.history.outcome
     told = [(each["kind"], each.get("step"), each.get("text")) for each in it.seen]
     assert told == [("saved", 7, None) if written else ("warning", None, "no agent answers")]
+
+
+@pytest.mark.parametrize("held", [-1, 7, 9, None])
+def test_nothing_is_lost_if_the_newest_state_in_memory_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int | None
+) -> None:
+    """Step 7 was saved, and told, before the agents were stopped; 9 is never written, and None is not known."""
+    silent = [End(rank, "a", "lost", 1.0, step=5, silent=True) for rank in (0, 1)]
+    it, group = rig(tmp_path, monkeypatch, Attempt(ends=silent)), Group(unwritten="no agent answers", held=held)
+    monkeypatch.setattr(attempts, "SAVED_S", 60.0 if held in (-1, 7) else 0.1)
+    job = replace(JOB, dir=str(tmp_path), restart=Restart(max=0))
+    it.make(group, job)
+    if held != -1:
+        checkpoint_files.write_and_prune(
+            SaveRequest(7, {"n": 1}, {}, 2, str(tmp_path / "checkpoints"), str(tmp_path), 3, None)
+        )
+        it.events.say("saved", step=7)
+    it.leave(group, job)
+    assert group.acts == ["say_network", "flush", "newest_state"]
+    it.history.concluded(job)
+    assert [each["text"] for each in it.seen if each["kind"] == "warning"] == (
+        [] if held in (-1, 7) else ["no agent answers"]
+    )

@@ -334,12 +334,20 @@ def test_ranks_that_finish_beside_a_stopped_actor_have_finished(on_ray: Path, mo
     assert [each["step"] for each in read_events(Path("run/events.jsonl")) if each["kind"] == "saved"][-1] == 7
 
 
-def test_a_run_whose_agents_are_all_stopped_ends(on_ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waited ten minutes for them to write the last state. Its fork server does that, once they are killed."""
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_run_whose_agents_are_all_stopped_ends(on_ray: Path, monkeypatch: pytest.MonkeyPatch, heard: bool) -> None:
+    """It waited ten minutes for them to write the last state. Its fork server does that, once they are killed.
+
+    `heard`: that state was saved, and the driver knew it: it waited in vain for a newer one, and called it lost.
+    """
 
     def job() -> None:
-        raydist.checkpoint.save(7, {"step": 7})
-        if raydist.rank().rank == 0:
+        if raydist.rank().rank == 0 and not heard:
+            stop_agents()
+        raydist.checkpoint.save(7, {"step": 7}, wait=heard)
+        while heard and not any(read_events(raydist.rank().run_dir / "events.jsonl", kind="saved")):
+            time.sleep(0.1)
+        if raydist.rank().rank == 0 and heard:
             stop_agents()
         time.sleep(600)
 
