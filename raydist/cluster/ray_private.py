@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-from urllib.request import Request, urlopen
 
 from raydist.shared.errors import LaunchError
 
@@ -79,6 +78,8 @@ def read_log(client: Any, node: str, name: str, grows: bool) -> Iterator[bytes]:
 
     `grows`: go on with what is added to it, until the connection breaks.
     """
+    from urllib.request import Request, urlopen  # hardly any command needs them
+
     kind = f"stream?interval={LOG_EVERY_S}&" if grows else "file?"
     address = f"{client.get_address()}/api/v0/logs/{kind}lines=-1&node_id={node}&filename={quote(name)}"
     # requests, by which the client itself asks, keeps the blocks of a stream back until it ends

@@ -70,6 +70,7 @@ def placed_group(
             reachable=reachable,
             put=ray.put,
             on_node=actors.on_node,
+            ray_stays=not ray_private.started_processes(),
         ) as group:
             yield group
         if gangs is not None and standby is None:

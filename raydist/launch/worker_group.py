@@ -65,6 +65,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         reachable: Callable[[str], bool] = lambda node_id: True,
         put: Callable[[bytes], bytes | Awaitable[bytes]] = lambda call: call,
         on_node: Callable[..., Future[Any]] | None = None,
+        ray_stays: bool = False,
     ) -> None:
         """`gpus`: returns each rank's GPUs; None where Ray assigns none.
 
@@ -74,7 +75,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         job that has or may get some. `record_attempt`: takes the first cause of an attempt and its stragglers, for the
         node history. `reachable`: whether a node accepts connections; Ray itself finds out that one is gone. `put`:
         puts bytes where each node fetches them once. `on_node`: takes a rank, a function and its arguments, and calls
-        the function on the node of the rank.
+        the function on the node of the rank. `ray_stays`: as in protocol.Open.
         """
         self.plan = plan
         self.first_world_size = plan.world_size
@@ -99,6 +100,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """By node id: the reply of its first agent."""
         self._put = put
         self._on_node = on_node
+        self._ray_stays = ray_stays
         self._known_values: dict[int, RankValue] = {}
         """Of ranks that have ended beside an agent that does not answer."""
         self._silent = set[int]()
@@ -120,7 +122,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             run=uuid.uuid4().hex[:8], start=job.start, modules=tuple(modules), env=job.env,
             interface=job.fabric.interface, threads=max(1, int(job.scale.cpus)), mpirun=job.backend.mpi.mpirun,
             secret=secrets.token_hex(32), keep_s=job.scale.keep_warm_s, installed=preload.lasting(modules),
-            warm_server=warm_server,
+            warm_server=warm_server, ray_stays=self._ray_stays,
         )  # fmt: skip
         self._job, self._files = job, shared_paths.files(job, str(file.parent) if file else "")
         self._installs = ", ".join(job.pip)

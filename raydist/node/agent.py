@@ -168,7 +168,8 @@ class RankAgent:
         self._client = await ForkClient.connect(place)
         self._writer = Writer(self._client, self._add_event, self._spawn)
         if request.lead:
-            self._server.send(protocol.BeginRun(str(self.folder), request.keep_s))
+            raylet = int(os.environ.get("RAY_RAYLET_PID", "0")) if request.ray_stays else 0
+            self._server.send(protocol.BeginRun(str(self.folder), request.keep_s, raylet))
         self._server.send(protocol.ImportModules(modules))
         warm = await self._server.reply(protocol.Warm)
         opened = await self.open_store(OpenStore(request.store, facts.address)) if facts and request.store else None

@@ -47,6 +47,7 @@ from raydist.node.processes import end_children, end_session, kill, wait_one
 from raydist.node.recorded_end import record_end
 from raydist.node.rendezvous import store_process
 from raydist.node.snapshots import SnapshotBuffers, run_writer
+from raydist.node.spawn import spawn_rank
 from raydist.node.warm_imports import changed_since, ends_with, import_modules, uses_gpu
 from raydist.worker import main as rank_main
 from raydist.worker import protocol
@@ -87,7 +88,7 @@ class Server:
     keep: bool = False
     """Whether it stays when its owner lets go."""
     guard: int = -1
-    """A descriptor of the process without which it does not stay, as Ray's raylet; -1: none."""
+    """A descriptor of the process without which it does not stay: Ray's raylet. -1: none."""
     scattered: Iterator[int] | None = None
     """The memory that it puts into huge pages while it has no child and nothing to do: node.huge_pages.scattered."""
     run_folders: list[str] = field(default_factory=list)
@@ -115,7 +116,7 @@ class Server:
         os.set_blocking(wake_end, False)
         signal.set_wakeup_fd(wake_end)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        own = {self.listener.fileno(), wake, *({self.guard} - {-1})}
+        own = {self.listener.fileno(), wake}
         for source in (*own, self.lifeline):
             self.selector.register(source, selectors.EVENT_READ)
         while True:
@@ -127,7 +128,7 @@ class Server:
                 else:
                     self.scattered = None
                 continue
-            agents = self.selector.get_map().keys() - {*own, self.lifeline}
+            agents = self.selector.get_map().keys() - {*own, self.lifeline, self.guard}
             if not ready and not agents and not self.owner:
                 return self.end_all()
             for key, _ in ready:
@@ -136,7 +137,7 @@ class Server:
                 elif key.fd == wake:
                     os.read(wake, 512)
                 elif key.fd == self.guard:
-                    self.selector.unregister(key.fd)
+                    self.stay_with(0)
                     self.keep = False
                     if self.lifeline < 0:
                         return self.end_all()
@@ -193,8 +194,10 @@ class Server:
                 self.claim(agent, fds)
             case BeginRun() if self.lifeline < 0:  # the owner has died since
                 self.disconnect(agent)
-            case BeginRun(folder, keep_s):
+            case BeginRun(folder, keep_s, guard):
                 self.begin_run(folder, keep_s)
+                if guard:
+                    self.stay_with(guard)
             case protocol.Ping():
                 send_message(agent, protocol.Pong())
             case ImportModules(modules):
@@ -230,6 +233,17 @@ class Server:
                 os.symlink(os.path.join(self.folder, name), os.path.join(folder, name))
         if self.keep:
             self.keep, self.idle_s = keep_s > 0, keep_s or self.idle_s
+
+    def stay_with(self, pid: int) -> None:
+        """Stay no longer than the process of this id, instead of the one before; 0: than none."""
+        if self.guard >= 0:
+            self.selector.unregister(self.guard)
+            os.close(self.guard)
+        self.guard = -1
+        with contextlib.suppress(OSError, AttributeError):  # it has ended; an old kernel, or no Linux
+            self.guard = os.pidfd_open(pid) if pid else -1
+        if self.guard >= 0:
+            self.selector.register(self.guard, selectors.EVENT_READ)
 
     def warm_up(self, modules: Sequence[str]) -> Warm:
         """Import the modules that ranks need, unless each rank is a new interpreter."""
@@ -390,19 +404,6 @@ def read_message(descriptor: int) -> protocol.Message:
         return protocol.decode(file.read())
 
 
-def spawn_rank(spec: RankSpec, fds: list[int]) -> int:
-    """Start the rank in a new interpreter, where a fork of the warm one is unsafe; its pid."""
-    import subprocess
-
-    path = f"{spec.value}.spec"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds the environment
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(protocol.encode(spec))
-    command = [sys.executable, "-m", "raydist.worker.main", path, *map(str, fds)]
-    env = {**spec.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen(command, pass_fds=[fd for fd in fds if fd >= 0], env=env).pid
-
-
 def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *modules: str) -> None:
     """Detach, import the modules, serve until the lifeline closes; if kept, until nobody claims it any more."""
     import ctypes
@@ -421,10 +422,9 @@ def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):  # as Ray does for its workers
         resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
-    guard = os.pidfd_open(int(keep)) if int(keep) > 1 else -1
-    server = Server(
-        socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start, float(idle_s) or None, keep != "0", guard
-    )
+    server = Server(socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start, float(idle_s) or None, keep != "0")
+    if int(keep) > 1:
+        server.stay_with(int(keep))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() then leaves CUDA alone
     folder, code = server.folder, 1
     if server.keep:

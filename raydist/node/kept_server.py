@@ -2,7 +2,8 @@
 
 Each has a folder in `servers_folder()`, with its socket `fork`, which only its user can reach. A process that wants one
 claims it: the server then serves this process alone, until the process lets go or dies. It ends after some time without
-a claim, when the Ray ends that it was started under, and when a file that it has imported has changed.
+a claim, when the Ray ends that it was started under or had its last run on, and when a file that it has imported has
+changed.
 """
 
 from __future__ import annotations

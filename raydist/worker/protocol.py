@@ -184,6 +184,8 @@ class Open(Request[Opened]):
     installed: tuple[str, ...] = ()
     """Those of the modules that a server imports that stays: not the user's own files, which change from run to run."""
     warm_server: WarmServer | None = None
+    ray_stays: bool = False
+    """The Ray of this run is not the driver's own: it outlives the run, and the fork server ends with it."""
     rank: int = -1
     node_id: str = ""
     node_ip: str = ""
@@ -712,11 +714,12 @@ class Claimed:
 class BeginRun:
     """Make the folder of a run, with a link to the server, and remove it when the claim ends.
 
-    A server that stays does so for `keep_s` seconds afterwards.
+    A server that stays does so for `keep_s` seconds afterwards, and no longer than the process `guard`; 0: none.
     """
 
     folder: str
     keep_s: float
+    guard: int = 0
 
 
 @dataclass(frozen=True)

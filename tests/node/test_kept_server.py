@@ -19,7 +19,7 @@ from raydist.node import kept_server
 from raydist.node.fork_launcher import ForkServer, heritage
 from raydist.node.kept_server import KeptServer
 from raydist.shared.errors import ConfigError
-from raydist.worker.protocol import BeginRun, Claim, Open, WarmServer, encode
+from raydist.worker.protocol import BeginRun, Claim, ImportModules, Open, Warm, WarmServer, encode
 from tests.leftovers import ended
 from tests.node import test_fork_server
 
@@ -134,6 +134,23 @@ def test_it_ends_with_the_ray_that_it_was_started_under(monkeypatch: pytest.Monk
     raylet.kill()
     raylet.wait()
     assert ended(there.pid)
+
+
+@pytest.mark.parametrize("one_more", [False, True])
+def test_it_ends_with_the_last_ray_that_it_had_a_run_on(place: Path, one_more: bool) -> None:
+    rays = [subprocess.Popen(["sleep", "300"]) for _ in range(1 + one_more)]
+    for number, ray in enumerate(rays):
+        server = obtain()
+        run = place / f"run-{number}"
+        assert isinstance(kept_server.ask(server.folder, BeginRun(str(run), 60, ray.pid), ImportModules(())), Warm)
+        server.end()
+    there = known(server)
+    for ray in rays:
+        assert soon(waits)
+        ray.kill()
+        ray.wait()
+    assert ended(there.pid)
+    assert soon(lambda: not server.folder.exists())
 
 
 def test_one_whose_modules_changed_is_not_used_and_ends(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
