@@ -56,9 +56,7 @@ from raydist.worker.protocol import (
     BeginRun,
     CommitShards,
     DropShards,
-    ImportModules,
     ListShards,
-    ProgramSpec,
     RankSpec,
     ShardsRequest,
     SignalProcess,
@@ -132,6 +130,8 @@ class Server:
             if not ready and not agents and not self.owner:
                 return self.end_all()
             for key, _ in ready:
+                if self.selector.get_map().get(key.fd) is not key:
+                    continue  # closed since, by what another message asked for
                 if key.fd == self.listener.fileno():
                     self.accept()
                 elif key.fd == wake:
@@ -200,11 +200,11 @@ class Server:
                     self.stay_with(guard)
             case protocol.Ping():
                 send_message(agent, protocol.Pong())
-            case ImportModules(modules):
+            case protocol.ImportModules(modules):
                 send_message(agent, self.warm_up(modules))
             case RankSpec() as spec:
                 self.note_fork(self.fork_rank(spec, fds, agent), agent, spec.value)
-            case ProgramSpec() as program:
+            case protocol.ProgramSpec() as program:
                 self.note_fork(self.fork(lambda: rank_main.run_program(program, *fds)), agent)
             case protocol.LookAtModel() as asked:
                 self.note_fork(self.fork(lambda: rank_main.look_at_model(asked, *fds)), agent)

@@ -73,7 +73,8 @@ def test_the_error_of_shared_memory_that_can_not_be_written(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
     code = "from raydist.node import checkup; print(checkup.shm_error())"
     full = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT,
+        # -B: Python would cut off the compiled files that it writes, and fail to read them ever after
+        [sys.executable, "-B", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
     )  # fmt: skip
     assert full.stdout.strip() == "File too large"

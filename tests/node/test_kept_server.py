@@ -19,7 +19,7 @@ from raydist.node import kept_server
 from raydist.node.fork_launcher import ForkServer, heritage
 from raydist.node.kept_server import KeptServer
 from raydist.shared.errors import ConfigError
-from raydist.worker.protocol import BeginRun, Claim, ImportModules, Open, Warm, WarmServer, encode
+from raydist.worker.protocol import PACKET, BeginRun, Claim, ImportModules, Open, Warm, WarmServer, decode, encode
 from tests.leftovers import ended
 from tests.node import test_fork_server
 
@@ -151,6 +151,30 @@ def test_it_ends_with_the_last_ray_that_it_had_a_run_on(place: Path, one_more: b
         ray.wait()
     assert ended(there.pid)
     assert soon(lambda: not server.folder.exists())
+
+
+def test_a_ray_may_end_while_the_run_of_the_next_one_begins(place: Path) -> None:
+    """The server hears of both at once: it watches the first no longer, whose descriptor it has closed."""
+    first, second = (subprocess.Popen(["sleep", "300"]) for _ in range(2))
+    server = obtain()
+    kept_server.ask(server.folder, BeginRun(str(place / "run-1"), 60, first.pid), ImportModules(()))
+    there = known(server)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
+        agent.connect(str(server.folder / "fork"))
+        agent.send(encode(ImportModules(())))
+        agent.recv(PACKET)  # the server has accepted it
+        os.kill(there.pid, signal.SIGSTOP)
+        agent.send(encode(BeginRun(str(place / "run-2"), 60, second.pid)))
+        first.kill()
+        first.wait()
+        os.kill(there.pid, signal.SIGCONT)
+        agent.send(encode(ImportModules(())))
+        assert isinstance(decode(agent.recv(PACKET)), Warm)
+    server.end()
+    assert soon(waits)
+    second.kill()
+    second.wait()
+    assert ended(there.pid)
 
 
 def test_one_whose_modules_changed_is_not_used_and_ends(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import statistics
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,6 +91,12 @@ def test_it_learns_and_goes_on_after_a_kill_as_if_there_had_been_none(
     again = opened(broken, name, objective, *typed)
     assert [again.propose(number) for number in range(15)] == [*(each.settings for each in trials[:14]), asked]
     assert [each.settings for each in proposals(again, 14, 16, objective)] == [each.settings for each in trials[14:16]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would cut off the compiled files that it writes on a full disk, and fail to read them ever after."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 @contextmanager
