@@ -131,7 +131,7 @@ class Server:
                 return self.end_all()
             for key, _ in ready:
                 if self.selector.get_map().get(key.fd) is not key:
-                    continue  # closed since, by what another message asked for
+                    continue  # closed since, in this round: of an agent that is gone, of a Ray that is another's now
                 if key.fd == self.listener.fileno():
                     self.accept()
                 elif key.fd == wake:
@@ -146,7 +146,6 @@ class Server:
                     if not self.keep:
                         return None
                     self.let_go()
-                    break  # the others may be of agents that are gone
                 else:
                     self.handle(key.fileobj)  # type: ignore[arg-type]
             self.reap()
