@@ -39,9 +39,14 @@ class LaggingMark:
 
 
 class Lagging:
-    """A device (raydist.state.device) with all tensors on it. `pause`: called while a host waits for it."""
+    """A device (raydist.state.device).
 
-    def __init__(self, pause: Callable[[], Any] | None = None, copy_s: float = 0.0) -> None:
+    `pause`: called while a host waits for it. `on_host`: the tensors that are not on it, like Adam's `step`.
+    """
+
+    def __init__(
+        self, pause: Callable[[], Any] | None = None, copy_s: float = 0.0, on_host: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.pause = pause or self.advance
         self.queue: deque[tuple[Callable[[], Any], Callable[[], bool]]] = deque()
         self.queued = self.ended = 0
@@ -50,6 +55,7 @@ class Lagging:
         self.register_calls = 0
         self.room = 1 << 40
         self._copy_s = copy_s
+        self._on_host = {tensor.data_ptr() for tensor in on_host}
 
     def launch(self, work: Callable[[], Any], s: float = 0.0, ready: Callable[[], bool] = lambda: True) -> None:
         """Queue work that takes `s` seconds, and begins when it is `ready`."""
@@ -70,10 +76,13 @@ class Lagging:
         return True
 
     def lags(self, tensor: torch.Tensor) -> bool:
-        return True
+        return tensor.data_ptr() not in self._on_host
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        self.launch(lambda: into.copy_(source), self._copy_s)
+        if self.lags(source):
+            self.launch(lambda: into.copy_(source), self._copy_s)
+        else:
+            into.copy_(source)
 
     def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
         self.launch(lambda: word.fill_(value))

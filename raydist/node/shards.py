@@ -74,7 +74,7 @@ def parts_in(descriptors: Descriptors) -> Iterator[tuple[RankPart, int, bool]]:
     for copied in (False, True):
         for memory in memories:
             for step, slot in (memory.replicas if copied else memory.steps).items():
-                own = memory.read(slot, clone=False).get("own", {})
+                own = memory.read(slot, clone="none").get("own", {})
                 if "plan" in own:
                     yield RankPart(**own), step, copied
 

@@ -170,7 +170,7 @@ def last_state(memory: SnapshotBuffer, descriptors: Mapping[int, int]) -> SaveRe
     request = memory.read_request(LAST_SLOT, slot)
     if step <= checkpoint_files.newest_step(request.folder):
         return None
-    loss = float(memory.read(slot, clone=False)["own"]["loss"])
+    loss = float(memory.read(slot, clone="none")["own"]["loss"])
     random = random_states(descriptors, step, request.world_size)
     return replace(request, step=step, state={**request.state, "random": random}, metrics={"loss": loss})
 

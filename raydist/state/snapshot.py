@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -64,6 +64,15 @@ GROWING = threading.Lock()
 """Held while a file grows: the loop and the thread of the sharded states may each have a buffer of one file."""
 
 
+Cloned = Literal["all", "host", "none"]
+"""Which tensors of a state that is read are copies; the others share the memory of the slot.
+
+`host`: those that were on the host when they were kept. For a state that a GPU is about to load: what comes from a GPU
+is copied to it, but the rest (Adam's `step`, random generators) stays on the host, where all ranks of a node would
+change the same memory.
+"""
+
+
 class NoRoom(Exception):
     """A state does not fit into memory; the message says why."""
 
@@ -76,6 +85,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     begin: int
+    on_host: bool = True
+    """Whether it was on the host when it was kept, not on a device."""
 
     def view(self, memory: Any) -> torch.Tensor:
         """The tensor in this memory (anything with Python's buffer protocol), with a storage of its own.
@@ -91,17 +102,18 @@ class TensorSpec:
     @property
     def plain(self) -> tuple[Any, ...]:
         """The fields, in a form that torch.load(weights_only=True) accepts."""
-        return self.dtype, self.shape, self.stride, self.begin
+        return self.dtype, self.shape, self.stride, self.begin, self.on_host
 
 
-def unpack(memory: Any, size: int, length: int, clone: bool = True) -> State:
-    """The state in the memory of a slot: `size` bytes of tensors, then `length` bytes of their description.
-
-    Without `clone` its tensors share that memory.
-    """
+def unpack(memory: Any, size: int, length: int, clone: Cloned = "all") -> State:
+    """The state in the memory of a slot: `size` bytes of tensors, then `length` bytes of their description."""
     described = torch.load(io.BytesIO(bytes(memoryview(memory)[size : size + length])), weights_only=True)
-    found = [TensorSpec(*plain).view(memory) for plain in described["spots"]]
-    state: State = put_together(described["tree"], [each.clone() for each in found] if clone else found)
+    specs = [TensorSpec(*plain) for plain in described["spots"]]
+    found = [
+        spec.view(memory).clone() if clone == "all" or (clone == "host" and spec.on_host) else spec.view(memory)
+        for spec in specs
+    ]
+    state: State = put_together(described["tree"], found)
     return state
 
 
@@ -150,9 +162,9 @@ class SnapshotBuffer:
 
         Its tensors are the memory itself.
         """
-        kept = self.read(slot, clone=False)
+        kept = self.read(slot, clone="none")
         request, snapshot = SaveRequest(**kept["request"]), kept["snapshot"] if snapshot is None else snapshot
-        whole = self.read(snapshot, clone=False) if snapshot >= 0 else {}
+        whole = self.read(snapshot, clone="none") if snapshot >= 0 else {}
         whole.pop("own", None)
         return replace(request, state={**whole, **request.state})
 
@@ -212,7 +224,7 @@ class SnapshotBuffer:
         """Write a state to this slot."""
         tensors: list[torch.Tensor] = []
         tree = take_apart(state, tensors)
-        spots, size = layout_of(tensors)
+        spots, size = layout_of(tensors, self._device.lags)
         described = io.BytesIO()
         torch.save({"tree": tree, "spots": [spot.plain for spot in spots]}, described)
         text = described.getvalue()
@@ -261,8 +273,8 @@ class SnapshotBuffer:
         rows = [(step, *read_words(self._page, at_slot(slot), SLOT_WORDS)[3:]) for step, slot in found]
         return [(step, whole, text, tensors) for step, tensors, text, whole in rows]
 
-    def read(self, slot: int, clone: bool = True) -> State:
-        """The state of a slot; without `clone` its tensors share the memory of the slot."""
+    def read(self, slot: int, clone: Cloned = "all") -> State:
+        """The state of a slot."""
         _, _, _, size, length, _ = read_words(self._page, at_slot(slot), SLOT_WORDS)
         return unpack(self.bytes_of(slot), size, length, clone)
 
@@ -324,13 +336,18 @@ def cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else rebuilt(value, cloned)
 
 
-def layout_of(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], int]:
-    """A spec for each tensor, with its own strides where they leave no gaps; and the bytes of all."""
+def layout_of(
+    tensors: Sequence[torch.Tensor], lags: Callable[[torch.Tensor], bool] = lambda tensor: False
+) -> tuple[list[TensorSpec], int]:
+    """A spec for each tensor, with its own strides where they leave no gaps; and the bytes of all.
+
+    `lags`: whether a tensor is on a device.
+    """
     spots, end = [], 0
     for tensor in tensors:
         dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
         stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-        spots.append(TensorSpec(tensor.dtype, tuple(tensor.shape), tuple(stride), end))
+        spots.append(TensorSpec(tensor.dtype, tuple(tensor.shape), tuple(stride), end, not lags(tensor)))
         end += -(-tensor.numel() * tensor.dtype.itemsize // ALIGN) * ALIGN
     return spots, end
 

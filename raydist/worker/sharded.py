@@ -327,7 +327,7 @@ class Ring:
         assert self._memory is not None
         found = {}
         for step, slot in sorted(slots.items())[-OFFERS:]:
-            own = self._memory.read(slot, clone=False)["own"]
+            own = self._memory.read(slot, clone="none")["own"]
             if "plan" in own:
                 found[own["rank"], own["world_size"], step] = slot
         return found
@@ -337,7 +337,7 @@ class Ring:
         assert self._memory is not None
         slots = self._shards(self._memory.replicas) | self._shards(self._memory.steps)
         named = {rank: slots[rank, whole.world_size, whole.step] for rank in whole.ranks.get(self._rank, ())}
-        return {rank: RankPart(**self._memory.read(slot, clone=False)["own"]) for rank, slot in named.items()}
+        return {rank: RankPart(**self._memory.read(slot, clone="none")["own"]) for rank, slot in named.items()}
 
     def _take_back(self, step: int, own: Sequence[Set[Shard]], state: State) -> None:
         """Each rank takes its own shards, or gets them from the node with the copy."""
@@ -345,7 +345,7 @@ class Ring:
         for rank, shards in enumerate(own):
             if (rank, self._world, step) not in shards and self._holders is not None:
                 self._send_back(step, rank, self._holders[rank])
-        put_into(state, self._memory.read(self._memory.steps[step], clone=False)["own"]["state"], "state")
+        put_into(state, self._memory.read(self._memory.steps[step], clone="none")["own"]["state"], "state")
 
     def _send_back(self, step: int, rank: int, holder: int) -> None:
         """A new rank gets its shards from the rank that has the copy."""

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from raydist.settings.config import Backend, Job, Snapshot
+from raydist.settings.config import Backend, Job, Optim, Snapshot
 from raydist.state import snapshot
 from raydist.state.device import HostDevice
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import PAGE, blank_page
 from raydist.worker import context
 from raydist.worker.loop import snapshotter
-from raydist.worker.loop.snapshotter import Offer, Snapshotter, choose_snapshot, spacing
+from raydist.worker.loop.snapshotter import Offer, Restored, Snapshotter, choose_snapshot, spacing
+from raydist.worker.loop.step import Stepper
+from tests.lagging import Lagging
 from tests.ranks import run_ranks
 
 GLOO = Job(backend=Backend("gloo"))
@@ -89,18 +94,56 @@ def test_a_rank_with_a_gpu_reads_the_memory_of_its_node_without_a_copy(tmp_path:
     def job(job: Job) -> bool:
         here, descriptor = context.current(), os.memfd_create("test")
         os.pwrite(descriptor, blank_page(), 0)
-        memory = SnapshotBuffer(descriptor)
+        memory = SnapshotBuffer(descriptor, Lagging())
         memory.write(3, {**state(3, 0), "own": {"world_size": 1}})
+        memory.settle()
         here.memory = descriptor, descriptor
         context.Rank.device = property(lambda rank: torch.device(kind))  # type: ignore[assignment,method-assign]
         vars(snapshotter)["device_of"] = lambda device: HostDevice()
         kept = Snapshotter(job, here.comm).find()
         assert kept is not None
-        memory.read(memory.steps[3], clone=False)["model"].fill_(-1)
+        memory.read(memory.steps[3], clone="none")["model"].fill_(-1)
         return bool((kept.state["model"] == -1).all())
 
     (told,) = run_ranks(1, GLOO, job, tmp_path, {"TORCHELASTIC_RESTART_COUNT": "1"})
     assert (told.error, told.value) == ("", same)
+
+
+def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(tmp_path: Path) -> None:
+    """The optimizer leaves `step` on the host as it gets it: it was the memory that all of them read."""
+
+    def trained(job: Job, steps: int, device: str = "cpu", kept: Restored | None = None) -> Stepper:
+        """After so many steps, from this state on. A tensor on `meta` is on another device, as on a GPU."""
+        comm, given = context.current().comm, torch.ones(2, 4, device=device)
+        made = Stepper(job, nn.Linear(4, 3), lambda output, _: output.sum(), comm, torch.device(device), 0.1)
+        made.plan(job.optim, 10)
+        if kept is not None:
+            made.load(kept.state, kept.path)
+        for _ in range(steps):
+            made.step(iter([(given, given)]))
+        return made
+
+    def adam_steps(state: Mapping[str, Any]) -> list[torch.Tensor]:
+        return [each["step"] for each in state["optimizer"]["state"].values()]
+
+    def job(job: Job) -> Any:
+        here, descriptor = context.current(), os.memfd_create("test")
+        os.pwrite(descriptor, blank_page(), 0)
+        whole = trained(job, 5).state()
+        memory = SnapshotBuffer(descriptor, Lagging(on_host=adam_steps(whole)))
+        memory.write(5, {**whole, "own": {"world_size": 1}})
+        memory.settle()
+        here.memory = descriptor, descriptor
+        context.Rank.device = property(lambda rank: torch.device("cuda"))  # type: ignore[assignment,method-assign]
+        vars(snapshotter)["device_of"] = lambda device: HostDevice()
+        found = [Snapshotter(job, here.comm).find() for _ in range(2)]
+        states = [trained(job, 1, "meta", kept).state() for kept in found]
+        slot = memory.read(memory.steps[5])
+        return [[int(step) for step in adam_steps(each)] for each in (*states, slot)]
+
+    settings = replace(GLOO, optim=Optim("adamw"))
+    (told,) = run_ranks(1, settings, job, tmp_path, {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert (told.error, told.value) == ("", [[6, 6], [6, 6], [5, 5]])
 
 
 def on_new_node(room: int) -> Any:

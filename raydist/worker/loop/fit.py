@@ -194,7 +194,7 @@ class Training:
         else:
             random_state.seed_everything(self._seed(), self.job.deterministic)
         if isinstance(saved, Restored):
-            self.loss = saved.mine["loss"]
+            self.loss = saved.mine["loss"].clone()  # the memory is that of a later step soon
             for name, buffer in self.stepper.model.named_buffers():
                 buffer.copy_(saved.mine["buffers"][name])
 

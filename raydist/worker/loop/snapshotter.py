@@ -18,7 +18,7 @@ import torch
 from raydist.settings.config import Job, as_saved
 from raydist.state.device import Mark, device_of
 from raydist.state.object_store import StoragePath
-from raydist.state.snapshot import NoRoom, SnapshotBuffer, cloned, unpack
+from raydist.state.snapshot import Cloned, NoRoom, SnapshotBuffer, cloned, unpack
 from raydist.state.snapshot_layout import LAST_SLOT, State
 from raydist.state.write import SaveRequest
 from raydist.worker import checkpoint, context
@@ -80,8 +80,8 @@ class Snapshotter:
         self._memory = checkpoint.own_memory() if self.on else None
         self._lead = SnapshotBuffer(lead) if self.on and lead >= 0 else None
         self._every, self._fixed = job.snapshot.every or 1, job.snapshot.every is not None
-        self._clone = current.rank.device.type != "cuda"
-        """Whether a state that is read must be copied: a GPU has a copy of its own as soon as it is loaded."""
+        self._clone: Cloned = "host" if current.rank.device.type == "cuda" else "all"
+        """What of a state that is read must be copied: a GPU has its own copy of the rest as soon as it is loaded."""
         self._device = device_of(current.rank.device)
         self._costs: deque[tuple[Mark, Mark]] = deque(maxlen=FIRST_LOOK)
         """The beginning and the end of the last snapshots, and below of the last steps, in the queue of the device."""
@@ -189,7 +189,7 @@ class Snapshotter:
         step, source = chosen
         own = None
         if all(step in (offer.step for offer in each) for each in offers) and self._memory is not None:
-            own = cloned(self._memory.read(self._memory.steps[step], clone=False)["own"])
+            own = cloned(self._memory.read(self._memory.steps[step], clone="none")["own"])
         if own is not None and own["world_size"] != self._me.world_size:
             own = None  # the number of ranks is another one now
         return Restored(step, self._whole(step, source, nodes, offers), own)
