@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -94,8 +95,8 @@ class Events(AbstractContextManager["Events"]):
     """The event stream of one run: each event is appended to a file, then given to the readers.
 
     Readers get every event. The file of a run of weeks has a limit for reports, by RANK_0 and OTHERS: the newest report
-    of rank 0 is always in it before any other event. A reader that raises is dropped, with a warning event: a reader
-    cannot break a run.
+    of rank 0 is always in it before any other event. A reader cannot break a run: what it raises is one warning event
+    that names the reader, and it gets the next events all the same.
     """
 
     def __init__(self, path: Path, readers: tuple[Reader, ...] = (), whole: bool = False) -> None:
@@ -103,12 +104,15 @@ class Events(AbstractContextManager["Events"]):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("ab", buffering=0)
-        self._owed = bytearray()
+        # A crash or a full disk cut the last line of an earlier run off: without this the first new line would be lost.
+        self._owed = bytearray(b"" if ends_with_newline(path) else b"\n")
         self._full = False
         self._budgets = (Budget(*((math.inf, 0.0) if whole else RANK_0)), Budget(*OTHERS))
         self._left_out = b""
         """The newest report of rank 0, if it is not in the file."""
-        self._readers = list(readers)
+        self._readers = readers
+        self._failed = set[str]()
+        """The names of the readers that have raised."""
         self._lock = threading.RLock()
         """Monitors add events from threads of their own; a reader that fails adds one while it is called."""
 
@@ -156,14 +160,20 @@ class Events(AbstractContextManager["Events"]):
                 self._tell(event("output", rank=rank, output=output))
 
     def _tell(self, new: Event) -> None:
-        for reader in list(self._readers):
+        for reader in self._readers:
             try:
                 reader(new)
             except Stopped:
                 raise  # a signal arrived while the reader ran: the driver handles it
             except Exception as error:
-                self._readers.remove(reader)
-                self.say("warning", text=f"a reader of events was dropped: {type(error).__name__}: {error}")
+                self._report_failure(reader, new["kind"], error)
+
+    def _report_failure(self, reader: Reader, kind: str, error: Exception) -> None:
+        name = getattr(reader, "__qualname__", type(reader).__name__)
+        if name not in self._failed:  # also ends the recursion: the reader may fail on the warning too
+            self._failed.add(name)
+            text = f"{name} could not read an event `{kind}`, and left it out: {type(error).__name__}: {error}"
+            self.say("warning", text=text)
 
     def say(self, kind: str, **facts: Any) -> None:
         """Append an event with the current time."""
@@ -174,17 +184,42 @@ class Events(AbstractContextManager["Events"]):
 
 
 def read_events(path: Path, owed: bytes = b"", kind: str = "") -> Iterator[Event]:
-    """The events of a file and of the bytes still to be written to it. A last line cut off by a crash is left out.
+    """The events of a file and of the bytes still to be written to it. A line that a crash cut off is left out.
 
     `kind`: only events of this kind; other lines are not parsed.
     """
     wanted = f'"kind": "{kind}"'.encode() if kind else b""
+    for line in whole_lines(path, owed):
+        found = parse_event(line) if wanted in line else None
+        if found is not None and kind in ("", found["kind"]):
+            yield found
+
+
+def whole_lines(path: Path, owed: bytes) -> Iterator[bytes]:
+    """The lines of a file with these bytes at its end, without a last line that has no end yet."""
     with path.open("rb") as lines:
         for line in lines:
-            if not line.endswith(b"\n"):
+            if line.endswith(b"\n"):
+                yield line
+            else:
                 owed = line + owed
-            elif wanted in line and ((event := json.loads(line))["kind"] == kind or not kind):
-                yield event
-    for line in owed.splitlines(keepends=True):
-        if line.endswith(b"\n") and ((event := json.loads(line))["kind"] == kind or not kind):
-            yield event
+    *whole, _ = owed.split(b"\n")
+    yield from whole
+
+
+def parse_event(line: bytes) -> Event | None:
+    """The event in a line of events.jsonl; None if a crash or a full disk cut the line off."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"t", "kind"} <= found.keys() else None
+
+
+def ends_with_newline(path: Path) -> bool:
+    """Whether a file ends with a newline; an empty one does."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

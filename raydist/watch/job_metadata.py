@@ -57,7 +57,7 @@ class JobMetadata:
 
     Ray has no API to change a job's metadata, so this reads the job's entry from the GCS and writes it back. Ray itself
     writes the entry only before the job's process starts and after it has ended (job_supervisor.py, Ray 2.60). If a Ray
-    stores its jobs in another way, this reader raises: the run drops it with a warning, and continues.
+    stores its jobs in another way, this reader raises: the run warns of it, and continues.
     """
 
     def __init__(self, settings: Watch) -> None:

@@ -30,6 +30,8 @@ from raydist.watch.web.sweep import RECORD
 
 KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 """Set in the pods of a TrainJob: its status gets the progress, without a setting."""
+PATIENCE_S = 2.0
+"""Seconds after the end of a run from which the person is told for which trackers the command waits."""
 READY_S = 30.0
 """Longest wait for the variables of a program, before its ranks start."""
 
@@ -63,6 +65,12 @@ class Trackers(AbstractContextManager["Trackers"]):
         until = time.monotonic() + END_S
         for each in self._all:
             each.close()
+        patient = time.monotonic() + PATIENCE_S
+        late = [each.name for each in self._all if not each.ended(patient)]
+        if late:
+            names = ", ".join(late)
+            text = f"{names}: the end of the run is still being sent; the command waits up to {END_S:g} s for it"
+            self._events.say("track", text=text)
         for each in self._all:
             each.wait(until)
 
@@ -72,7 +80,7 @@ class TrackerProcess:
 
     def __init__(self, name: str, job: Job, events: Events, before: Path | None) -> None:
         """`before`: the folder of the run that this one resumes."""
-        self._name, self._events = name, events
+        self.name, self._events = name, events
         self._variables: dict[str, str] = {}
         self._ready = threading.Event()
         self._warned = False
@@ -117,6 +125,13 @@ class TrackerProcess:
         with suppress(OSError):
             self._process.stdin.close()
 
+    def ended(self, until: float) -> bool:
+        """Whether it ends before this time of the monotonic clock."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, until - time.monotonic()))
+            return True
+        return False
+
     def wait(self, until: float) -> None:
         """Wait for its end until this time of the monotonic clock; then end it."""
         why = ""
@@ -127,8 +142,8 @@ class TrackerProcess:
         except subprocess.TimeoutExpired:
             why = f"it did not finish in {END_S:g} s"
         if why and not self._warned:
-            log = Path("logs", f"track-{self._name}.log")
-            self._events.say("warning", text=f"{self._name} has not all of the run: {why} ({log})")
+            log = Path("logs", f"track-{self.name}.log")
+            self._events.say("warning", text=f"{self.name} has not all of the run: {why} ({log})")
         with suppress(ProcessLookupError):  # what its library has started ends too
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

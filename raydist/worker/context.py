@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypedDict
 
 from raydist.settings.config import Checkpoint
 from raydist.shared import env_names
@@ -129,6 +132,10 @@ class Context:
     step: int = 0
     reported: dict[str, bool | int | float | str] = field(default_factory=dict)
     """The last value of each name that rank 0 reported."""
+    newest: int = 0
+    """The newest step that was reported."""
+    counts_anew: bool = False
+    """A step before the newest was reported, and the person was told."""
     kept: int = 0
     """The newest step that a snapshot of this rank has; 0: there is none."""
     comm: Any = None
@@ -193,12 +200,14 @@ def rank() -> Rank:
     return current().rank
 
 
-def report(step: int | None = None, **values: Any) -> None:
+def report(step: SupportsIndex | None = None, **values: Any) -> None:
     """Report numbers of a training step: report(step=3, loss=0.1). It is not a collective and takes microseconds.
 
-    - `step`: optimizer steps done so far. It is also the rank's heartbeat, from which hangs are detected. None: the
-      values belong to no step.
+    - `step`: optimizer steps done so far, over all epochs: an int, or what has an integer's value, as a NumPy integer.
+      It is also the rank's heartbeat, from which hangs are detected. None: the values belong to no step.
     - `values`: numbers, or tensors with one element. `.item()` reads a tensor, which waits for its GPU.
+
+    TypeError: `step` is no integer. ValueError: it is negative, or does not fit into 64 bits.
 
     Four names have a meaning for the progress bar: `steps` (optimizer steps in all), `epoch` (from 1), `epochs`, and
     `samples` (training samples used so far by all ranks), from which the throughput in samples per second follows.
@@ -208,14 +217,48 @@ def report(step: int | None = None, **values: Any) -> None:
     its reports.
     """
     context = current()
-    if step is not None:
-        context.step = step
-        context.beat(step, PHASES.index("end"))
-    plain = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    count = None if step is None else whole_step(step)
+    if count is not None:
+        context.step = count
+        context.beat(count, PHASES.index("end"))
+        _note_order(context, count)
+    plain = {name: plain_value(value) for name, value in values.items()}
     if context.rank.rank == 0:
         context.reported |= {name: value for name, value in plain.items() if type(value) in (bool, int, float, str)}
-    facts = {"rank": context.rank.rank, "values": plain} | ({} if step is None else {"step": step})
+    facts = {"rank": context.rank.rank, "values": plain} | ({} if count is None else {"step": count})
     context.emit(event("report", **facts, **({"kept": context.kept} if context.kept else {})))
+
+
+def whole_step(step: SupportsIndex) -> int:
+    """A step as an int. TypeError, ValueError: as `report` says."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        why = f"report(step={step!r}): step counts optimizer steps, so it must be an integer"
+        raise TypeError(f"{why}; type step=int(...)") from None
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"report(step={number}): step counts optimizer steps, so it must be from 0 to 2**63 - 1")
+    return number
+
+
+def plain_value(value: Any) -> Any:
+    """A reported value without its tensor or array; an int that is too large for a float is infinite."""
+    plain = value.item() if hasattr(value, "item") else value
+    if isinstance(plain, int) and abs(plain) > sys.float_info.max:
+        return math.copysign(math.inf, -1 if plain < 0 else 1)
+    return plain
+
+
+def _note_order(context: Context, step: int) -> None:
+    """Warn once if steps go back, as in a loop that counts them anew in each epoch."""
+    if step < context.newest and not context.counts_anew and context.rank.rank == 0:
+        context.counts_anew = True
+        text = (
+            f"step {step} was reported after step {context.newest}: a tracker keeps the first report of a step, the "
+            "page the last; report the optimizer steps of all epochs together"
+        )
+        emit_event("warning", text=text)
+    context.newest = max(context.newest, step)
 
 
 def phase(name: str) -> None:

@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import psutil
 import pytest
 
@@ -28,6 +29,7 @@ from raydist.shared.errors import ConfigError, RunFailed
 from raydist.shared.events import read_events
 from raydist.watch import track
 from raydist.watch.result import Result
+from raydist.worker import context
 from tests import trackers
 from tests.faults import Fault, training
 from tests.leftovers import processes_of
@@ -177,8 +179,31 @@ def test_a_tracker_that_cannot_costs_one_warning(
     warned = [event["text"] for event in read_events(done.dir / "events.jsonl") if event["kind"] == "warning"]
     assert sorted(text.partition(" ")[0].strip(":") for text in warned) == ["mlflow", "tensorboard", "trackio", "wandb"]
     assert any("trackio has not all of the run: its process ended with -9" in text for text in warned)
+    told = [event["text"] for event in read_events(done.dir / "events.jsonl") if event["kind"] == "track"]
+    assert any("mlflow" in text and "waits up to 6 s" in text for text in told)
     assert not [line for line in processes_of(stores["TMPDIR"]) if "fork_server" not in line]
     assert list((done.dir / "wandb").glob("offline-run-*"))
+
+
+@trackers.requires_trackers
+def test_an_event_that_nobody_understands_costs_one_warning_of_each_reader(
+    tmp_path: Path, stores: dict[str, str]
+) -> None:
+    def job() -> None:
+        for step in np.arange(1, 4):
+            raydist.report(step=step, loss=1.0 / step)
+            if step == 2:
+                context.emit_event("report", step="two", values={"loss": 9.0})
+
+    words = ("scale=1x1", "group=inline", "watch.progress=lines", "watch.every_s=0.001", "track=[tensorboard]")
+    done = raydist.run(job, f"hydra.run.dir={tmp_path}/run", *words)
+    assert done.status == "finished"
+    found = trackers.read("tensorboard", ledger(done.dir, "tensorboard")["id"], env=stores)
+    assert [step for step, _ in found["curves"]["loss"]] == [1, 2, 3]
+    assert found["status"][-1] == "finished"
+    warned = [event["text"] for event in read_events(done.dir / "events.jsonl") if event["kind"] == "warning"]
+    assert [text.partition(" ")[0] for text in warned if "`report`" in text].count("tensorboard:") == 1
+    assert len({text.partition(" ")[0] for text in warned}) == len(warned)
 
 
 def is_tracker(process: psutil.Process, mark: str) -> bool:

@@ -31,7 +31,7 @@ def slots(*hosts: str) -> list[dict[str, Any]]:
     return [{"rank": rank, "host": host, "ip": "10.0.0.1", "node": host} for rank, host in enumerate(hosts)]
 
 
-def report(t: float, step: int, rank: int = 0, **values: Any) -> Event:
+def report(t: float, step: int | str, rank: int = 0, **values: Any) -> Event:
     return happened(t, "report", rank=rank, step=step, values={"steps": 100, **values})
 
 
@@ -185,6 +185,19 @@ def test_a_line_that_a_crash_cut_off_hides_nothing(tmp_path: Path) -> None:
     run = FollowedRun(write(tmp_path / "r", RUN, torn='{"t": 1, "ki{"t": 9, "kind": "warning", "text": "x"}\n'))
     assert asyncio.run(run.catch_up()) == 1.0
     assert list(run.model.curves["loss"].steps)[-1] == 8
+
+
+def test_an_event_that_the_page_cannot_read_hides_no_other_and_is_read_once(tmp_path: Path) -> None:
+    broken = [report(20, "nine", loss=1.0), happened(21, "report", rank=0), report(22, 10, loss=0.1)]
+    run = FollowedRun(write(tmp_path / "r", RUN + broken))
+    for _ in range(2):
+        assert asyncio.run(run.catch_up()) == 1.0
+    assert run.read == (run.folder / "events.jsonl").stat().st_size
+    assert list(run.model.curves["loss"].steps)[-2:] == [8, 10]
+    assert run.model.reported == 12
+    warnings = run.model.sections()["warnings"]["warnings"]
+    assert all("the page cannot show an event `report`" in text for text in warnings)
+    assert len(warnings) == 2
 
 
 def test_the_end_of_a_log_then_what_is_added(tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,6 +76,46 @@ def test_report_emits_step_and_values_and_reads_tensors(told: list[Event]) -> No
     assert happened["values"] == {"loss": 0.5, "note": "x"}
     assert context.current().step == 7
     assert context.current().beats == [(7, PHASES.index("end"))]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("step", [3, np.int64(3), torch.tensor(3), np.array(3)])
+def test_a_step_may_be_any_integer(told: list[Event], step: Any) -> None:
+    raydist.report(step=step, loss=1.0)
+    assert json.loads(json.dumps(told))[0]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "says"),
+    [
+        (3.5, TypeError, r"report\(step=3.5\): .* must be an integer; type step=int"),
+        ("3", TypeError, r"report\(step='3'\)"),
+        (np.float32(3), TypeError, "must be an integer"),
+        (torch.tensor(3.0), TypeError, "must be an integer"),
+        (-1, ValueError, r"report\(step=-1\)"),
+        (2**70, ValueError, r"from 0 to 2\*\*63 - 1"),
+    ],
+)
+def test_a_step_that_is_no_count_is_refused_where_it_is_reported(
+    told: list[Event], step: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        raydist.report(step=step, loss=1.0)
+    assert told == []
+
+
+def test_an_integer_that_no_float_holds_is_reported_as_infinite(told: list[Event]) -> None:
+    raydist.report(step=1, huge=10**400, low=-(10**400), large=2**70, yes=True)
+    assert told[0]["values"] == {"huge": math.inf, "low": -math.inf, "large": 2**70, "yes": True}
+
+
+def test_a_loop_that_counts_its_steps_anew_is_told_once() -> None:
+    seen: list[Event] = []
+    context.enter(Context(Rank(), emit=seen.append, beat=lambda step, phase: None))
+    for step in [1, 2, 2, 3, 1, 2, 3, 1]:  # 2: an evaluation adds to a step
+        raydist.report(step=step)
+    context.enter(None)
+    (warned,) = [happened for happened in seen if happened["kind"] == "warning"]
+    assert "step 1 was reported after step 3" in warned["text"]
 
 
 def test_report_without_a_step_keeps_the_step(told: list[Event]) -> None:

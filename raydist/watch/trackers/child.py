@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from raydist.shared.events import Event
+from raydist.shared.events import Event, parse_event
 from raydist.watch.points import Points, node_numbers
 from raydist.watch.progress import Progress
 from raydist.watch.trackers import END_S, Ending, Ledger, Measured, Task, Tracker
@@ -89,13 +89,21 @@ class Follower:
         while not over and self._ending is None:
             over = self._life.over.is_set()
             for happened in next(lines):
-                self._take(happened)
+                self._take_guarded(happened)
             if over or self._ending is not None or time.monotonic() >= self._again:
                 self._try(self._bring_up_to_date)
             if not over and self._ending is None:
                 self._life.over.wait(LOOK_S)
         self._rows += self._rows_of(self._points.rest())
         self._try(self._finish)
+
+    def _take_guarded(self, happened: Event) -> None:
+        """Take in one event; one that cannot be read is left out, with a warning."""
+        try:
+            self._take(happened)
+        except Exception as error:
+            traceback.print_exc()
+            self._warn(error, f"an event `{happened['kind']}` is left out")
 
     def _take(self, happened: Event) -> None:
         self._rows += self._rows_of(self._points.add(happened))
@@ -128,13 +136,17 @@ class Follower:
         except Exception as error:
             traceback.print_exc()
             self._again = time.monotonic() + AGAIN_S
-            if not self._warned:
-                self._warned = True
-                first = f"{type(error).__name__}: {error}".splitlines()[0]
-                log = self._folder / "logs" / f"track-{self._task.name}.log"
-                self._say(warning=f"{self._task.name}: {first[:300]}; the run goes on without it ({log})")
+            self._warn(error, "the run goes on without it")
         finally:
             self._life.called = 0.0
+
+    def _warn(self, error: Exception, what: str) -> None:
+        """Say once what was raised, and what follows from it."""
+        if not self._warned:
+            self._warned = True
+            first = f"{type(error).__name__}: {error}".splitlines()[0]
+            log = self._folder / "logs" / f"track-{self._task.name}.log"
+            self._say(warning=f"{self._task.name}: {first[:300]}; {what} ({log})")
 
     def _bring_up_to_date(self) -> None:
         """Write what is there to write."""
@@ -191,7 +203,8 @@ def read_on(path: Path, begin: int) -> Iterator[list[Event]]:
         file.seek(begin)
         while True:
             *whole, cut = (cut + file.read()).split(b"\n")
-            yield [json.loads(line) for line in whole]
+            parsed = [parse_event(line) for line in whole]
+            yield [event for event in parsed if event is not None]
 
 
 def main() -> None:

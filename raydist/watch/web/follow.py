@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from raydist.shared.events import parse_event
 from raydist.watch.web.curves import SHOWN, Curve, Piece
 from raydist.watch.web.model import Model
 
@@ -68,12 +68,22 @@ class FollowedRun:
             lines = file.read(SLICE)
             if not lines.endswith(b"\n") and b"\n" not in lines:
                 lines += file.readline()
-        whole = lines[: lines.rfind(b"\n") + 1]
-        for line in whole.decode(errors="replace").split("\n")[:-1]:
-            with contextlib.suppress(ValueError):  # a crash cut it off, and a later run in this folder went on
-                self.model.add(json.loads(line))
-        self.read += len(whole)
-        return len(whole)
+        *whole, _ = lines.split(b"\n")
+        for line in whole:
+            self.read += len(line) + 1  # first: a line that cannot be folded is not folded again
+            self._fold_line(line)
+        return sum(len(line) + 1 for line in whole)
+
+    def _fold_line(self, line: bytes) -> None:
+        """Fold one line. An event that the page does not understand is a warning: it must not hide all later ones."""
+        event = parse_event(line)
+        if event is None:
+            return
+        try:
+            self.model.add(event)
+        except Exception as error:
+            text = f"the page cannot show an event `{event['kind']}`: {type(error).__name__}: {error}"
+            self.model.warn(text)
 
     async def log(self, rank: int, poll_s: float) -> AsyncIterator[str]:
         """The end of a rank's log, then its new lines; an empty text each time that there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypedDict
@@ -86,6 +87,10 @@ class Model:
         self.longest_s = max(self.longest_s, event["t"] - (self.figures.ended or event["t"]))
         self.figures.add(event)
         getattr(self, f"_on_{kind}", _pass)(event)
+
+    def warn(self, text: str) -> None:
+        """Show a warning of the page's own."""
+        self.figures.warned.setdefault(text, Counter())[None] += 1
 
     def _row(self, rank: int) -> RankShown:
         if rank not in self.ranks:
