@@ -13,7 +13,7 @@ from typing import IO
 
 from raydist.launch import warm_server
 from raydist.settings.config import Job
-from raydist.settings.mesh import divides, mesh_shape
+from raydist.settings.mesh import MeshShape, divides, mesh_shape
 from raydist.shared.errors import ConfigError
 from raydist.worker.protocol import PACKET, ImportModules, LookAtModel, encode
 
@@ -35,7 +35,9 @@ class ModelCheck:
             return
         if (server := warm_server.prepare(job)) is None:
             return
-        asked = LookAtModel(job.model, job.parallel.blocks, typed_stages(job), tuple(map(os.path.abspath, sys.path)))
+        shape = typed_shape(job)
+        path = tuple(map(os.path.abspath, sys.path))
+        asked = LookAtModel(job.model, job.parallel.blocks, shape.pp, shape.tp, path)
         answer, its_end = os.pipe()
         self._answer, self._text = os.fdopen(answer, "rb", buffering=0), b""
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it ends its child when this is closed
@@ -74,8 +76,8 @@ def typed_ranks(job: Job) -> int | None:
     return None if scale.nodes is None or scale.per_node is None else scale.nodes * scale.per_node
 
 
-def typed_stages(job: Job) -> int:
-    """The stages of its pipeline, as far as the settings alone say it."""
+def typed_shape(job: Job) -> MeshShape:
+    """How its model is divided, as far as the settings alone say it."""
     if (ranks := typed_ranks(job)) is None or job.scale.per_node is None:
-        return job.parallel.pp or 1
-    return mesh_shape(job.parallel, ranks, job.scale.per_node).pp
+        return MeshShape(pp=job.parallel.pp or 1, tp=job.parallel.tp or 1)
+    return mesh_shape(job.parallel, ranks, job.scale.per_node)

@@ -11,6 +11,8 @@ states. Never imports Ray.
                           too
     garbage.py            Python's garbage collector in a training: how long it stops this rank, and collections at the
                           same step
+    groups.py             Process groups and meshes next to the default group, with its timeout: torch would take its
+                          own
     heartbeat.py          The heartbeat page and the signal that a rank and its agent share beside messages
     loop/                 The training loop of raydist.fit: samples, steps, precision, schedules, evaluation
     main.py               Start and end of a rank process: become the rank, run the job, report how it ended

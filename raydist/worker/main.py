@@ -158,7 +158,7 @@ def look_at_model(asked: LookAtModel, reply_fd: int) -> NoReturn:
 
     with os.fdopen(reply_fd, "w") as reply:
         try:
-            memory.check_model(asked.model, asked.blocks, asked.stages)
+            memory.check_model(asked.model, asked.blocks, asked.stages, asked.tp)
         except ConfigError as error:
             json.dump({"message": error.message, **error.facts}, reply)
     os._exit(0)

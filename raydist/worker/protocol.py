@@ -655,6 +655,7 @@ class LookAtModel:
     model: Mapping[str, Any]
     blocks: str
     stages: int
+    tp: int
     sys_path: tuple[str, ...]
 
 

@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from raydist.state.distributed_checkpoint import PartPlanner, RankPart, RankPlanner, joined_metadata, load_by, read_plan
 from raydist.state.snapshot_layout import State
+from raydist.worker.groups import new_group
 
 Piece = tuple[int, int, Sequence[int], Sequence[int]]
 """A part of a shard: of which former rank, the number of the item in its plan, offsets and lengths."""
@@ -118,7 +119,7 @@ def divide(whole: State | None, state: State, of_ranks: str, source: str, part: 
     `state`, `of_ranks`, `source`, `part`: as for `load_by`.
     """
     parts = {} if whole is None else {0: RankPart(0, 1, whole, RankPlanner(0).plan(whole))}
-    load_by(PartsReader(parts, dist.new_group(backend="gloo")), state, of_ranks, source, part)
+    load_by(PartsReader(parts, new_group(backend="gloo")), state, of_ranks, source, part)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ from raydist.state.snapshot import NoRoom, SnapshotBuffer, rebuilt
 from raydist.state.snapshot_layout import State
 from raydist.state.write import FileFacts, SaveRequest, drop
 from raydist.worker import checkpoint, context
+from raydist.worker.groups import new_group
 from raydist.worker.reshard import PartsReader
 
 OFFERS = 2
@@ -216,7 +217,7 @@ class Ring:
         self._memory: SnapshotBuffer | None = SnapshotBuffer(descriptor, device_of(me.device))
         self._rank, self._world = me.rank, me.world_size
         self._planner = RankPlanner(me.rank)
-        self._group: Any = dist.new_group(backend="gloo")
+        self._group: Any = new_group(backend="gloo")
         self._holders = holders([int(row[0]) for row in self._gather(me.node_rank)])
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None

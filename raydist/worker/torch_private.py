@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from raydist.worker.protocol import Collective
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
 
 RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -42,6 +44,15 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
         return device("meta")
     return FakeTensorMode()
+
+
+def set_timeout(group: Any, limit: timedelta) -> None:
+    """Set how long an operation of a process group may take; a mesh makes its groups with torch's own limit."""
+    from torch.distributed import distributed_c10d
+
+    # public since torch 2.15
+    change = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    change(limit, group)
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:

@@ -36,10 +36,14 @@ def test_a_model_that_cannot_be_divided_is_refused_before_the_start(
     with pytest.raises(ConfigError, match=r"GPT has 2 blocks .*too few for 4 stages") as refused:
         looked_at(*small, "parallel=pp")
     assert (refused.value.key, refused.value.value, refused.value.suggestion) == ("parallel.pp", 4, "parallel.pp=2")
+    with pytest.raises(ConfigError, match=r"GPT has 2 heads of keys and values, which it does not divide") as refused:
+        looked_at(*small, "parallel=tp")
+    assert (refused.value.key, refused.value.value, refused.value.suggestion) == ("parallel.tp", 4, "parallel.tp=2")
     with pytest.raises(ConfigError, match=r"no class repeats .* of Plain"):
         looked_at("job=own.py", "model._target_=own_models.Plain", "parallel=fsdp", "scale=1x2")
     for fine in (
         [*small, "parallel=pp", "parallel.pp=2"],
+        [*small, "parallel=tp", "parallel.tp=2"],
         [
             "job=own.py",
             "model._target_=own_models.Broken",

@@ -198,6 +198,19 @@ def test_nodes_that_the_autoscaler_has_to_bring(
         (["--jsn"], 2, "did you mean --json?"),
         (["job=digitz"], 2, "did you mean job=digits?"),
         (["job=gpt", "model.layers=2", "parallel=pp", "scale=1x4", "group=inline"], 2, "too few for 4 stages; set pa"),
+        (
+            [
+                "job=gpt",
+                "model.heads=6",
+                "model.width=96",
+                "model.kv_heads=3",
+                "parallel=tp",
+                "scale=1x4",
+                "group=inline",
+            ],
+            2,
+            "parallel.tp=4: GPT has 6 heads, which it does not divide; set parallel.tp=1",
+        ),
     ],
 )
 def test_it_refuses_as_train_does(capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str) -> None:

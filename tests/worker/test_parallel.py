@@ -13,10 +13,12 @@ from dataclasses import replace
 from functools import cache, partialmethod
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
@@ -35,6 +37,7 @@ from raydist.worker.backends.sharded import styles
 from raydist.worker.loop.blocks import find_blocks
 from raydist.worker.loop.evaluation import accuracy
 from raydist.worker.loop.gpt import GPT, Block
+from raydist.worker.loop.heads import check_heads
 from raydist.worker.loop.memory import memory_of
 from raydist.worker.loop.models import MLP, SmallCNN
 from raydist.worker.torch_private import fake_tensors
@@ -309,6 +312,52 @@ def test_a_model_without_blocks_or_plan_is_refused() -> None:
         model.tp_plan = layers
         with pytest.raises(ConfigError, match=words):
             styles(model)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "right"),
+    [(8, 4, 4, ""), (8, 2, 4, "parallel.tp=2"), (6, 6, 4, "parallel.tp=2"), (9, 3, 2, "parallel.tp=1")],
+)
+def test_heads_that_the_ranks_of_a_tp_group_cannot_share_are_refused(
+    heads: int, kv_heads: int, tp: int, right: str
+) -> None:
+    named: Any = nn.Module()  # as Hugging Face's models name them
+    named.config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    for model in (GPT(layers=2, width=16 * heads, heads=heads, kv_heads=kv_heads), named):
+        if not right:
+            check_heads(model, tp)
+            continue
+        with pytest.raises(ConfigError) as refused:
+            check_heads(model, tp)
+        assert (refused.value.key, refused.value.value, refused.value.suggestion) == ("parallel.tp", tp, right)
+    own: Any = GPT(layers=2, width=16 * heads, heads=heads, kv_heads=kv_heads)
+    own.tp_plan = {"blocks.*.feed_forward.up": "colwise", "blocks.*.feed_forward.down": "rowwise"}
+    check_heads(own, tp)  # its attention stays whole
+
+
+@pytest.mark.parametrize(("settings", "ranks"), [(Parallel("pp"), 3), (Parallel("tp", tp=2, pp=2), 4)])
+def test_every_rank_makes_every_group_with_the_timeout_of_the_backend(
+    settings: Parallel, ranks: int, tmp_path: Path
+) -> None:
+    """Those of the mesh, of tied weights in the first and last stage, of the snapshots."""
+
+    def groups(job: Job) -> Any:
+        here = context.current()
+        here.memory = memory(), -1
+        text = torch.arange(96, dtype=torch.uint8).view(12, 8)
+        model = GPT(layers=3, width=16, heads=2, kv_heads=2, hidden=32)
+        raydist.fit(job, model=model, train=TensorDataset(text, text), loss=next_token)
+        world: Any = dist.distributed_c10d._world
+        backends = [group._get_backend(torch.device("cpu")) for group in world.pg_map]
+        return world.group_count, [each.options._timeout.total_seconds() for each in backends]
+
+    job = replace(BASE, backend=Backend("gloo", timeout_s=77), parallel=settings, data=Data(batch_size=6))
+    told = fine(run_ranks(ranks, replace(job, snapshot=Snapshot(1), train=Train(steps=2)), groups, tmp_path))
+    assert len({made for made, _ in (one.value for one in told)}) == 1
+    for one in told:
+        limits = one.value[1]
+        assert len(limits) > 2
+        assert {*limits} == {77}
 
 
 def digits(job: Job) -> dict[str, float]:

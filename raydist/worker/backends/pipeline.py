@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
@@ -23,6 +23,7 @@ from raydist.shared.errors import ConfigError
 from raydist.worker import context
 from raydist.worker.backends import ddp, stages
 from raydist.worker.backends.sharded import ShardedComm
+from raydist.worker.groups import new_group, new_mesh
 from raydist.worker.loop import random_state
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -42,8 +43,7 @@ class PipelineComm(ShardedComm):
     @cached_property
     def everyone(self) -> DeviceMesh:
         shape = self.shape
-        sizes = shape.pp, shape.replicate, shape.shard, shape.tp
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+        return new_mesh(self.device.type, pp=shape.pp, replicate=shape.replicate, shard=shape.shard, tp=shape.tp)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -60,14 +60,26 @@ class PipelineComm(ShardedComm):
         own = [each for each in part.modules() if each in blocks]
         self.shard(part, own, model, last=stage == self.shape.pp - 1)
         stages.forget_others(model, part)
-        for name, whole in names.first.items():
-            if whole in tied and whole in names.trained:
-                self.tied[name] = Tied.of(part.get_parameter(name), tied[whole], self)
+        groups, here = self._groups_of({*tied.values()}), {whole: name for name, whole in names.first.items()}
+        for whole, held in tied.items():  # in the order of the model: stages that share a group use it in one order
+            if whole in here and whole in names.trained:
+                self.tied[here[whole]] = Tied(part.get_parameter(here[whole]), held, groups[held])
         for each in self.tied.values() if empty else ():
             each.take_from_first()
         pipeline = Pipeline(part, self, names)
         model.forward = pipeline.everywhere
         return pipeline
+
+    def _groups_of(self, tied: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+        """By stages, the group of their ranks that have this rank's position in a stage. A collective of all ranks."""
+        size, found = self.mesh.size(), dict[tuple[int, ...], Any]()
+        for held in sorted(tied):
+            for position in range(size):
+                ranks = [stage * size + position for stage in held]
+                group = new_group(ranks)
+                if dist.get_rank() in ranks:
+                    found[held] = group
+        return found
 
     @contextmanager
     def accumulating(self, model: nn.Module) -> Iterator[None]:
@@ -88,13 +100,7 @@ class Tied:
     parameter: nn.Parameter
     stages: tuple[int, ...]
     group: Any
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter, stages: tuple[int, ...], comm: PipelineComm) -> Tied:
-        """A collective of the ranks of these stages that have the same place in them."""
-        place = dist.get_rank() % comm.mesh.size()
-        ranks = [stage * comm.mesh.size() + place for stage in stages]
-        return cls(parameter, stages, dist.new_group(ranks, use_local_synchronization=True))
+    """Of the ranks of these stages that have the same position in them."""
 
     def take_from_first(self) -> None:
         """Take the values that the first of these stages has made."""

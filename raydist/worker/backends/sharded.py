@@ -12,7 +12,7 @@ from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -23,7 +23,9 @@ from raydist.shared.errors import ConfigError
 from raydist.worker import context
 from raydist.worker.backends import ddp
 from raydist.worker.backends.ddp import DDPComm
+from raydist.worker.groups import new_mesh
 from raydist.worker.loop.blocks import find_blocks
+from raydist.worker.loop.heads import check_heads
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class ShardedComm(DDPComm):
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The ranks that share these parameters: replicate x shard x tp."""
-        shape = self.shape.replicate, self.shape.shard, self.shape.tp
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard", "tp"))
+        shape = self.shape
+        return new_mesh(self.device.type, replicate=shape.replicate, shard=shape.shard, tp=shape.tp)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         self.shard(model, self.prepare(model), model)
@@ -53,6 +55,7 @@ class ShardedComm(DDPComm):
         """The blocks of the model, whose parameters are rank 0's and whose layers tp has divided."""
         blocks = find_blocks(model, self.job.parallel.blocks)
         same_as_rank0(model, self)
+        check_heads(model, self.shape.tp)
         if self.shape.tp > 1 and any(each.is_meta for each in model.parameters()):
             cause = "a model on meta is made block by block, which tp's layers cannot be yet"
             raise ConfigError.of("parallel.tp", self.shape.tp, cause, "parallel=fsdp parallel.tp=1")

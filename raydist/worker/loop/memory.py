@@ -23,6 +23,7 @@ from raydist.shared.errors import ConfigError
 from raydist.worker.backends.stages import cut_model
 from raydist.worker.loop import models
 from raydist.worker.loop.blocks import find_blocks
+from raydist.worker.loop.heads import check_heads
 from raydist.worker.torch_private import fake_tensors
 
 STATES = {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}
@@ -30,13 +31,14 @@ STATES = {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}
 
 
 def memory_of(model: nn.Module, job: config.Job, shape: MeshShape) -> dict[str, int]:
-    """Bytes by what they are for, on the rank with the most. ConfigError: the blocks of the model are not known.
+    """Bytes by what they are for, on the rank with the most. ConfigError: the model cannot be divided so.
 
     `model`: on meta, or fake. `activations` are there if it is fake and has a method `example`, which makes an input of
     so many samples. They are an upper bound: that of a tp group without its layers' division.
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     blocks = find_blocks(model, job.parallel.blocks)
+    check_heads(model, shape.tp)
     parts = cut_model(model, blocks, shape.pp) if shape.pp > 1 else [model]
     found = [_of_part(part, blocks, job, shape, plan) for part in parts]
     for of_part, bytes_ in zip(found, activations(model, parts, job, shape), strict=False):
@@ -84,8 +86,8 @@ def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return made.requires_grad_(value.requires_grad)
 
 
-def check_model(settings: Mapping[str, Any], named: str, stages: int) -> None:
-    """Raise ConfigError if the model that `model=` names has no blocks, or cannot be cut into the stages.
+def check_model(settings: Mapping[str, Any], named: str, stages: int, tp: int) -> None:
+    """Raise ConfigError if the model that `model=` names cannot be divided: no blocks, too few of them, or of heads.
 
     `named`: parallel.blocks. A model that cannot be built here, without a GPU or a package of the ranks, is theirs.
     """
@@ -95,6 +97,7 @@ def check_model(settings: Mapping[str, Any], named: str, stages: int) -> None:
     except ConfigError:
         return
     blocks = find_blocks(model, named)
+    check_heads(model, tp)
     if stages > 1:
         cut_model(model, blocks, stages)
 

@@ -27,7 +27,6 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from raydist.settings.config import Data, Job
@@ -37,6 +36,7 @@ from raydist.state.snapshot_layout import State
 from raydist.state.write import unloadable
 from raydist.worker import context
 from raydist.worker.backends import Comm
+from raydist.worker.groups import collective
 from raydist.worker.loop import data, random_state
 from raydist.worker.loop.ray_data import split_over_ray
 from raydist.worker.loop.shards import Found
@@ -434,17 +434,3 @@ def gather_states(state: T, comm: Comm) -> list[T]:
     padded[: len(mine)] = mine
     parts = [part[:size].numpy().tobytes() for part, size in zip(comm.gather(padded), sizes, strict=True)]
     return [from_bytes(part) for part in parts]
-
-
-def collective(comm: Comm) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-    """A `gather` for numbers of the host. NCCL would wait for the GPU's work, so ranks with GPUs use gloo for it."""
-    if not dist.is_initialized() or dist.get_backend() != "nccl" or dist.get_world_size() == 1:
-        return comm.gather
-    group = dist.new_group(backend="gloo")
-
-    def gather(own: torch.Tensor) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, own, group=group)  # type: ignore[arg-type]
-        return gathered
-
-    return gather

@@ -1,0 +1,54 @@
+"""Process groups and meshes next to the default group, with its timeout: torch would take its own. (rank side)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from raydist.worker import context
+from raydist.worker.backends import Comm
+from raydist.worker.torch_private import set_timeout
+
+
+def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
+    """As torch.distributed.new_group, with `backend.timeout_s`.
+
+    All ranks must make all groups, in one order, those that they are not in as well. torch names a group by a counter:
+    where a rank has left one out, the next group never meets. With NCCL the group is split off the default one, which
+    is a collective of all its ranks.
+    """
+    return dist.new_group(None if ranks is None else [*ranks], timeout=_timeout(), backend=backend)
+
+
+def new_mesh(device_type: str, **sizes: int) -> DeviceMesh:
+    """A mesh of all ranks with dimensions of these names and sizes, each with `backend.timeout_s`."""
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if (limit := _timeout()) is not None:
+        for group in mesh.get_all_groups():
+            set_timeout(group, limit)
+    return mesh
+
+
+def _timeout() -> timedelta | None:
+    """That of the job; None in a program that has joined the ranks itself."""
+    settings = getattr(context.current().comm, "settings", None)
+    return None if settings is None else timedelta(seconds=settings.timeout_s)
+
+
+def collective(comm: Comm) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+    """A `gather` for numbers of the host. NCCL would wait for the GPU's work, so ranks with GPUs use gloo for it."""
+    if not dist.is_initialized() or dist.get_backend() != "nccl" or dist.get_world_size() == 1:
+        return comm.gather
+    group = new_group(backend="gloo")
+
+    def gather(own: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own, group=group)
+        return gathered
+
+    return gather
