@@ -176,6 +176,11 @@ SRUN = """#!/bin/bash
 # a stand-in for Slurm's: the command once for each node of the step, all on this machine
 echo "$@" >> "$SLURM_SUBMIT_DIR/srun.txt"
 nodes="${1#--nodes=}"
+case "$*" in *--exclude=*)
+    [ -z "$LOST" ] || exit 1
+    export FOLDER="$SLURM_SUBMIT_DIR/elsewhere" # the disk of another machine, where Ray makes a folder of this name
+    mkdir "$FOLDER" ;;
+esac
 while [ "${1#--}" != "$1" ]; do shift; done
 for ((node = 0; node < nodes; node++)); do "$@" & done
 trap 'kill $(jobs -p)' TERM
@@ -207,7 +212,7 @@ def allocation(tmp_path: Path) -> Iterator[dict[str, str]]:
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "PATH": f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}",
         "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_CPUS_ON_NODE": "1",
-        "SLURM_SUBMIT_DIR": str(tmp_path), "HEAD_ADDRESS": "127.0.0.1", "RAYDIST_TEST": f"slurm-{tmp_path}",
+        "SLURM_SUBMIT_DIR": str(tmp_path), "HEAD_ADDRESS": "127.0.0.1", "LOST": "", "RAYDIST_TEST": f"slurm-{tmp_path}",
     }  # fmt: skip
     assert gone(f"slurm-{tmp_path}") == []
 
@@ -221,7 +226,9 @@ def batch(folder: Path, env: dict[str, str], *words: str) -> subprocess.Popen[st
 @pytest.mark.ray
 def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(JOB)
-    job = batch(tmp_path, allocation, "job=slow.py", "watch.progress=lines", "watch.every_s=0.5")
+    # scale.keep_warm_s says nothing about the number of nodes: it is still that of the allocation
+    words = ["job=slow.py", "scale.keep_warm_s=0", "watch.progress=lines", "watch.every_s=0.5"]
+    job = batch(tmp_path, allocation, *words)
     until = time.monotonic() + 90
     while not any("began" in path.read_text() for path in tmp_path.glob("runs/*/*/events.jsonl")):
         assert job.poll() is None, (tmp_path / "screen.txt").read_text()
@@ -239,6 +246,19 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
         ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--exclude={here}"],
     ]
     assert '"world_size": 2' in result.read_text()
+    settings = yaml.safe_load((result.parent / ".hydra" / "config.yaml").read_text())
+    assert settings["scale"]["nodes"] is None, "all nodes of the allocation"
+    assert not (tmp_path / "elsewhere").exists(), "Ray's folder on the other nodes"
+
+
+@pytest.mark.ray
+def test_slurm_does_not_train_on_some_of_the_nodes(allocation: dict[str, str], tmp_path: Path) -> None:
+    job = batch(tmp_path, {**allocation, "LOST": "1", "RAYDIST_JOIN_S": "0.1"}, "job=slow.py", "scale.cpus=1")
+    assert job.wait(90) == 1
+    screen = (tmp_path / "screen.txt").read_text()
+    assert "ray: 1 of 2 nodes have joined" in screen
+    assert "to train on those that have joined: scale.nodes=1..2" in screen
+    assert not list(tmp_path.glob("runs/*"))
 
 
 LISTENER = (
@@ -266,14 +286,17 @@ def test_slurm_connects_to_no_port_of_another_user(allocation: dict[str, str], t
 
 
 def test_files_with_tokens_are_in_no_image_and_no_commit(tmp_path: Path) -> None:
-    """The instructions for Docker put Ray's token into deploy/docker/.env, and the image was made of all files."""
+    """docs/docker.md puts Ray's token into deploy/docker/.env, docs/monitoring.md into a file that Prometheus reads."""
+    (scraped,) = yaml.safe_load((DEPLOY / "monitoring" / "prometheus.yaml").read_text())["scrape_configs"]
+    token = scraped["http_sd_configs"][0]["authorization"]["credentials_file"]
+    assert f"> {token})" in (ROOT / "docs" / "monitoring.md").read_text()
     ignored = (DEPLOY.parent / ".dockerignore").read_text().split()
-    assert {"**/.env", "**/*.env", "!**/example.env"} <= {*ignored}
+    assert {"**/.env", "**/*.env", "!**/example.env", f"**/{token}"} <= {*ignored}
     (tmp_path / ".gitignore").write_text((DEPLOY.parent / ".gitignore").read_text())
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    names = ["deploy/docker/.env", "secret.env", "deploy/docker/example.env"]
+    names = ["deploy/docker/.env", "secret.env", f"deploy/monitoring/{token}", "deploy/docker/example.env"]
     done = subprocess.run(["git", "check-ignore", *names], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.split() == names[:2]
+    assert done.stdout.split() == names[:3]
 
 
 ALONE = """
