@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import shutil
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    canonicalize_name,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
 
 from tests.conftest import ROOT
 
@@ -18,7 +33,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-RUN = {"s3fs", "hatchling", "pyyaml"}
+RUN = {"s3fs", "hatchling"}
 """Packages of the tests that runs and clusters have too."""
 
 PYTHON = """#!/bin/sh
@@ -58,6 +73,31 @@ def shortest(version: str) -> str:
 def test_what_judges_the_code_is_pinned() -> None:
     loose = {each.name for each in required("test") if [spec.operator for spec in each.specifier] != ["=="]}
     assert loose == RUN
+
+
+OFFERED = {"horovod", "ipython", "nvidia-ml-py", "pynvml"}
+"""Packages that are used where they are: a build of one's own, a notebook's, the driver's."""
+
+
+def imported() -> set[str]:
+    """The packages that raydist and its jobs import, outside the standard library."""
+    found: set[str] = set()
+    for path in [*ROOT.glob("raydist/**/*.py"), *ROOT.glob("jobs/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {each.name for each in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module)
+    modules = {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"raydist"}
+    packages = packages_distributions()
+    return {canonicalize_name(packages.get(module, [module])[0]) for module in modules}
+
+
+def test_each_package_that_is_imported_is_asked_for() -> None:
+    """Not through another one: Ray's next release may ask for other packages."""
+    asked = {canonicalize_name(each.name) for each in all_required()}
+    assert imported() - asked == OFFERED & imported()
+    assert {"torch", "ray", "pyyaml"} <= imported()
 
 
 @pytest.fixture
@@ -134,3 +174,75 @@ def test_an_install_that_ended_half_way_is_done_again_from_nothing(clone: Path, 
     said = make(clone, "fast")
     assert said[0] == "-m venv --clear .venv"
     assert said[-1] == FAST
+
+
+EVERY_PYTHON = ["3.10", "3.11", "3.12", "3.13"]
+INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
+SIMPLE = {"Accept": "application/vnd.pypi.simple.v1+json"}
+
+
+def all_required() -> list[Requirement]:
+    """What the package, its build and each extra ask for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return required() + required(*project["optional-dependencies"])
+
+
+def files_of(name: str) -> list[dict[str, Any]]:
+    """The files of a package on the index, as PEP 691 describes them."""
+    page = f"{INDEX}/{canonicalize_name(name)}/"
+    with urllib.request.urlopen(urllib.request.Request(page, headers=SIMPLE), timeout=20) as reply:
+        files: list[dict[str, Any]] = json.load(reply)["files"]
+        return files
+
+
+@pytest.fixture(scope="module")
+def index() -> dict[str, list[dict[str, Any]]]:
+    """The files of each required package."""
+    names = sorted({each.name for each in all_required()})
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            return dict(zip(names, pool.map(files_of, names), strict=True))
+    except (OSError, ValueError) as error:
+        pytest.skip(f"no package index at {INDEX}: {error}")
+
+
+def fits(file: dict[str, Any], specifier: SpecifierSet, python: str) -> bool:
+    """Whether pip would install this file on that Python."""
+    try:
+        if file["filename"].endswith(".whl"):
+            _, version, _, tags = parse_wheel_filename(file["filename"])
+        else:
+            _, version = parse_sdist_filename(file["filename"])
+            tags = frozenset()
+    except (InvalidWheelFilename, InvalidSdistFilename):  # of an old release
+        return False
+    if file.get("yanked") or not specifier.contains(version):
+        return False
+    own = f"cp{python.replace('.', '')}"
+    built_for = not tags or any(tag.interpreter in ("py3", own) or tag.abi == "abi3" for tag in tags)
+    return built_for and SpecifierSet(file.get("requires-python") or "").contains(f"{python}.0")
+
+
+def not_installable(wanted: list[Requirement], index: dict[str, Any], python: str) -> Iterator[str]:
+    """The requirements that no file of the index meets on a Python."""
+    for each in wanted:
+        meant = each.marker is None or each.marker.evaluate({"python_version": python, "extra": ""})
+        if meant and not any(fits(file, each.specifier, python) for file in index[each.name]):
+            yield str(each)
+
+
+@pytest.mark.parametrize("python", EVERY_PYTHON)
+def test_what_pyproject_asks_for_installs_on_every_python(index: dict[str, Any], python: str) -> None:
+    assert [*not_installable(all_required(), index, python)] == []
+
+
+def test_a_pin_that_a_python_cannot_install_is_found(index: dict[str, Any]) -> None:
+    pinned = [Requirement("ipykernel==7.4.0")]  # asks for Python 3.11
+    assert [*not_installable(pinned, index, "3.10")] == ["ipykernel==7.4.0"]
+    assert [*not_installable(pinned, index, "3.11")] == []
+    assert [*not_installable([Requirement(f"{pinned[0]}; python_version > '3.10'")], index, "3.10")] == []
+
+
+def test_the_promised_pythons_are_those_that_are_looked_at() -> None:
+    lowest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert lowest == f">={EVERY_PYTHON[0]}"
