@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
@@ -99,7 +100,8 @@ class RankAgent:
         self._writer: Writer | None = None
         self._load = LoadReader()
         self._checkup: Checkup | None = None
-        self._holding: asyncio.Future[int] | None = None
+        self._holding: deque[asyncio.Future[int]] = deque()
+        """The HoldRank requests that the rank has not answered yet, the oldest first."""
         self._oom_count: oom.Count | None = None
         """The kernel's OOM kills when the rank started."""
         self._stopping = self._raised = False
@@ -128,12 +130,12 @@ class RankAgent:
                 return await self.examine()
             case HoldRank():
                 return await self.hold(request)
-            case protocol.StopAfter():
+            case protocol.StopAfter() | protocol.ReleaseRank():
                 return self.tell_rank(request)
             case protocol.GetValue():
                 return self.value()
             case protocol.IsOpen():
-                return self._client is not None and self._client.connected
+                return await self.is_open()
             case protocol.WaitForWriter():
                 return await self._writer.wait() if self._writer is not None else None
             case protocol.Flush():
@@ -296,9 +298,10 @@ class RankAgent:
         """Have the rank stand still after the step that it is making; that step. LaunchError: it has ended."""
         if self._end is not None:
             raise LaunchError("the rank has ended")
-        self._holding = asyncio.get_running_loop().create_future()
+        held: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._holding.append(held)
         self.tell_rank(request)
-        return await self._holding
+        return await held
 
     def tell_rank(self, message: RankMessage) -> None:
         """Send a message to the rank, if it listens."""
@@ -400,8 +403,8 @@ class RankAgent:
             end = replace(end, why=why, oom="kernel" if by_kernel else "")
         self._end = end
         self._news.set()
-        if self._holding is not None and not self._holding.done():
-            self._holding.set_exception(LaunchError("the rank has ended"))
+        while self._holding:
+            self._note_hold(LaunchError("the rank has ended"))
 
     def _note_connection(self, to_rank: asyncio.StreamWriter) -> None:
         self._to_rank = to_rank
@@ -409,8 +412,18 @@ class RankAgent:
     def _handle_reply(self, message: protocol.Message) -> None:
         if isinstance(message, Activity):
             self._activity = message
-        elif isinstance(message, Holding) and self._holding is not None and not self._holding.done():
-            self._holding.set_result(message.step)
+        elif isinstance(message, Holding) and self._holding:
+            self._note_hold(message.step)
+
+    def _note_hold(self, outcome: int | LaunchError) -> None:
+        """The oldest HoldRank is answered, or never will be."""
+        held = self._holding.popleft()
+        if held.done():  # cancelled, as the agents' event loop ends
+            return
+        if isinstance(outcome, int):
+            held.set_result(outcome)
+        else:
+            held.set_exception(outcome)
 
     def _add_event(self, event: Event) -> None:
         """Keep an event for the driver. Of the reports of ranks other than 0 only the newest is kept."""

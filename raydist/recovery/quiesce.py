@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 
 from raydist.launch.worker_group import WorkerGroup
 from raydist.shared.events import Event
-from raydist.worker.protocol import HoldRank, StopAfter
+from raydist.worker.protocol import AnyReply, HoldRank, ReleaseRank, Request, StopAfter
 
 REPLY_S = 60.0
 """Longest wait for the steps of all ranks. They come from a thread of each rank, so within milliseconds."""
 
 
-class Quiesce:
+class Quiesce(AbstractContextManager["Quiesce"]):
     """One attempt's way to a point where its ranks can be stopped and no step is lost.
 
     A program (`script=`) can be stopped at once, as under torchrun. raydist.fit stops after a step that is common to
@@ -24,6 +25,10 @@ class Quiesce:
         self._group, self._script = group, script
         self._requested = self._fit = self._asked = False
         self._left: set[int] = set()
+        self._closed = threading.Event()
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
 
     def request(self) -> bool:
         """Bring the ranks to such a point; whether they can be stopped now."""
@@ -45,17 +50,32 @@ class Quiesce:
     def _ask(self) -> None:
         if self._requested and self._fit and not self._asked:
             self._asked = True
-            threading.Thread(target=self.agree, name="raydist-quiesce", daemon=True).start()
+            threading.Thread(target=self._agree, name="raydist-quiesce", daemon=True).start()
 
-    def agree(self) -> None:
-        """Have every rank hold, and stop after the largest step that one of them is making.
+    def _agree(self) -> None:
+        """Until all ranks agree, or one has ended, or the attempt has."""
+        while not self._closed.is_set() and self.agree() is None:
+            pass
 
-        If a rank has ended or hangs, none is told a step: the supervisor learns of that from its agent.
+    def agree(self) -> int | None:
+        """Have every rank hold, and stop after the largest step that one of them is making; that step.
+
+        None: a rank did not answer in time, as one that compiles; all continue. -1: a rank has ended, of which the
+        supervisor learns from its agent, or the attempt is over.
         """
-        replies = [self._group.call(rank, HoldRank()) for rank in range(self._group.plan.world_size)]
+        replies = self._ask_each(HoldRank())
         wait(replies, timeout=REPLY_S)
-        if any(not reply.done() or reply.exception() is not None for reply in replies):
-            return
+        failed = any(reply.done() and reply.exception() is not None for reply in replies)
+        if failed or self._closed.is_set():
+            return -1
+        if not all(reply.done() for reply in replies):
+            self._ask_each(ReleaseRank())  # they would stand still until the run is ended for a hang
+            return None
         step = max(reply.result() for reply in replies)
-        for rank in range(self._group.plan.world_size):
-            self._group.call(rank, StopAfter(step))
+        self._ask_each(StopAfter(step))
+        return step
+
+    def _ask_each(self, request: Request[AnyReply]) -> list[Future[AnyReply]]:
+        """Send a request to each rank; to none once the attempt is over: others may run then."""
+        ranks = range(0 if self._closed.is_set() else self._group.plan.world_size)
+        return [self._group.call(rank, request) for rank in ranks]

@@ -14,7 +14,7 @@ from collections import deque
 from raydist.shared.events import Event, event
 from raydist.worker import context, protocol, stacks
 from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time, write_pauses
-from raydist.worker.protocol import Activity, Holding, HoldRank, StopAfter, TellActivity
+from raydist.worker.protocol import Activity, Holding, HoldRank, ReleaseRank, StopAfter, TellActivity
 
 FLUSH_S = 0.1
 """Longest time that a report waits in the rank before it is sent."""
@@ -128,6 +128,8 @@ class Channel:
                 self.reply(Holding(current.stop_request.hold()))
             case StopAfter(step):
                 current.stop_request.stop_after(step)
+            case ReleaseRank():
+                current.stop_request.release()
 
     def _tell_activity(self) -> None:
         """Reply with the stacks and the last collectives. If torch records none, rank 0 warns once for all ranks."""

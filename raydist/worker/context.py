@@ -80,10 +80,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Guards the steps."""
         self._done = 0
         self._limit: int | None = None
-        self._common = 0
+        """The step after which the rank stands still."""
+        self._common: int | None = None
+        """The step after which all ranks stop."""
         self._known = threading.Event()
+        """A rank that stands still can go on, or stop."""
 
     def begin(self, step: int) -> None:
         """So many steps are done at the beginning."""
@@ -95,21 +99,31 @@ class StopRequest:
         with self._lock:
             if self._limit is None:
                 self._limit = self._done + 1
+                self._known.clear()
             return self._limit
+
+    def release(self) -> None:
+        """Have a rank that stands still continue: not all ranks hold."""
+        with self._lock:
+            self._limit = None
+            self._known.set()
 
     def stop_after(self, step: int) -> None:
         """Have the rank go on to this step, and stop after it."""
-        self._common = step
-        self._known.set()
+        with self._lock:
+            self._common = step
+            self._known.set()
 
     def due(self, step: int) -> bool:
         """Note that a step is done; whether to stop after it. Stands still where that is not known yet."""
-        with self._lock:
-            self._done = step
-            if self._limit is None or step < self._limit:
-                return False
-        self._known.wait()
-        return step >= self._common
+        while True:
+            with self._lock:
+                self._done = step
+                if self._limit is None or step < self._limit:
+                    return False
+                if self._common is not None:
+                    return step >= self._common
+            self._known.wait()
 
     def stopped(self, step: int) -> NoReturn:
         """The state of this step is kept: emit `left`, and wait for the end."""

@@ -310,6 +310,11 @@ class StopAfter(Request[None]):
 
 
 @dataclass(frozen=True)
+class ReleaseRank(Request[None]):
+    """Have a rank that holds continue: not all ranks can hold now. To the rank as well."""
+
+
+@dataclass(frozen=True)
 class RankValue:
     """What the job returned or raised, pickled; neither if it returned None or ended by itself."""
 
@@ -825,12 +830,12 @@ class Activity:
 
 @dataclass(frozen=True)
 class Holding:
-    """The rank stands still after this step, until it gets StopAfter."""
+    """The rank stands still after this step, until it gets StopAfter or ReleaseRank."""
 
     step: int
 
 
-RankMessage = TellActivity | HoldRank | StopAfter
+RankMessage = TellActivity | HoldRank | StopAfter | ReleaseRank
 RankReply = Activity | Holding
 
 _BY_NAME: dict[str, type[Any]] = {
@@ -839,7 +844,7 @@ _BY_NAME: dict[str, type[Any]] = {
         Claim, Claimed, BeginRun, ImportModules, Warm, RankSpec, ProgramSpec, OpenStore, WriteCheckpoint, SignalProcess,
         LookAtModel, GetNewestState, NewestState,
         Forked, StoreForked, Ended, InFile, Failed, Ping, Pong, TellActivity, HoldRank, StopAfter, Activity, Holding,
-        ListShards, WriteShards, CommitShards, DropShards,
+        ListShards, WriteShards, CommitShards, DropShards, ReleaseRank,
         HeldShards, WrittenShards, SavedShards, UnseenShards, WriterFailed,
     )
 }  # fmt: skip

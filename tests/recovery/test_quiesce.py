@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
 
 from raydist.launch.worker_group import WorkerGroup
+from raydist.recovery import quiesce as quiesce_module
 from raydist.recovery.quiesce import Quiesce
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import event
 from raydist.worker.context import StopRequest
-from raydist.worker.protocol import HoldRank, Request, StopAfter
+from raydist.worker.protocol import HoldRank, ReleaseRank, Request, StopAfter
 from tests.recovery.test_resize import planned
 
 SEVERAL = 3
@@ -27,6 +29,9 @@ class Ranks:
         self.plan = planned(SEVERAL, per_node=1)
         self.requests = [StopRequest() for _ in done]
         self.steps = list(done)
+        self.busy: set[int] = set()
+        """Ranks that answer no request now, as one that compiles and keeps the GIL; they handle it later."""
+        self._late: list[Callable[[], Any]] = []
         self._sync, self._barrier = sync, threading.Barrier(len(done))
         self.threads = [threading.Thread(target=self._train, args=(rank,), daemon=True) for rank in range(len(done))]
         for request, step in zip(self.requests, done, strict=True):
@@ -45,8 +50,15 @@ class Ranks:
     def call(self, rank: int, request: Request[Any]) -> Future[Any]:
         reply: Future[Any] = Future()
         match request:
+            case HoldRank() if rank in self.busy:
+                self._late.append(self.requests[rank].hold)
             case HoldRank():
                 reply.set_result(self.requests[rank].hold())
+            case ReleaseRank():
+                for handle in self._late if rank in self.busy else ():
+                    handle()
+                self.requests[rank].release()
+                reply.set_result(None)
             case StopAfter(step):
                 self.requests[rank].stop_after(step)
                 reply.set_result(None)
@@ -65,6 +77,38 @@ def test_all_ranks_stop_after_the_same_step(sync: int, seconds: float) -> None:
         thread.join(10)
         assert not thread.is_alive()
     assert len(set(ranks.steps)) == 1
+
+
+def test_ranks_continue_if_one_does_not_answer_and_stop_once_all_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that had answered stood still, and the run was ended for a hang."""
+    monkeypatch.setattr(quiesce_module, "REPLY_S", 0.1)
+    ranks = Ranks(sync=7)
+    ranks.busy = {2}
+    for thread in ranks.threads:
+        thread.start()
+    one = Quiesce(cast("WorkerGroup", ranks), script=False)
+    assert one.agree() is None
+    before, until = list(ranks.steps), time.monotonic() + 10
+    while any(now < was + 20 for now, was in zip(ranks.steps, before, strict=True)):
+        assert time.monotonic() < until, "a rank stands still"
+        time.sleep(0.01)
+    ranks.busy.clear()
+    step = one.agree()
+    for thread in ranks.threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert set(ranks.steps) == {step}
+
+
+def test_once_an_attempt_is_over_its_ranks_are_asked_nothing() -> None:
+    """The agents may have ranks of the next attempt."""
+    one, group = quiesce()
+    with one:
+        pass
+    one.agree()
+    assert group.sent == []
 
 
 def test_ranks_that_have_not_begun_stop_where_the_others_do() -> None:

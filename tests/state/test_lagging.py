@@ -98,6 +98,9 @@ class TurnEvent:
     def set(self) -> None:
         self._set = True
 
+    def clear(self) -> None:
+        self._set = False
+
     def wait(self) -> None:
         while not self._set:
             self._host.pause()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from raydist.shared.events import Event, event
+from raydist.worker import context, protocol
 from raydist.worker.channel import Channel
 from raydist.worker.heartbeat import BEAT_PAGE, PHASES, read_beat, read_compute_time, read_pauses
 
@@ -75,6 +76,26 @@ def test_an_agent_that_is_gone_raises_no_error(line: Line) -> None:
     line.socket.close()
     for _ in range(3):
         line.channel.emit(event("joined"))
+
+
+def test_a_rank_that_holds_continues_when_it_is_released(line: Line) -> None:
+    context.enter(None)  # a new one
+    request = context.current().stop_request
+    request.begin(4)
+    line.socket.sendall(protocol.encode(protocol.HoldRank()) + b"\n")
+    assert line.receive()["step"] == 5
+    steps: list[int] = []
+
+    def train() -> None:
+        for step in range(5, 10):
+            assert not request.due(step)
+            steps.append(step)
+
+    rank = threading.Thread(target=train, daemon=True)
+    rank.start()
+    line.socket.sendall(protocol.encode(protocol.ReleaseRank()) + b"\n")
+    rank.join(10)
+    assert steps == [*range(5, 10)]
 
 
 def note(line: Line) -> int:
