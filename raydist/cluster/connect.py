@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +26,8 @@ from raydist.shared.events import Events
 
 CONNECT_S = 0.5
 """Longest wait for a connection to a node."""
-KEPT_AT_ONCE = 16
-"""Nodes that are asked at the same time to keep workers."""
+CONNECT_AT_ONCE = 16
+"""Nodes to which this process connects at the same time."""
 
 _local_cpus = 0
 """CPUs of the Ray that this process has started; 0 if it has started none."""
@@ -188,19 +188,23 @@ def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
         ray_private.prestart_workers(address, counts[node["NodeID"]], keep_s, CONNECT_S)
 
     # no run fails for want of it: a node is gone, or busy, or Ray is
-    with contextlib.suppress(Exception), ThreadPoolExecutor(KEPT_AT_ONCE) as pool:
+    with contextlib.suppress(Exception), ThreadPoolExecutor(CONNECT_AT_ONCE) as pool:
         list(pool.map(ask, [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in counts]))
 
 
-def reachable(node_id: str) -> bool:
-    """Whether a node accepts connections at the port of its raylet."""
+def reachable(node_ids: Collection[str]) -> set[str]:
+    """Which of these nodes accept connections at the port of their raylets."""
     import ray
 
-    for node in ray.nodes():
-        if node["NodeID"] == node_id:
-            try:
-                socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_S).close()
-            except OSError:
-                return False
-            return True
-    return False
+    def accepts(node: Mapping[str, Any]) -> bool:
+        address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+        try:
+            socket.create_connection(address, CONNECT_S).close()
+        except OSError:
+            return False
+        return True
+
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in node_ids]
+    with ThreadPoolExecutor(CONNECT_AT_ONCE) as pool:
+        accepting = pool.map(accepts, nodes)
+    return {node["NodeID"] for node, does in zip(nodes, accepting, strict=True) if does}

@@ -89,8 +89,9 @@ class Actors:
 
     def kill_bundle(self, bundle: int) -> None:
         """Kill the actors of a bundle."""
-        for key in [key for key in self._actors if key[0] == bundle]:
-            self._kill(key)
+        for key in list(self._actors):  # a copy: another thread may start actors meanwhile
+            if key[0] == bundle:
+                self._kill(key)
 
     def replace(self, lost: Sequence[int], plan: Plan) -> None:
         """Kill the actors of these ranks, and start others in the slots that the plan gives them."""

@@ -62,7 +62,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         draining: Callable[[], Mapping[str, float]] = dict,
         standby: StandbyNodes | None = None,
         record_attempt: Callable[[End | None, Sequence[Slow]], None] = lambda cause, slow: None,
-        reachable: Callable[[str], bool] = lambda node_id: True,
+        reachable: Callable[[Collection[str]], set[str]] = set,
         put: Callable[[bytes], bytes | Awaitable[bytes]] = lambda call: call,
         on_node: Callable[..., Future[Any]] | None = None,
         ray_stays: bool = False,
@@ -73,9 +73,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         `replace_nodes`: finds other nodes for lost ranks, and returns the new plan. `draining`: returns the nodes that
         are draining, each with its deadline in seconds since the epoch, or 0. `standby`: the nodes without ranks of a
         job that has or may get some. `record_attempt`: takes the first cause of an attempt and its stragglers, for the
-        node history. `reachable`: whether a node accepts connections; Ray itself finds out that one is gone. `put`:
-        puts bytes where each node fetches them once. `on_node`: takes a rank, a function and its arguments, and calls
-        the function on the node of the rank. `ray_stays`: as in protocol.Open.
+        node history. `reachable`: returns those of these nodes that accept connections; Ray itself finds out that one
+        is gone. `put`: puts bytes where each node fetches them once. `on_node`: takes a rank, a function and its
+        arguments, and calls the function on the node of the rank. `ray_stays`: as in protocol.Open.
         """
         self.plan = plan
         self.first_world_size = plan.world_size

@@ -63,6 +63,10 @@ EXAMINE_S = 0.6
 """Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a second."""
 STOP_S = 3.0
 """Longest wait for the end of a rank after SIGKILL: the driver gives up after 5 s (launch.limits.SILENT_S)."""
+DYING_S = 45.0
+"""Longest wait for the end of the previous attempt's process, after the wait of a stop. The driver gives a start 60 s
+(launch.limits.ANSWER_S). To free much memory takes a process seconds; one that waits for a dead disk or GPU never ends.
+"""
 SERVER_S = 10.0
 """Seconds after which a fork server that does not answer is ended, if it is needed."""
 ANSWER_S = 3.0
@@ -197,7 +201,11 @@ class RankAgent:
         await asyncio.to_thread((self.folder / rank_spec.CALL).write_bytes, call)
 
     async def start(self, request: StartRank) -> int:
-        """Round 2: fork the rank with its variables; its pid."""
+        """Round 2: fork the rank with its variables; its pid.
+
+        LaunchError: the process of the previous attempt can't be killed.
+        """
+        await self._end_previous()
         self.rank = request.rank  # it changes when the world size changes
         base = self.folder / f"rank-{self.rank}"
         if request.script:
@@ -218,6 +226,7 @@ class RankAgent:
             for descriptor in (append, beat):
                 os.close(descriptor)
             rank_end.close()
+        self._end = None
         reading = read_messages(agent_end, self._add_event, self._handle_reply, self._note_connection)
         self._event_reader = self._spawn(reading)
         self._oom_count = oom.read_count(self.pid)
@@ -225,13 +234,46 @@ class RankAgent:
         self._spawn(self._await_end(self.pid, ended))
         return self.pid
 
+    @property
+    def _running(self) -> bool:
+        """Whether the process of the rank has not ended."""
+        return bool(self.pid) and self._end is None
+
+    async def is_open(self) -> bool:
+        """Whether the agent can start a rank: its server runs, and no process of an earlier attempt is left.
+
+        Waits for the end of a process that was just killed.
+        """
+        if self._client is None:
+            return False
+        if self._running:
+            await self._wait_end(STOP_S)
+        return self._client.connected and not self._running
+
+    async def _end_previous(self) -> None:
+        """Kill the process of the previous attempt, if it is left, and wait for its end.
+
+        The driver took the rank for lost, for example because the agent did not answer in time. Two processes would
+        share the GPU, the snapshot memory and the log.
+        """
+        if not self._running:
+            return
+        await self.stop(0.0)
+        await self._wait_end(DYING_S)
+        if self._running:
+            state, _ = process_state(self.pid)
+            raise LaunchError(
+                f"process {self.pid} of the previous attempt did not end after SIGKILL (its state is {state}): "
+                "see dmesg on the node for the disk or the device that it waits for"
+            )
+
     async def _reset(self, base: str) -> None:
         """Forget the previous attempt, once its last checkpoint is on the disk."""
         if self._writer is not None:
             await self._writer.wait()
         if self._event_reader is not None:
             self._event_reader.cancel()
-        self._events, self._end = [], None
+        self._events = []
         for kind in ("value", "value.error", "value.end"):
             Path(f"{base}.{kind}").unlink(missing_ok=True)
 

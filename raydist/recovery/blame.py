@@ -193,7 +193,7 @@ def describe_end(end: End) -> str:
     if end.how == "ended":
         return "ended by mpirun" + _said(end)
     if end.how == "lost":
-        return f"lost: {end.why}" if end.oom else "lost: its node or its actor is gone" + _said(end)
+        return f"lost: {end.why}" if end.why else "lost: its node or its actor is gone" + _said(end)
     if end.how == "drained":
         return f"left its node: {end.message}"
     return end.how

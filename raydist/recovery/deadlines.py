@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,9 @@ ANSWER_S = (0.5, 1.0)
 the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
 AGENT_S = 10.0
 """Seconds after its time within which an agent, or a fork server, must answer."""
+DYING_S = 60.0
+"""Seconds after a stop's grace period within which the process of a rank whose agent answers must end: to free much
+memory takes it seconds. One that waits for a dead disk or a dead GPU never ends."""
 NODE_S = 30.0
 """Seconds within which a node tells how a rank has ended: a worker of Ray may have to start there, and has a low
 priority (Ray's worker_niceness is 15)."""
@@ -45,9 +49,13 @@ class Deadlines:
     """The one deadline that an attempt has at a time; on the monotonic clock, in seconds."""
 
     due: float | None = None
-    """Before the stop: when to stop all ranks. After it: when the agents that have not answered are lost."""
+    """Before the stop: when to stop all ranks. After it: when ranks whose agents do not answer any more are lost."""
     stopping: bool = False
     """The stop was sent."""
+    since: float = 0.0
+    """An agent that has not answered since then is lost at the deadline."""
+    final: float = math.inf
+    """When a rank is lost even if its agent answers: its process can't be killed."""
 
     def stop_within(self, seconds: float, now: float) -> Deadlines:
         """Stop all ranks that many seconds from now, or earlier if an earlier time was set."""
@@ -57,7 +65,14 @@ class Deadlines:
 
     def stop_sent(self, grace_s: float, now: float, ranks: int = 0) -> Deadlines:
         """So many ranks were sent a stop with that grace period. A second stop sets the deadline again."""
-        return Deadlines(now + grace_s + longest(SILENT_S, ranks), stopping=True)
+        killed = now + grace_s
+        due = killed + longest(SILENT_S, ranks)
+        return Deadlines(due, stopping=True, since=now, final=max(due, killed + DYING_S))
+
+    def prolonged(self, now: float, ranks: int = 0) -> Deadlines:
+        """Give the ranks whose agents still answer more time to end."""
+        due = max(now, min(now + longest(SILENT_S, ranks), self.final))
+        return replace(self, due=due, since=now)
 
     def left(self, now: float) -> float | None:
         """Seconds until the deadline; None without one."""

@@ -92,7 +92,19 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._stalls.forget(rank)
 
     def _examine(self, calls: Mapping[int, Future[RankActivity | None]], beats: Mapping[int, Beat]) -> None:
-        answers = answers_of(calls)
+        """In a thread. Whatever goes wrong with one diagnosis, the next one is made."""
+        try:
+            self._diagnose(answers_of(calls), beats)
+        except Exception as error:
+            text = f"no diagnosis of a silent rank: {type(error).__name__}: {error}"
+            with self._lock:
+                if not self._closed:
+                    self._events.say("warning", text=text)
+        finally:
+            with self._lock:
+                self._examining = False
+
+    def _diagnose(self, answers: Mapping[int, RankActivity], beats: Mapping[int, Beat]) -> None:
         states = [self._state(rank, beats[rank], found) for rank, found in sorted(answers.items())]
         went_on = any(found.beat[2] > beats[rank][2] for rank, found in answers.items())
         if (hang := self._weigh(hang_verdict.diagnose(states), went_on, self._at_work(answers))) is not None:
@@ -117,7 +129,6 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
     def _weigh(self, diagnosis: Diagnosis, went_on: bool, at_work: bool) -> ConfirmedHang | None:
         """Report a new diagnosis; return the hang if the run is to be ended. `went_on`: a rank has, meanwhile."""
         with self._lock:
-            self._examining = False
             now = time.monotonic()
             if self._closed or not (diagnosis.certain or (self._stalls.silent(now) and not went_on)):
                 return None

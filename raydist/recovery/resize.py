@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from raydist.launch.worker_group import WorkerGroup
+from raydist.shared.errors import last_line
+from raydist.shared.events import Events
 
 LOOK_S = 1.0
 """Seconds between two looks at the nodes of the cluster."""
@@ -23,8 +25,10 @@ class NodesJoined:
 class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
     """One attempt's watch over the number of nodes. Inside the `with` block a thread looks, and calls `post` once."""
 
-    def __init__(self, group: WorkerGroup, post: Callable[[NodesJoined], None]) -> None:
-        self._group, self._post = group, post
+    def __init__(self, group: WorkerGroup, events: Events, post: Callable[[NodesJoined], None]) -> None:
+        self._group, self._events, self._post = group, events, post
+        self._warned = ""
+        """The last warning."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="raydist-resize", daemon=True)
 
@@ -39,9 +43,23 @@ class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
             self._thread.join()
 
     def _watch(self) -> None:
-        standby, posted = self._group.standby, False
-        while standby is not None and not self._closed.wait(LOOK_S):
-            text = standby.growth()  # also prepares the nodes that have joined
+        posted = False
+        while not self._closed.wait(LOOK_S):
+            text = self._growth()
             if text and not posted:
                 self._post(NodesJoined(text))
                 posted = True
+
+    def _growth(self) -> str:
+        """The growth, for a person; empty if there is none. Also prepares the nodes that have joined."""
+        standby = self._group.standby
+        if standby is None:
+            return ""
+        try:
+            return standby.growth()
+        except Exception as error:  # Ray's head does not answer now: the next look asks again
+            text = f"can't look for more nodes now: {type(error).__name__}: {last_line(error)}"
+            if text != self._warned:
+                self._events.say("warning", text=text)
+            self._warned = text
+            return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 PAUSE_S = 5.0
 """A look that comes this late tells that the driver itself stood still: its agents had no chance to answer."""
 
@@ -25,6 +27,10 @@ class Silences:
         """It has answered, or its rank has ended."""
         self._asked.pop(rank, None)
         self.named.discard(rank)
+
+    def heard(self, rank: int, since: float) -> bool:
+        """Whether this agent has answered a call since then."""
+        return self._asked.get(rank, -math.inf) >= since
 
     def over(self, seconds: float) -> bool:
         """Whether an agent had not answered for so long at the last look."""

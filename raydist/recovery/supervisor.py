@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
+import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -43,7 +46,16 @@ class NodeAnswer:
     found: Future[RecordedEnd | None]
 
 
-Message = tuple[int, "Future[RankNews]"] | NodeAnswer | Stopped | ConfirmedHang | DrainNotice | NodesJoined
+@dataclass(frozen=True)
+class ReachableNodes:
+    """Which nodes of silent agents accept connections, by id."""
+
+    nodes: frozenset[str]
+
+
+Message = (
+    tuple[int, "Future[RankNews]"] | NodeAnswer | ReachableNodes | Stopped | ConfirmedHang | DrainNotice | NodesJoined
+)
 """What the supervisor receives: an agent's answer with its rank, a node's, a signal, or the message of a monitor."""
 
 LOOK_S = 1.0
@@ -72,7 +84,7 @@ class Supervisor:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         post = self._messages.put  # SimpleQueue.put may be called by a signal handler
         self._hangs = HangMonitor(group, job.hang, events, logs, post)
-        self._sizes = ResizeMonitor(group, post)
+        self._sizes = ResizeMonitor(group, events, post)
         self._drains = DrainMonitor(group, post)
         self._quiesce = Quiesce(group, bool(job.script))
         self._joined: NodesJoined | None = None
@@ -91,6 +103,8 @@ class Supervisor:
         """When the agents that have not answered are looked at next, on the monotonic clock."""
         self._asked_nodes: dict[int, float] = {}
         """When the node of each silent agent was asked, on the monotonic clock."""
+        self._reaching = False
+        """A thread connects to the nodes of silent agents."""
         self._quiet_servers = set[str]()
         self._answered: dict[int, float] = {}
         """When the agent of each rank last answered, in seconds since the epoch."""
@@ -103,15 +117,12 @@ class Supervisor:
             for rank in range(self._world):
                 self._watch(rank)
             vitals = Vitals(self._events, self._pace, self._group.plan, self._group.call)
-            for monitor in (self._hangs, self._drains, self._sizes, vitals):
+            for monitor in (self._hangs, self._drains, self._sizes, self._quiesce, vitals):
                 stack.enter_context(monitor)
             while len(self.ends) < self._world:
-                left = self._deadlines.left(time.monotonic())
-                try:
-                    self._receive(self._messages.get(timeout=LOOK_S if left is None else min(left, LOOK_S)))
-                except queue.Empty:
-                    if left is not None and left <= LOOK_S:
-                        self._on_deadline()
+                self._receive_next()
+                if self._deadlines.left(time.monotonic()) == 0.0:
+                    self._on_deadline()
                 if time.monotonic() >= self._look_at:
                     self._look_at = time.monotonic() + LOOK_S
                     self._look_at_agents()
@@ -119,6 +130,12 @@ class Supervisor:
         if self._stragglers.times:
             self._events.say("work", ranks={rank: own[1:] for rank, own in sorted(self._stragglers.times.items())})
         return [self.ends[rank] for rank in range(self._world)]
+
+    def _receive_next(self) -> None:
+        """Handle the next message, if one comes before the deadline and the next look at the agents."""
+        left = self._deadlines.left(time.monotonic())
+        with contextlib.suppress(queue.Empty):
+            self._receive(self._messages.get(timeout=LOOK_S if left is None else min(left, LOOK_S)))
 
     def _watch(self, rank: int) -> None:
         """Ask an agent for its next news."""
@@ -141,9 +158,31 @@ class Supervisor:
             bool(self.ends) or self._silences.over(deadlines.UNHEARD * self._silences.limit)
         )
         if silent and not self._deadlines.stopping and (unheard or self._hangs.stalled()):
-            for rank in sorted(silent & running):
-                if self._group.reachable(self._group.plan.slots[rank].node.id):  # otherwise Ray will give the node up
-                    self._ask_node(rank)
+            self._reach(self._node(rank) for rank in silent & running)
+
+    def _reach(self, nodes: Iterable[str]) -> None:
+        """Connect to these nodes in a thread: each that is cut off takes half a second."""
+        if self._reaching:
+            return
+        self._reaching = True
+        asked = frozenset(nodes)
+
+        def connect() -> None:
+            found = frozenset[str]()
+            with contextlib.suppress(Exception):  # Ray does not answer: the next look asks again
+                found = frozenset(self._group.reachable(asked))
+            self._messages.put(ReachableNodes(found))
+
+        threading.Thread(target=connect, name="raydist-reach", daemon=True).start()
+
+    def _on_reached(self, nodes: frozenset[str]) -> None:
+        """Ask the nodes that accept connections for the ends of ranks; Ray will give the others up."""
+        self._reaching = False
+        if self._deadlines.stopping:
+            return
+        for rank in sorted(self._silences.named - self.ends.keys()):
+            if self._node(rank) in nodes:
+                self._ask_node(rank)
 
     def _start_other_actors(self) -> None:
         met = self._arrival.met
@@ -188,6 +227,8 @@ class Supervisor:
                 self._joined = message
                 if self._quiesce.request():
                     self._stop_to_move()
+            case ReachableNodes(nodes):
+                self._on_reached(nodes)
             case NodeAnswer(rank, found):
                 self._on_node_answer(rank, found)
             case (rank, reply):
@@ -211,7 +252,8 @@ class Supervisor:
         if news.end is not None:
             self._on_end(rank, news.end)
         elif rank not in self.ends:
-            self._on_heartbeat(rank, news)
+            if not self._deadlines.stopping:  # a rank that is about to end does not hang
+                self._on_heartbeat(rank, news)
             self._watch(rank)
 
     def _note_server(self, rank: int, quiet_s: float) -> None:
@@ -265,6 +307,11 @@ class Supervisor:
         )
         self._ended(classify.classify_lost(self._known(rank), self._hangs.beat(rank), at, error))
 
+    def _on_unkillable(self, rank: int) -> None:
+        """The process of this rank was sent SIGKILL, and does not end."""
+        known, beat = self._known(rank), self._hangs.beat(rank)
+        self._ended(classify.classify_unkillable(known, beat, time.time(), deadlines.DYING_S))
+
     def _ended(self, end: End) -> None:
         if end.rank in self.ends:
             return
@@ -288,8 +335,17 @@ class Supervisor:
         if not self._deadlines.stopping:
             self._stop(deadlines.stop_when_due(self.ends.values(), self._record.drain))
             return
-        for rank in set(range(self._world)) - self.ends.keys():
-            self._on_lost(rank)
+        for _ in range(self._messages.qsize()):  # answers that came in time, in a run of many ranks
+            self._receive(self._messages.get())
+        now = time.monotonic()
+        if self._deadlines.left(now):  # a signal came, and all have its grace period
+            return
+        for rank in sorted(set(range(self._world)) - self.ends.keys()):
+            if not self._silences.heard(rank, self._deadlines.since):
+                self._on_lost(rank)
+            elif now >= self._deadlines.final:
+                self._on_unkillable(rank)
+        self._deadlines = self._deadlines.prolonged(now, self._world)
 
     def _stop_within(self, seconds: float) -> None:
         self._deadlines = self._deadlines.stop_within(seconds, time.monotonic())
@@ -306,11 +362,18 @@ class Supervisor:
 
     def _stop(self, stop: Stop) -> None:
         self._events.say("stop", cause=stop.reason.value, reason=stop.text)
-        self._group.stop((rank for rank in range(self._world) if rank not in self.ends), stop.grace_s)
+        # to lost ranks as well: an agent that Ray took for dead, or that stood still, may be there again
+        self._group.stop((rank for rank in range(self._world) if self._may_run(rank)), stop.grace_s)
         self._deadlines = self._deadlines.stop_sent(stop.grace_s, time.monotonic(), self._world)
+
+    def _may_run(self, rank: int) -> bool:
+        return rank not in self.ends or self.ends[rank].how == "lost"
 
     def _known(self, rank: int) -> RankRecord:
         return RankRecord(rank, self._host(rank), str(self._logs.path(rank)), self._raised.get(rank))
+
+    def _node(self, rank: int) -> str:
+        return self._group.plan.slots[rank].node.id
 
     def _host(self, rank: int) -> str:
         return self._group.plan.slots[rank].node.host

@@ -337,7 +337,8 @@ class GetValue(Request[RankValue]):
 
 @dataclass(frozen=True)
 class IsOpen(Request[bool]):
-    """Whether the agent is open; the replacement of a lost agent is not."""
+    """Whether the agent can start a rank. It can't if it is new and not open yet, if its fork server has ended, or if a
+    process of an earlier attempt does not end."""
 
 
 @dataclass(frozen=True)

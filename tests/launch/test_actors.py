@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -45,3 +47,27 @@ def test_actors_that_do_not_start_in_time_are_named(on_ray: Path, monkeypatch: p
         group.gpus()
     for each in (quick, slow):
         ray.kill(each)
+
+
+def test_actors_of_a_bundle_are_killed_while_another_thread_starts_some() -> None:
+    """The nodes that join are prepared in a thread, in which a dictionary that changed size was the end of it."""
+    group = object.__new__(Actors)
+    group._actors = {(0, rank): None for rank in range(2000)}
+    over = threading.Event()
+
+    def start_others() -> None:
+        while not over.is_set():
+            if group._actors.pop((1, 0), 0) == 0:  # Python changes threads at the end of a round
+                group._actors[1, 0] = None
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=start_others)
+    thread.start()
+    try:
+        for _ in range(50):
+            group.kill_bundle(2)
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)

@@ -18,8 +18,10 @@ import cloudpickle
 import pytest
 
 from raydist.node.agent import RankAgent
+from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import node_folder
 from raydist.settings.config import Backend, Job, as_dict
+from raydist.shared.errors import LaunchError
 from raydist.shared.events import Event
 from raydist.worker.protocol import (
     Close,
@@ -35,6 +37,7 @@ from raydist.worker.protocol import (
     RankEnd,
     RankValue,
     Request,
+    SignalProcess,
     StartRank,
     StopRank,
 )
@@ -347,6 +350,53 @@ def test_an_agent_starts_a_second_attempt_under_another_rank(node: Node, agent: 
     assert value.value is not None
     assert cloudpickle.loads(value.value) == "second"
     assert value.error is None
+
+
+def report_and_sleep() -> None:
+    import raydist
+
+    raydist.report(step=1)
+    time.sleep(300)
+
+
+def test_a_start_ends_a_process_whose_agent_was_taken_for_lost(node: Node, agent: RankAgent) -> None:
+    """The driver stopped no lost rank: two processes shared a GPU, and the first one's end was told as the second's."""
+
+    async def start_twice() -> tuple[bool, int, History]:
+        first = await start(agent, report_and_sleep)
+        await follow(agent, until="report")
+        second = await start(agent, lambda: time.sleep(0.2))
+        return alive(first), second, await follow(agent)
+
+    first_is_alive, second, history = node.run(start_twice())
+    assert not first_is_alive
+    assert [event["pid"] for event in history.events if event["kind"] == "joined"] == [second]
+    assert history.end is not None
+    assert (history.end.code, history.end.signal, history.end.told) == (0, 0, False)
+
+
+def test_an_agent_whose_process_cannot_be_killed_is_not_open(
+    node: Node, agent: RankAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a dead disk: SIGKILL has no effect."""
+    monkeypatch.setattr("raydist.node.agent.STOP_S", 0.2)
+    monkeypatch.setattr("raydist.node.agent.DYING_S", 0.2)
+    pid = node.run(start(agent, report_and_sleep))
+    node.run(follow(agent, until="report"))
+    with monkeypatch.context() as kernel:
+        send = ForkClient.send
+
+        def send_no_signal(self: ForkClient, message: Any, *rest: Any) -> None:
+            if not isinstance(message, SignalProcess):
+                send(self, message, *rest)
+
+        kernel.setattr(ForkClient, "send", send_no_signal)
+        kernel.setattr(ForkClient, "quiet", lambda self, after=0.0: 0.0)  # its server answers
+        with pytest.raises(LaunchError, match=rf"process {pid} .* did not end after SIGKILL"):
+            node.run(start(agent, lambda: None))
+        assert not node.run(agent.handle(IsOpen()))
+    node.run(agent.handle(StopRank(0.0)))
+    assert node.run(agent.handle(IsOpen()))
 
 
 def test_a_store_replaces_the_one_before(node: Node) -> None:

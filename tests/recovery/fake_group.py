@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,8 @@ class FakeGroup:
         self.settled = 0
         self.cut: set[str] = set()
         """Nodes that accept no connection."""
+        self.connecting, self.reconnect = threading.Event(), threading.Event()
+        """A connection to such a node is tried; it fails once the second is set."""
         self.recorded: dict[int, RecordedEnd] = {}
         """How ranks have ended, as their nodes know."""
         self.values: dict[int, Any] = {}
@@ -67,8 +69,11 @@ class FakeGroup:
         self.stops.append(([*ranks], grace))
         self.stopped.set()
 
-    def reachable(self, node_id: str) -> bool:
-        return node_id not in self.cut
+    def reachable(self, node_ids: Collection[str]) -> set[str]:
+        if self.cut & set(node_ids):
+            self.connecting.set()
+            assert self.reconnect.wait(PATIENCE_S)  # as a connection to a node that is cut off
+        return set(node_ids) - self.cut
 
     def recorded_end(self, rank: int) -> Future[Any]:
         found: Future[Any] = Future()
@@ -117,11 +122,19 @@ class Trial:
         """Seconds since the epoch on the clock of the node of this rank."""
         return time.time() + self.ahead.get(rank, 0.0)
 
-    def answer(self, rank: int, *events: Event, step: int = 0, quiet: float = 0.0, **more: Any) -> None:
-        """The agent of this rank answers the call that is open."""
+    def answer(
+        self,
+        rank: int,
+        *events: Event,
+        step: int = 0,
+        quiet: float = 0.0,
+        within_s: float = PATIENCE_S,
+        **more: Any,
+    ) -> None:
+        """The agent of this rank answers the call that is open. queue.Empty: none is within `within_s`."""
         now = self.now(rank)
         news = RankNews(events, b"", b"", (step, "forward", now), quiet, (0, 0.0, 0.0), 0.0, sent=now)
-        self.group.open[rank].get(timeout=PATIENCE_S).set_result(replace(news, **more))
+        self.group.open[rank].get(timeout=within_s).set_result(replace(news, **more))
 
     def end(self, rank: int, *events: Event, code: int = 0, signum: int = 0, step: int = 0, **more: Any) -> None:
         """The agent of this rank answers that its process is gone."""

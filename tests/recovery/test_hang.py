@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from raydist.launch.worker_group import WorkerGroup
-from raydist.recovery import hang
+from raydist.recovery import hang, hang_verdict
 from raydist.recovery.hang import HangMonitor
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.settings.config import Hang
@@ -92,6 +92,19 @@ def test_a_certain_hang_is_reported_and_posted(watched: Watched, reported: list[
     assert event["s"] == pytest.approx(100, abs=2)
     assert (watched.folder / "rank-1.stacks").read_text() == SLEEPS
     assert watched.group.made(Examine) == [0, 1]
+
+
+def test_a_diagnosis_that_fails_is_a_warning_and_the_next_one_is_made(
+    watched: Watched, reported: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check ended without a word: no hang was found any more."""
+    with monkeypatch.context() as broken:
+        broken.setattr(hang_verdict, "diagnose", lambda states: 1 / 0)
+        watched.silent()
+    assert [event["kind"] for event in reported] == ["warning"]
+    assert "ZeroDivisionError" in reported[0]["text"]
+    watched.silent()
+    assert len(watched.posted) == 1
 
 
 def test_what_may_only_be_slow_is_reported_once_and_not_posted(

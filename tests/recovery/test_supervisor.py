@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import signal
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,8 +26,10 @@ from raydist.worker.protocol import (
     HoldRank,
     RankActivity,
     RankEnd,
+    RankNews,
     RankValue,
     RecordedEnd,
+    Request,
     StopAfter,
 )
 from tests.recovery.fake_group import Trial
@@ -179,11 +185,65 @@ def test_an_agent_that_does_not_answer_after_the_stop_is_lost(tmp_path: Path, mo
     assert trial.cause().rank == 0
 
 
+def test_a_process_that_takes_long_to_end_is_waited_for_while_its_agent_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It frees a lot of memory. It was lost after 5 s, and the next attempt began beside it."""
+    monkeypatch.setattr(deadlines, "SILENT_S", 0.2)
+    with Trial(tmp_path) as trial:
+        trial.end(0, code=3)
+        trial.stopped()
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:  # several times as long as an agent may be silent
+            trial.answer(1, step=5)
+            time.sleep(0.01)
+        trial.end(1, signum=9)
+        assert ways(trial) == ["exited", "stopped"]
+
+
+def test_a_process_that_cannot_be_killed_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "SILENT_S", 0.2)
+    monkeypatch.setattr(deadlines, "DYING_S", 0.6)
+    with Trial(tmp_path) as trial:
+        trial.end(0, code=3)
+        trial.stopped()
+        while 1 not in trial.supervisor.ends:
+            with contextlib.suppress(queue.Empty):
+                trial.answer(1, step=5, within_s=0.1)
+            time.sleep(0.01)
+        ends = trial.ends()
+    assert [(end.how, end.silent) for end in ends] == [("exited", False), ("lost", False)]
+    assert "did not end within" in ends[1].why
+
+
+def test_a_rank_that_never_pauses_delays_no_deadline(tmp_path: Path) -> None:
+    """A stop was sent only once the queue was empty: not in a run whose output is more than the driver takes."""
+    trial = Trial(tmp_path, ranks=3)
+    call = trial.group.call
+
+    def call_chatty(rank: int, request: Request[Any]) -> Future[Any]:
+        if rank != 2 or not isinstance(request, GetNews) or trial.group.stops:
+            return call(rank, request)
+        reply: Future[Any] = Future()
+        beat = (1, "forward", time.time())
+        reply.set_result(RankNews((), b"x" * 1000, b"", beat, 0.0, (0, 0.0, 0.0), 0.0, sent=time.time()))
+        return reply  # the next one is there before this one is read
+
+    trial.group.call = call_chatty  # type: ignore[method-assign]
+    with trial:
+        trial.answer(0, raised(0))
+        assert trial.stopped() == ([0, 1, 2], 0.0)
+        for rank in range(3):
+            trial.end(rank, signum=9)
+        assert ways(trial) == ["raised", "stopped", "stopped"]
+
+
 def test_a_call_that_fails_means_that_the_agent_is_lost(tmp_path: Path) -> None:
     with Trial(tmp_path) as trial:
         trial.answer(0, step=2)
         trial.fail(0, RuntimeError("The actor died\nbecause its node did"))
-        trial.stopped()
+        # the agent may be there still: Ray fails a call too if a connection breaks
+        assert trial.stopped() == ([0, 1], 0.0)
         trial.end(1, signum=9)
         ends = trial.ends()
     assert [(end.how, end.silent) for end in ends] == [("lost", False), ("stopped", False)]
@@ -307,6 +367,26 @@ def test_ranks_of_a_program_make_way_for_more_nodes_at_once(tmp_path: Path, ofte
     assert trial.kinds("stop")[0]["cause"] == "resize"
 
 
+def test_nodes_that_join_are_found_after_ray_did_not_answer(tmp_path: Path, often: None) -> None:
+    """The look ended without a word, and the run never grew."""
+    looks = iter([ConnectionError("GCS is down"), ConnectionError("GCS is down")])
+
+    def growth() -> str:
+        for error in looks:
+            raise error
+        return "3 nodes now, 2 before"
+
+    standby = SimpleNamespace(growth=growth)
+    with Trial(tmp_path, script="train.py", reserve=standby) as trial:
+        assert trial.stopped() == ([0, 1], 0.0)
+        trial.end(0, signum=9)
+        trial.end(1, signum=9)
+        trial.ends()
+    assert trial.supervisor.resize == "3 nodes now, 2 before"
+    (warning,) = trial.kinds("warning")
+    assert "GCS is down" in warning["text"]
+
+
 def test_after_a_restart_its_cost_is_reported_once_and_no_launch(tmp_path: Path) -> None:
     cause = End(1, "b", "killed", time.time() - 2, step=9, signal=9)
     with Trial(tmp_path, retry=Retry((Attempt(ends=[cause]),))) as trial:
@@ -389,7 +469,7 @@ def test_ranks_that_wait_for_one_whose_agent_is_silent_are_not_blamed(
         while not trial.group.stops:  # rank 0 is heard
             trial.answer(0, step=3)
             time.sleep(0.02)
-        assert trial.stopped()[0] == [0]
+        assert trial.stopped()[0] == [0, 1]
         trial.end(0, signum=9)
         assert ways(trial) == ["stopped", "lost"]
 
@@ -400,10 +480,28 @@ def test_a_node_that_is_cut_off_is_left_to_ray_which_moves_its_actors(tmp_path: 
         trial.group.cut = {trial.group.plan.slots[1].node.id}
         trial.end(0)
         wait_for(trial, "warning", "the agent of rank 1 on")
+        assert trial.group.connecting.wait(10)
+        trial.group.reconnect.set()
         time.sleep(0.3)
         assert set(trial.supervisor.ends) == {0}
         trial.fail(1, RuntimeError("The actor died because its node did"))
         assert ways(trial) == ["finished", "lost"]
+
+
+@pytest.mark.usefixtures("short")
+def test_nodes_that_are_cut_off_delay_no_message(tmp_path: Path) -> None:
+    """Each of their ranks took half a second of the supervisor's loop: with 64 ranks a failure waited a minute."""
+    with Trial(tmp_path, ranks=4) as trial:
+        trial.group.cut = {slot.node.id for slot in trial.group.plan.slots[2:]}
+        trial.end(0)
+        assert trial.group.connecting.wait(10)
+        trial.end(1, code=3)
+        assert trial.stopped() == ([2, 3], 0.0)  # while the connections are tried
+        trial.group.reconnect.set()
+        for rank in (2, 3):
+            trial.fail(rank, RuntimeError("The actor died because its node did"))
+        assert ways(trial) == ["finished", "exited", "lost", "lost"]
+        assert trial.cause().rank == 1
 
 
 def test_a_fork_server_that_is_silent_is_named_once(tmp_path: Path) -> None:
