@@ -8,13 +8,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from raydist.node import kept_server
-from raydist.node.fork_launcher import ALWAYS, ForkServer, heritage, node_folder
+from raydist.node.fork_launcher import ALWAYS, END_S, ForkServer, heritage, node_folder
 from raydist.settings.config import Job, Scale
 from raydist.worker.protocol import ImportModules, WarmServer
 
@@ -80,5 +81,10 @@ def end_all() -> None:
     """End all servers; those that are kept wait for another program."""
     with _lock:
         for server in _servers.values():
-            server.end(wait=_acquired)
+            if not server.end(wait=_acquired):
+                print(
+                    f"raydist: a process of the run has not ended for {END_S:g} s after its kill; the fork server of "
+                    f"this machine still waits for it ({server.folder}/server.log)",
+                    file=sys.stderr,
+                )
         _servers.clear()

@@ -44,7 +44,8 @@ when a rank dies.
     shards.py             Write a sharded state to the disk: each node writes the shards in its memory
     snapshots.py          The snapshot memories of a node: its fork server holds them, its writer processes write them
                           to disk
-    spawn.py              A rank in a new interpreter, where a fork of the warm one is unsafe
+    spawn.py              Children of the fork server: forks of it, and ranks in a new interpreter where a fork is
+                          unsafe
     warm_imports.py       What a fork server imports before it forks, and whether its children can use that
     writer.py             An agent's way to writer processes, which write checkpoints beside its rank; and messages as
                           lines

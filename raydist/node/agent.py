@@ -87,6 +87,7 @@ class RankAgent:
         self._own_server: ForkServer | None = None
         """The fork server, if this agent started it."""
         self._client: ForkClient | None = None
+        self._connecting: asyncio.Task[ForkClient] | None = None
         self._news = asyncio.Event()
         self._events: list[Event] = []
         self._end: RankEnd | None = None
@@ -171,11 +172,13 @@ class RankAgent:
             self._own_server, place, modules = await asyncio.to_thread(kept_server.choose, request, place)
             # the driver knows the GPUs of each rank
             facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
-        self._client = await ForkClient.connect(place)
+        self._connecting = asyncio.create_task(ForkClient.connect(place))
+        self._client = await self._connecting
         self._writer = Writer(self._client, self._add_event, self._spawn)
         if request.lead:
             raylet = int(os.environ.get("RAY_RAYLET_PID", "0")) if request.ray_stays else 0
-            self._server.send(protocol.BeginRun(str(self.folder), request.keep_s, raylet))
+            keep_s = min(request.keep_s, kept_server.most_s())
+            self._server.send(protocol.BeginRun(str(self.folder), keep_s, raylet))
         self._server.send(protocol.ImportModules(modules))
         warm = await self._server.reply(protocol.Warm)
         opened = await self.open_store(OpenStore(request.store, facts.address)) if facts and request.store else None
@@ -398,6 +401,8 @@ class RankAgent:
         """Disconnect from the fork server, which ends the rank and the store; end the server if this agent owns it."""
         if self._checkup is not None:
             await self._checkup.close()
+        if self._connecting is not None:
+            self._connecting.cancel()  # the first agent has failed, and this one may wait for its server
         if self._client is not None:
             if self._client.quiet() > STOP_S:
                 self._client.end_server()

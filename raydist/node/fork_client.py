@@ -35,6 +35,11 @@ from raydist.worker.protocol import (
 Kind = TypeVar("Kind")
 PING_S = 2.0
 """Seconds between an answer of the server and the next question whether it answers."""
+CONNECT_S = 300.0
+"""Longest wait for the server of the first agent: a cold network file system takes minutes to give it torch. The driver
+waits as long for the agent (launch.limits.OPEN_S)."""
+REFUSED_S = 5.0
+"""Longest wait for a server whose socket refuses: it has died. For a moment a new one does so too."""
 
 
 class ForkClient:
@@ -58,17 +63,31 @@ class ForkClient:
 
     @classmethod
     async def connect(cls, folder: Path) -> ForkClient:
-        """Connect to the server of `folder`; another agent may be about to start it, so this tries for 30 s."""
-        for _ in range(3000):
+        """Connect to the server of `folder`. It may not have started yet, or import modules: it then makes the folder
+        late, or has no place in its queue. OSError: it has died, or is not there after CONNECT_S.
+        """
+        began = refused_since = time.monotonic()
+        while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.setblocking(False)
             try:
                 sock.connect(str(folder / "fork"))
                 return cls(folder, sock)
-            except (FileNotFoundError, ConnectionRefusedError):
+            except OSError as error:
                 sock.close()
-                await asyncio.sleep(0.01)
-        raise OSError(f"no fork server listens at {folder / 'fork'}: the first agent of the node did not start it")
+                now = time.monotonic()
+                if isinstance(error, FileNotFoundError | BlockingIOError):
+                    refused_since = now
+                elif not isinstance(error, ConnectionRefusedError):
+                    raise
+                if now - refused_since >= REFUSED_S:
+                    raise OSError(f"the fork server of this node ended: {log_end(folder)}") from None
+                if now - began >= CONNECT_S:
+                    raise OSError(
+                        f"the fork server of this node is not ready after {CONNECT_S:g} s: nothing listens at "
+                        f"{folder / 'fork'}"
+                    ) from None
+            await asyncio.sleep(max(0.01, (now - began) / 100))
 
     @property
     def connected(self) -> bool:
@@ -140,7 +159,7 @@ class ForkClient:
                     self._take(decode(packet))
                 except ValueError as error:  # it must not end the listener: the ends of processes come here
                     print(f"raydist: a message of the fork server was not understood: {error}", file=sys.stderr)
-        lost = self._log_end()
+        lost = log_end(self._folder)
         self._replies.put_nowait(lost)
         for end in self._ends.values():
             if not end.done():
@@ -161,7 +180,9 @@ class ForkClient:
             self._ends[message.serial] = self._began[message.serial] = asyncio.get_running_loop().create_future()
         self._replies.put_nowait(message)
 
-    def _log_end(self) -> str:
-        with contextlib.suppress(OSError):
-            return (self._folder / "server.log").read_text(errors="replace")[-2000:].strip() or "its log is empty"
-        return "its log is gone"
+
+def log_end(folder: Path) -> str:
+    """The end of the log of the server of a folder."""
+    with contextlib.suppress(OSError):
+        return (folder / "server.log").read_text(errors="replace")[-2000:].strip() or "its log is empty"
+    return "its log is gone"

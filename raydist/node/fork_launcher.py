@@ -16,6 +16,8 @@ from raydist.network.names import MALLOC
 
 ALWAYS = ("torch", "torch.distributed", "cloudpickle")
 """The modules that each rank of a job needs."""
+END_S = 10.0
+"""Longest wait for a fork server that ends its processes without getting on."""
 OPEN = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders of a node in which all users may make others."""
 
@@ -76,16 +78,25 @@ class ForkServer:
         except OSError:  # closed by end()
             return False
 
-    def end(self, wait: bool = True) -> None:
-        """End the server, or let it go if it is kept; returns once its processes have ended: each has the lifeline.
+    def end(self, wait: bool = True) -> bool:
+        """End the server, or let it go if it is kept. Returns once its processes have ended.
 
-        `wait`: False for one that has forked nothing. It may still import torch, and hears of this only then.
+        False: they have not, and did not get on for END_S; it ends by itself. It reports that they do, which takes
+        minutes while the last state is written. `wait`: False for a server that has forked nothing. It may still
+        import torch, and notices only then.
         """
-        with contextlib.suppress(OSError):
+        try:
             self.lifeline.shutdown(socket.SHUT_WR)
-            if wait:
-                self.lifeline.recv(1)
-        self.lifeline.close()
+            self.lifeline.settimeout(END_S)
+            while wait and self.lifeline.recv(64):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:  # it is dead
+            pass
+        finally:
+            self.lifeline.close()
+        return True
 
 
 def node_folder(name: str) -> Path:

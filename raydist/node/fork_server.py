@@ -42,12 +42,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from raydist.node import huge_pages, mpi_segments
-from raydist.node.processes import end_children, end_session, kill, wait_one
+from raydist.node import huge_pages, mpi_segments, spawn
+from raydist.node.processes import end_children, end_session, kill, kill_children, wait_one, work_done
 from raydist.node.recorded_end import record_end
 from raydist.node.rendezvous import store_process
-from raydist.node.snapshots import SnapshotBuffers, run_writer
-from raydist.node.spawn import spawn_rank
+from raydist.node.snapshots import SnapshotBuffers, run_writer, write_checkpoint
 from raydist.node.warm_imports import changed_since, ends_with, import_modules, uses_gpu
 from raydist.worker import main as rank_main
 from raydist.worker import protocol
@@ -71,7 +70,11 @@ PR_SET_CHILD_SUBREAPER = 36
 DESCRIPTORS = 16
 """Most descriptors that come with a message."""
 WRITE_S = 600.0
-"""Longest wait for the writers of the last states after all ranks have ended: large states take minutes."""
+"""Longest wait for a writer of a last state that does not get on: a file server may be started again."""
+PROGRESS_S = 1.0
+"""Seconds between two looks whether the processes that are to end get on."""
+END_S = 5.0
+"""Longest wait for the end of killed processes that belong to no agent."""
 
 
 @dataclass
@@ -128,7 +131,8 @@ class Server:
                 continue
             agents = self.selector.get_map().keys() - {*own, self.lifeline, self.guard}
             if not ready and not agents and not self.owner:
-                return self.end_all()
+                self.end_all()
+                return
             for key, _ in ready:
                 if self.selector.get_map().get(key.fd) is not key:
                     continue  # closed since, in this round: of an agent that is gone, of a Ray that is another's now
@@ -140,11 +144,11 @@ class Server:
                     self.stay_with(0)
                     self.keep = False
                     if self.lifeline < 0:
-                        return self.end_all()
+                        self.end_all()
+                        return
                 elif key.fd == self.lifeline:
-                    self.end_all()
-                    if not self.keep:
-                        return None
+                    if not self.end_all() or not self.keep:
+                        return
                     self.let_go()
                 else:
                     self.handle(key.fileobj)  # type: ignore[arg-type]
@@ -294,36 +298,18 @@ class Server:
         fds = [*fds[:3], *memories.of_rank(agent, spec.env), *fds[3:]]
         libraries = spec.env.get("LD_LIBRARY_PATH")  # the loader read it at its start: a fork can't change it
         if self.start == "spawn" or libraries != os.environ.get("LD_LIBRARY_PATH"):
-            return spawn_rank(spec, fds)
+            path = spawn.write_spec(spec)
+            server = os.getpid()
+            return self.fork(lambda: spawn.execute_rank(spec, path, fds, server))
         return self.fork(lambda: rank_main.run_rank(spec, *fds))
 
     def fork(self, become: Callable[[], NoReturn]) -> int:
-        """Fork a child that calls `become`; its pid."""
-        # The server ignores SIGTERM. Blocked, one for the new rank waits until the rank has its default handler.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        try:
-            return self.fork_child(lambda: self.with_sigterm(become))
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-    def with_sigterm(self, become: Callable[[], NoReturn]) -> NoReturn:
-        """In a child: let SIGTERM end it, then go on."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        become()
+        """Fork a child that calls `become`, and that SIGTERM ends; its pid."""
+        return spawn.fork_rank(self.close_in_child, become)
 
     def fork_child(self, become: Callable[[], NoReturn]) -> int:
         """Fork a child that ignores SIGTERM as the server does, and calls `become`; its pid."""
-        pid = os.fork()
-        if pid == 0:
-            try:
-                self.close_in_child()
-                become()
-            except BaseException:
-                traceback.print_exc()
-            finally:  # an exception must not unwind into the server's own cleanup
-                os._exit(1)
-        return pid
+        return spawn.fork_child(self.close_in_child, become)
 
     def fork_store(self, kind: StoreKind, address: str) -> StoreForked:
         """Fork a process that holds the rendezvous store open."""
@@ -341,8 +327,7 @@ class Server:
         self.owner[pid], self.writers[pid] = agent, self.memories[agent]
 
     def close_in_child(self) -> None:
-        """In a new child: close the server's descriptors, and make the child die with the server."""
-        rank_main.die_with_parent()
+        """In a new child: close the server's descriptors."""
         signal.set_wakeup_fd(-1)
         # an agent that leaves waits for the end of its connection: no child of another may hold it
         fds = [key.fd for key in self.selector.get_map().values()]
@@ -366,29 +351,65 @@ class Server:
                 send_message(agent, protocol.Ended(pid, code, number, time.time(), serial))
             if not self.owner:  # there may be a next run; the first must not wait for this
                 self.scattered = huge_pages.scattered()
-        if self.leaving and not self.owner:
-            end_children()  # those that made a session of their own
+        if self.leaving and not self.owner and kill_children():
+            return  # they made a session of their own; their ends wake this server
         for agent in self.leaving - set(self.owner.values()):
             buffers = self.memories.get(agent)
-            if buffers is not None and (request := buffers.owed()):
-                self.fork_writer(agent, request)
+            if buffers is not None and self.write_owed(agent, buffers):
                 continue
             if buffers is not None:
                 buffers.release(agent)
             self.leaving.remove(agent)
             agent.close()
 
-    def end_all(self) -> None:
-        """Disconnect every agent, and end all children."""
+    def write_owed(self, agent: socket.socket, buffers: SnapshotBuffers) -> bool:
+        """Have a process write what the agent has left unwritten; whether one does.
+
+        If the kernel refuses the fork (pids.max, RLIMIT_NPROC), this process writes it. It may have threads afterwards:
+        no rank is forked from it any more, and no other run gets it.
+        """
+        while request := buffers.owed():
+            try:
+                self.fork_writer(agent, request)
+                return True
+            except OSError:
+                traceback.print_exc()
+            self.start, self.keep = "spawn", False
+            try:
+                write_checkpoint(buffers.descriptors, request.last)
+            except Exception:
+                traceback.print_exc()
+            buffers.unlock()
+        return False
+
+    def end_all(self) -> bool:
+        """Disconnect every agent, and end all children; whether all have ended.
+
+        Reports to the owner whenever the children have got on: a large state takes minutes to write.
+        """
         for key in list(self.selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.listener:
                 self.disconnect(key.fileobj)
-        until = time.monotonic() + WRITE_S
-        while self.leaving and time.monotonic() < until:
+        done: dict[int, tuple[float, int]] = {}
+        look_at = time.monotonic()
+        until = look_at + WRITE_S
+        while self.leaving and (now := time.monotonic()) < until:
+            if now >= look_at:
+                before, done = done, {pid: work_done(pid) for pid in self.owner}
+                look_at = now + PROGRESS_S
+                if done != before:
+                    until = now + WRITE_S
+                    self.report_progress()
             self.reap()
             time.sleep(0.002)
-        end_children()
+        ended = end_children(END_S) and not self.leaving
         mpi_segments.remove_leftovers(self.born)  # the agents, which do so after a run, may be gone
+        return ended
+
+    def report_progress(self) -> None:
+        if self.lifeline >= 0:
+            with contextlib.suppress(OSError):  # the owner is dead
+                os.write(self.lifeline, b".")
 
 
 def send_message(agent: socket.socket, message: protocol.Message) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,13 +46,26 @@ def end_session(session: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def end_children() -> None:
-    """SIGKILL all children, and the orphans that thereby become children of this subreaper."""
-    while children := children_of(os.getpid()):
-        for pid in children:
-            kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0)
+def end_children(within: float) -> bool:
+    """SIGKILL all children, and the orphans that thereby become children of this subreaper; whether all have ended.
+
+    `within`: seconds. The kernel may not end a child that waits for a dead file server or a lost GPU (state D).
+    """
+    until = time.monotonic() + within
+    while kill_children():
+        if wait_one() is None:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.002)
+    return True
+
+
+def kill_children() -> bool:
+    """SIGKILL all children; whether there are any that were not waited for."""
+    children = children_of(os.getpid())
+    for pid in children:
+        kill(pid, signal.SIGKILL)
+    return bool(children)
 
 
 def children_of(pid: int) -> list[int]:
@@ -82,6 +96,15 @@ def process_state(pid: int) -> tuple[str, float]:
     except OSError:
         return "", 0.0
     return after_name[0], (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def work_done(pid: int) -> tuple[float, int]:
+    """The CPU seconds that a process has used and the bytes that it has written: it waits while neither grows."""
+    written = 0
+    with contextlib.suppress(OSError, ValueError):  # it has ended, or the kernel does not count
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        written = next(int(line.split()[1]) for line in lines if line.startswith("wchar:"))
+    return process_state(pid)[1], written
 
 
 async def main_stack(pid: int, file: Path, send_signal: Callable[[], object]) -> str:

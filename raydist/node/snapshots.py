@@ -133,6 +133,8 @@ def run_writer(memories: SnapshotBuffers, request: WriteCheckpoint | ShardsReque
     os.setsid()
     try:
         if isinstance(request, WriteCheckpoint):
+            if not request.last:
+                os.nice(BESIDE_THEM)
             lines = [json.dumps(each).encode() for each in write_checkpoint(memories.descriptors, request.last)]
         else:
             answer = shards.answer_request(memories.descriptors, memories.checkpoints, request)
@@ -140,6 +142,8 @@ def run_writer(memories: SnapshotBuffers, request: WriteCheckpoint | ShardsReque
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         if isinstance(request, WriteCheckpoint):
+            if not request.last:
+                os.nice(BESIDE_THEM)
             lines = [json.dumps(event("warning", text=f"a checkpoint could not be written: {why}")).encode()]
         else:
             lines = [encode(WriterFailed(why))]
@@ -153,8 +157,6 @@ def write_checkpoint(descriptors: Mapping[int, int], last: bool) -> list[Event]:
     """Write the checkpoint that a rank asked for, or the last state; the events of it."""
     from raydist.state.snapshot import SnapshotBuffer
 
-    if not last:
-        os.nice(BESIDE_THEM)
     began, memory = time.perf_counter(), SnapshotBuffer(descriptors[0])
     request = last_state(memory, descriptors) if last else memory.read_request(SAVE_SLOT)
     if request is None:

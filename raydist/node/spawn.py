@@ -1,21 +1,74 @@
-"""A rank in a new interpreter, where a fork of the warm one is unsafe. (actor)"""
+"""Children of the fork server: forks of it, and ranks in a new interpreter where a fork is unsafe. (actor)"""
 
 from __future__ import annotations
 
 import os
-import subprocess
+import signal
 import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
 from raydist.worker import protocol
+from raydist.worker.main import die_with_parent, redirect
 from raydist.worker.protocol import RankSpec
 
 
-def spawn_rank(spec: RankSpec, fds: list[int]) -> int:
-    """Start the rank as a child of this process; its pid."""
-    path = f"{spec.value}.spec"
+def fork_child(close: Callable[[], None], become: Callable[[], NoReturn]) -> int:
+    """Fork a child that ends with this process, calls `close`, then `become`; its pid.
+
+    It ignores SIGTERM, as the server does.
+    """
+    server = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent(server)
+            close()
+            become()
+        except BaseException:
+            traceback.print_exc()
+        finally:  # an exception must not unwind into the server's own cleanup
+            os._exit(1)
+    return pid
+
+
+def fork_rank(close: Callable[[], None], become: Callable[[], NoReturn]) -> int:
+    """The same for a child that SIGTERM ends from its first moment."""
+
+    def with_sigterm() -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        become()
+
+    # The server ignores SIGTERM. Blocked, one for the new rank waits until the rank has its default handler.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return fork_child(close, with_sigterm)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def write_spec(spec: RankSpec) -> Path:
+    """Write the spec where the new interpreter reads it."""
+    path = Path(f"{spec.value}.spec")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds the environment
     with os.fdopen(descriptor, "wb") as file:
         file.write(protocol.encode(spec))
-    command = [sys.executable, "-m", "raydist.worker.main", path, *map(str, fds)]
+    return path
+
+
+def execute_rank(spec: RankSpec, path: Path, fds: list[int], server: int) -> NoReturn:
+    """In a child of the fork server: become a new interpreter, which reads the spec at `path`.
+
+    The server forks this child as any other: it reaps the child itself, and the child ends with the server from its
+    first moment. `subprocess` would reap it behind the server's back. `server`: the server's process id.
+    """
+    redirect(fds[0])
+    for fd in fds:
+        if fd >= 0:
+            os.set_inheritable(fd, True)
+    arguments = [str(path), str(server), *map(str, fds)]
     env = {**spec.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen(command, pass_fds=[fd for fd in fds if fd >= 0], env=env).pid
+    os.execve(sys.executable, [sys.executable, "-m", "raydist.worker.main", *arguments], env)

@@ -27,10 +27,15 @@ from raydist.worker.protocol import LookAtModel, ProgramSpec, RankSpec
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Have Linux SIGKILL this process when the thread that forked it ends."""
+def die_with_parent(parent: int) -> None:
+    """Have Linux SIGKILL this process when the thread that forked it ends; end now if it has ended already.
+
+    `parent`: the id of its process.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the call above
+            os._exit(1)
 
 
 def become_rank(spec: RankSpec, log_fd: int) -> None:
@@ -211,11 +216,12 @@ def end_process(code: int, whole: bool = False) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Run a rank that was spawned, not forked: its spec is a file, its five descriptors are inherited."""
-    die_with_parent()
-    spec = protocol.decode(Path(sys.argv[1]).read_bytes())
+    """Run a rank that was spawned, not forked: its spec is a file, its descriptors are inherited."""
+    path, server, *fds = sys.argv[1:]
+    die_with_parent(int(server))  # again: the kernel forgets it if the interpreter has capabilities of its own
+    spec = protocol.decode(Path(path).read_bytes())
     assert isinstance(spec, RankSpec), spec
-    run_rank(spec, *(int(fd) for fd in sys.argv[2:]))
+    run_rank(spec, *map(int, fds))
 
 
 if __name__ == "__main__":

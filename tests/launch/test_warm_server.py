@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -68,6 +69,23 @@ def test_a_dead_server_is_replaced(on_ray: Path) -> None:
     for one in warm_server._servers.values():
         one.end()
     assert servers("group=inline") != first
+
+
+def test_the_end_of_a_program_waits_for_no_server_that_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fork_launcher, "END_S", 0.2)
+    monkeypatch.setattr(warm_server, "ALWAYS", ())
+    monkeypatch.setattr(warm_server, "_servers", {})
+    server = warm_server.acquire(Job(job=Target(target="json:dumps")))
+    assert server is not None
+    warm = kept_server.ask(Path(server.folder), protocol.ImportModules(()))
+    assert isinstance(warm, protocol.Warm)
+    os.kill(warm.pid, signal.SIGSTOP)
+    warm_server.end_all()
+    assert f"({server.folder}/server.log)" in capsys.readouterr().err
+    os.kill(warm.pid, signal.SIGCONT)
+    assert ended(warm.pid)
 
 
 def test_an_idle_server_ends(tmp_path: Path) -> None:

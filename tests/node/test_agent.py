@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ import pytest
 
 from raydist.node.agent import RankAgent
 from raydist.node.fork_client import ForkClient
-from raydist.node.fork_launcher import node_folder
+from raydist.node.fork_launcher import ForkServer, heritage, node_folder
 from raydist.settings.config import Backend, Job, as_dict
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Event
@@ -40,6 +41,7 @@ from raydist.worker.protocol import (
     SignalProcess,
     StartRank,
     StopRank,
+    WarmServer,
 )
 from tests.leftovers import alive, ended
 
@@ -151,6 +153,69 @@ def test_the_first_agent_reads_facts_and_opens_a_store(node: Node) -> None:
 def test_another_agent_of_the_node_shares_its_server(node: Node, agent: RankAgent) -> None:
     assert agent.folder == node.lead.folder
     assert node.run(agent.handle(IsOpen()))
+
+
+def test_all_agents_wait_while_the_drivers_server_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the first gave up after 3000 looks, 30 s, where a cold network file system takes minutes."""
+    gate, looks, sleep = tmp_path / "gate", 0, asyncio.sleep
+    (tmp_path / "raydist_gated.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    server = ForkServer.launch(tmp_path / "f", "fork", 1, modules=("raydist_gated",))
+
+    async def look_again(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 4000:
+            gate.touch()
+        await sleep(0 if looks < 4000 else seconds)
+
+    async def main() -> set[Path]:
+        agents = [RankAgent(), RankAgent()]
+        request = replace(
+            open_request(os.urandom(4).hex()), warm_server=WarmServer(str(server.folder), heritage()), installed=()
+        )
+        opening = [agent.handle(replace(request, rank=rank, lead=not rank)) for rank, agent in enumerate(agents)]
+        await asyncio.wait_for(asyncio.gather(*opening), TIMEOUT_S)
+        folders = {agent.folder for agent in agents}
+        for agent in agents:
+            await agent.handle(Close())
+        return folders
+
+    monkeypatch.setattr(asyncio, "sleep", look_again)
+    assert len(asyncio.run(main())) == 1
+    assert server.end()
+
+
+def test_an_agent_that_waits_for_the_first_one_can_be_closed() -> None:
+    """The first one failed: others looked for its server until their time was over."""
+
+    async def main() -> bool:
+        agent = RankAgent()
+        opening = asyncio.create_task(agent.handle(open_request("none", lead=False)))
+        await asyncio.sleep(0)
+        await agent.handle(Close())
+        await asyncio.wait({opening})
+        return opening.cancelled()
+
+    assert asyncio.run(main())
+
+
+def test_a_server_stays_no_longer_than_the_admin_of_its_node_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run lifted the limit."""
+    monkeypatch.setenv("RAYDIST_KEEP_WARM_S", "0.2")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def main() -> int:
+        agent = RankAgent()
+        opened: Opened = await agent.handle(replace(open_request(os.urandom(4).hex()), keep_s=300.0))
+        await agent.handle(Close())
+        return opened.warm.pid
+
+    assert ended(asyncio.run(main()))
 
 
 def test_a_job_runs_to_its_end_and_returns_a_value(node: Node, agent: RankAgent) -> None:

@@ -24,6 +24,7 @@ import pytest
 import raydist
 from raydist.node import kept_server
 from raydist.node.fork_client import ForkClient
+from raydist.node.fork_launcher import ForkServer
 from raydist.node.warm_imports import uses_gpu
 from raydist.settings.config import Job, as_dict
 from raydist.state import checkpoint_files
@@ -48,10 +49,17 @@ from raydist.worker.protocol import (
     decode,
     encode,
 )
-from tests.leftovers import alive
+from tests.leftovers import alive, ended
 from tests.node.test_huge_pages import can_collapse, huge_of
 
 Kind = TypeVar("Kind")
+UNDYING = """
+import os, sys
+server = sys.modules['__main__']
+server.WRITE_S = server.END_S = 0.2
+os.kill = os.killpg = lambda pid, number: None
+"""
+"""A module with which SIGKILL ends no child of the server, as in state D of the kernel."""
 
 
 class Node:
@@ -59,26 +67,14 @@ class Node:
 
     def __init__(self, folder: Path, start: str = "fork", modules: tuple[str, ...] = ("json",)) -> None:
         self.folder = folder
-        folder.mkdir()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(str(folder / "fork"))
-        listener.listen()
-        self.lifeline, its = socket.socketpair()
-        self.lifeline.settimeout(30)
-        fds = (listener.fileno(), its.fileno())
-        command = [sys.executable, "-m", "raydist.node.fork_server", *map(str, fds), start, "0", "0", *modules]
-        subprocess.run(command, pass_fds=fds, check=True)
-        its.close()
-        listener.close()
+        self.server = ForkServer.launch(folder, start, 1, modules=modules)
 
     def dial(self) -> Line:
         return Line(self.folder)
 
     def close(self) -> None:
         """Let go, and return when the server is gone."""
-        self.lifeline.shutdown(socket.SHUT_WR)
-        assert self.lifeline.recv(1) == b""
-        self.lifeline.close()
+        assert self.server.end()
 
 
 class Line:
@@ -350,7 +346,7 @@ def test_everything_ends_with_the_lifeline_and_the_folder_is_gone(tmp_path: Path
 
 def test_the_lifeline_ends_it_while_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "raydist_slow_module.py").write_text("import time; time.sleep(300)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     node = Node(tmp_path / "f", modules=("raydist_slow_module",))
     node.close()
     assert not node.folder.exists()
@@ -376,6 +372,109 @@ def test_spawn_gives_a_fresh_interpreter(tmp_path: Path) -> None:
     assert mark == "mine"
     assert "raydist.node.fork_server" in psutil.Process(parent).cmdline()
     node.close()
+
+
+def test_the_ends_of_spawned_ranks_are_reported_while_others_are_spawned(tmp_path: Path) -> None:
+    """`subprocess` reaped a rank that had ended when the next one was spawned, and nobody was told."""
+    node = Node(tmp_path / "f", start="spawn")
+    lines = [node.dial() for _ in range(4)]
+    pids = [line.fork(lambda: None, rank, {"PYTHONHASHSEED": "wrong"}) for rank, line in enumerate(lines)]
+    assert [line.receive(Ended).pid for line in lines] == pids
+    node.close()
+
+
+def test_a_spawned_rank_ends_with_a_server_that_dies_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked to end with its parent only after its imports."""
+    begun = tmp_path / "begun"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        f"if 'raydist.worker.main' in sys.orig_argv: open({str(begun)!r}, 'w').close(); time.sleep(300)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    node = Node(tmp_path / "f", start="spawn")
+    line = node.dial()
+    pid = line.fork(lambda: None)
+    assert soon(begun.exists, within=60)
+    os.kill(line.warm.pid, signal.SIGKILL)
+    assert ended(pid)
+
+
+def test_a_child_whose_parent_has_ended_before_it_could_ask_ends_too() -> None:
+    child = subprocess.run([sys.executable, "-c", "from raydist.worker.main import *; die_with_parent(1); print('on')"])
+    assert child.returncode == 1
+
+
+def test_a_process_that_the_kernel_cannot_end_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raydist_undying.py").write_text(UNDYING)
+    monkeypatch.syspath_prepend(tmp_path)
+    node = Node(tmp_path / "f", modules=("raydist_undying", "raydist.worker.backends.ddp"))
+    line = node.dial()
+    pid = line.fork(lambda: time.sleep(300))
+    node.close()
+    assert not node.folder.exists()
+    assert ended(pid)
+
+
+def test_the_last_state_is_written_where_the_kernel_refuses_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the server, and the state was lost with it."""
+    (tmp_path / "raydist_full.py").write_text(
+        "import os\n"
+        "fork = os.fork\n"
+        "def refused():\n"
+        f"    if os.path.exists({str(tmp_path / 'full')!r}): raise BlockingIOError(11, 'Resource unavailable')\n"
+        "    return fork()\n"
+        "os.fork = refused\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    node = Node(tmp_path / "f", modules=("raydist_full", "torch", "raydist.worker.backends.ddp", "cloudpickle"))
+    line = node.dial()
+
+    def job() -> None:
+        raydist.checkpoint.save(7, {"step": 7})
+        time.sleep(300)
+
+    line.fork(job, env={"RANK": "0", "RAYDIST_CHECKPOINTS": str(tmp_path)})
+    while b'"save"' not in (told := line.events.recv(PACKET)):
+        assert told, line.log()
+    (tmp_path / "full").touch()
+    line.socket.close()
+    node.close()
+    assert checkpoint_files.newest_step(tmp_path) == 7
+
+
+def test_an_agent_waits_where_the_queue_of_the_server_is_full(tmp_path: Path) -> None:
+    """The kernel may hold no more than 128 that connect while a server imports modules."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "fork"))
+    listener.listen(0)
+
+    async def main() -> bool:
+        first = await ForkClient.connect(tmp_path)
+        waiting = [asyncio.create_task(ForkClient.connect(tmp_path)) for _ in range(2)]
+        accepted = [await asyncio.to_thread(listener.accept) for _ in range(3)]
+        others = await asyncio.gather(*waiting)
+        connected = all(client.connected for client in (first, *others))
+        for sock, _ in accepted:
+            sock.close()
+        for client in (first, *others):
+            await client.close()
+        return connected
+
+    assert asyncio.run(main())
+    listener.close()
+
+
+def test_a_server_that_has_died_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raydist.node.fork_client.REFUSED_S", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "fork"))
+    (tmp_path / "server.log").write_text("Fatal Python error: Segmentation fault\n")
+    with pytest.raises(OSError, match="the fork server of this node ended: Fatal Python error"):
+        asyncio.run(ForkClient.connect(tmp_path))
 
 
 def test_a_message_larger_than_a_packet_goes_by_a_file(warm: Node) -> None:
@@ -422,7 +521,7 @@ def test_ranks_are_ended_while_the_file_server_hangs(tmp_path: Path, monkeypatch
         "from raydist.state import checkpoint_files\n"
         f"checkpoint_files.newest_step = lambda folder: len(open({str(tmp_path / 'hangs')!r}).read())\n"
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    monkeypatch.syspath_prepend(tmp_path)
     node = Node(tmp_path / "f", modules=("raydist_hanging", "torch", "raydist.worker.backends.ddp", "cloudpickle"))
     line = node.dial()
 
@@ -528,17 +627,14 @@ def test_a_server_that_has_used_a_gpu_is_found_out_though_torch_says_no(tmp_path
     assert uses_gpu(tmp_path)
 
 
-def test_a_server_that_has_used_a_gpu_spawns_its_ranks(tmp_path: Path) -> None:
+def test_a_server_that_has_used_a_gpu_spawns_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "poison.py").write_text(
         "import raydist.node.warm_imports as w, os, torch\n"
         "w.GPU_DRIVERS = (os.readlink('/proc/self/fd/0'),)\n"
         "assert os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] == '1'\n"
     )
-    os.environ["PYTHONPATH"] = str(tmp_path)
-    try:
-        node = Node(tmp_path / "f", modules=("cloudpickle",))
-    finally:
-        del os.environ["PYTHONPATH"]
+    monkeypatch.syspath_prepend(tmp_path)
+    node = Node(tmp_path / "f", modules=("cloudpickle",))
     line = node.dial()
     assert not line.warm.cuda
     warm = line.imported("poison")
@@ -553,7 +649,7 @@ def test_a_server_that_has_used_a_gpu_spawns_its_ranks(tmp_path: Path) -> None:
 def test_its_memory_is_in_huge_pages_once_it_has_no_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next forks are faster. A child that shares the memory would keep the old pages."""
     (tmp_path / "large.py").write_text("block = [*range(10**6)]")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     node = Node(tmp_path / "f", modules=("large",))
     line = node.dial()
     stays, ends = line.fork(lambda: time.sleep(60)), line.fork(lambda: None, rank=1)

@@ -215,6 +215,21 @@ def test_end_spares_one_that_is_in_use() -> None:
     assert kept_server.kept_servers() == []
 
 
+def test_one_that_could_not_end_a_process_of_its_run_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It held the memory of the run's snapshots, and never became idle."""
+    (place / "raydist_undying.py").write_text(test_fork_server.UNDYING)
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    server = kept_server.obtain(1, {}, 60, ("raydist_undying",))
+    assert server is not None
+    line = test_fork_server.Line(server.folder)
+    pid = line.fork(lambda: time.sleep(300))
+    there = known(server)
+    server.end()
+    assert ended(there.pid)
+    assert ended(pid)
+    assert not server.folder.exists()
+
+
 def test_a_user_has_few_servers_on_a_node() -> None:
     used = obtain(threads=99)
     for threads in range(1, 7):
