@@ -85,10 +85,10 @@ def attempt_job(job: Job, call: RemoteCall | None, events: Events, many: OneOfMa
     warm_server.prepare(job)  # while Ray answers
     with connect.connect(job, events):
         check.refuse()
-        attempts = Attempts(call, events)
+        attempts = Attempts(job, call, events)
         while attempts.outcome is None:
             attempt_placed(job, events, attempts, many)
-        return attempts.concluded(job)
+        return attempts.concluded()
 
 
 def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany | None) -> None:
@@ -107,10 +107,10 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events) -> Attempt
     plan = placement.assign_ranks(request := placement.resources_for(job, [node]), [node] * len(request.bundles))
     if plan.world_size == 1 and not job.script:
         return explained(inline.run_here(settled(job, plan), plan, call, events), events)
-    attempts = Attempts(call, events)
+    attempts = Attempts(job, call, events)
     with inline.in_thread(plan, events) as group:
         carry_out(job, group, events, attempts)
-    return attempts.concluded(job)
+    return attempts.concluded()
 
 
 def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) -> None:

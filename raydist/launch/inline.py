@@ -64,7 +64,7 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
     end = End(rank=0, host=plan.slots[0].node.host, how="finished", at=time.time())
     events.say("plan", **plan.as_event())
     checks_node.check_nodes(job, plan, (facts,), lambda text: events.say("warning", text=text))
-    resume = run_storage.resume(job, 0, lambda text: events.say("warning", text=text))
+    resume = run_storage.RunCheckpoints(job).variables(lambda text: events.say("warning", text=text))
     env = cache_folder.fill_in({var.name: var.value.replace(RANK_FOLDER, str(logs)) for var in (*variables, *resume)})
     (cpus,) = binding.bind_all(job, plan, (facts,))
     with environment(env), bound(cpus), rank_context(events) as pace, Vitals(events, pace, plan, load_reader()):

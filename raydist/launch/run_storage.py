@@ -14,9 +14,10 @@ from raydist.settings.run_folder import run_folder
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, RaydistError
 from raydist.shared.events import Events
-from raydist.state import checkpoint_files, object_store
+from raydist.state import checkpoint_files, object_store, run_checkpoints
 from raydist.state.checkpoint_files import Saved
-from raydist.state.object_store import CLAIM, Remote, StoragePath, environment
+from raydist.state.object_store import CLAIM, Remote, StoragePath, environment, parse_path
+from raydist.state.write import CHECKPOINTS
 
 RECORDS = ("result.json", "events.jsonl", "blame-*", ".hydra/*", "logs/*", "track/*.json")
 LOOK_S = 0.5
@@ -43,33 +44,72 @@ def reserve_run(job: Job) -> None:
         raise ConfigError.of("storage", job.storage, cause, "storage=FOLDER", "storage=s3://BUCKET/FOLDER") from error
 
 
-def resume(job: Job, restarts: int, warn: Warn) -> list[EnvVar]:
-    """RAYDIST_RESUME, the checkpoint to resume from: after a restart this run's own newest, if it has one.
+class RunCheckpoints:
+    """The checkpoints of one training: where they go, and which one each attempt resumes from."""
 
-    ConfigError: the storage can't be read. If a restart can't read it, the result is empty: without the variable a rank
-    that has no snapshot looks for checkpoints itself.
-    """
-    folder = run_folder(job)
-    try:
-        with environment(job.env):
-            own = _own(folder / "checkpoints", warn) if restarts else None
-            path = own.path.absolute() if own else checkpoint_files.find_resume(job.resume, folder, warn)
-    except RaydistError:
-        raise
-    except Exception as error:
-        text = f"the checkpoints in {folder} can't be listed ({object_store.reason(error)})"
-        if not restarts:
-            raise ConfigError.of("resume", job.resume, text, "resume=none") from error
-        warn(text)
-        return []
-    return [EnvVar(env_names.RESUME, str(path or ""), "the newest of this run" if own else f"resume={job.resume}")]
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._folder = ""
+        """Where they go, as text: a connection to a store is not kept. Empty before the first attempt."""
 
+    def variables(self, warn: Warn) -> list[EnvVar]:
+        """The variables of the next attempt: RAYDIST_RESUME, and where checkpoints go if that is another place.
 
-def own_newest(job: Job) -> str:
-    """The newest complete checkpoint of this very run, to go on from; empty if there is none."""
-    with environment(job.env):
-        own = checkpoint_files.newest(run_folder(job) / "checkpoints")
-    return str(own.path.absolute()) if own else ""
+        It resumes from what `resume=` means, after a restart from this training's newest, if it has one. ConfigError:
+        the storage can't be read. If a restart can't read it, there is no RAYDIST_RESUME: a rank that has no snapshot
+        then looks for checkpoints itself.
+        """
+        try:
+            with environment(self._job.env):
+                return [*self._resume(warn), *self._place()]
+        except RaydistError:
+            raise
+        except Exception as error:
+            folder = run_folder(self._job)
+            text = f"the checkpoints in {folder} can't be listed ({object_store.reason(error)})"
+            if not self._folder:
+                raise ConfigError.of("resume", self._job.resume, text, "resume=none") from error
+            warn(text)
+            return self._place()
+
+    def _resume(self, warn: Warn) -> list[EnvVar]:
+        if self._folder and (own := _own(parse_path(self._folder), warn)):
+            return [EnvVar(env_names.RESUME, str(own.path.absolute()), "the newest of this run")]
+        run = run_folder(self._job)
+        path = run_checkpoints.find_resume(self._job.resume, run, warn)
+        if not self._folder:
+            self._folder = str(run_checkpoints.folder_for(run, path))
+            if self._folder != str(run / CHECKPOINTS):
+                warn(f"{run} has checkpoints of another training: those of this one go to {self._folder}")
+        return [EnvVar(env_names.RESUME, str(path or ""), f"resume={self._job.resume}")]
+
+    def _place(self) -> list[EnvVar]:
+        if self._folder in ("", str(run_folder(self._job) / CHECKPOINTS)):
+            return []
+        return [EnvVar(env_names.CHECKPOINTS, self._folder, "other trainings have checkpoints in the run folder")]
+
+    def report_saved(self, events: Events, wait_s: float = 0.0, step: int | None = None) -> bool:
+        """Add the event of the newest checkpoint if it is missing: a node that lost its driver saves on its own.
+
+        `wait_s`: how long to wait for one of this step (None: of a step later than all that were reported), or of a
+        later one. False: there is none.
+        """
+        folder = parse_path(self._folder) if self._folder else run_folder(self._job) / CHECKPOINTS
+        reported = max((event["step"] for event in events.all("saved")), default=-1)
+        try:
+            with environment(self._job.env):
+                until, wanted = time.monotonic() + wait_s, reported + 1 if step is None else step
+                while (newest := checkpoint_files.newest_step(folder)) < wanted and time.monotonic() < until:
+                    time.sleep(LOOK_S)
+                saved = checkpoint_files.newest(folder, hashed=False) if newest > reported else None
+                if saved is not None and saved.step > reported:
+                    events.say("saved", rank=0, step=saved.step, path=str(saved.path), s=0.0)
+                    reported = saved.step
+                return reported >= wanted
+        except Exception as error:  # the reported checkpoints exist all the same
+            text = f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
+            events.say("warning", text=text)
+        return False
 
 
 def _own(folder: StoragePath, warn: Warn) -> Saved | None:
@@ -78,31 +118,17 @@ def _own(folder: StoragePath, warn: Warn) -> Saved | None:
     Ranks that need it read all of it, and then compare the checksum (worker.checkpoint.latest). Of a sharded one each
     rank reads only its part, so its checksums are compared here.
     """
-    found = checkpoint_files.newest(folder, warn, hashed=False)
-    return checkpoint_files.newest(folder, warn, at_most=found.step) if found and found.sharded else found
+    found = run_checkpoints.newest_of_training(folder, warn, hashed=False)
+    if found is None or not found.sharded:
+        return found
+    return checkpoint_files.newest(found.path.parent, warn, at_most=found.step)
 
 
-def report_saved(job: Job, events: Events, wait_s: float = 0.0, step: int | None = None) -> bool:
-    """Add the event of this run's newest checkpoint if it is missing: a node that lost its driver saves on its own.
-
-    `wait_s`: how long to wait for one of this step (None: of a step later than all that were reported), or of a later
-    one. False: there is none.
-    """
-    folder = run_folder(job) / "checkpoints"
-    reported = max((event["step"] for event in events.all("saved")), default=-1)
-    try:
-        with environment(job.env):
-            until, wanted = time.monotonic() + wait_s, reported + 1 if step is None else step
-            while (newest := checkpoint_files.newest_step(folder)) < wanted and time.monotonic() < until:
-                time.sleep(LOOK_S)
-            if newest > reported and (saved := checkpoint_files.newest(folder, hashed=False)) and saved.step > reported:
-                events.say("saved", rank=0, step=saved.step, path=str(saved.path), s=0.0)
-                reported = saved.step
-            return reported >= wanted
-    except Exception as error:  # the reported checkpoints exist all the same
-        text = f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
-        events.say("warning", text=text)
-    return False
+def own_newest(job: Job) -> str:
+    """The newest complete checkpoint of this very run, to go on from; empty if there is none."""
+    with environment(job.env):
+        own = run_checkpoints.newest_of_run(run_folder(job))
+    return str(own.path.absolute()) if own else ""
 
 
 def upload_records(job: Job, events: Events) -> None:

@@ -62,7 +62,9 @@ def list_shards(descriptors: Descriptors, folder: StoragePath) -> HeldShards:
     held: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
     for part, step, copied in parts_in(descriptors):
         held[copied].append((part.rank, part.world_size, step))
-    return HeldShards(held[False], held[True], checkpoint_files.newest_step(folder))
+    steps = {step for shards in held.values() for _, _, step in shards}
+    saved = max((step for step in steps if checkpoint_files.is_saved(folder, step)), default=-1)
+    return HeldShards(held[False], held[True], saved)
 
 
 def parts_in(descriptors: Descriptors) -> Iterator[tuple[RankPart, int, bool]]:

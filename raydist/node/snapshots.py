@@ -170,7 +170,7 @@ def last_state(memory: SnapshotBuffer, descriptors: Mapping[int, int]) -> SaveRe
     """The newest snapshot as a checkpoint; None if one of that step, or a later one, is on the disk."""
     step, slot = max(memory.steps.items())
     request = memory.read_request(LAST_SLOT, slot)
-    if step <= checkpoint_files.newest_step(request.folder):
+    if checkpoint_files.is_saved(request.folder, step):
         return None
     loss = float(memory.read(slot, clone="none")["own"]["loss"])
     random = random_states(descriptors, step, request.world_size)

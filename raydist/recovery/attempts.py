@@ -17,6 +17,7 @@ from raydist.recovery.blame import failure_facts, first_cause
 from raydist.recovery.policy import GiveUp, Retry
 from raydist.recovery.supervisor import Supervisor
 from raydist.settings.config import Job
+from raydist.shared import env_names
 from raydist.shared.errors import RaydistError
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt
@@ -28,10 +29,11 @@ SAVED_S = 10.0
 class Attempts:
     """All attempts of a run. It makes each, and decides once what follows it."""
 
-    def __init__(self, call: RemoteCall | None, events: Events) -> None:
+    def __init__(self, job: Job, call: RemoteCall | None, events: Events) -> None:
         self.outcome: Attempt | None = None
         """The last attempt, with the earlier ones in it; None until the run is over."""
         self._call, self._events = call, events
+        self._checkpoints = run_storage.RunCheckpoints(job)
         self._past: list[Attempt] = []
         self._next: Retry | GiveUp | None = None
         """What follows the last attempt; None before the first."""
@@ -53,9 +55,9 @@ class Attempts:
             case Retry() as retry:
                 self._events.say("placed", number=retry.number, moved=list(range(group.plan.world_size)))
                 group.first_world_size = len(self._past[0].ends)
-                attempt = run_attempt(job, self._call, group, self._events, retry)
+                attempt = run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
             case _:
-                attempt = run_attempt(job, self._call, group, self._events)
+                attempt = run_attempt(job, self._call, group, self._events, self._checkpoints)
         self._past.append(attempt)
         replaceable = policy.is_drained(attempt) and bool(group.draining_ranks())
         self._next = policy.decide(job.restart, self._past, replaceable)
@@ -70,12 +72,12 @@ class Attempts:
         elif self._next is not None:
             self.outcome = self._conclude(job, group, self._next)
 
-    def concluded(self, job: Job) -> Attempt:
+    def concluded(self) -> Attempt:
         """The outcome, once the agents are ended: a fork server that lost them has the last state written."""
         assert self.outcome is not None, "the run is not over"
         left_alone = any(end.how == "lost" or end.silent for end in self.outcome.ends)
         wait_s = SAVED_S if self._unwritten else 0.0
-        found = left_alone and run_storage.report_saved(job, self._events, wait_s, self._held)
+        found = left_alone and self._checkpoints.report_saved(self._events, wait_s, self._held)
         if self._unwritten and not found:
             self._events.say("warning", text=self._unwritten)
         return self.outcome
@@ -98,7 +100,7 @@ class Attempts:
             moved = group.prepare_attempt(job, retry.number, resize=retry.cause is None)
             slots = {"slots": group.plan.as_event()["slots"]} if moved else {}
             self._events.say("placed", number=retry.number, moved=moved, **slots)
-            return run_attempt(job, self._call, group, self._events, retry)
+            return run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
         except RaydistError as error:
             return replace(self._past[-1], error=error)
 
@@ -126,12 +128,18 @@ def settled(job: Job, plan: Plan) -> Job:
 
 
 def run_attempt(
-    job: Job, call: RemoteCall | None, group: WorkerGroup, events: Events, retry: Retry | None = None
+    job: Job,
+    call: RemoteCall | None,
+    group: WorkerGroup,
+    events: Events,
+    checkpoints: run_storage.RunCheckpoints,
+    retry: Retry | None = None,
 ) -> Attempt:
     """Start the ranks, and supervise them until all have ended. `retry`: why, if it is not the first attempt."""
     job = sized(job, group.first_world_size, group.plan.world_size)
     with mpi.launching(job, group):
-        group.start(job, rank_variables(job, group, events), call.packed if call else None)
+        resume = checkpoints.variables(lambda text: events.say("warning", text=text))
+        group.start(job, rank_variables(job, group, resume), call.packed if call else None)
         supervisor = Supervisor(group, events, Path(job.dir) / "logs", job, retry)
         attempt = Attempt(ends=supervisor.run(), error=supervisor.stopped, resize=supervisor.resize)
         group.record_attempt(first_cause(attempt.ends) if attempt.error is None else None, supervisor.slow)
@@ -161,10 +169,9 @@ def sized(job: Job, first: int, ranks: int) -> Job:
     return replace(job, data=replace(job.data, global_batch=batch), train=replace(job.train, accumulate=passes))
 
 
-def rank_variables(job: Job, group: WorkerGroup, events: Events) -> list[list[EnvVar]]:
-    """Each rank's environment, with the checkpoint to resume from: after a restart the run's own newest, if any."""
-    resume = run_storage.resume(job, group.rendezvous.attempt, lambda text: events.say("warning", text=text))
+def rank_variables(job: Job, group: WorkerGroup, resume: list[EnvVar]) -> list[list[EnvVar]]:
+    """Each rank's environment. `resume`: the checkpoint to resume from, and where checkpoints go."""
     for variable in resume:
-        if variable.value and not group.rendezvous.attempt:
+        if variable.name == env_names.RESUME and variable.value and not group.rendezvous.attempt:
             group.require_visible(f"resume={variable.value}", f"{variable.value}/meta.json", "each rank reads it")
     return [[*own, *resume] for own in network_variables.plan_variables(job, group.plan, group.facts, group.rendezvous)]

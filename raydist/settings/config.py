@@ -401,7 +401,8 @@ class Job:
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one fails."""
     resume: str = "none"
-    """none; auto (the newest complete checkpoint of this run, else of the newest run with this name); a path or URL."""
+    """none; auto (the newest complete checkpoint of this run folder, else of the newest run with this name; a new start
+    if that run has finished); a path or URL of a run folder or a checkpoint."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the ranks; they win over those that raydist sets."""
     env_file: str = ""

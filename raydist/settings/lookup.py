@@ -81,12 +81,12 @@ def _check_trackers(job: Job) -> None:
 def _check_resume(job: Job) -> None:
     if job.resume in ("none", "auto"):
         return
-    from raydist.state import checkpoint_files
+    from raydist.state import run_checkpoints
 
     object_store.check_url("resume", job.resume)
     with object_store.environment(job.env):
         try:
-            checkpoint_files.find_resume(job.resume, Path())
+            run_checkpoints.find_resume(job.resume, Path())
         except RaydistError:
             raise
         except Exception as error:

@@ -26,18 +26,20 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from raydist.shared import env_names
-from raydist.shared.errors import ConfigError, RaydistError
+from raydist.shared.errors import RaydistError
 from raydist.state import object_store
-from raydist.state.object_store import Remote, StoragePath, parse_path
+from raydist.state.object_store import Remote, StoragePath
 from raydist.state.snapshot_layout import State
 from raydist.state.write import (
     DROPPED,
     META,
     REPLACED,
     STATE,
+    WRITER_SILENT_S,
     Meta,
     SaveRequest,
     abandoned,
+    drop,
     file_sizes,
     put_back,
     replaced_in,
@@ -167,7 +169,24 @@ def saved_at(path: StoragePath) -> Saved:
 
 def newest_step(folder: StoragePath) -> int:
     """The step of the newest checkpoint in a folder, complete or not; -1 if there is none."""
-    return max((int(path.name[5:]) for path in _paths(folder)), default=-1)
+    return max(map(step_of, _paths(folder)), default=-1)
+
+
+def is_saved(folder: StoragePath, step: int) -> bool:
+    """Whether a state of this step need not be written: its checkpoint, or a later one, is complete.
+
+    A later one is read and hashed: a training that continued from before a damaged one has not come as far again.
+    """
+    found = newest(folder, hashed=False)
+    if found is None or found.step <= step:
+        return found is not None and found.step == step
+    whole = newest(folder)
+    return whole is not None and whole.step >= step
+
+
+def step_of(path: StoragePath) -> int:
+    """The step of a checkpoint, by its name."""
+    return int(path.name[5:])
 
 
 def newest(
@@ -178,55 +197,13 @@ def newest(
     `hashed`: as for `verify`. `at_most`: of this step, or of an earlier one.
     """
     for path in reversed(_paths(folder)):
-        if at_most is not None and int(path.name[5:]) > at_most:
+        if at_most is not None and step_of(path) > at_most:
             continue
         try:
             return verify(path, hashed)
         except Flaw as why:
             warn(f"checkpoint {path} is passed over: {why}")
     return None
-
-
-def find_resume(resume: str, run_dir: StoragePath, warn: Warn = lambda text: None) -> StoragePath | None:
-    """The checkpoint that `resume=` means for a run in `run_dir`; None: a new start.
-
-    auto: the newest complete one of this run folder, otherwise of the newest run folder beside it that has one.
-    A path or URL: a checkpoint, or a run folder; ConfigError if nothing complete is there.
-    """
-    if resume == "none":
-        return None
-    if resume != "auto":
-        return _named(parse_path(resume), warn)
-    beside = sorted((run for run in run_dir.parent.glob("*") if run != run_dir), key=lambda run: run.name, reverse=True)
-    for run in (run_dir, *beside):
-        if found := newest(run / "checkpoints", warn):
-            return found.path.absolute()
-    return None
-
-
-def _named(path: StoragePath, warn: Warn) -> StoragePath:
-    if (path / META).exists() or (path / STATE).exists():
-        try:
-            return verify(path).path
-        except Flaw as why:
-            found = newest(path.parent, warn)
-            others = [f"resume={found.path}"] if found else []
-            raise ConfigError.of("resume", str(path), f"this checkpoint is not complete: {why}", *others) from why
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if found := newest(folder, warn):
-        return found.path
-    there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else None
-    seen = f"it holds {', '.join(there[:8]) or 'nothing'}" if there is not None else "there is no such folder"
-    cause = f"no complete checkpoint is there ({seen})"
-    raise ConfigError.of(
-        "resume",
-        str(path),
-        cause,
-        "resume=auto",
-        "resume=none",
-        "resume=RUN_FOLDER",
-        "resume=RUN_FOLDER/checkpoints/step-…",
-    )
 
 
 class Flaw(Exception):
@@ -290,7 +267,7 @@ def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:
     folder = request.folder
     if isinstance(folder, Path):
         write(request)
-        prune(folder, request)
+        prune(folder, request, request.step)
         return request.path, ""
     if why := _try_store(request):
         path, _ = write_and_prune(request.local)
@@ -299,7 +276,7 @@ def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:
             f"{socket.gethostname()}, and what was saved there before is as it was"
         )
     try:
-        prune(folder, request)
+        prune(folder, request, request.step)
     except Exception as error:
         return request.path, f"old checkpoints in {folder} could not be removed: {object_store.reason(error)}"
     return request.path, ""
@@ -326,14 +303,20 @@ def _try_store(request: SaveRequest) -> str:
     return why
 
 
-def prune(folder: StoragePath, settings: Retention) -> None:
-    """Delete all but the newest `keep` and the best one, and the leftovers of killed writers."""
-    paths = _paths(folder)
+def prune(folder: StoragePath, settings: Retention, step: int) -> None:
+    """Delete all but the newest `keep` and the best one, and the leftovers of killed writers.
+
+    `step`: of the checkpoint that was just saved. Those of later steps stay, and do not count: they are damaged, or the
+    training would have continued from them.
+    """
+    paths = [path for path in _paths(folder) if step_of(path) <= step]
     kept = {*paths[-settings.keep :], best(folder, settings.best)}
     if isinstance(folder, Remote):
-        for old in set(folder.glob("step-*")) - kept:
-            (old / META).drop()  # first: a reader must never find half a checkpoint
-            old.drop()
+        for old in set(paths) - kept:
+            drop(old / META)  # first: a reader must never find half a checkpoint
+            drop(old)
+        for half in half_uploaded(folder):
+            drop(half)
         return
     for path in paths:
         if path not in kept and isinstance(path, Path):
@@ -343,6 +326,21 @@ def prune(folder: StoragePath, settings: Retention) -> None:
         with suppress(FileNotFoundError):  # another writer has just completed it, or deletes it too
             if left.name.startswith((DROPPED, REPLACED)) or abandoned(left):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def half_uploaded(folder: Remote) -> list[Remote]:
+    """The checkpoints without a meta.json whose writers were silent for an hour: others may be uploading theirs."""
+    files: dict[str, list[str]] = {}
+    for name in folder.sizes():
+        step, _, file = name.partition("/")
+        if step.startswith("step-") and file:
+            files.setdefault(step, []).append(file)
+    now = time.time()
+    return [
+        folder / step
+        for step, names in files.items()
+        if META not in names and now - max((folder / step / name).changed() for name in names) > WRITER_SILENT_S
+    ]
 
 
 def best(folder: StoragePath, rule: str | None) -> StoragePath | None:
@@ -371,7 +369,7 @@ def _paths(folder: StoragePath) -> list[StoragePath]:
     else:
         found = listed(folder)
     steps = (path for path in found if path.name.startswith("step-") and path.name[5:].isdigit())
-    return sorted(steps, key=lambda path: int(path.name[5:]))
+    return sorted(steps, key=step_of)
 
 
 def listed(folder: Path) -> list[StoragePath]:

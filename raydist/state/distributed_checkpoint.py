@@ -228,7 +228,7 @@ def commit(
     made = {**files, **write_metadata(beside, ranks)}
     meta = Meta.of(step, ranks, metrics or {}, made, sharded=True, reported=reported)
     complete(beside, folder / f"step-{step:08d}", meta)
-    prune(folder, kept)
+    prune(folder, kept, step)
     return []
 
 

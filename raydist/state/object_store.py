@@ -13,6 +13,7 @@ import fcntl
 import fnmatch
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -90,6 +91,13 @@ class Remote:
         found = self.store.find(self.url, detail=True)
         root = self.store._strip_protocol(self.url).rstrip("/") + "/"
         return {path.removeprefix(root): int(facts["size"]) for path, facts in found.items()}
+
+    def changed(self) -> float:
+        """When the file was written, in seconds since the epoch; now, if the driver of the store does not know."""
+        try:
+            return float(self.store.modified(self.url).timestamp())
+        except (NotImplementedError, FileNotFoundError):
+            return time.time()
 
     def exists(self) -> bool:
         return bool(self.store.exists(self.url))

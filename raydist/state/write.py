@@ -21,6 +21,8 @@ from raydist.state.direct_io import DirectFile
 from raydist.state.object_store import Hashing, Remote, StoragePath, parse_path
 
 STATE, META = "state.pt", "meta.json"
+TRAINING, CHECKPOINTS, FIT = "training-", "checkpoints", "fit-"
+"""The folders of a run between its own and a checkpoint (run_checkpoints.py)."""
 CHECKSUM = re.compile("[0-9a-f]{32}")
 DROPPED, REPLACED = ".dropped-", ".replaced-"
 """The prefixes of a checkpoint's name while it is deleted, and while another one replaces it."""
@@ -65,7 +67,8 @@ class SaveRequest:
     @property
     def local(self) -> SaveRequest:
         """The same, in the run folder on this machine."""
-        return replace(self, checkpoints=str(Path(self.run_dir) / "checkpoints"))
+        inside = place_in_run(self.folder) or (CHECKPOINTS,)
+        return replace(self, checkpoints=str(Path(self.run_dir, *inside)))
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,15 @@ class Meta:
         if odd:  # both become names of files on this machine
             raise ValueError(f"the entry of {odd[0]} is none of raydist's")
         return cls(**known | {"files": files})
+
+
+def place_in_run(path: StoragePath) -> tuple[str, ...]:
+    """The names from the run folder to this folder of checkpoints, or to one in it; empty if it is not in one."""
+    parts = Path(str(path)).parts
+    if CHECKPOINTS not in parts:
+        return ()
+    at = len(parts) - 1 - parts[::-1].index(CHECKPOINTS)
+    return parts[at - parts[at - 1].startswith(TRAINING) :]
 
 
 def write(request: SaveRequest) -> None:

@@ -23,8 +23,8 @@ from raydist.recovery import policy
 from raydist.settings.config import Job, as_saved
 from raydist.settings.run_folder import run_folder
 from raydist.shared.events import Events
-from raydist.state import checkpoint_files
 from raydist.state.object_store import StoragePath, environment, parse_path, reason
+from raydist.state.run_checkpoints import finished, newest_of_run, run_and_earlier, training_of
 from raydist.watch.trackers import END_S, Ledger, Task
 from raydist.watch.web.sweep import RECORD
 
@@ -192,8 +192,9 @@ def earlier_runs(resume: str, here: StoragePath) -> list[StoragePath]:
     if resume == "none":
         return []
     if resume != "auto":
-        path = parse_path(resume)
-        path = path.absolute()
-        return [path, path.parent, path.parent.parent]
-    beside = sorted((run for run in here.parent.glob("*") if run != here), key=lambda run: run.name, reverse=True)
-    return [next((run for run in (here, *beside) if checkpoint_files.newest_step(run / "checkpoints") >= 0), here)]
+        path = parse_path(resume).absolute()
+        return [path, path.parent, training_of(path).parent, training_of(path).parent.parent]
+    for run in run_and_earlier(here):
+        if newest := newest_of_run(run, hashed=False):
+            return [] if finished(run, newest.path) else [run]
+    return [here]

@@ -360,7 +360,7 @@ class HeldShards:
     copies: Sequence[tuple[int, int, int]]
     """Of ranks of another node."""
     saved: int
-    """The step of the newest checkpoint that the node sees; -1 if there is none."""
+    """The newest of these steps of which the node sees a checkpoint, or a later one; -1 if there is none."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from raydist.settings.run_folder import run_folder
 from raydist.shared import env_names
 from raydist.shared.errors import RaydistError
 from raydist.shared.events import Event
-from raydist.state import checkpoint_files, object_store
+from raydist.state import object_store, run_checkpoints
 from raydist.worker import backends, context, garbage, target
 
 PATH_BYTES = 4096
@@ -85,7 +85,7 @@ def run_standalone(function: Callable[..., Any], job: Job) -> Any:
         import torch._dynamo  # noqa: F401
     context.enter(context.Context(rank=rank, emit=printer(job.watch.every_s), beat=lambda step, phase: None))
     try:
-        with backends.join(job.backend.name, job, os.environ) as comm, in_run_folder(job, rank0_folder(job, comm)):
+        with backends.join(job.backend.name, job, os.environ) as comm, in_run_folder(job, comm):
             if rank.world_size > 1 and job.train.gc:
                 garbage.collect_together(job.train.gc)
             return target.call_function(function, job)
@@ -106,18 +106,20 @@ def rank0_folder(job: Job, comm: backends.Comm) -> Path:
 
 
 @contextmanager
-def in_run_folder(job: Job, run_dir: Path) -> Iterator[None]:
-    """Set the run folder of this rank, and the variables of the checkpoint to resume from."""
-    current = context.current()
+def in_run_folder(job: Job, comm: backends.Comm) -> Iterator[None]:
+    """Set the run folder of this rank, and the variables of the checkpoint to resume from. A collective."""
+    import torch
+
+    current, run_dir = context.current(), rank0_folder(job, comm)
     current.rank = replace(current.rank, run_dir=run_dir)
     variables: dict[str, str] = {}
     if env_names.RESUME not in os.environ:
-        folder = run_folder(replace(job, dir=str(run_dir)))
+        run = run_folder(replace(job, dir=str(run_dir)))
         with object_store.environment(job.env):
-            checkpoint = checkpoint_files.find_resume(
-                job.resume, folder, lambda text: context.emit_event("warning", text=text)
-            )
-        variables = {env_names.RESUME: str(checkpoint or ""), env_names.CHECKPOINTS: str(folder / "checkpoints")}
+            start = run_checkpoints.find_resume(job.resume, run, lambda text: context.emit_event("warning", text=text))
+            folder = run_checkpoints.folder_for(run, start)
+        variables = {env_names.RESUME: str(start or ""), env_names.CHECKPOINTS: str(folder)}
+        comm.gather(torch.zeros(1))  # all ranks have looked before one of them saves
     with object_store.environment(variables):
         yield
 

@@ -100,9 +100,10 @@ class Rig:
 def rig(folder: Path, patch: pytest.MonkeyPatch, *ends: Attempt) -> Rig:
     seen: list[Event] = []
     events = Events(folder / "e", (seen.append,))
-    made, todo = Rig(Attempts(None, events), events, seen, [], []), iter(ends)
+    made, todo = Rig(Attempts(replace(JOB, dir=str(folder)), None, events), events, seen, [], []), iter(ends)
 
-    def run(job: Job, call: Any, group: Any, events: Events, retry: Retry | None = None) -> Attempt:
+    def run(*given: Any) -> Attempt:
+        *_, retry = (*given, None)[:6]
         made.retries.append(retry)
         return next(todo)
 
@@ -229,7 +230,7 @@ def test_a_state_that_fork_servers_write_after_their_agents_is_waited_for(
     writer = threading.Timer(0.5, checkpoint_files.write_and_prune, [request])
     if written:
         writer.start()
-    assert it.history.concluded(job) is it.history.outcome
+    assert it.history.concluded() is it.history.outcome
     told = [(each["kind"], each.get("step"), each.get("text")) for each in it.seen]
     assert told == [("saved", 7, None) if written else ("warning", None, "no agent answers")]
 
@@ -251,7 +252,7 @@ def test_nothing_is_lost_if_the_newest_state_in_memory_is_on_the_disk(
         it.events.say("saved", step=7)
     it.leave(group, job)
     assert group.acts == ["say_network", "flush", "newest_state"]
-    it.history.concluded(job)
+    it.history.concluded()
     assert [each["text"] for each in it.seen if each["kind"] == "warning"] == (
         [] if held in (-1, 7) else ["no agent answers"]
     )

@@ -241,6 +241,16 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(on_ray
     assert any("step-00000032 is passed over" in text for text in done.warnings)
 
 
+def test_a_damaged_checkpoint_of_a_later_step_does_not_stand_for_the_last_state(on_ray: Path) -> None:
+    words = ("snapshot.every=15", "checkpoint.every=16", "restart.max=1")
+    with pytest.raises(RunFailed) as caught:
+        train(*words, struck=(Fault("damage", 0, 40), kill(1, 31, 1)))
+    result = caught.value.result
+    assert begun(result) == [0, 30]
+    assert result.checkpoint == result.dir / "checkpoints" / "step-00000030"
+    assert checkpoint_files.verify(result.checkpoint).step == 30
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of its own with little room."""
@@ -276,6 +286,49 @@ def test_restart_none_ends_with_the_first_failure_and_its_state_is_on_the_disk(o
     assert result.checkpoint.name == "step-00000021"
     resumed = train(f"resume={result.dir}")
     assert (resumed.values, losses(resumed)[-27:]) == (unbroken("gloo")[0], unbroken("gloo")[1][21:])
+
+
+def begun(done: Result[Any]) -> list[int]:
+    """The step from which each attempt began, those of earlier runs in the same folder first."""
+    return [event["resumed"] for event in events(done, "begin") if event["rank"] == 0]
+
+
+def saved_in(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder."""
+    steps = sorted(int(path.parent.name[5:]) for path in folder.glob("step-*/meta.json"))
+    return [step for step in steps if checkpoint_files.verify(folder / f"step-{step:08d}")]
+
+
+def test_a_second_training_in_a_run_folder_leaves_the_first_ones_checkpoints_alone(on_ray: Path) -> None:
+    """They are of later steps: its own were deleted as they were saved, and a restart went on from the other's."""
+    words = ("checkpoint.every=8", "snapshot.every=0", "hydra.run.dir=again")
+    first = train(*words)
+    second = train(*words, "train.steps=24", struck=(kill(1, 20),))
+    assert begun(second) == [0, 0, 16]
+    assert second.checkpoint == first.dir / "training-2" / "checkpoints" / "step-00000024"
+    assert saved_in(first.dir / "training-2" / "checkpoints") == [8, 16, 24]
+    assert saved_in(first.dir / "checkpoints") == [32, 40, 48]
+    third = train(*words, "resume=again")
+    assert begun(third)[3:] == [24]
+    assert third.checkpoint == first.dir / "training-2" / "checkpoints" / "step-00000048"
+    back = train(*words, "resume=again/checkpoints/step-00000032")
+    assert begun(back)[4:] == [32]
+    assert back.checkpoint == first.dir / "training-3" / "checkpoints" / "step-00000048"
+    assert saved_in(first.dir / "checkpoints") == [32, 40, 48]
+
+
+def test_resume_auto_continues_what_was_stopped_and_not_what_has_finished(on_ray: Path) -> None:
+    """The command of another training found all steps of the one before done: it made none, and reported success."""
+    with pytest.raises(RunFailed):
+        train("hydra.run.dir=runs/1", "restart=none", struck=(kill(1, 21),))
+    rest = train("hydra.run.dir=runs/2", "resume=auto")
+    assert begun(rest) == [21]
+    new = train("hydra.run.dir=runs/3", "resume=auto", "optim.lr=0.01")
+    assert begun(new) == [0]
+    (text,) = new.warnings
+    assert f"{rest.dir} has finished" in text
+    longer = train("hydra.run.dir=runs/4", f"resume={rest.dir}", "train.epochs=4")
+    assert begun(longer) == [48]
 
 
 @pytest.mark.parametrize(

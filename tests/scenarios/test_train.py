@@ -196,7 +196,8 @@ def test_stopped_and_resumed_gives_the_same_losses_as_unbroken(tmp_path: Path, r
     whole = losses(Program(tmp_path, "train.epochs=3", "name=whole", *words, address=ray_address))
     first = Program(tmp_path, "train.epochs=3", "train.steps=30", "name=parts", *words, address=ray_address)
     assert first.wait() == 0, first.screen
-    rest = Program(tmp_path, "train.epochs=3", "name=parts", "resume=auto", *words, address=ray_address)
+    before = f"resume={first.run_dir}"
+    rest = Program(tmp_path, "train.epochs=3", "name=parts", before, *words, address=ray_address)
     resumed = losses(rest)
     assert min(resumed) == 31
     assert resumed == {step: loss for step, loss in whole.items() if step > 30}

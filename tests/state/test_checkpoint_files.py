@@ -24,7 +24,8 @@ from raydist.launch import run_storage
 from raydist.settings.config import Checkpoint, Job
 from raydist.shared.errors import ConfigError
 from raydist.shared.events import Event, Events
-from raydist.state import checkpoint_files, write
+from raydist.state import checkpoint_files, run_checkpoints, write
+from raydist.watch.result import Result
 from raydist.worker import checkpoint, context
 
 
@@ -288,21 +289,42 @@ def test_find(events: list[Event], tmp_path: Path) -> None:
         for step in steps:
             put(step)
     new, three = tmp_path / "2026-01-05", tmp_path / "2026-01-03"
-    assert checkpoint_files.find_resume("none", new) is None
-    assert checkpoint_files.find_resume("auto", new) == three / "checkpoints" / "step-00000004"
+    assert run_checkpoints.find_resume("none", new) is None
+    assert run_checkpoints.find_resume("auto", new) == three / "checkpoints" / "step-00000004"
     assert (
-        checkpoint_files.find_resume("auto", tmp_path / "2026-01-01")
+        run_checkpoints.find_resume("auto", tmp_path / "2026-01-01")
         == tmp_path / "2026-01-01" / "checkpoints" / "step-00000005"
     )
-    assert checkpoint_files.find_resume(str(three), new) == three / "checkpoints" / "step-00000004"
-    assert checkpoint_files.find_resume(str(three / "checkpoints"), new) == three / "checkpoints" / "step-00000004"
+    assert run_checkpoints.find_resume(str(three), new) == three / "checkpoints" / "step-00000004"
+    assert run_checkpoints.find_resume(str(three / "checkpoints"), new) == three / "checkpoints" / "step-00000004"
     exact = three / "checkpoints" / "step-00000002"
-    assert checkpoint_files.find_resume(str(exact), new) == exact
-    assert checkpoint_files.find_resume("auto", tmp_path / "elsewhere" / "run") is None
+    assert run_checkpoints.find_resume(str(exact), new) == exact
+    assert run_checkpoints.find_resume("auto", tmp_path / "elsewhere" / "run") is None
     damage(three / "checkpoints" / "step-00000004")
     warned: list[str] = []
-    assert checkpoint_files.find_resume("auto", new, warned.append) == exact
+    assert run_checkpoints.find_resume("auto", new, warned.append) == exact
     assert "step-00000004" in warned[0]
+
+
+def test_auto_begins_anew_after_a_run_that_has_finished_unless_a_later_training_was_killed(
+    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, told = tmp_path / "run", list[str]()
+    saved = put(5)
+    Result(status="stopped", dir=run, world_size=1, checkpoint=saved).save()
+    assert run_checkpoints.find_resume("auto", run, told.append) == saved
+    Result(status="finished", dir=run, world_size=1, checkpoint=saved).save()
+    for folder in (run, tmp_path / "later"):
+        assert run_checkpoints.find_resume("auto", folder, told.append) is None
+    assert [f"{run} has finished" in text for text in told] == [True, True]
+    assert run_checkpoints.find_resume(str(run), tmp_path / "later") == saved
+    second = run_checkpoints.folder_for(run, None)
+    assert second == run / "training-2" / "checkpoints"
+    monkeypatch.setenv("RAYDIST_CHECKPOINTS", str(second))
+    killed = put(2)
+    assert run_checkpoints.find_resume("auto", run) == killed
+    assert run_checkpoints.folder_for(run, killed) == second
+    assert run_checkpoints.folder_for(run, saved) == run / "training-3" / "checkpoints"
 
 
 def test_a_relative_path_is_from_where_one_stands(
@@ -310,33 +332,33 @@ def test_a_relative_path_is_from_where_one_stands(
 ) -> None:
     path = put(1)
     monkeypatch.chdir(tmp_path)
-    assert checkpoint_files.find_resume("run", tmp_path / "new") == path
+    assert run_checkpoints.find_resume("run", tmp_path / "new") == path
 
 
 def test_a_path_without_a_checkpoint_is_refused(events: list[Event], tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"resume=/no/where: no complete checkpoint is there \(there is no such folder\)"
     ):
-        checkpoint_files.find_resume("/no/where", tmp_path)
+        run_checkpoints.find_resume("/no/where", tmp_path)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(ConfigError, match=r"it holds notes\.txt"):
-        checkpoint_files.find_resume(str(tmp_path / "other"), tmp_path)
+        run_checkpoints.find_resume(str(tmp_path / "other"), tmp_path)
     put(1)
     broken = put(2)
     truncate(broken)
     with pytest.raises(ConfigError, match=r"not complete: state\.pt has .* set resume=.*step-00000001"):
-        checkpoint_files.find_resume(str(broken), tmp_path)
+        run_checkpoints.find_resume(str(broken), tmp_path)
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         truncate(path)
     with pytest.raises(ConfigError, match="it holds step-00000001, step-00000002"):
-        checkpoint_files.find_resume(str(tmp_path / "run"), tmp_path)
+        run_checkpoints.find_resume(str(tmp_path / "run"), tmp_path)
 
 
 def test_finding_needs_no_torch(tmp_path: Path) -> None:
     source = (
-        "import sys; from pathlib import Path; from raydist.state import checkpoint_files;"
-        f"checkpoint_files.find_resume('auto', Path({str(tmp_path / 'run')!r})); assert 'torch' not in sys.modules"
+        "import sys; from pathlib import Path; from raydist.state import run_checkpoints;"
+        f"run_checkpoints.find_resume('auto', Path({str(tmp_path / 'run')!r})); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", source], check=True)
 
@@ -445,7 +467,7 @@ def test_a_writer_killed_between_two_renames_leaves_the_one_that_was_there(tmp_p
     assert found is not None
     assert found.path == tmp_path / "step-00000001"
     assert found.state["weights"].shape == (1001,)
-    checkpoint_files.prune(tmp_path, Checkpoint(keep=1))
+    checkpoint_files.prune(tmp_path, Checkpoint(keep=1), 2)
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -453,7 +475,7 @@ def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path)
     """The server of a node that hears no more from the run leaves one; one that was told of is told once."""
     job = Job(dir=str(tmp_path))
     with Events(tmp_path / "events.jsonl") as stream:
-        run_storage.report_saved(job, stream)
+        run_storage.RunCheckpoints(job).report_saved(stream)
         assert list(stream.all()) == []
         for step in (8, 16):
             request = write.SaveRequest(
@@ -462,7 +484,7 @@ def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path)
             write.write(request)
         stream.say("saved", rank=0, step=8, path="…", s=0.1)
         for _ in range(2):
-            run_storage.report_saved(job, stream)
+            run_storage.RunCheckpoints(job).report_saved(stream)
         assert [event["step"] for event in stream.all()] == [8, 16]
         assert [*stream.all()][-1]["path"] == str(tmp_path / "checkpoints" / "step-00000016")
 
@@ -478,10 +500,11 @@ def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(
         return real(path)
 
     monkeypatch.setattr(checkpoint_files, "_hashed", noted)
+    training = run_storage.RunCheckpoints(Job(dir=str(tmp_path / "run")))
+    assert [each.value for each in training.variables(lambda text: None)] == [""]
     paths = [put(step) for step in (8, 16, 24)]
     damage(paths[1])
-    job = Job(dir=str(tmp_path / "run"))
-    (chosen,) = run_storage.resume(job, 1, lambda text: None)
+    (chosen,) = training.variables(lambda text: None)
     assert (chosen.value, hashed) == (str(paths[2].absolute()), [])
     monkeypatch.setenv("RAYDIST_RESUME", str(paths[1].absolute()))
     first = checkpoint.latest()

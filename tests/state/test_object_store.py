@@ -6,8 +6,8 @@ import contextlib
 import json
 import pickle
 import socket
+import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +78,21 @@ def test_the_newest_and_the_best_are_kept(events: list[Event]) -> None:
     assert there() == ["step-00000002", "step-00000003", "step-00000004"]
 
 
-def test_without_its_last_file_it_is_not_there(events: list[Event]) -> None:
+def test_without_its_last_file_it_is_not_there(events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     put(1)
-    (put(2) / "meta.json").drop()
+    half = put(2)
+    (half / "meta.json").drop()
     assert checkpoint_files.newest_step(parse_path(f"{RUN}/checkpoints")) == 1
     found = checkpoint.latest()
     assert found is not None
     assert found.step == 1
     assert events[2:] == []  # no warning: it was on its way
     put(3)
-    assert there() == ["step-00000001", "step-00000003"]  # what a killed writer left goes with the next one
+    assert there() == ["step-00000001", "step-00000002", "step-00000003"]  # another writer may be uploading it now
+    assert 0 <= time.time() - (half / "state.pt").changed() < write.WRITER_SILENT_S
+    monkeypatch.setattr(checkpoint_files, "WRITER_SILENT_S", -60.0)
+    put(4)
+    assert there() == ["step-00000001", "step-00000003", "step-00000004"]  # a killed writer left it
 
 
 def test_an_upload_that_breaks_off_leaves_no_file(events: list[Event]) -> None:
@@ -189,19 +194,22 @@ def test_a_state_is_not_lost_when_nobody_answers(
     assert f"step 2 could not be written to {RUN}/checkpoints" in events[1]["text"]
 
 
-def test_a_restart_goes_on_without_the_store(events: list[Event], tmp_path: Path) -> None:
+def test_a_restart_goes_on_without_the_store(
+    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(3)
     job, told = Job(name="digits", dir=str(tmp_path / "now"), storage="s3://bucket/runs", resume="auto"), list[str]()
-    assert [var.value for var in run_storage.resume(job, 1, told.append)] == [f"{RUN}/checkpoints/step-00000003"]
+    training = run_storage.RunCheckpoints(job)
+    assert [var.value for var in training.variables(told.append)] == [f"{RUN}/checkpoints/step-00000003"]
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        job = replace(job, env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{nobody.getsockname()[1]}"})
-        assert run_storage.resume(job, 1, told.append) == []
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        assert training.variables(told.append) == []
         assert "the checkpoints in s3://bucket/runs/digits/now can't be listed" in told[-1]
         with pytest.raises(
             ConfigError, match="resume=auto: the checkpoints in s3://bucket/runs/digits/now can't be listed"
         ):
-            run_storage.resume(job, 0, told.append)
+            run_storage.RunCheckpoints(job).variables(told.append)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +261,8 @@ def test_a_run_goes_on_elsewhere_from_the_bucket(s3: Store, tmp_path: Path, ray_
     assert not (first.run_dir / "checkpoints").exists()
     for path in (*files.values(), *(each.read_bytes() for each in first.run_dir.rglob("*") if each.is_file())):
         assert SECRET.encode() not in path
-    second = started(tmp_path / "second", s3, "resume=auto", "train.epochs=2", address=ray_address)
+    before = f"resume=s3://bucket/{run}"
+    second = started(tmp_path / "second", s3, before, "train.epochs=2", address=ray_address)
     assert second.wait() == 0, second.screen
     assert second.events("begin")[0]["resumed"] == 22
 

@@ -17,6 +17,7 @@ import torch
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
 from raydist.state.object_store import StoragePath, parse_path
+from raydist.state.run_checkpoints import training_of
 from raydist.worker import checkpoint, context
 from raydist.worker.backends import Comm
 
@@ -109,7 +110,7 @@ def kept_vocabulary(home: StoragePath) -> str:
     """The vocabulary that a restarted or resumed run began with; empty if there is none."""
     places = [home] if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else []
     if named := os.environ.get(env_names.RESUME, ""):
-        places.append(parse_path(named).parent.parent)
+        places.append(training_of(parse_path(named)).parent)
     for place in places:
         if (file := place / FILE).exists():
             return file.read_bytes().decode()
