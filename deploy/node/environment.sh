@@ -16,6 +16,8 @@ export RAY_health_check_timeout_ms="${RAY_health_check_timeout_ms:-4000}"
 export RAY_health_check_failure_threshold="${RAY_health_check_failure_threshold:-4}"
 # Seconds that `ray job stop` waits before it kills: the default of 3 is too short to write a large state to the disk.
 export RAY_JOB_STOP_WAIT_TIME_S="${RAY_JOB_STOP_WAIT_TIME_S:-300}"
+# Nodes may have Python 3.11.2 and 3.11.9, but not 3.11 and 3.12: Ray compares the last part too.
+export RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL="${RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL:-minor}"
 # Ray runs its workers at nice 15, below all else on the machine.
 export RAY_worker_niceness="${RAY_worker_niceness:-0}"
 

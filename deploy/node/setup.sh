@@ -1,15 +1,49 @@
 #!/usr/bin/env bash
 # setup.sh [PACKAGE…]: makes ~/.raydist/env on a node: a Python environment with the raydist of ~/.raydist/src, and these packages.
+# PYTHON=python3.12 before it takes that Python in place of python3.
 set -euo pipefail
 
 env=$HOME/.raydist/env
-# A torch that the machine's image brings, built for its driver, is used; without one it is fetched.
-[ -x "$env/bin/python" ] || python3 -m venv --system-site-packages "$env" || {
-    rm -rf "$env"
-    echo "raydist: $(hostname) can't make a Python environment: sudo apt-get install -y python3-venv" >&2
-    exit 1
+python=${PYTHON:-python3}
+# The head writes its versions into a folder of file_mounts, which Ray copies from the head to all that join, now or later.
+# On those Ray sets RAY_HEAD_IP.
+node=$HOME/.raydist/src/deploy/node
+versions=$node/versions.txt
+
+version() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'
 }
-"$env/bin/python" -m pip install --quiet --disable-pip-version-check "$HOME/.raydist/src" "$@"
+has=$(version "$python")
+follows=no
+if [ -n "${RAY_HEAD_IP:-}" ] && [ -f "$versions" ]; then
+    follows=yes
+    wanted=$(sed -n 's/^# Python //p' "$versions")
+    if [ "$has" != "$wanted" ]; then # Ray would refuse the node
+        echo "raydist: $(hostname) has Python $has and the head Python $wanted, but all nodes need the same:" \
+            "install Python $wanted there, or choose one that all have, for example" \
+            "setup_commands: [PYTHON=python$wanted bash ~/.raydist/src/deploy/node/setup.sh]" >&2
+        exit 1
+    fi
+fi
+
+# A torch that the machine's image brings, built for its driver, is used; without one it is fetched.
+if [ ! -x "$env/bin/python" ] || [ "$(version "$env/bin/python")" != "$has" ]; then
+    "$python" -m venv --clear --system-site-packages "$env" || {
+        rm -rf "$env"
+        echo "raydist: $(hostname) can't make a Python environment: sudo apt-get install -y python3-venv" >&2
+        exit 1
+    }
+fi
+
+: >"$env/constraints.txt"
+if [ "$follows" = yes ]; then
+    "$env/bin/python" "$node/versions.py" read "$versions" >"$env/constraints.txt"
+fi
+"$env/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$env/constraints.txt" \
+    "$HOME/.raydist/src" "$@"
+if [ -z "${RAY_HEAD_IP:-}" ]; then
+    "$env/bin/python" "$node/versions.py" write "$versions"
+fi
 
 # The command of a Ray that the image brings belongs to another Python, which knows nothing of this environment.
 if [ ! -x "$env/bin/ray" ]; then

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 import yaml
 
 from tests.conftest import ROOT
@@ -24,6 +25,7 @@ QUICK_END = "export RAY_gcs_rpc_server_reconnect_timeout_s=5"
 
 EXPECTED = {
     "RAY_AUTH_MODE": "token",
+    "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
     "RAY_JOB_STOP_WAIT_TIME_S": "300",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "6000",  # what the machine has set
@@ -111,6 +113,9 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
         key = node.folder / "home/.ray/auth_token"
         assert key.read_text() == (own.folder / "home/.ray/auth_token").read_text()
         assert key.stat().st_mode & 0o77 == 0
+    versions = [(node.folder / "home/.raydist/src/deploy/node/versions.txt").read_text() for node in nodes]
+    assert versions == versions[:1] * 3, "all nodes install what the head has"
+    assert f"\nray=={ray.__version__}\n" in versions[0]
     started = environment_of(nodes[0], "gcs_server")
     assert {name: started.get(name) for name in EXPECTED} == EXPECTED
 
