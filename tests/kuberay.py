@@ -7,6 +7,7 @@ field is found; `{}` is a field that deploy/ has no use for. Pods are held again
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,26 @@ KINDS = {"RayCluster": CLUSTER, "RayJob": JOB}
 
 def check(resource: dict[str, Any]) -> None:
     """Raise if KubeRay or Kubernetes would refuse it."""
+    if resource["kind"] == "NetworkAttachmentDefinition":  # a type of its own; what is in it is JSON for CNI
+        assert set(resource["spec"]) == {"config"}
+        assert {"cniVersion", "type"} <= set(json.loads(resource["spec"]["config"]))
+        return
     if resource["kind"] not in KINDS:
         kubernetes_validate.validate(resource, KUBERNETES, strict=True)
         return
     assert resource["apiVersion"] == "ray.io/v1"
     Draft202012Validator(KINDS[resource["kind"]]).validate(resource["spec"])
-    for group in groups(resource):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": group["template"]["spec"]}
+    for spec in pods(resource):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": spec}
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def pods(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    """The specs of all pods: the head's first, then the workers', then that of a job's submitter."""
+    templates = [group["template"] for group in groups(resource)]
+    if "submitterPodTemplate" in resource["spec"]:
+        templates.append(resource["spec"]["submitterPodTemplate"])
+    return [template["spec"] for template in templates]
 
 
 def groups(resource: dict[str, Any]) -> list[dict[str, Any]]:
@@ -81,23 +94,27 @@ def groups(resource: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def build(folder: Path) -> list[dict[str, Any]]:
-    """What `kubectl kustomize` makes of a folder, as far as ours use it: resources, components, patches by kind."""
-    told = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    assert set(told) <= {"apiVersion", "kind", "resources", "components", "patches", "images"}, told
-    made = [found for name in told.get("resources", ()) for found in _load((folder / name).resolve())]
-    for each in (told, *(_part((folder / name).resolve()) for name in told.get("components", ()))):
-        for patch in each.get("patches", ()):
-            for resource in made:
-                if resource["kind"] == patch["target"]["kind"]:
-                    for step in yaml.safe_load(patch["patch"]):
-                        apply(resource, **step)
+    """What `kubectl kustomize` makes of a folder, as far as ours use it: resources, components, then its patches."""
+    made: list[dict[str, Any]] = []
+    _add(folder, made)
     return made
 
 
-def _part(folder: Path) -> dict[str, Any]:
-    told: dict[str, Any] = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    assert told["kind"] == "Component", folder
-    return told
+def _add(folder: Path, made: list[dict[str, Any]]) -> None:
+    """Add the resources of a folder to those that are there, and change all as it says."""
+    told = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert set(told) <= {"apiVersion", "kind", "resources", "components", "patches", "images"}, told
+    for name in told.get("resources", ()):
+        made += _load((folder / name).resolve())
+    for name in told.get("components", ()):
+        part = (folder / name).resolve()
+        assert yaml.safe_load((part / "kustomization.yaml").read_text())["kind"] == "Component", part
+        _add(part, made)
+    for patch in told.get("patches", ()):
+        for resource in made:
+            if resource["kind"] == patch["target"]["kind"]:
+                for step in yaml.safe_load(patch["patch"]):
+                    apply(resource, **step)
 
 
 def _load(path: Path) -> Iterator[dict[str, Any]]:
@@ -113,5 +130,8 @@ def apply(document: Any, op: str, path: str, value: Any = None) -> None:
     for part in way:
         document = document[int(part) if isinstance(document, list) else part]
     assert op in ("add", "replace"), op
+    if last == "-":
+        document.append(value)
+        return
     assert op == "add" or last in document, f"{path} is not there"
     document[last] = value

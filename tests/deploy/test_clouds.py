@@ -137,6 +137,7 @@ def test_ray_makes_machines_on_efa_of_it(ec2: Any) -> None:
     provider.create_node(gpu_nodes(made), tags, 1)
     (asked,) = sent
     assert asked["Placement.GroupName"] == "raydist"
+    assert asked["MetadataOptions.HttpTokens"] == "required"
     assert [asked[f"NetworkInterface.{card}.InterfaceType"] for card in (1, 2, 3, 4)] == ["efa"] * 4
     (launched,) = ec2.describe_instances()["Reservations"]
     (machine,) = launched["Instances"]

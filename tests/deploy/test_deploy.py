@@ -36,10 +36,55 @@ def tool(name: str, *words: str, text: str | None = None) -> str:
 
 @pytest.mark.parametrize("folder", KUSTOMIZE, ids=lambda folder: folder.name)
 def test_kubernetes_would_take_them(folder: Path) -> None:
-    made = kuberay.build(folder)
-    assert {"PersistentVolumeClaim"} < {each["kind"] for each in made}
-    for resource in made:
+    for resource in kuberay.build(folder):
         kuberay.check(resource)
+
+
+def claims(folder: Path) -> set[str]:
+    """The volumes that deleting a folder deletes, as `kubectl delete -k` does."""
+    return {each["metadata"]["name"] for each in kuberay.build(folder) if each["kind"] == "PersistentVolumeClaim"}
+
+
+def mounted(folder: Path) -> set[str]:
+    """The volumes that the pods of a folder have."""
+    volumes = [volume for pod in kuberay.pods(kuberay.build(folder)[0]) for volume in pod.get("volumes", ())]
+    return {each["persistentVolumeClaim"]["claimName"] for each in volumes if "persistentVolumeClaim" in each}
+
+
+def test_deleting_a_training_deletes_no_checkpoint() -> None:
+    """`kubectl delete -k` and apply is how a RayJob is run again."""
+    storage = DEPLOY / "kubernetes" / "storage"
+    for resource in kuberay.build(storage):
+        kuberay.check(resource)
+    for folder in KUSTOMIZE:
+        kept = mounted(folder) - claims(folder)
+        assert kept == (set() if folder.name == "try-out" else claims(storage)), folder
+
+
+def test_the_try_out_fits_a_laptop_with_one_node() -> None:
+    """The storage of kind and minikube has no ReadWriteMany: a claim for it waits for ever."""
+    folder = DEPLOY / "kubernetes" / "overlays" / "try-out"
+    cluster, *others = kuberay.build(folder)
+    assert mounted(folder) == claims(folder) != claims(DEPLOY / "kubernetes" / "storage")
+    (claim,) = [each["spec"] for each in others if each["kind"] == "PersistentVolumeClaim"]
+    assert claim["accessModes"] == ["ReadWriteOnce"]
+    head, worker = (pod["containers"][0]["resources"]["requests"] for pod in kuberay.pods(cluster))
+    workers = kuberay.groups(cluster)[1]["maxReplicas"]
+    assert workers >= 2
+    assert int(head["memory"].removesuffix("Gi")) + workers * int(worker["memory"].removesuffix("Gi")) <= 8
+
+
+def test_roce_has_a_network_that_gives_the_pods_its_gids(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text(
+        f"resources: [{DEPLOY}/kubernetes/job]\ncomponents: [{DEPLOY}/kubernetes/parts/roce]\n"
+    )
+    job, *others = kuberay.build(tmp_path)
+    for resource in others:
+        kuberay.check(resource)
+    (network,) = [each["metadata"]["name"] for each in others if each["kind"] == "NetworkAttachmentDefinition"]
+    worker = kuberay.groups(job)[1]["template"]
+    assert worker["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": network}
+    assert worker["spec"]["containers"][0]["resources"]["limits"]["rdma/hca_shared_devices_a"] == "1"
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
@@ -79,18 +124,22 @@ def test_what_a_training_needs_of_a_pod() -> None:
 def test_a_pod_has_no_more_rights_than_it_needs(folder: Path) -> None:
     resource, *others = kuberay.build(folder)
     spec = resource["spec"].get("rayClusterSpec", resource["spec"])
-    head = kuberay.groups(resource)[0]
-    for group in kuberay.groups(resource):
-        pod = group["template"]["spec"]
-        autoscaler = group is head and spec.get("enableInTreeAutoscaling", False)
-        assert pod["automountServiceAccountToken"] is autoscaler
+    for pod in kuberay.pods(resource):
+        assert pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["securityContext"]["runAsNonRoot"] is True
         (container,) = pod["containers"]
         own = container["securityContext"]
         assert own["allowPrivilegeEscalation"] is False
         assert own["capabilities"] == ({"add": ["IPC_LOCK"]} if "runAsUser" in own else {"drop": ["ALL"]})
-    if "autoscalerOptions" in spec:
-        assert spec["autoscalerOptions"]["securityContext"]["allowPrivilegeEscalation"] is False
+    if spec.get("enableInTreeAutoscaling"):  # only its container can ask Kubernetes for pods, not the driver's
+        autoscaler = spec["autoscalerOptions"]
+        assert autoscaler["securityContext"]["allowPrivilegeEscalation"] is False
+        (token,) = autoscaler["volumeMounts"]
+        assert token["mountPath"] == "/var/run/secrets/kubernetes.io/serviceaccount"
+        head = kuberay.pods(resource)[0]
+        assert token["name"] in [volume["name"] for volume in head["volumes"] if "projected" in volume]
+        assert token["name"] not in [mount["name"] for mount in head["containers"][0]["volumeMounts"]]
     (policy,) = [each["spec"] for each in others if each["kind"] == "NetworkPolicy"]
     rays = policy["podSelector"]
     within, dashboard = policy["ingress"]
@@ -125,6 +174,19 @@ def test_the_image_copies_what_is_there_and_starts_what_there_is() -> None:
     )
     assert asked.returncode == 0, asked.stderr
     assert re.findall(r"^ARG HOROVOD=(.*)", text, re.MULTILINE)[0] in asked.stdout
+
+
+def test_the_image_has_the_ray_that_the_manifests_name_and_versions_that_were_tried() -> None:
+    """KubeRay starts pods by `rayVersion`, and Ray refuses a node with another one than the head's."""
+    text = (DEPLOY / "docker" / "Dockerfile").read_text()
+    pinned = dict(re.findall(r"^ARG (RAY|TORCH)=(.+)$", text, re.MULTILINE))
+    for name in ("cluster", "job"):
+        spec = kuberay.build(DEPLOY / "kubernetes" / name)[0]["spec"]
+        assert spec.get("rayClusterSpec", spec)["rayVersion"] == pinned["RAY"]
+    assert {'"ray[default]==${RAY}"', '"torch==${TORCH}"'} <= set(text.split())
+    tried = (ROOT / "docs" / "versions.md").read_text()
+    assert re.search(rf"^\| Ray \|.* {re.escape(pinned['RAY'])} \|$", tried, re.MULTILINE)
+    assert re.search(rf"^\| torch, torchvision \|.* {re.escape(pinned['TORCH'])}, [\d.]+ \|$", tried, re.MULTILINE)
 
 
 def test_compose_would_take_its_file() -> None:

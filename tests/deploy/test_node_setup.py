@@ -1,4 +1,4 @@
-"""deploy/node/setup.sh with real pip: a node that comes later gets the head's versions, whatever has been released since."""
+"""deploy/node/setup.sh with real pip: a node that joins after a release gets the head's versions."""
 
 from __future__ import annotations
 
