@@ -43,8 +43,9 @@ def job(
     clock = Clock()
     me = raydist.rank()
     shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
-    # on meta nothing is made yet: raydist.fit makes one block at a time, since all of a large model may not fit
-    with torch.device("meta" if shape.shard * shape.pp > 1 and shape.tp == 1 else "cpu"):
+    # on meta nothing is made yet: raydist.fit makes one block at a time, as all of a large model may not fit,
+    # and one seed gives the same model under each parallel=
+    with torch.device("meta"):
         model = models.build_model(config.model)
     per_token = model.flops_per_token(context) if isinstance(model, GPT) else None
 

@@ -25,6 +25,7 @@ from raydist.settings.config import Backend, Job
 from raydist.state import checkpoint_files
 from raydist.worker import target
 from tests.conftest import ROOT
+from tests.programs import Program
 from tests.ranks import Told, run_ranks
 
 JOBS = ROOT / "jobs"
@@ -294,6 +295,33 @@ def test_the_language_model_runs_under_every_division(words: str, world: int, tm
         assert {**found, "loss": 0} == {**figures, "loss": 0}
         assert not silent
     assert all(each.losses[-1] < each.losses[0] - 1 for each in told)
+
+
+def test_one_seed_gives_the_same_language_model_under_every_division(tmp_path: Path) -> None:
+    """As a person types it. A pipeline of three stages has one between those with the tied weights."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "song.txt").write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(900)))
+    few = ("model.layers=3", "model.width=32", "model.kv_heads=2", "model.hidden=64", "job.args.context=16")
+    words = (*SMALL_GPT, *few, "train.steps=20", "optim.warmup=2", "data.global_batch=12",
+             f"data.root={own}", "group=inline")  # fmt: skip
+    found = {}
+    for division in (
+        "parallel=ddp scale=1x2",
+        "parallel=fsdp scale=1x3",
+        "parallel=hsdp parallel.shard=2 scale=1x4",
+        "parallel=tp scale=1x2",
+        "parallel=pp scale=1x3",
+        "parallel=fsdp parallel.tp=2 scale=1x4",
+    ):
+        folder = tmp_path / division.replace(" ", "-")
+        folder.mkdir()
+        run = Program(folder, "job=gpt", *words, *division.split())
+        assert run.wait(300) == 0, run.screen
+        found[division] = run.result()["metrics"]["test_loss"]
+    wanted = found["parallel=ddp scale=1x2"]
+    assert wanted < 5  # it has learned
+    assert found == pytest.approx(dict.fromkeys(found, wanted), abs=1e-3)
 
 
 def test_the_language_model_learns_byte_pairs_of_your_own_text_in_half_precision(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from raydist.worker import context
 from raydist.worker.backends import ddp, stages
 from raydist.worker.backends.sharded import ShardedComm
 from raydist.worker.groups import new_group, new_mesh
-from raydist.worker.loop import random_state
+from raydist.worker.loop.meta import on_meta
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 """What a model may give, by the number that the ranks tell each other."""
@@ -51,14 +51,11 @@ class PipelineComm(ShardedComm):
         return self.everyone["replicate", "shard", "tp"]
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        blocks, empty = self.prepare(model), any(each.is_meta for each in model.parameters())
+        blocks, empty = self.prepare(model), on_meta(model)
         parts, stage = stages.cut_model(model, blocks, self.shape.pp), self.everyone.get_local_rank("pp")
         part, names = parts[stage], Names.of(model, parts[stage])
         tied = stages.shared(model, parts)
-        if empty:  # blocks of different stages begin with different numbers
-            torch.manual_seed(random_state.derive(self.job.seed, stage))
-        own = [each for each in part.modules() if each in blocks]
-        self.shard(part, own, model, last=stage == self.shape.pp - 1)
+        self.shard(part, blocks, model, last=stage == self.shape.pp - 1)
         stages.forget_others(model, part)
         groups, here = self._groups_of({*tied.values()}), {whole: name for name, whole in names.first.items()}
         for whole, held in tied.items():  # in the order of the model: stages that share a group use it in one order

@@ -26,6 +26,7 @@ from raydist.worker.backends.ddp import DDPComm
 from raydist.worker.groups import new_mesh
 from raydist.worker.loop.blocks import find_blocks
 from raydist.worker.loop.heads import check_heads
+from raydist.worker.loop.meta import make_values, on_meta, take_values
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,10 @@ class ShardedComm(DDPComm):
         return model
 
     def prepare(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """The blocks of the model, whose parameters are rank 0's and whose layers tp has divided."""
+        """The blocks of the model, whose parameters are rank 0's unless they are on meta."""
         blocks = find_blocks(model, self.job.parallel.blocks)
         same_as_rank0(model, self)
         check_heads(model, self.shape.tp)
-        if self.shape.tp > 1 and any(each.is_meta for each in model.parameters()):
-            cause = "a model on meta is made block by block, which tp's layers cannot be yet"
-            raise ConfigError.of("parallel.tp", self.shape.tp, cause, "parallel=fsdp parallel.tp=1")
-        if self.shape.tp > 1:
-            parallelize_module(model, self.mesh["tp"], styles(model))
         if self.job.train.compile:
             for block in blocks:
                 block.compile()
@@ -69,19 +65,52 @@ class ShardedComm(DDPComm):
     def shard(
         self, part: torch.nn.Module, blocks: Sequence[torch.nn.Module], model: torch.nn.Module, last: bool = True
     ) -> None:
-        """Divide the parameters of a part of the model among the ranks of the mesh. `last`: it gives the output."""
+        """Divide the parameters of a part of the model among the ranks of the mesh; those on meta are made.
+
+        `blocks`: those of the whole model. `last`: this part gives the output.
+        """
+        here, inside = {*part.modules()}, {inner for block in blocks for inner in block.modules()}
+        layers, empty = divided_layers(model) if self.shape.tp > 1 else {}, on_meta(model)
         data = self.mesh["shard"] if self.shape.replicate == 1 else self.mesh["replicate", "shard"]
         half = torch.bfloat16 if self.job.train.precision == "bf16" else None
         sums = torch.float32 if half else None
         free = self.shape.pp == 1  # a stage is gathered once in a step, not for each micro-batch
-        for block in blocks:
-            materialize(block, self.device)
+        for block in (each for each in blocks if each in here):
+            self._make(model, [*block.modules()], layers)
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums)
             fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=free)
-        materialize(model, self.device, part)
+        # all of them on each stage: the model's own reset_parameters may draw one after another
+        self._make(model, [each for each in model.modules() if each not in inside], layers)
+        take_values(part, model)
         # the loss is in fp32
         whole = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums, output_dtype=sums if last else None)
         fully_shard(part, mesh=data, mp_policy=whole)
+        if empty:
+            self._same_on_copies(part)
+
+    def _make(
+        self, model: torch.nn.Module, part: Sequence[torch.nn.Module], layers: Mapping[torch.nn.Module, ParallelStyle]
+    ) -> None:
+        """Make the values of these modules that are on meta, and divide the layers among them as tp's plan says."""
+        make_values(model, part, self.device, self.job.seed)
+        for module in part:
+            if module in layers:
+                parallelize_module(module, self.mesh["tp"], layers[module])
+
+    def _same_on_copies(self, part: torch.nn.Module) -> None:
+        """Copy what was made to all ranks that have the same part of it, from the first of them.
+
+        They have drawn the same numbers, unless their GPUs differ or a reset_parameters has a generator of its own.
+        """
+        for value in (*part.parameters(), *part.buffers()):
+            own, divided = value.detach(), set[str]()
+            if isinstance(value, DTensor):
+                own = value.to_local().detach()
+                placed = zip(value.device_mesh.mesh_dim_names or (), value.placements, strict=True)
+                divided = {name for name, each in placed if not each.is_replicate()}
+            for dim in ("replicate", "shard", "tp"):
+                if own.numel() and dim not in divided and self.mesh[dim].size() > 1:
+                    dist.broadcast(own, group=self.mesh.get_group(dim), group_src=0)
 
     @contextmanager
     def accumulating(self, model: torch.nn.Module) -> Iterator[None]:
@@ -139,31 +168,16 @@ def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
     return {name: STYLES[word]() if isinstance(word, str) else word for name, word in plan.items()}
 
 
-def materialize(model: torch.nn.Module, device: torch.device, part: torch.nn.Module | None = None) -> None:
-    """Make the parameters and buffers that are on meta by the modules' own reset_parameters, the outer ones last.
-
-    All ranks draw the same random numbers. `part`: only those that this stage of the model has.
-    ConfigError: a module with such parameters has no reset_parameters.
-    """
-    part = model if part is None else part
-    modules, wanted = [*model.modules()], {id(value) for each in part.modules() for value in _own(each)}
-    empty = [each for each in modules if any(value.is_meta and id(value) in wanted for value in _own(each))]
-    for module in reversed(modules):
-        if module in empty:
-            module.to_empty(device=device, recurse=False)
-        if hasattr(module, "reset_parameters") and any(inner in empty for inner in module.modules()):
-            module.reset_parameters()  # type: ignore[operator]
-        elif module in empty and not hasattr(model, "reset_parameters"):
-            cause = f"{type(module).__name__} is on meta and has no reset_parameters to make its values"
-            raise ConfigError(f"{type(model).__name__}: {cause}; build the model without torch.device('meta')")
-    for name, module in part.named_modules():  # where a stage has a tensor without the module that it belongs to
-        for key, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if value.is_meta:
-                setattr(module, key, getattr(model.get_submodule(name), key))
-
-
-def _own(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+def divided_layers(model: torch.nn.Module) -> dict[torch.nn.Module, ParallelStyle]:
+    """The layers that the model's plan names, with how each is divided. ConfigError: as of `styles`."""
+    found = {}
+    for pattern, style in styles(model).items():
+        words = pattern.split(".")
+        for name, module in model.named_modules():
+            path = name.split(".")  # a * stands for one part of the name, as in parallelize_module
+            if len(path) == len(words) and all(map(fnmatch.fnmatch, path, words)):
+                found[module] = style
+    return found
 
 
 def same_as_rank0(model: torch.nn.Module, comm: DDPComm) -> None:

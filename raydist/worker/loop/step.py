@@ -15,6 +15,7 @@ from raydist.state.snapshot_layout import State
 from raydist.worker import context
 from raydist.worker.backends import Comm
 from raydist.worker.loop import optim
+from raydist.worker.loop.meta import make_values, on_meta
 from raydist.worker.torch_private import scaler_state
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Stepper:
         self.settings, self.device, self.loss, self.comm = job.train, device, loss, comm
         last = not comm.sharded and channels_last(job, model, device)  # shards are contiguous
         self.format = torch.channels_last if last else torch.preserve_format
+        if not comm.sharded and on_meta(model):
+            make_values(model, [*model.modules()], device, job.seed)
         # a part of a model is moved when it is sharded: all of it may not fit on the device
         self.model = model if comm.sharded else model.to(device).to(memory_format=self.format)
         self.wrapped = comm.wrap(self.model)
