@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from raydist.settings.secrets import command_line_warning
 from raydist.shared.ending import run_to_the_end
 from raydist.shared.errors import ConfigError, RaydistError, RunFailed, Stopped, nearest
 from raydist.shared.imports import uncollected
@@ -92,7 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # the command `raydist` finds the modules that `python -m raydist.train` finds
     try:
         typed = parse_arguments(sys.argv[1:] if argv is None else argv)
-        warn_of_secrets(typed.overrides)
         if typed.time:  # before all others: exit handlers run in reverse order
             atexit.register(show_time, entered)
         run_command(typed)
@@ -118,8 +116,15 @@ def print_error(error: RaydistError) -> int:
 
 def warn_of_secrets(overrides: Sequence[str]) -> None:
     """Print a warning if secrets were typed: a run's files don't have them, but this process's command line has."""
-    if text := command_line_warning(overrides):
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+    from raydist.settings.references import names_of_secrets
+
+    if names := names_of_secrets(overrides):
+        print(
+            f"warning: {', '.join(names)}: every user of this machine can read a command line; write NAME=value into "
+            "a file, and set env_file=FILE",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def show_time(entered: float) -> None:
@@ -141,6 +146,7 @@ def run_command(typed: argparse.Namespace) -> None:
     with uncollected():
         from raydist.settings import compose
 
+    warn_of_secrets(typed.overrides)
     with compose.hydra_set_up():
         loader = compose.Loader(config_dir=typed.config_dir)
         if typed.help:

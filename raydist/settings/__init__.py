@@ -18,6 +18,8 @@ that names the value and what to type instead. Starts nothing.
     mesh.py               `parallel=` and a number of ranks -> stages, copies, shards, shares of layers; or what to type
                           instead
     overrides.py          Overrides as typed -> overrides in Hydra's grammar; those without a meaning are refused
+    references.py         Secrets in overrides and config files -> references to them, which Hydra saves and shows
+                          instead
     run_folder.py         The place of a run's checkpoints and records
     script.py             The program of `script=`: found before anything starts
     secrets.py            Which settings are secrets, by name or by value; settings without them, for files and

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,12 @@ from hydra.core.utils import get_valid_filename, run_job, setup_globals
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from raydist.settings import env_file, script, targets
+from raydist.settings import env_file, references, script, targets
 from raydist.settings.choices import Choices, schema
-from raydist.settings.config import Job, as_dict, as_saved
+from raydist.settings.config import Job, as_saved
 from raydist.settings.hydra_errors import config_errors, refuse_sweeps
 from raydist.settings.lookup import check_files, missing_path
-from raydist.settings.overrides import translate_overrides
-from raydist.settings.secrets import MASK, is_secret, mask_settings
+from raydist.settings.overrides import OPEN, spread, translate_overrides
 from raydist.settings.validate import validate
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
@@ -43,7 +42,6 @@ from raydist.shared.imports import uncollected
 
 CONFIG = "config"
 """The primary config: conf/config.yaml."""
-_secrets: dict[str, str] = {}
 _one_at_a_time = threading.Lock()
 
 
@@ -74,7 +72,7 @@ def hydra_set_up() -> Iterator[None]:
     version.setbase("1.3")
     setup_globals()
     Plugins.instance().register(Choices)
-    resolvers: dict[str, Callable[..., Any]] = {"runs": runs, "fresh": fresh, "secret": _secrets.__getitem__}
+    resolvers: dict[str, Callable[..., Any]] = {"runs": runs, "fresh": fresh, "secret": references.secret_value}
     for name, resolve in resolvers.items():
         OmegaConf.register_new_resolver(f"raydist.{name}", resolve, use_cache=name == "fresh", replace=True)
     try:
@@ -157,6 +155,8 @@ class Loader(ConfigLoaderImpl):
         self.is_object = function is not None
         self.target = _name_of(function) if function else target
         self.groups = frozenset(self._all_groups())
+        self.typed: list[str] = []
+        """The overrides that were translated last, as typed, but with references in place of secrets."""
 
     def _all_groups(self, parent: str = "") -> Iterator[str]:
         for name in self.repository.get_group_options(parent, ObjectType.GROUP):
@@ -165,15 +165,17 @@ class Loader(ConfigLoaderImpl):
             yield from self._all_groups(group)
 
     def translate(self, overrides: Sequence[str], multirun: bool = False) -> list[str]:
-        """The overrides for Hydra, with the names of secrets instead of their values."""
+        """The overrides for Hydra, with references in place of secrets."""
         for text in overrides:
             if "=" not in text and (group := self._group_of(text)):
                 raise ConfigError.of(group, text, "an override is key=value", f"{group}={text}", typed=text)
             if self.target and text.startswith("job="):
                 raise self._job_is_given("job", text.removeprefix("job="))
-        translated, secrets = translate_overrides(overrides, self.groups, multirun)
-        _secrets.update(secrets)
-        return translated
+        translated = translate_overrides(overrides, self.groups, multirun)
+        hidden = references.hide_all(translated)
+        each = zip(spread(overrides), translated, hidden, strict=True)
+        self.typed = [typed if plain == safe else safe for typed, plain, safe in each]
+        return hidden
 
     def _job_is_given(self, key: str, value: str) -> ConfigError:
         return ConfigError.of(key, value, f"the job is {self.target} already; leave this setting out")
@@ -236,10 +238,8 @@ class Loader(ConfigLoaderImpl):
         with open_dict(config.env):
             for name, value in env_file.read_env_file(str(config.env_file), os.environ).items():
                 if name not in config.env:  # a typed variable wins
-                    config.env[name] = hide_secret(name, value)
-        for name, value in config.env.items_ex(resolve=False):
-            if is_secret(name, value) and not str(value).startswith("${"):
-                config.env[name] = hide_secret(name, str(value))
+                    config.env[name] = references.refer_to(f"env.{name}", value)
+        hide_in_config(config)
         target = self.target or str(config.job.target)
         if config.script and self.target:
             raise self._job_is_given("script", config.script)
@@ -259,10 +259,12 @@ def _name_of(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def hide_secret(name: str, value: str) -> str:
-    """A reference to a value: Hydra saves and shows only the name, and OmegaConf does not read the value."""
-    _secrets[name] = value
-    return f"${{raydist.secret:{name}}}"
+def hide_in_config(config: DictConfig) -> None:
+    """Put references in place of the secrets that files of conf/ set."""
+    for key in (*OPEN, "args", "pip", "backend.mpi.args"):
+        value = OmegaConf.to_container(OmegaConf.select(config, key), resolve=False)
+        if (hidden := references.hide(value, key)) != value:
+            OmegaConf.update(config, key, hidden, merge=False)
 
 
 def to_job(config: DictConfig) -> Job:
@@ -291,17 +293,6 @@ def with_fast(job: Job) -> Job:
 def save_settings(job: Job, file: Path) -> None:
     """Write all settings of a run as YAML, resolved, without the values of secrets."""
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(as_saved(job))), encoding="utf-8")
-
-
-def hide_values(hidden: Iterable[str], files: Iterable[Path]) -> None:
-    """Replace secrets in the files in which Hydra keeps what was typed."""
-    for file in files:
-        if file.exists():
-            text = before = file.read_text(encoding="utf-8")
-            for value in sorted(hidden, key=len, reverse=True):
-                text = text.replace(value, MASK)
-            if text != before:
-                file.write_text(text, encoding="utf-8")
 
 
 def hydra_app(loader: Loader, lenient: bool = False) -> Hydra:
@@ -335,7 +326,7 @@ class SweepConfig:
         """`name`, `config_dir`: --config-name and --config-dir. `function`: as for compose()."""
         with _one_at_a_time, hydra_set_up():
             self._loader = loader = Loader(None, function, config_dir)
-            translated = loader.with_target(loader.translate([*overrides, "hydra.mode=MULTIRUN"], multirun=True))
+            translated = loader.with_target([*loader.translate(overrides, multirun=True), "hydra.mode=MULTIRUN"])
             self._config = config = loader.load_configuration(name, translated, RunMode.MULTIRUN)
             hydra = config.hydra
             if not hydra.sweeper._target_.endswith(".BasicSweeper"):
@@ -349,6 +340,8 @@ class SweepConfig:
                 parsed = OverridesParser.create(loader).parse_overrides([*params, *typed])
         self.overrides: dict[str, Override] = {each.get_key_element().lstrip("+"): each for each in parsed}
         """Hydra's, by key without a sign; the last of each."""
+        self.typed = loader.typed
+        """All overrides, as typed, but with references in place of secrets."""
         self._jobs: dict[tuple[str, ...], Job] = {}
 
     def job(self, overrides: Sequence[str]) -> Job:
@@ -373,7 +366,5 @@ def _saved(job: Job) -> Job:
     hydra = HydraConfig.get()
     job = dataclasses.replace(job, dir=hydra.runtime.output_dir)
     if hydra.output_subdir is not None:
-        folder = Path(job.dir, hydra.output_subdir)
-        save_settings(job, folder / "config.yaml")
-        hide_values(mask_settings(as_dict(job))[1], [folder / "hydra.yaml", folder / "overrides.yaml"])
+        save_settings(job, Path(job.dir, hydra.output_subdir, "config.yaml"))
     return job

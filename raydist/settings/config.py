@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydist.settings.secrets import mask_settings
+from raydist.settings.secrets import MASK, masked
 
 TRACKERS = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb", "trackio": "trackio"}
 """What `track` takes: the name of a tracker, also of its extra in pyproject.toml -> the module that writes it."""
@@ -424,8 +424,12 @@ def as_dict(job: Job) -> dict[str, Any]:
 
 
 def as_saved(job: Job) -> dict[str, Any]:
-    """The settings as they may be saved: without the values of secrets."""
-    return mask_settings(as_dict(job))[0]
+    """The settings as they may be saved: without the values of secrets, and of variables if there is an env_file."""
+    plain = as_dict(job)
+    if job.env_file:
+        plain["env"] = dict.fromkeys(job.env, MASK)
+    without: dict[str, Any] = masked(plain)
+    return without
 
 
 def from_dict(plain: dict[str, Any]) -> Job:

@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, ValidationError
 from yaml import Mark, MarkedYAMLError, YAMLError
 
-from raydist.settings.overrides import PARTS, SETTINGS, Override, example, nearest_key, unknown
+from raydist.settings.overrides import PARTS, SETTINGS, Override, dictionary_of, example, nearest_key, unknown
 from raydist.shared.errors import ConfigError, nearest
 
 TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
@@ -53,10 +53,13 @@ def explain(error: BaseException, overrides: Sequence[str] = ()) -> ConfigError:
 
 def _wrong_value(error: OmegaConfBaseException, key: str, where: str, overrides: Sequence[str]) -> ConfigError:
     """The error for a setting that OmegaConf refused: its name, its type, or an interpolation in it."""
-    if key not in SETTINGS and key not in PARTS and not key.startswith("hydra"):
+    known = key in SETTINGS or key in PARTS or dictionary_of(key) is not None
+    if not known and not key.startswith("hydra"):
         return unknown(key, None, typed=where.removesuffix(": ") or key)
     typed = next((parsed for text in overrides if (parsed := Override.parse(text)).key == key and not where), None)
     value = typed.value if typed else error.value
+    if value is None and error.child_node is not None:
+        value = str(error.child_node._value())  # an interpolation
     shown = typed.text if typed else f"{where}{key}" + ("" if value is None else f"={value}")
     if isinstance(error, ValidationError) and key in SETTINGS:
         kind, _, optional = str(SETTINGS[key].type).partition(" | ")
@@ -64,7 +67,6 @@ def _wrong_value(error: OmegaConfBaseException, key: str, where: str, overrides:
         return ConfigError.of(key, value, f"must be {kind}{' or null' if optional else ''}", example(key), typed=shown)
     guess = None
     if isinstance(error, InterpolationKeyError):
-        value = str(error.child_node._value()) if error.child_node is not None else None
         names = re.findall(r"\$\{([\w.]+)\}", value or "")
         close = next((nearest_key(name, list(SETTINGS)) for name in names if name not in SETTINGS), None)
         guess = close and f"{key}=${{{close}}}"

@@ -1,7 +1,7 @@
 """Overrides as typed -> overrides in Hydra's grammar; those without a meaning are refused. (pure)
 
-`model.num_classes=10` gets the `++` and `env.FLAGS=--a=b,c` the quotes that Hydra needs, and secrets are taken out.
-Whether a choice exists and a value has the right type is left to Hydra.
+`model.num_classes=10` gets the `++` and `env.FLAGS=--a=b,c` the quotes that Hydra needs. Whether
+a choice exists and a value has the right type is left to Hydra.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 from raydist.settings.config import Job
-from raydist.settings.secrets import is_secret
+from raydist.settings.secrets import masked
 from raydist.shared.errors import ConfigError
 
 VERBATIM = ("env", "scale.labels")
@@ -77,10 +77,8 @@ def example(key: str) -> str:
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def translate_overrides(
-    texts: Sequence[str], groups: Collection[str], multirun: bool = False
-) -> tuple[list[str], dict[str, str]]:
-    """The overrides in Hydra's grammar, and the secrets in them by the name of their environment variable.
+def translate_overrides(texts: Sequence[str], groups: Collection[str], multirun: bool = False) -> list[str]:
+    """The overrides in Hydra's grammar, one for each of spread(texts).
 
     `groups`: the config groups. ConfigError for an override that has no meaning.
     """
@@ -90,8 +88,7 @@ def translate_overrides(
         if override.key in groups and (first := chosen.setdefault(override.key, override)) is not override:
             typed = f"{first.text} {override.text}"
             raise ConfigError.of(override.key, override.value, "chosen twice", override.text, typed=typed)
-    secrets: dict[str, str] = {}
-    return [_translate(override, groups, multirun, secrets) for override in overrides], secrets
+    return [_translate(override, groups, multirun) for override in overrides]
 
 
 def spread(texts: Sequence[str]) -> Iterator[str]:
@@ -103,7 +100,7 @@ def spread(texts: Sequence[str]) -> Iterator[str]:
             yield text
 
 
-def _translate(override: Override, groups: Collection[str], multirun: bool, secrets: dict[str, str]) -> str:
+def _translate(override: Override, groups: Collection[str], multirun: bool) -> str:
     text, sign, key, value = override
     if key.startswith(("hydra.", "hydra/")) or "@" in key:
         return text
@@ -117,7 +114,7 @@ def _translate(override: Override, groups: Collection[str], multirun: bool, secr
     if key in groups:
         return _choice(override)
     if dictionary:
-        return _entry(override, dictionary, multirun, secrets)
+        return _entry(override, dictionary, multirun)
     if key in ("dir", "sweep.dir"):
         raise override.wrong(f"raydist sets {key} itself", f"hydra.{'sweep' if key != 'dir' else 'run'}.dir={value}")
     if key in PARTS and not (value or "").startswith("{"):
@@ -159,21 +156,16 @@ def _choice(override: Override) -> str:
     return f"{sign}{key}={','.join(choices)}"
 
 
-def _entry(override: Override, dictionary: str, multirun: bool, secrets: dict[str, str]) -> str:
+def _entry(override: Override, dictionary: str, multirun: bool) -> str:
     """An entry of a dictionary: Hydra wants `++` before a key that the schema does not name."""
     name, value = override.key[len(dictionary) + 1 :], override.value
     if not name:
         raise override.wrong(f"{dictionary} is a dictionary", f"{dictionary}.NAME={value}")
     if override.sign == "~" or value is None:
         return override.text
-    if dictionary == "env" and is_secret(name, value) and not value.startswith("${"):
-        secrets[name] = _unquote(value)
-        value = f"${{raydist.secret:{name}}}"
-    elif (
-        dictionary in VERBATIM
-        and not (multirun and "," in value and dictionary == "env")
-        and not value.startswith(("'", '"', "${"))
-    ):
+    # the values of a sweep have commas; so may a connection string, of which there is one
+    several = multirun and "," in value and dictionary == "env" and masked(value, name) == value
+    if dictionary in VERBATIM and not several and not value.startswith(("'", '"', "${")):
         value = quote(value)
     else:
         value = _quote_home(value)
@@ -191,7 +183,11 @@ def quote(value: str) -> str:
 
 
 def _unquote(value: str) -> str:
-    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+    """The text of a quoted value; another value as it is."""
+    mark = value[:1]
+    if len(value) < 2 or mark != value[-1] or mark not in "'\"":
+        return value
+    return re.sub(rf"(\\+)({mark}|$)", lambda m: m[1][: len(m[1]) // 2] + m[2], value[1:-1])
 
 
 def _quote_home(value: str) -> str:

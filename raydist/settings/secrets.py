@@ -2,72 +2,99 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-SECRET = re.compile(
-    r"TOKEN|SECRET|PASS|PWD|KEY|CREDENTIAL|AUTH|CONN(?:ECTION)?_?STR|WEBHOOK|COOKIE|(?:^|_)(?:DSN|SAS)(?:_|$)",
+CERTAIN = re.compile(
+    r"SECRET|PASSW(?:OR)?D|PASSPHRASE|CREDENTIAL|API_?KEY|CONN(?:ECTION)?_?STR|WEBHOOK|COOKIE", re.IGNORECASE
+)
+"""What the name of a secret has anywhere, as AZURE_STORAGE_CONNECTION_STRING."""
+LIKELY = re.compile(
+    r"TOKEN(?:_|$)|(?:^|_)(?:AUTH|AUTHORIZATION|OAUTH|DSN|KEY|PASS|PGPASS|PWD|SAS|SIG|SIGNATURE)(?:_|$)", re.IGNORECASE
+)
+"""Whole words in the name of a secret, unless its value is a number: `token` but not `tokenizer`, `num_keys`."""
+NO_SECRET = re.compile(
+    r"_(?:CLASS|COUNT|DIM|DIR|FILE|LEN|LENGTH|MODE|NAME|PATH|SIZE|TYPE)S?$|(?:^|_)(?:BOS|CLS|EOS|MASK|PAD|SEP|UNK)_TOKEN$",
     re.IGNORECASE,
 )
-"""Names of secrets, as PGPASS, MYSQL_PWD, AZURE_STORAGE_CONNECTION_STRING."""
-IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-"""A password in a URL, as in DATABASE_URL=postgres://me:word@host/db."""
+"""How the name of a setting ends that only describes a secret, as AWS_WEB_IDENTITY_TOKEN_FILE, or a model's token."""
+NO_VALUES = frozenset({"", "true", "false", "none", "null", "auto"})
+"""Values that are no secrets, whatever the name."""
+WORD_END = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
+IN_URL = re.compile(r"(://[^/\s:@]*:|https?://)([^/\s]+)(?=@)")
+"""A password or a token in a URL, as in postgres://me:word@host/db and git+https://token@github.com/x/y."""
+ASSIGNED = re.compile(r"""(?<![\w./-])(?:--([\w-]+)[\s=]\s*|([\w.-]+)(?:=|["']?\s*:\s+|["']\s*:)\s*["']?)(?=\S)""")
+"""A name before its value within a text: `--token x`, `wandb.api_key=x`, `Authorization: Bearer x`, JSON."""
 MASK = "***"
+
+Replace = Callable[[str, Any], Any]
+"""(name, secret) -> what takes its place."""
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether the value of an environment variable or of an argument must not be saved or printed."""
-    return bool(SECRET.search(name) or IN_URL.search(str(value)))
+    """Whether the value of a setting, a variable or a flag must not be saved or printed, because of its name."""
+    text, by_name = str(value), _by_name(name)
+    if by_name == "no" or text.lower() in NO_VALUES:
+        return False
+    return by_name == "certain" or not _is_number(text)
 
 
-def command_line_warning(overrides: Sequence[str]) -> str:
-    """A warning if one of these overrides is a secret, otherwise empty: all users can read a command line."""
-    typed = [text.lstrip("+").partition("=") for text in overrides]
-    names = [name for name, _, value in typed if name.startswith("env.") and "${" not in value
-             and _secret_argument(name.removeprefix("env."), value)]  # fmt: skip
-    if not names:
-        return ""
-    return (
-        f"{', '.join(names)}: every user of this machine can read a command line; write NAME=value into a file, and "
-        "set env_file=FILE"
-    )
+@functools.cache  # of the settings of a job, which each snapshot has
+def _by_name(name: str) -> Literal["certain", "likely", "no"]:
+    words = WORD_END.sub("_", name)
+    if NO_SECRET.search(words):
+        return "no"
+    if CERTAIN.search(words):
+        return "certain"
+    return "likely" if LIKELY.search(words) else "no"
 
 
-def mask_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """The settings of a Job with MASK in place of secrets; and those of them that are in arguments.
+def masked(value: Any, name: str = "") -> Any:
+    """Settings, or the value of the setting `name`, with MASK in place of each secret."""
+    return replace_secrets(value, name, lambda _, secret: MASK)
 
-    If some variables are of env_file=, the values of all are secrets.
+
+def replace_secrets(value: Any, name: str, replace: Replace) -> Any:
+    """The same dicts, lists and scalars, with each secret replaced. `name`: of the setting that has this value.
+
+    A name counts for all that is below it. `replace` gets the name of the secret's own setting, flag or variable.
     """
-    hidden = set[str]()
-
-    def mask(value: Any, secret: bool) -> Any:
-        if secret:
-            hidden.add(value)
-        return MASK if secret else value
-
-    file = bool(settings["env_file"])
-    env = {name: MASK if file or is_secret(name, value) else value for name, value in settings["env"].items()}
-    own = {name: mask(value, _secret_argument(name, value)) for name, value in settings["job"]["args"].items()}
-    arguments = [f"{flag}{mask(text, _secret_argument(flag or before, text))}"
-                 for before, flag, text in _arguments(settings["args"])]  # fmt: skip
-    return {**settings, "env": env, "job": {**settings["job"], "args": own}, "args": arguments}, hidden
+    if isinstance(value, Mapping):
+        return {key: replace_secrets(each, f"{name}.{key}" if name else str(key), replace)
+                for key, each in value.items()}  # fmt: skip
+    if isinstance(value, list | tuple):
+        return list(_replace_in_list(value, name, replace))
+    if is_secret(name, value):
+        return replace(name, value)
+    return _replace_in_text(value, name, replace) if isinstance(value, str) else value
 
 
-def _arguments(args: Any) -> Iterator[tuple[str, str, str]]:
-    """Each argument of a program: the flag before it, its own `--flag=`, and its value."""
-    before = ""
-    for arg in map(str, args):
-        flag, equals, value = arg.partition("=")
-        own = equals and flag.startswith("-")
-        yield before, f"{flag}=" if own else "", value if own else arg
-        before = arg if arg.startswith("-") and not own else ""
+def _replace_in_list(values: Sequence[Any], name: str, replace: Replace) -> Iterator[Any]:
+    """Each element. The one after `--token` has its name."""
+    flag = ""
+    for index, value in enumerate(values):
+        is_flag = isinstance(value, str) and value.startswith("-")
+        own = flag if flag and not is_flag else str(index)
+        yield replace_secrets(value, f"{name}.{own}", replace)
+        flag = value.lstrip("-") if is_flag and "=" not in value else ""
 
 
-def _secret_argument(name: str, value: Any) -> bool:
-    """As is_secret. A number is none: num_keys=4 is a size, --max-tokens 100 a limit."""
+def _replace_in_text(text: str, name: str, replace: Replace) -> str:
+    """The text without passwords of URLs, and without what follows the name of a secret, to the end."""
+    end, secret = len(text), ""
+    for found in ASSIGNED.finditer(text):
+        own, rest = found[1] or found[2], text[found.end() :]
+        if is_secret(own, rest.split()[0].strip("\"',;}])")):
+            end, secret = found.end(), replace(f"{name}.{own}", rest)
+            break
+    return IN_URL.sub(lambda url: url[1] + replace(name, url[2]), text[:end]) + secret
+
+
+def _is_number(text: str) -> bool:
     try:
-        float(value)
-    except (TypeError, ValueError):
-        return isinstance(value, str) and is_secret(name, value)
-    return False
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from raydist.launch.payload import RemoteCall
 from raydist.settings.compose import CONFIG, SweepConfig
 from raydist.settings.config import Job, Sweep
 from raydist.settings.overrides import Override
-from raydist.settings.secrets import is_secret
+from raydist.settings.references import REFERENCE
 from raydist.shared import signals
 from raydist.shared.errors import ConfigError, Stopped
 from raydist.shared.events import Events
@@ -89,7 +89,7 @@ def run_sweep(
     folder = Folder(path, lambda text: screen.event({"kind": "warning", "text": text}))
     trials = {number: reopened(trial, settings, wanted) for number, trial in read_trials(path).items()}
     sampler = samplers.sampler(sampler_name, settings, space, folder)
-    facts = SweepRecord(without_secrets(overrides), name, space, wanted, sampler_name, settings, config)
+    facts = SweepRecord(config.typed, name, space, wanted, sampler_name, settings, config)
 
     def summarize(states: Sequence[Trial], how: str = "running", shares: Mapping[str, float] | None = None) -> None:
         folder.summarize(facts.to_json(how, states, shares or {}), states, list(space.parts))
@@ -128,15 +128,17 @@ def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list
     if not folder:
         return None, [*overrides], name
     summary = read_summary(folder)
+    unsaved = [Override.parse(text).key for text in summary["overrides"] if REFERENCE in text]
     for each in parsed:
-        if not each.text.lstrip("+").startswith(MAY_CHANGE) and each.text not in summary["overrides"]:
+        may_change = each.text.lstrip("+").startswith(MAY_CHANGE) or each.key in unsaved
+        if not may_change and each.text not in summary["overrides"]:
             cause = "the sweep has its settings already; leave this one out"
             raise ConfigError.of(each.key, each.value, cause, typed=each.text)
-    every = [*summary["overrides"], *overrides]
+    every = [*summary["overrides"], *(text for text in overrides if Override.parse(text).key != "sweep.resume")]
     typed = {each.key for each in parsed}
-    for key in (each.key for each in map(Override.parse, summary["overrides"])):
-        if key.startswith("env.") and is_secret(key[4:], "") and key not in typed:
-            raise ConfigError.of(key, None, "its value is not saved; type it again", f"{key}=VALUE")
+    for key in unsaved:
+        if key not in typed:
+            raise ConfigError.of(key, None, "it has a secret, which is not saved; type it again", f"{key}=VALUE")
     last = {Override.parse(text).key: text for text in every}  # in the order of the first
     return Path(folder).expanduser().absolute(), [*last.values()], summary["config_name"]
 
@@ -156,20 +158,6 @@ def reopened(trial: Trial, settings: Sweep, wanted: Sequence[Objective]) -> Tria
     again = trial.state == "failed" and settings.on_failure == "retry" and trial.failures <= settings.retries
     state: State = "waiting" if again or trial.state in OPEN else trial.state
     return replace(trial, state=state, values=values_of(wanted, trial.metrics))
-
-
-def without_secrets(overrides: Sequence[str]) -> list[str]:
-    """The overrides as they may be saved: without the values of secrets, and without the folder to go on with."""
-    parsed = [Override.parse(text) for text in overrides]
-    return [_saved_override(each) for each in parsed if each.key != "sweep.resume"]
-
-
-def _saved_override(override: Override) -> str:
-    """An override without the value of a secret."""
-    group, _, name = override.key.partition(".")
-    given = (override.value or "").startswith("${")
-    secret = group == "env" and not given and is_secret(name, override.value)
-    return f"{override.key}=${{raydist.secret:{name}}}" if secret else override.text
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ class ToolParser(Parser):
             raise ConfigError.of(wrong[0], None, cause, guess=nearest(wrong[0], flags), known=flags)
         if typed.overrides[:1] == ["--"]:
             typed.overrides = typed.overrides[1:]
-        warn_of_secrets(typed.overrides)
+        if any("=" in text for text in typed.overrides):  # other commands need no Hydra
+            warn_of_secrets(typed.overrides)
         return typed
 
 

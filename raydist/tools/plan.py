@@ -36,7 +36,7 @@ from raydist.recovery import policy
 from raydist.settings import compose
 from raydist.settings.config import Job, as_dict
 from raydist.settings.mesh import MeshShape, divides, mesh_shape
-from raydist.settings.secrets import MASK, is_secret
+from raydist.settings.secrets import masked
 from raydist.shared.errors import ConfigError
 from raydist.shared.rank_names import counted
 from raydist.tools.command_line import ToolParser, run_tool
@@ -206,7 +206,7 @@ def expected_rendezvous(job: Job, first: Facts) -> Rendezvous:
 
 def mask_secrets(variables: Iterable[EnvVar]) -> tuple[EnvVar, ...]:
     """The variables with *** as the value of secrets."""
-    return tuple(var._replace(value=MASK) if is_secret(var.name, var.value) else var for var in variables)
+    return tuple(var._replace(value=masked(var.value, var.name)) for var in variables)
 
 
 def plan_as_data(

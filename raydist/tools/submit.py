@@ -19,7 +19,7 @@ from raydist.cluster import connect as cluster_connect
 from raydist.cluster import gcs, ray_private
 from raydist.settings import compose, targets
 from raydist.settings.lookup import missing_path
-from raydist.settings.secrets import MASK, is_secret
+from raydist.settings.references import mask_override
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.state import object_store
 from raydist.tools.command_line import ToolParser, run_tool
@@ -108,17 +108,11 @@ def check_overrides(words: Sequence[str]) -> None:
     if not typed.multirun:
         with compose.hydra_set_up():
             RemoteLoader(config_dir=typed.config_dir).load(typed.overrides, typed.config_name)
-    if secret := next((word for word in words if masked(word) != word), None):
-        print(
-            f"note: {masked(secret)}: everyone who can list the cluster's jobs can read it; use env_file= instead",
-            file=sys.stderr,
-        )
-
-
-def masked(override: str) -> str:
-    """An override with *** in place of a secret."""
-    env = re.match(r"(\+*env(?:\.[^=]*)?=)", override)
-    return f"{env[1]}{MASK}" if env and is_secret(override, override) else override
+    for word in words:
+        if (masked := mask_override(word)) != word:
+            note = f"{masked}: everyone who can list the cluster's jobs can read it; use env_file= instead"
+            print(f"note: {note}", file=sys.stderr)
+            break
 
 
 def job_client(address: str) -> JobSubmissionClient:
@@ -153,7 +147,7 @@ def send(client: JobSubmissionClient, folder: str, overrides: Sequence[str], nam
             entrypoint=shlex.join(["python", "-m", "raydist.train", *overrides]),
             submission_id=name,
             runtime_env={"working_dir": os.path.abspath(folder), "excludes": LEFT_OUT},
-            metadata={OVERRIDES: shlex.join(masked(override) for override in overrides)},
+            metadata={OVERRIDES: shlex.join(map(mask_override, overrides))},
         )
         return id
     except Exception as error:

@@ -126,7 +126,8 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
     common = (*space, "sweep.objective=min:loss", *WORDS)
     unbroken = raydist.sweep("slow.py", *common)
     folder = tmp_path / "sweep"
-    words = ("job=slow.py", f"hydra.sweep.dir={folder}", *common)
+    secrets = ("model.hub={token: hush}", "env.DATABASE_URL=pg://me:hush@h/x", "env.API_KEY=hush")
+    words = ("job=slow.py", f"hydra.sweep.dir={folder}", *common, *secrets, "env.HF_TOKEN=${oc.env:HOME}")
 
     def started(*typed: str) -> Program:
         return Program(tmp_path, *typed, address=ray_address, module="raydist.tools.sweep")
@@ -142,13 +143,16 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
     assert "stopped" in states(folder).values()
     assert list((folder / "1").glob("checkpoints/step-*/meta.json"))
 
-    second = started(f"sweep.resume={folder}", "watch.progress=none")
+    forgotten = started(f"sweep.resume={folder}", *secrets[1:])
+    assert forgotten.wait() == 2
+    assert "model.hub: it has a secret, which is not saved; type it again; set model.hub=VALUE" in forgotten.screen
+    second = started(f"sweep.resume={folder}", "watch.progress=none", *secrets)
     second.until(lambda: at(3, 20), "step 20 of trial 3")
     second.signal(signal.SIGKILL)
     second.wait()
     assert "running" in {json.loads(path.read_text())["state"] for path in folder.glob("*/trial.json")}
 
-    third = started(f"sweep.resume={folder}", "watch.progress=none")
+    third = started(f"sweep.resume={folder}", "watch.progress=none", *secrets)
     assert third.wait() == 0, third.screen
     assert set(states(folder).values()) == {"finished"}
     records = [json.loads((folder / trial.dir / "trial.json").read_text()) for trial in unbroken.trials]
@@ -158,6 +162,7 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
         told, whole = losses(folder / trial.dir), losses(unbroken.dir / trial.dir)
         assert told.items() <= whole.items(), trial.number  # the driver had not heard of all steps when it was killed
     assert len(events(folder / "1", "run")) == 2  # it was stopped, and had finished before the kill
+    assert [file for file in folder.rglob("*") if file.is_file() and b"hush" in file.read_bytes()] == []
     summary = json.loads((folder / "sweep.json").read_text())
     assert summary["best"] == [trial.number for trial in unbroken.best]
 

@@ -80,6 +80,13 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "taking another choice away": (["~backend=nccl"], "backend", "nccl", ""),
     "missing interpolation": (["name=${nme}"], "name", "${nme}", "name=${name}"),
     "missing variable": (["name=${oc.env:NO_SUCH}"], "name", "${oc.env:NO_SUCH}", ""),
+    "missing variable for a rank": (["env.HF_TOKEN=${oc.env:NO_SUCH}"], "env.HF_TOKEN", "${oc.env:NO_SUCH}", ""),
+    "missing variable in an argument": (
+        ["job=mine", "++job.args={hidden: '${oc.env:NO_SUCH}'}"],
+        "job.args.hidden",
+        "${oc.env:NO_SUCH}",
+        "",
+    ),
     "missing interpolation in the folder": (["hydra.run.dir=${nope}"], "hydra.run.dir", None, ""),
     "wrong key of Hydra's": (["hydra.run.dirr=x"], "hydra.run.dirr", "x", ""),
     "unknown launcher": (["hydra/launcher=joblib"], "hydra/launcher", "joblib", ""),

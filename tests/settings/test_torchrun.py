@@ -94,7 +94,7 @@ def test_arguments_arrive_as_they_stand(arg: str) -> None:
     said = torchrun.translate_torchrun(["train.py", "first", arg])
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    (word,) = [each for each in translate_overrides(said.overrides, {"backend"})[0] if each.startswith("args=")]
+    (word,) = [each for each in translate_overrides(said.overrides, {"backend"}) if each.startswith("args=")]
     args = OverridesParser.create().parse_override(word).value()
     assert isinstance(args, list)
     given = [str(getattr(each, "text", each)) for each in args]
