@@ -160,7 +160,10 @@ class Conductor:
         return job is not None
 
     def _start(self, number: int, job: Job) -> None:
-        trial = self._change(replace(self.trials[number], state="running", why=""), show=True)
+        before = self.trials[number]
+        # asha promotes a trial from a milestone once: what goes on from a pause has passed those that it has reached
+        passed = max(before.passed, len(before.curve))
+        trial = self._change(replace(before, state="running", passed=passed, why=""), show=True)
         sweep = replace(job.sweep, dir=str(self._folder.path))
         watch = replace(job.watch, page=False)  # the sweep has a page, with those of its trials
         job = replace(job, dir=str(self._folder.path / trial.dir), group="ray", sweep=sweep, watch=watch)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raydist.settings.config import Job, Sweep, Watch
+from raydist.shared.errors import Stopped
+from raydist.sweeps import room
+from raydist.sweeps.conduct import Conductor, Over, Reached
+from raydist.sweeps.folder import Folder
 from raydist.sweeps.rules import Prune, next_trial, verdict
+from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import Objective, State, Trial, best_trials, objectives
 
 CURVES: list[list[float]] = json.loads(Path(__file__).with_name("curves.json").read_text())
@@ -57,44 +65,67 @@ def reference_asha(workers: int) -> dict[int, int]:
         rungs[rung][number] = CURVES[number][3**rung - 1]
 
 
-def ours(workers: int) -> dict[int, int]:
-    """The same by our rules, where a trial that may go on does so without leaving its place."""
-    trials: dict[int, Trial] = {}
+class Unrun(Conductor):
+    """The Conductor, whose trials do nothing: the test says when one has come to a milestone or has ended."""
+
+    def _run(self, trial: Trial, job: Job) -> None:
+        self._live[trial.number].watched.add({"kind": "plan"})
+
+
+class AnySpace:
+    def job(self, settings: Mapping[str, str]) -> Job:
+        return Job()
+
+
+class InOrder:
+    def propose(self, number: int) -> dict[str, str]:
+        return {"seed": str(number)}
+
+    def tell(self, trial: Trial) -> None: ...
+
+
+def ours(workers: int, path: Path) -> dict[int, int]:
+    """The same by the Conductor, where a trial that may go on does so without leaving its place."""
+    sweep = Sweep(objective="min:loss", prune="asha", min_steps=1, reduction=3, parallel=workers)
+    screen = SweepScreen(Watch(progress="none"), (LOSS,))
+    space: Any = AnySpace()
+    conductor = Unrun(space, InOrder(), sweep, len(CURVES), (LOSS,), Folder(path), screen, {}, lambda trials: None)
     now: list[tuple[int, int, int]] = []
     time = 0
 
     def run(number: int) -> None:
-        rung = len(trials[number].curve)
+        rung = len(conductor.trials[number].curve)
         now.append((time + 3**rung - (3 ** (rung - 1) if rung else 0), number, rung))
 
     while True:
-        while len(now) < workers:
-            more = len(trials) < len(CURVES)
-            chosen = next_trial([*trials.values()], ASHA, more)
-            if chosen is None and more:
-                chosen = len(trials)
-                trials[chosen] = trial(chosen, state="waiting")
-            if chosen is None:
-                break
-            trials[chosen] = replace(trials[chosen], state="running", passed=len(trials[chosen].curve))
-            run(chosen)
+        before = {*conductor._live}
+        while conductor._start_next():
+            for live in conductor._live.values():
+                live.thread.join()
+        for number in conductor._live.keys() - before:
+            run(number)
         if not now:
-            return {number: len(each.curve) - 1 for number, each in trials.items()}
+            return {trial.number: len(trial.curve) - 1 for trial in conductor.states}
         now.sort()
         time, number, rung = now.pop(0)
-        trials[number] = trials[number].reached(3**rung, CURVES[number][3**rung - 1])
+        live = conductor._live[number]
+        loss = CURVES[number][3**rung - 1]
+        live.watched.add({"kind": "report", "rank": 0, "step": 3**rung, "values": {"loss": loss}})
+        conductor._reached(Reached(number, 3**rung, loss))
         if rung == 3:
-            trials[number] = replace(trials[number], state="finished", passed=4)
-        elif verdict([*trials.values()], number, ASHA, len(trials) < len(CURVES)) == "go on":
-            trials[number] = replace(trials[number], passed=rung + 1)
-            run(number)
+            conductor._over(Over(number, None))
+        elif live.intent:
+            conductor._over(Over(number, Stopped(signal.SIGTERM)))
         else:
-            trials[number] = replace(trials[number], state="paused")
+            run(number)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 16])
-def test_asha_ends_the_trials_that_the_reference_ends(workers: int) -> None:
-    reached = ours(workers)
+def test_asha_ends_the_trials_that_the_reference_ends(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "find_room", lambda job, gangs, alone: job)  # no Ray: there is always room
+    reached = ours(workers, tmp_path)
     assert reached == reference_asha(workers)
     assert sorted({*reached.values()}) == [0, 1, 2, 3]
 
