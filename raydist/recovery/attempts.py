@@ -17,6 +17,7 @@ from raydist.recovery.blame import failure_facts, first_cause
 from raydist.recovery.policy import GiveUp, Retry
 from raydist.recovery.supervisor import Supervisor
 from raydist.settings.config import Job
+from raydist.settings.mesh import mesh_shape
 from raydist.shared import env_names
 from raydist.shared.errors import RaydistError
 from raydist.shared.events import Events
@@ -136,7 +137,7 @@ def run_attempt(
     retry: Retry | None = None,
 ) -> Attempt:
     """Start the ranks, and supervise them until all have ended. `retry`: why, if it is not the first attempt."""
-    job = sized(job, group.first_world_size, group.plan.world_size)
+    job = sized(job, group.first_world_size, group.plan.world_size, group.plan.slots[0].local_world_size)
     with mpi.launching(job, group):
         resume = checkpoints.variables(lambda text: events.say("warning", text=text))
         group.start(job, rank_variables(job, group, resume), call.packed if call else None)
@@ -156,14 +157,16 @@ def explained(attempt: Attempt, events: Events, number: int = 0) -> Attempt:
     return replace(attempt, failure=facts["text"])
 
 
-def sized(job: Job, first: int, ranks: int) -> Job:
+def sized(job: Job, first: int, ranks: int, per_node: int) -> Job:
     """Rescale gradient accumulation for `ranks` ranks so that the global batch stays what it was on `first` ranks.
 
+    Ranks of a tp group and stages of a pipeline have the same samples, and count once. `per_node`: ranks of each node.
     A rank's part of one pass does not grow beyond its size on `first` ranks, because the rank's memory may not hold
     more, as long as the global batch has a sample for every rank in every pass.
     """
     if job.scale.max_nodes is None or job.data.resize == "scale":
         return job
+    first, ranks = (mesh_shape(job.parallel, number, per_node).data for number in (first, ranks))
     batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * first
     passes = min(math.ceil(job.train.accumulate * first / ranks), max(1, batch // ranks))
     return replace(job, data=replace(job.data, global_batch=batch), train=replace(job.train, accumulate=passes))

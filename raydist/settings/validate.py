@@ -7,7 +7,7 @@ import functools
 import re
 from typing import Any
 
-from raydist.settings.config import TRACKERS, Backend, Job, Scale, Sweep
+from raydist.settings.config import TRACKERS, Backend, Job, Parallel, Scale, Sweep
 from raydist.settings.fused import fused_choice
 from raydist.settings.mesh import check_microbatches, divides, mesh_shape
 from raydist.shared import arguments
@@ -144,11 +144,16 @@ def _check_sweep(sweep: Sweep) -> None:
 
 def _check_batch(job: Job, max_nodes: int) -> None:
     """A global batch, that of the initial ranks, must have a sample for each of the most ranks."""
-    least, per_node = job.scale.nodes or 1, job.scale.per_node or 1
-    batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * least * per_node
-    ranks = max_nodes * per_node
+    per_node = job.scale.per_node or 1
+    # until the ranks of a node are known each has samples of its own
+    parallel = job.parallel if job.scale.per_node else Parallel()
+    first, ranks = (
+        mesh_shape(parallel, nodes * per_node, per_node).data for nodes in (job.scale.nodes or 1, max_nodes)
+    )
+    batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * first
     if batch < ranks:
-        cause = f"{batch} samples per step are too few for {ranks} ranks"
+        own = "ranks" if ranks == max_nodes * per_node else "parts of the ranks"
+        cause = f"{batch} samples per step are too few for {ranks} {own}"
         key, _, size = size_override(job.scale).partition("=")
         raise ConfigError.of(key, size, cause, f"data.global_batch={ranks}", "data.resize=scale")
 

@@ -18,6 +18,7 @@ from raydist.recovery.policy import GiveUp, Retry, decide, without_progress
 from raydist.settings import choices
 from raydist.settings.compose import compose
 from raydist.settings.config import Backend, Data, Job, Restart, Scale, Target, Train
+from raydist.settings.mesh import mesh_shape
 from raydist.settings.overrides import spread
 from raydist.settings.validate import validate
 from raydist.shared.errors import ConfigError
@@ -193,16 +194,45 @@ def test_a_step_keeps_its_samples_and_no_pass_takes_more_than_at_first(
     first: int, ranks: int, accumulate: int, batch: int
 ) -> None:
     typed = replace(job(nodes=1, max_nodes=9), data=Data(batch_size=batch), train=Train(accumulate=accumulate))
-    made = attempts.sized(typed, first, ranks)
+    made = attempts.sized(typed, first, ranks, 1)
     assert made.data.global_batch == batch * accumulate * first
     if made.data.global_batch >= ranks:
         passes = made.train.accumulate * ranks
         assert made.data.global_batch >= passes
         no_more = passes + ranks > made.data.global_batch  # of another pass somebody would get nothing
         assert no_more or math.ceil(made.data.global_batch / passes) <= batch
-    assert attempts.sized(made, first, first).data == made.data
-    assert attempts.sized(replace(typed, data=Data(resize="scale")), first, ranks).train == typed.train
-    assert attempts.sized(job(nodes=2), first, ranks) == job(nodes=2)
+    assert attempts.sized(made, first, first, 1).data == made.data
+    assert attempts.sized(replace(typed, data=Data(resize="scale")), first, ranks, 1).train == typed.train
+    assert attempts.sized(job(nodes=2), first, ranks, 1) == job(nodes=2)
+
+
+@pytest.mark.parametrize("division", ["parallel.tp=2", "parallel.pp=2", "parallel=tp parallel.tp=2 parallel.pp=2", ""])
+def test_an_elastic_step_has_the_samples_of_a_fixed_one_under_every_division(division: str) -> None:
+    words = ("job=gpt", "data.batch_size=6", "train.accumulate=2", *division.split())
+    fixed, elastic = (compose([*words, f"scale={nodes}x4"]) for nodes in ("2", "2..4"))
+    samples = range(999)
+
+    def portion(job: Job, ranks: int) -> tuple[int, int]:
+        made = attempts.sized(job, 8, ranks, 4)
+        parts = mesh_shape(job.parallel, ranks, 4).data
+        order = data.order(samples, made.data, accumulate=made.train.accumulate, rank=0, world_size=parts, seed=3)
+        return order.portion, order.global_batch
+
+    assert portion(elastic, 8) == portion(fixed, 8)
+    assert portion(elastic, 16) == portion(fixed, 8)  # in one pass, not two
+
+
+@pytest.mark.parametrize(
+    ("division", "said"),
+    [("parallel.tp=4", ""), ("parallel.pp=2", "10 parts of the ranks"), ("parallel=ddp", "20 ranks")],
+)
+def test_the_least_batch_of_an_elastic_run_counts_ranks_with_samples_of_their_own(division: str, said: str) -> None:
+    words = ["job=gpt", "data.global_batch=5", "scale=1..5x4", division]
+    if not said:
+        compose(words)
+        return
+    with pytest.raises(ConfigError, match=f"5 samples per step are too few for {said};"):
+        compose(words)
 
 
 @given(world=st.integers(1, 7), accumulate=st.integers(1, 3), batch=st.integers(21, 40), size=st.integers(40, 100))
