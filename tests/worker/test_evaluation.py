@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from raydist.settings.config import Backend, Job
+import raydist
+from raydist.settings.config import Backend, Data, Job, Parallel, Train
 from raydist.worker import context
 from raydist.worker.loop.evaluation import accuracy, evaluate, same_buffers
 from tests.ranks import run_ranks
@@ -40,6 +43,36 @@ class Shift(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.modes.add((self.training, torch.is_grad_enabled()))
         return x + 1
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("ddp", 1), ("pp", 2)])
+def test_a_module_that_the_job_froze_stays_frozen(name: str, ranks: int, tmp_path: Path) -> None:
+    def trained(job: Job) -> Any:
+        norms = [nn.BatchNorm1d(3, momentum=1.0) for _ in range(2)]
+        model = nn.Sequential(nn.Linear(3, 3), norms[0], nn.Linear(3, 3), norms[1])
+        norms[0].eval()
+        samples = TensorDataset(torch.randn(16, 3), torch.randn(16, 3))
+        raydist.fit(job, model=model, train=samples, test=samples, loss=F.mse_loss)
+        return [(norm.training, norm.running_mean) for norm in norms]
+
+    job = replace(GLOO, data=Data(batch_size=8), parallel=Parallel(name), train=Train(epochs=2))
+    told = run_ranks(ranks, job, trained, tmp_path)
+    assert [one.error for one in told] == [""] * ranks
+    (frozen, kept), (alive, moved) = told[0].value[0], told[-1].value[1]
+    assert (frozen, alive) == (False, True)
+    assert torch.equal(kept, torch.zeros(3))
+    assert not torch.equal(moved, torch.zeros(3))
+
+
+def test_a_model_that_comes_in_evaluation_mode_is_trained(tmp_path: Path) -> None:
+    def trained(job: Job) -> bool:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()  # as pretrained ones come
+        samples = TensorDataset(torch.randn(8, 3), torch.randn(8, 3))
+        raydist.fit(job, model=model, train=samples, loss=F.mse_loss)
+        return all(module.training for module in model.modules())
+
+    (told,) = run_ranks(1, replace(GLOO, data=Data(batch_size=4)), trained, tmp_path)
+    assert (told.error, told.value) == ("", True)
 
 
 def mean_target(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

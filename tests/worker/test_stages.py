@@ -107,12 +107,16 @@ def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
+def in_double_precision(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    return next_token(scores, following).double()
+
+
 def test_after_fit_the_model_answers_on_all_ranks(tmp_path: Path) -> None:
     def asked(job: Job) -> Any:
         torch.manual_seed(0)
         model = small()
         text = torch.arange(160).view(16, 10)
-        figures = raydist.fit(job, model=model, train=TensorDataset(text, text), loss=next_token)
+        figures = raydist.fit(job, model=model, train=TensorDataset(text, text), loss=in_double_precision)
         return figures["loss"], model(TOKENS).tolist(), model(TOKENS[:1, :7]).shape
 
     job = Job(backend=Backend("gloo"), data=Data(batch_size=8), train=Train(steps=2, precision="bf16", accumulate=2))

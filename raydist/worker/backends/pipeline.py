@@ -144,7 +144,8 @@ class Pipeline(nn.Module):
         )
         context.phase("forward")
         self._train.step(*self._given(inputs), target=target if self._last else None, losses=losses, **quiet)
-        total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._comm.device)
+        # in fp32, as the ranks without it receive it
+        total = torch.stack(losses).sum().detach().float() if losses else torch.zeros((), device=self._comm.device)
         dist.broadcast(total, group=self._group, group_src=self._stages - 1)
         return total
 

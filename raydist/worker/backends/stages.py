@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from raydist.shared.errors import ConfigError
+from raydist.worker.loop.evaluation import in_mode
 
 
 class _Outside(fx.Tracer):
@@ -54,8 +55,8 @@ def _follow(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> fx.Gr
     graphs = []
     try:
         for mode in (False, True):
-            model.train(mode)
-            graphs.append(_Outside(entered).trace(model, optional or None))
+            with in_mode(model, mode):
+                graphs.append(_Outside(entered).trace(model, optional or None))
     except Exception as error:  # whatever a forward does with a value that is none yet
         cause = f"torch.fx cannot follow {type(model).__name__}.forward around its blocks: {error}"
         raise ConfigError.of("parallel.pp", stages, cause, "parallel=fsdp parallel.pp=1") from error

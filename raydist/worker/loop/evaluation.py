@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -33,13 +34,12 @@ def evaluate(
     device: torch.device,
     counted: int,
 ) -> dict[str, float]:
-    """The mean of each metric over all samples of all ranks; it leaves the model in training mode.
+    """The mean of each metric over all samples of all ranks; each module has its mode again when it returns.
 
     `counted`: how many of the batches have samples of this rank; the others are for the ranks that have more.
     """
     total = torch.zeros(len(metrics) + 1, dtype=torch.float64, device=device)
-    model.eval()
-    with torch.no_grad():
+    with in_mode(model, False), torch.no_grad():
         for number, (*inputs, target) in enumerate(batches):
             output, count = model(*inputs), len(target)
             if number >= counted or output is None:  # another stage of the pipeline has it
@@ -48,9 +48,23 @@ def evaluate(
                 value = metric(output, target).double()
                 total[index] += value.sum() if value.dim() else value * count
             total[-1] += count
-    model.train()
     *sums, count = comm.sum(total).tolist()
     return {name: value / count for name, value in zip(metrics, sums, strict=True)}
+
+
+@contextmanager
+def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
+    """Inside the block the model is in training or evaluation mode; then each module has the mode that it had.
+
+    A job may have frozen some of them by `.eval()`, as batch norm when it trains a pretrained model further.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def sum_over_ranks(number: float) -> float:

@@ -54,6 +54,8 @@ class Stepper:
             make_values(model, [*model.modules()], device, job.seed)
         # a part of a model is moved when it is sharded: all of it may not fit on the device
         self.model = model if comm.sharded else model.to(device).to(memory_format=self.format)
+        if not model.training:  # as pretrained models come; else the job has chosen the mode of each module
+            model.train()
         self.wrapped = comm.wrap(self.model)
         self.pipeline = cast("Pipeline", self.wrapped) if comm.pipelined else None
         if self.pipeline is not None:
@@ -67,7 +69,6 @@ class Stepper:
         half = None if comm.sharded else HALF.get(job.train.precision)
         self.cast = nullcontext() if half is None else torch.autocast(device.type, half)
         self.scaler = torch.amp.GradScaler(device.type, enabled=half is torch.float16)
-        self.wrapped.train()
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def plan(self, settings: Optim, steps: int) -> None:
