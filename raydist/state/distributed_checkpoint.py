@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -246,33 +246,47 @@ def begin_writing(beside: StoragePath) -> None:
         drop(beside / META)  # a checkpoint of this step is none from now on
 
 
-def load_into(path: StoragePath, state: State, of_ranks: str = "", part: bool = False) -> None:
+def load_into(
+    path: StoragePath, state: State, of_ranks: str = "", optional: Sequence[str] = (), part: bool = False
+) -> None:
     """Load a sharded checkpoint into a state, on any number of ranks; not a collective, each rank reads what it needs.
 
     Tensors are filled in place (of a DTensor this rank's shards), all other values are replaced. `of_ranks`: a tensor
-    with a row for each rank; it is left out of the state if another number of ranks has saved it. `part`: the
-    checkpoint may have keys that the state has not.
+    with a row for each rank; it is left out of the state if another number of ranks has saved it. `optional`: the
+    keys that lead to a dict of dicts; what the checkpoint lacks of it is left out of the state. `part`: the checkpoint
+    may have keys that the state has not.
 
     RaydistError: the checkpoint has other keys or other global shapes. pickle.UnpicklingError: it would run code.
     """
-    load_by(_Reader(path), state, of_ranks, str(path), part)
+    load_by(_Reader(path), state, of_ranks, optional, str(path), part)
 
 
-def load_by(reader: StorageReader, state: State, of_ranks: str, source: str, part: bool = False) -> None:
+def load_by(
+    reader: StorageReader, state: State, of_ranks: str, optional: Sequence[str], source: str, part: bool = False
+) -> None:
     """As `load_into`, by this reader. `source`: what it reads, for errors."""
     planner = _LoadPlanner()
     metadata = reader.read_metadata()
-    rows = metadata.state_dict_metadata.get(of_ranks)
+    known = metadata.state_dict_metadata
+    rows = known.get(of_ranks)
     if isinstance(rows, TensorStorageMetadata) and rows.size != state[of_ranks].shape:
-        del state[of_ranks], metadata.state_dict_metadata[of_ranks]
+        del state[of_ranks], known[of_ranks]
+    leave_out(state, optional, lambda name, one: any(f"{'.'.join(optional)}.{name}.{key}" in known for key in one))
     planner.set_up_planner(state, metadata, is_coordinator=True)
-    saved = metadata.state_dict_metadata
-    if part:
-        saved = {name: facts for name, facts in saved.items() if name in planner.state_dict}
+    saved = {name: facts for name, facts in known.items() if name in planner.state_dict or not part}
     if why := _misfit(planner.state_dict, saved):
         raise RaydistError(f"{source}: {why}")
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def leave_out(state: State, optional: Sequence[str], kept: Callable[[str, Any], bool]) -> None:
+    """Remove the entries of the dict to which the keys `optional` lead for which `kept(name, entry)` is false."""
+    entries: Any = state
+    for key in optional:
+        entries = entries[key]
+    for name in [name for name, entry in entries.items() if optional and not kept(name, entry)]:
+        del entries[name]
 
 
 def _misfit(state: Mapping[str, Any], saved: Mapping[str, Any]) -> str:

@@ -120,10 +120,10 @@ def division(job: Job, shape: MeshShape, memory: Mapping[str, int]) -> Iterator[
         gathered, active = sizes.pop("gathered"), sizes.pop("activations", None)
         kept = sizes.items()
         sums = f"{' + '.join(f'{name} {size:.2f}' for name, size in kept)} = {sum(size for _, size in kept):.2f} GiB"
-        what = "block" if shape.pp == 1 else "stage"
+        what = "block is" if shape.pp == 1 else "stage and its gradients are"
         most = "each rank" if shape.pp == 1 else "each rank of the largest stage"
         more = "the activations" if active is None else f"at most {active:.2f} GiB of activations before the loss"
-        yield f"memory {sums} on {most}, {gathered:.2f} GiB while a {what} is gathered, and {more}"
+        yield f"memory {sums} on {most}, {gathered:.2f} GiB while a {what} gathered, and {more}"
 
 
 def view_cluster(job: Job) -> ClusterView:

@@ -113,13 +113,15 @@ class PartsReader(FileSystemReader):
         return [each[: int(size)].numpy().tobytes() for each, size in zip(rows, sizes, strict=True)]
 
 
-def divide(whole: State | None, state: State, of_ranks: str, source: str, part: bool = False) -> None:
+def divide(
+    whole: State | None, state: State, of_ranks: str, optional: Sequence[str], source: str, part: bool = False
+) -> None:
     """Load a state that only rank 0 has, whole, into the shards of all ranks; None on the others. A collective.
 
-    `state`, `of_ranks`, `source`, `part`: as for `load_by`.
+    `state` and all after it: as for `load_by`.
     """
     parts = {} if whole is None else {0: RankPart(0, 1, whole, RankPlanner(0).plan(whole))}
-    load_by(PartsReader(parts, new_group(backend="gloo")), state, of_ranks, source, part)
+    load_by(PartsReader(parts, new_group(backend="gloo")), state, of_ranks, optional, source, part)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,7 @@ from raydist.state.distributed_checkpoint import (
     begin_writing,
     beside_name,
     commit,
+    leave_out,
     load_by,
     load_into,
     write_part,
@@ -159,7 +160,7 @@ def _told_by_all(facts: Mapping[str, Any]) -> list[State]:
     return [json.loads(each.numpy().tobytes().rstrip(b"\0")) for each in rows]
 
 
-def load(state: State, *, of_ranks: str = "", part: bool = False) -> int:
+def load(state: State, *, of_ranks: str = "", optional: Sequence[str] = (), part: bool = False) -> int:
     """Load the newest kept state that is complete into `state`, in place; return its step, or 0 for none.
 
     All ranks must call it, with the keys that `keep` gets. After a restart the state comes from memory, kept by any
@@ -169,21 +170,23 @@ def load(state: State, *, of_ranks: str = "", part: bool = False) -> int:
       afterwards.
     - `of_ranks`: the key of a tensor with one row for each rank, as of random generators. Where another number of ranks
       has saved it, it is removed from `state`.
+    - `optional`: the keys that lead to a dict, as the optimizer's state by parameter. Entries of it that were not kept
+      are removed from `state`.
     - `part`: this rank has some of the keys only, as a stage of a pipeline: a checkpoint may have others.
 
     RaydistError: the kept state has other keys or shapes (another model, or a state without the optimizer's).
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    step = ring.load(state, of_ranks, part) if restarted and (ring := _ring()) is not None else 0
-    return step or load_from_disk(state, of_ranks, part)
+    step = ring.load(state, of_ranks, optional, part) if restarted and (ring := _ring()) is not None else 0
+    return step or load_from_disk(state, of_ranks, optional, part)
 
 
-def load_from_disk(state: State, of_ranks: str = "", part: bool = False) -> int:
+def load_from_disk(state: State, of_ranks: str = "", optional: Sequence[str] = (), part: bool = False) -> int:
     """As `load`, from the checkpoint that the run continues from only, if that is a sharded one. No collective."""
     found = checkpoint.latest()
     if found is None or not found.sharded:
         return 0
-    load_into(found.path, state, of_ranks, part)
+    load_into(found.path, state, of_ranks, optional, part)
     context.set_step(found.step)
     return found.step
 
@@ -291,7 +294,7 @@ class Ring:
         if why:
             context.emit_event("warning", text=f"no more snapshots of the sharded state: {why}")
 
-    def load(self, state: State, of_ranks: str, part: bool) -> int:
+    def load(self, state: State, of_ranks: str, optional: Sequence[str], part: bool) -> int:
         """As the module's `load`, from memory only."""
         assert self._memory is not None
         rows = self._gather(*_as_row(self._shards(self._memory.steps)), *_as_row(self._shards(self._memory.replicas)))
@@ -306,9 +309,10 @@ class Ring:
             self._memory.forget_after(0)
             return 0
         if step == newest:
-            self._take_back(step, own, state)
+            self._take_back(step, own, state, optional)
         elif whole is not None:
-            load_by(PartsReader(self._given(whole), self._group), state, of_ranks, "the state in memory", part)
+            reader = PartsReader(self._given(whole), self._group)
+            load_by(reader, state, of_ranks, optional, "the state in memory", part)
         self._memory.forget_after(newest)
         context.set_step(newest)
         return newest
@@ -340,13 +344,18 @@ class Ring:
         named = {rank: slots[rank, whole.world_size, whole.step] for rank in whole.ranks.get(self._rank, ())}
         return {rank: RankPart(**self._memory.read(slot, clone="none")["own"]) for rank, slot in named.items()}
 
-    def _take_back(self, step: int, own: Sequence[Set[Shard]], state: State) -> None:
+    def _take_back(self, step: int, own: Sequence[Set[Shard]], state: State, optional: Sequence[str]) -> None:
         """Each rank takes its own shards, or gets them from the node with the copy."""
         assert self._memory is not None
         for rank, shards in enumerate(own):
             if (rank, self._world, step) not in shards and self._holders is not None:
                 self._send_back(step, rank, self._holders[rank])
-        put_into(state, self._memory.read(self._memory.steps[step], clone="none")["own"]["state"], "state")
+        kept = self._memory.read(self._memory.steps[step], clone="none")["own"]["state"]
+        there: Any = kept
+        for key in optional:
+            there = there[key]
+        leave_out(state, optional, lambda name, _: name in there)
+        put_into(state, kept, "state")
 
     def _send_back(self, step: int, rank: int, holder: int) -> None:
         """A new rank gets its shards from the rank that has the copy."""

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partialmethod
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
@@ -188,7 +189,10 @@ def test_the_memory_of_the_largest_stage() -> None:
     largest = 2 * block + 4 * (16 + 256 * 16)  # two blocks of three, the last norm and the tied embedding
     job = replace(BASE, parallel=Parallel("fsdp", pp=2), optim=Optim("adamw"))
     found = memory_of(model, job, mesh_shape(job.parallel, 8, 8))
-    assert found == {"parameters": largest / 4, "gradients": largest / 4, "adamw": largest / 2, "gathered": largest}
+    # for all micro-batches of a step a rank has the stage and its gradients whole
+    assert found == {
+        "parameters": largest / 4, "gradients": largest / 4, "adamw": largest / 2, "gathered": 2 * largest
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", [Parallel("fsdp"), Parallel(shard=2, tp=2), Parallel("fsdp", pp=2)])
@@ -223,6 +227,44 @@ def test_the_memory_is_that_of_real_ranks(settings: Parallel, tmp_path: Path) ->
     planned = memory_of(model, job, mesh_shape(settings, 4, 4))
     largest = max((one.value for one in told), key=lambda found: sum(found.values()))
     assert largest == {name: planned[name] for name in largest}
+
+
+def between_passes(model: nn.Module) -> int:
+    """Bytes of gradients that this rank holds now: of its shards, and of whole parameters."""
+    groups: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)  # torch 2.8 has one
+            groups += [state._fsdp_param_group] if several is None else several
+    whole = [each.unsharded_accumulated_grad for group in groups for each in group.fsdp_params]
+    shards = [local(value.grad) for value in model.parameters() if value.grad is not None]
+    partial = [group._partial_reduce_output for group in groups]  # of a copy, before copies are averaged
+    return sum(each.nbytes for each in (*whole, *shards, *partial) if each is not None)
+
+
+@pytest.mark.parametrize("settings", [Parallel("fsdp"), Parallel("hsdp", shard=2)])
+def test_gradients_stay_in_shards_between_the_passes_of_a_step(settings: Parallel, tmp_path: Path) -> None:
+    sizes: Any = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "hidden": 90}
+    job = replace(BASE, parallel=settings, train=Train(steps=2, accumulate=3, precision="bf16"))
+
+    def held(job: Job) -> list[int]:
+        model, seen = GPT(**sizes), list[int]()
+
+        def noting(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+            seen.append(between_passes(model))
+            return next_token(scores, following)
+
+        text = torch.arange(24 * 8, dtype=torch.uint8).view(24, 8)
+        raydist.fit(job, model=model, train=TensorDataset(text, text), loss=noting)
+        return seen
+
+    told = fine(run_ranks(4, job, held, tmp_path))
+    with torch.device("meta"):
+        planned = memory_of(GPT(**sizes), job, mesh_shape(settings, 4, 4))["gradients"]
+    assert {one.value[0] for one in told} == {0}
+    most = max(max(one.value) for one in told)
+    assert 0 < most <= planned
 
 
 def local(value: Any) -> torch.Tensor:
@@ -564,7 +606,14 @@ def test_a_state_in_shards_goes_on_with_any_number_of_ranks(folder: Path, tmp_pa
 
 
 def in_memory(
-    memories: list[int], to: Path, end: int, restart: int, settings: Parallel = FSDP, per_node: int = 1
+    memories: list[int],
+    to: Path,
+    end: int,
+    restart: int,
+    settings: Parallel = FSDP,
+    per_node: int = 1,
+    train: Callable[[Job], Any] = gpt,
+    optim: Optim = BASE.optim,
 ) -> list[float]:
     """An attempt of ranks on nodes of so many, each with this memory, to the end of a step."""
 
@@ -573,9 +622,9 @@ def in_memory(
         me = here.rank.rank
         here.memory = os.open(f"/proc/{pid}/fd/{memories[me]}", os.O_RDWR), -1
         here.rank = context.Rank(me, me % per_node, me // per_node, here.rank.world_size, per_node, run_dir=to)
-        return gpt(job)
+        return train(job)
 
-    pid, job = os.getpid(), replace(BASE, parallel=settings, snapshot=Snapshot(1))
+    pid, job = os.getpid(), replace(BASE, parallel=settings, snapshot=Snapshot(1), optim=optim)
     job = replace(job, train=replace(BASE.train, steps=end))
     env = {"RAYDIST_RESUME": "", "TORCHELASTIC_RESTART_COUNT": str(restart)}
     return mean_losses(fine(run_ranks(len(memories), job, attempt, to, env)))
@@ -597,6 +646,45 @@ def test_the_other_divisions_go_on_from_memory_too(folder: Path, tmp_path: Path,
     memories = [memory() for _ in range(4)]
     losses = in_memory(memories, tmp_path / "begin", 6, 0, settings, 4)
     assert losses + in_memory(memories, tmp_path / "end", 12, 1, settings, 4) == whole[:12]
+
+
+class Unused(GPT):
+    """A GPT with a layer that its forward never uses, as the head of another task."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, width=32, heads=4, kv_heads=2, hidden=96)
+        self.never = nn.Linear(4, 6)
+
+
+def unused(job: Job) -> dict[str, float]:
+    text = torch.randint(256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    train = TensorDataset(text[:2048].view(64, 32), text[1:].view(64, 32))
+    torch.manual_seed(0)
+    return raydist.fit(job, model=Unused(), train=train, loss=next_token)
+
+
+@pytest.mark.parametrize(
+    ("train", "optim"),
+    [(gpt, Optim("sgd", lr=0.5)), (unused, Optim("adamw", lr=0.005)), (unused, Optim("sgd", 0.1, {"momentum": 0.9}))],
+    ids=["no-state", "adamw", "momentum"],
+)
+def test_what_has_no_state_in_the_optimizer_goes_on_too(
+    train: Callable[[Job], Any], optim: Optim, tmp_path: Path
+) -> None:
+    """From the memory of as many ranks, and of fewer; from the disk, in shards and whole."""
+    job = replace(
+        BASE, optim=optim, parallel=FSDP, train=replace(BASE.train, steps=12), checkpoint=Checkpoint(every=4, keep=9)
+    )
+    whole = mean_losses(fine(run_ranks(2, job, train, tmp_path / "whole")))
+    a, b = memory(), memory()
+    losses = in_memory([a, b], tmp_path / "begin", 4, 0, train=train, optim=optim)
+    losses += in_memory([a, b], tmp_path / "same", 8, 1, train=train, optim=optim)
+    assert losses == whole[:8]
+    assert in_memory([b], tmp_path / "one", 12, 2, train=train, optim=optim) == pytest.approx(whole[8:], abs=1e-5)
+    at = {"RAYDIST_RESUME": str(tmp_path / "whole" / "checkpoints" / "step-00000008")}
+    for name, ranks, settings in (("shards", 2, FSDP), ("alone", 1, Parallel())):
+        told = fine(run_ranks(ranks, replace(job, parallel=settings), train, tmp_path / name, at))
+        assert mean_losses(told) == pytest.approx(whole[8:], abs=1e-5)
 
 
 def test_a_state_in_shards_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:

@@ -114,12 +114,14 @@ class ShardedComm(DDPComm):
 
     @contextmanager
     def accumulating(self, model: torch.nn.Module) -> Iterator[None]:
+        # Each pass reduces its gradients among the ranks that share the parameters: else each rank would hold those of
+        # the whole model between passes. Copies of the model average theirs, which are in shards, in the last pass.
         root = cast("FSDPModule", model)
-        root.set_requires_gradient_sync(False)
+        root.set_requires_all_reduce(False)
         try:
             yield
         finally:
-            root.set_requires_gradient_sync(True)
+            root.set_requires_all_reduce(True)
 
     def clip(self, model: torch.nn.Module, norm: float) -> None:
         # One sum over all ranks, each with its parts of the gradients, and a part that several have divided by their

@@ -115,9 +115,11 @@ def _of_part(
         trained += bytes_ * value.requires_grad
     whole = sum(value.nbytes for value in part.parameters())
     sizes = [sum(value.nbytes for value in each.parameters()) for each in part.modules() if each in blocks]
-    # a stage stays gathered for all micro-batches of a step
-    gathered = whole // shape.tp if shape.pp > 1 else max(sizes) // shape.tp + whole - sum(sizes)
-    gathered //= 2 if job.train.precision == "bf16" else 1
+    gathered = whole if shape.pp > 1 else max(sizes) + shape.tp * (whole - sum(sizes))
+    gathered //= shape.tp * (2 if job.train.precision == "bf16" else 1)
+    if shape.pp > 1:
+        # a stage stays gathered for all micro-batches of a step, and so do its gradients, which are in fp32
+        gathered += sum(value.nbytes for value in part.parameters() if value.requires_grad) // shape.tp
     return {"parameters": own, "gradients": trained, job.optim.name: states * trained, "gathered": gathered}
 
 

@@ -82,7 +82,8 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         pairs = [(each, each.grad) for each in group["params"]]
         alike = all(grad is None or (not grad.is_sparse and grad.stride() == each.stride()) for each, grad in pairs)
-        begun = {optimizer.state[each].get("momentum_buffer") is not None for each, _ in pairs}
+        # get: the state of a parameter that has none must not begin to be, it would be kept and saved
+        begun = {optimizer.state.get(each, {}).get("momentum_buffer") is not None for each, _ in pairs}
         late = group.get("momentum") and (len(begun) > 1 or any(grad is None for _, grad in pairs))
         if group.get("fused") and (late or not alike):
             group["fused"] = False

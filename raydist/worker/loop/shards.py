@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 RANDOM = "random"
 """The key of the random generators, a row for each rank."""
+STATES = ("optimizer", "state")
+"""The keys of the optimizer's state by parameter: one that never got a gradient has none."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def _by_name(stepper: Stepper, names: Sequence[str], kept: State) -> State:
         group["params"] = [*stepper.pipeline.names.trained]  # a checkpoint has the state of the whole model
     for group in groups:
         group.pop("initial_lr", None)  # the schedule's
-    return {"state": {names[index]: of_one for index, of_one in kept["state"].items()}, "param_groups": groups}
+    state = {names[index]: of_one for index, of_one in kept["state"].items() if of_one}
+    return {"state": state, "param_groups": groups}
 
 
 def _on_mesh(value: Any, mesh: Any) -> Any:
@@ -137,7 +140,7 @@ def find_shards(stepper: Stepper) -> Found | None:
     trained = state["optimizer"]["param_groups"][0]["params"]
     try:
         part = stepper.comm.pipelined
-        step = load(state, of_ranks=RANDOM, part=part)
+        step = load(state, of_ranks=RANDOM, optional=STATES, part=part)
         if not step and latest is not None and stepper.comm.sharded:
             step = _divide(latest, stepper, state, part)
         if (odd := {*trained} ^ {*state["optimizer"]["param_groups"][0]["params"]}) and step:
@@ -148,10 +151,20 @@ def find_shards(stepper: Stepper) -> Found | None:
     if not step:
         stepper.optimizer.state.clear()
         return None
+    _forget_unkept(stepper, state)
     # tensors are filled in place; the settings of the optimizer are those of now
     rows = sharded.local(state[RANDOM]).cpu() if RANDOM in state else None
     own = None if rows is None else rows[0 if stepper.comm.sharded else context.rank().rank]
     return Found(step, from_bytes(state["training"]), state["loss"], own)
+
+
+def _forget_unkept(stepper: Stepper, state: State) -> None:
+    """Remove the optimizer's state of the parameters that had none when this state was kept."""
+    names = _names(stepper)
+    trained = [value for group in stepper.optimizer.param_groups for value in group["params"]]
+    for name, value in zip(names, trained, strict=True):
+        if name not in state["optimizer"]["state"]:
+            stepper.optimizer.state.pop(value, None)
 
 
 def _divide(saved: Saved, stepper: Stepper, state: State, part: bool) -> int:
@@ -166,6 +179,6 @@ def _divide(saved: Saved, stepper: Stepper, state: State, part: bool) -> int:
             "model": kept["model"], "optimizer": _by_name(stepper, names, kept["optimizer"]),
             "loss": torch.tensor(saved.meta.metrics["loss"]), RANDOM: kept[RANDOM], "training": training,
         }  # fmt: skip
-    divide(whole, state, RANDOM, str(saved.path), part)
+    divide(whole, state, RANDOM, STATES, str(saved.path), part)
     context.set_step(saved.step)
     return saved.step
