@@ -25,6 +25,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from xxhash import xxh3_128_hexdigest
+
 from raydist.shared import env_names
 from raydist.shared.errors import RaydistError
 from raydist.state import object_store
@@ -73,6 +75,9 @@ class Saved:
 
     path: StoragePath
     meta: Meta
+    _mapped: bool = False
+    """Whether `state` is read as it is used, for the tensors that are copied anyway: the ranks of a node share the
+    pages of the file, and none needs memory for all of it."""
 
     @property
     def step(self) -> int:
@@ -105,7 +110,7 @@ class Saved:
                 f"{self.path} holds a sharded state: load it with raydist.sharded.load(state), or with "
                 "torch.distributed.checkpoint"
             )
-        return load(self.path)
+        return read_state(self.path, mapped=self._mapped)
 
     def random(self, rank: int, world_size: int) -> Any:
         """The random generators of a rank, for `raydist.fit`; None if another number of ranks saved it."""
@@ -121,18 +126,24 @@ def load(path: StoragePath) -> State:
     It is `torch.load(weights_only=True)`: a file that would run code is refused with pickle.UnpicklingError.
     FileNotFoundError: there is no such file. At a URL the file is fetched, and its checksum is checked.
     """
+    return read_state(path)
+
+
+def read_state(path: StoragePath, *, mapped: bool = False, of_all: bool = True) -> State:
+    """As `load`. `mapped`: as in Saved; `of_all`: as for `local_copy`."""
     import torch
 
-    with local_copy(path, STATE) as file:
-        state: State = torch.load(file, map_location="cpu", weights_only=True)
+    with local_copy(path, STATE, of_all) as file:
+        state: State = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     return state
 
 
 @contextmanager
-def local_copy(path: StoragePath, name: str) -> Iterator[Path]:
+def local_copy(path: StoragePath, name: str, of_all: bool = True) -> Iterator[Path]:
     """A file of a checkpoint; of a URL a copy, one for all ranks of a node where they have a folder in common.
 
-    That copy is removed when each of them has read it.
+    That copy is removed when each of them has read it. Without `of_all`, when none reads it any more: others may not
+    need it, as a file of shards; those that do fetch it again.
     """
     if isinstance(path, Path):
         yield path / name
@@ -144,20 +155,20 @@ def local_copy(path: StoragePath, name: str) -> Iterator[Path]:
         with open(f"{copy}.readers", "a+") as readers:
             fcntl.flock(readers, fcntl.LOCK_SH)
             yield (path / name).fetch(copy, checksum)
-            _remove_if_read(copy, readers)
+            _remove_if_read(copy, readers, of_all)
         return
     with tempfile.TemporaryDirectory(prefix="raydist-") as own:
         yield (path / name).fetch(Path(own) / name, checksum)
 
 
-def _remove_if_read(copy: Path, readers: IO[str]) -> None:
-    """Note that this rank has read the copy; remove it after the last rank of the node. `readers`: a locked file."""
+def _remove_if_read(copy: Path, readers: IO[str], of_all: bool) -> None:
+    """Note that this rank has read the copy; remove it after the last rank that will. `readers`: a locked file."""
     readers.write(f"{os.environ.get('LOCAL_RANK', '0')}\n")
     readers.flush()
     with suppress(BlockingIOError):  # another rank reads it now
         fcntl.flock(readers, fcntl.LOCK_EX | fcntl.LOCK_NB)
         readers.seek(0)
-        if len(set(readers)) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        if not of_all or len(set(readers)) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             copy.unlink(missing_ok=True)
             readers.truncate(0)
 
@@ -254,9 +265,28 @@ def _examine(path: StoragePath, hashed: bool) -> Saved:
 
 def _hashed(file: Path) -> str:
     try:
-        return object_store.checksum_of(file)
+        return _hashed_once(file)
     except OSError as error:
         raise Flaw(f"{file.name} can't be read ({type(error).__name__}: {error})") from error
+
+
+def _hashed_once(file: Path) -> str:
+    """The checksum of a file, which the first rank of a node that asks computes in each attempt, and notes."""
+    shared = os.environ.get(env_names.SCRATCH)
+    if not shared:
+        return object_store.checksum_of(file)
+    known = file.stat()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"{attempt} {file} {known.st_ino} {known.st_size} {known.st_mtime_ns}"
+    Path(shared).mkdir(parents=True, exist_ok=True)
+    with open(Path(shared) / f"checksum-{xxh3_128_hexdigest(key.encode())}", "a+") as note:
+        fcntl.flock(note, fcntl.LOCK_EX)
+        note.seek(0)
+        checksum = note.read()
+        if not checksum:
+            checksum = object_store.checksum_of(file)
+            note.write(checksum)
+        return checksum
 
 
 def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:

@@ -152,7 +152,8 @@ class _Files(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         name = Path(path).name
         if mode == "rb":
-            with local_copy(self._folder, name) as copy, copy.open("rb") as stream:
+            of_all = name == METADATA  # a file of shards is read by the ranks that need some of them
+            with local_copy(self._folder, name, of_all) as copy, copy.open("rb") as stream:
                 yield stream
             return
         with hashed_file(self._folder / name) as file:

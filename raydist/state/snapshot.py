@@ -18,6 +18,7 @@ complete on every rank.
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import os
 import threading
@@ -243,10 +244,12 @@ class SnapshotBuffer:
         else:
             write_words(self._page, at_slot(slot), step)
 
-    def rest(self) -> None:
-        """Wait until the locked slot is on the disk."""
-        while self.locked >= 0:
+    def rest(self, within_s: float = math.inf) -> bool:
+        """Wait until the locked slot is on the disk; whether it is."""
+        until = time.monotonic() + within_s
+        while self.locked >= 0 and time.monotonic() < until:
             time.sleep(0.001)
+        return self.locked < 0
 
     def drop(self) -> None:
         """Free the memory with all its slots; none may be locked."""

@@ -165,7 +165,7 @@ class Context:
     """The snapshot memory of this rank, once it is used."""
     sharded: Any = None
     """Keeps sharded states in memory, from the first on."""
-    leaving: list[Callable[[], None]] = field(default_factory=list)
+    leaving: list[Callable[[], object]] = field(default_factory=list)
     """Functions that wait for unfinished work, called when the job has returned, before the rank leaves the others."""
 
 

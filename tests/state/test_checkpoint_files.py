@@ -24,7 +24,7 @@ from raydist.launch import run_storage
 from raydist.settings.config import Checkpoint, Job
 from raydist.shared.errors import ConfigError
 from raydist.shared.events import Event, Events
-from raydist.state import checkpoint_files, run_checkpoints, write
+from raydist.state import checkpoint_files, object_store, run_checkpoints, write
 from raydist.watch.result import Result
 from raydist.worker import checkpoint, context
 
@@ -487,6 +487,30 @@ def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path)
             run_storage.RunCheckpoints(job).report_saved(stream)
         assert [event["step"] for event in stream.all()] == [8, 16]
         assert [*stream.all()][-1]["path"] == str(tmp_path / "checkpoints" / "step-00000016")
+
+
+def test_the_ranks_of_a_node_hash_a_checkpoint_once_in_each_attempt(
+    tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, real = list[Path](), object_store.checksum_of
+
+    def noted(path: Path) -> str:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(object_store, "checksum_of", noted)
+    monkeypatch.setenv("RAYDIST_SCRATCH", str(tmp_path / "node"))
+    put(1)
+    newest = put(2)
+    for attempt in ("1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        found = [checkpoint.latest() for _ in range(2)]
+        assert [each and each.step for each in found] == [2, 2]
+    assert read == [newest / "state.pt"] * 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    damage(newest)
+    found = [checkpoint.latest() for _ in range(2)]
+    assert [each and each.step for each in found] == [1, 1]
 
 
 def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(

@@ -20,6 +20,14 @@ from raydist.settings.run_folder import run_folder
 from raydist.shared.errors import ConfigError, RaydistError
 from raydist.shared.events import Event
 from raydist.state import checkpoint_files, object_store, write
+from raydist.state.distributed_checkpoint import (
+    RankPart,
+    RankPlanner,
+    beside_name,
+    commit,
+    load_into,
+    write_part,
+)
 from raydist.state.object_store import Remote, environment, parse_path
 from raydist.worker import checkpoint, context
 from tests.programs import Program
@@ -172,6 +180,25 @@ def test_the_ranks_of_a_node_fetch_it_once(
         assert [each.stat().st_size for each in (tmp_path / "node").iterdir()] == [0, 0]  # what guards it
         (tmp_path / "state").write_bytes(state)
         (path / "state.pt").put(tmp_path / "state")
+
+
+def test_of_a_file_of_shards_no_copy_stays_where_one_rank_of_the_node_needs_it(
+    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node's share of the checkpoint stayed in TMPDIR until the run ended: it waited for the other ranks."""
+    monkeypatch.setenv("RAYDIST_SCRATCH", str(tmp_path / "node"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    folder, state = Remote(f"{RUN}/checkpoints"), {"weights": torch.ones(100)}
+    beside = beside_name(folder, 4, "x")
+    files = write_part(beside, RankPart(0, 1, state, RankPlanner(0).plan(state)))
+    assert commit(folder, beside, 4, 1, files, Checkpoint()) == []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        found = {"weights": torch.zeros(100)}
+        load_into(folder / "step-00000004", found)
+        assert torch.equal(found["weights"], state["weights"])
+        sizes = sorted(each.stat().st_size for each in (tmp_path / "node").iterdir())
+        assert sum(size > 8 for size in sizes) == (rank == "0")  # the metadata, which each rank reads
 
 
 def test_a_state_is_not_lost_when_nobody_answers(

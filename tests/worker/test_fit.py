@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,13 @@ from torch.utils.data import Dataset, TensorDataset
 
 import raydist
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Train
-from raydist.state import checkpoint_files
+from raydist.state import checkpoint_files, write
+from raydist.state.snapshot import SnapshotBuffer
+from raydist.state.snapshot_layout import LOCK, WORD, blank_page
+from raydist.worker import context
+from raydist.worker.loop import fit
 from raydist.worker.loop.evaluation import accuracy
+from raydist.worker.loop.step import Stepper
 from tests.ranks import Told, run_ranks
 
 SIZE, FEATURES = 96, 6
@@ -241,6 +249,90 @@ def test_clipping_bounds_the_step(tmp_path: Path, precision: str) -> None:
     (told,) = fine(run_ranks(1, job, moved, tmp_path))
     # plain SGD: the step is the rate (0.1) times the gradient's norm, which the clipping holds at 0.01
     assert told.value == pytest.approx(0.001, rel=1e-3)
+
+
+@pytest.mark.parametrize("writer", ["the rank", "another process"])
+def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(tmp_path: Path, writer: str) -> None:
+    """The other ranks waited in the next all-reduce, until its timeout ended the run."""
+    turns = tmp_path / "turns"
+
+    def wait_for_turns() -> None:
+        """The store is slow: until rank 1 has made three more collectives."""
+        turns.write_text("")
+        until = time.monotonic() + 60
+        while len(turns.read_text()) < 3:
+            assert time.monotonic() < until, "rank 1 waits in one collective"
+            time.sleep(0.01)
+
+    def write_slowly(memory: SnapshotBuffer, page: int) -> None:
+        """In place of the writer process of the node."""
+        while memory.locked < 0:
+            time.sleep(0.01)
+        wait_for_turns()
+        os.pwrite(page, blank_page()[:WORD], LOCK)
+
+    def learn(job: Job) -> float:
+        here = context.current()
+        fit.TURN_S = 0.05
+        gather = type(here.comm).gather
+
+        def noted(comm: Any, tensor: torch.Tensor) -> Any:
+            if here.rank.rank == 1 and turns.exists():
+                turns.open("a").write(".")
+            return gather(comm, tensor)
+
+        type(here.comm).gather = noted
+        if writer == "the rank":
+            real = write.write
+
+            def write_here(request: write.SaveRequest) -> None:
+                wait_for_turns()
+                real(request)
+
+            vars(checkpoint_files)["write"] = write_here
+        else:
+            descriptor = os.memfd_create("test")
+            os.pwrite(descriptor, blank_page(), 0)
+            here.memory = descriptor, descriptor
+            if here.rank.rank == 0:
+                slow = SnapshotBuffer(descriptor), descriptor
+                threading.Thread(target=write_slowly, args=slow, daemon=True).start()
+        return raydist.fit(job, model=model(), train=samples(), loss=F.cross_entropy)["loss"]
+
+    job = replace(BASE, train=Train(steps=2), checkpoint=Checkpoint(every=0))
+    fine(run_ranks(2, job, learn, tmp_path))
+    assert len(turns.read_text()) >= 3
+
+
+def test_a_resumed_state_is_read_from_its_file_without_a_copy_and_not_needed_after_that(tmp_path: Path) -> None:
+    """Each rank of a node read all of it into its own memory."""
+
+    def maps() -> bool:
+        return "/state.pt" in Path("/proc/self/maps").read_text()
+
+    def learn(job: Job) -> tuple[list[bool], list[bool]]:
+        loading, training = list[bool](), list[bool]()
+        load = Stepper.load
+
+        def noted(stepper: Stepper, state: Any, path: Any) -> None:
+            loading.append(maps())
+            load(stepper, state, path)
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            training.append(maps())
+            return F.cross_entropy(output, target)
+
+        Stepper.load = noted  # type: ignore[assignment,method-assign]
+        raydist.fit(job, model=model(), train=samples(), loss=loss)
+        return loading, training
+
+    job = replace(BASE, optim=Optim("adamw"))
+    fine(run_ranks(1, replace(job, train=Train(steps=2)), learn, tmp_path))
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    (told,) = fine(run_ranks(1, replace(job, train=Train(steps=4)), learn, tmp_path, {"RAYDIST_RESUME": str(saved)}))
+    loading, training = told.value
+    assert loading == [True]
+    assert training[-1] is False
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])

@@ -6,6 +6,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -18,6 +20,7 @@ from raydist.settings.mesh import mesh_shape
 from raydist.shared.errors import ConfigError, RaydistError, nearest
 from raydist.state.checkpoint_files import Saved
 from raydist.state.device import Mark, device_of
+from raydist.state.snapshot import cloned
 from raydist.state.snapshot_layout import State
 from raydist.worker import checkpoint, context, sharded
 from raydist.worker.backends import Comm
@@ -89,6 +92,10 @@ def fit(
     return training.run()
 
 
+TURN_S = 5.0
+"""Seconds that other ranks wait for rank 0 in one collective."""
+
+
 class Training:
     """The training on one rank: its position, and its steps, evaluations and checkpoints."""
 
@@ -124,7 +131,7 @@ class Training:
         if saved is not None:
             position = saved.state["position"]
             self.step, self.samples = saved.step, position["samples"]
-            self.order.go_on(position, sources.own_part(saved, self.order))
+            self.order.go_on(cloned(position), cloned(sources.own_part(saved, self.order)))
         per_epoch, epochs = self.order.steps_per_epoch, self.job.train.epochs
         after = self.order.steps_left + (epochs - self.order.epoch - 1) * per_epoch
         self.steps = self.job.train.steps or self.step + (after if self.order.epoch < epochs else 0)
@@ -157,7 +164,9 @@ class Training:
             return kept
         found = self._agree(checkpoint.latest())
         self.saved = found.step if found else 0
-        return shards.find_shards(self.stepper) if found and found.sharded else found
+        if found is None or found.sharded:
+            return found and shards.find_shards(self.stepper)
+        return replace(found, _mapped=True)
 
     def _find_shards(self) -> Saved | shards.Found | None:
         latest = self._agree(checkpoint.latest())
@@ -186,6 +195,8 @@ class Training:
             if self.step < self.steps:
                 self._rehearse()
             self.stepper.load(saved.state, saved.path)
+            if isinstance(saved, Saved):
+                optim.copy_host_state(self.stepper.optimizer)
             if isinstance(saved, Saved) and "loss" in saved.metrics:
                 self.loss = torch.tensor(saved.metrics["loss"])
         random = saved.random(self.me.rank, self.me.world_size)
@@ -215,7 +226,7 @@ class Training:
         self.told.rest()
         self._evaluate()
         self._save()
-        self.keeper.rest()
+        self._wait_for_rank_0(self.keeper.rest)
         context.emit_event("done", spent=self.spent, samples=(self.step - self.resumed) * self.order.global_batch)
         return ({"loss": self.loss.item()} if hasattr(self, "loss") else {}) | self.results
 
@@ -258,7 +269,7 @@ class Training:
         kept = self.keeper.hold(self.step, self._own, self._state)
         if not all(int(each.item()) for each in self.comm.gather(torch.tensor([int(kept)]))):
             self._save()
-            self.keeper.rest()
+            self._wait_for_rank_0(self.keeper.rest)
         context.current().stop_request.stopped(self.step)
 
     def _state(self) -> State:
@@ -313,11 +324,36 @@ class Training:
 
     def _save_whole(self, metrics: dict[str, float]) -> None:
         """Rank 0 writes the whole state, or has it written."""
+        self._wait_for_rank_0(self.keeper.rest)  # the checkpoint before
         drawn = torch.stack(self.comm.gather(random_state.capture(self.device)))
         beside = {"position": self._position(), "random": drawn, **self.order.owns()}
-        if self.me.rank == 0 and not self.keeper.to_disk(self.step, self._own, self._state, beside, metrics):
-            state = {**self._state(), **beside, "config": as_saved(self.job)}
+        if self.me.rank != 0 or self.keeper.to_disk(self.step, self._own, self._state, beside, metrics):
+            self._wait_for_rank_0(lambda within_s: True)
+        else:
+            self._write({**self._state(), **beside, "config": as_saved(self.job)}, metrics)
+
+    def _write(self, state: State, metrics: dict[str, float]) -> None:
+        """Save on rank 0. Another thread does it: where no process writes for the rank, it takes until all is saved."""
+
+        def save() -> None:
+            if self.device.type == "cuda":  # a thread begins with GPU 0, and would make a context there
+                torch.cuda.set_device(self.device)
             checkpoint.save(self.step, state, metrics, self.job.checkpoint)
+
+        with ThreadPoolExecutor(1) as pool:
+            saving = pool.submit(save)
+            self._wait_for_rank_0(lambda within_s: bool(futures.wait([saving], within_s).done))
+            saving.result()
+
+    def _wait_for_rank_0(self, done: Callable[[float], bool]) -> None:
+        """Wait on all ranks until rank 0 is done. `done`: waits so many seconds at most.
+
+        In turns: the others would otherwise wait in the next collective, which ends the run after `backend.timeout_s`.
+        """
+        waits = True
+        while waits:
+            waits = self.me.rank == 0 and not done(TURN_S)
+            waits = any(int(each.item()) for each in self.comm.gather(torch.tensor([int(waits)])))
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:

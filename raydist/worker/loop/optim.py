@@ -97,6 +97,14 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = torch.empty_like(value).copy_(each)
 
 
+def copy_host_state(optimizer: torch.optim.Optimizer) -> None:
+    """Copy what of a loaded state is still in the file that it was read from: that file is deleted one day."""
+    for state in optimizer.state.values():
+        for name, each in state.items():
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+                state[name] = each.clone()
+
+
 def rate_factor(settings: Optim, step: int, steps: int) -> float:
     """The factor of the learning rate at a step: a linear warm-up, then the schedule."""
     if step < settings.warmup:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raydist.shared.errors import ConfigError, RaydistError
-from raydist.state.checkpoint_files import Saved
+from raydist.state.checkpoint_files import Saved, read_state
 from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import rebuilt
 from raydist.state.snapshot_layout import State
@@ -171,7 +171,7 @@ def _divide(saved: Saved, stepper: Stepper, state: State, part: bool) -> int:
     """Fill the state with a whole one, as ddp saves it, which rank 0 reads; its step. A collective."""
     whole = None
     if context.rank().rank == 0:
-        kept = saved.state
+        kept = read_state(saved.path, mapped=True, of_all=False)
         facts = {key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept}
         training = to_bytes({**facts, "scaler": {}})
         names = stepper.pipeline.names.trained if stepper.pipeline is not None else _names(stepper)

@@ -170,10 +170,9 @@ class Snapshotter:
         self._memory.settle()
         return checkpoint.hand_over(self._request(step, beside, metrics), slot)
 
-    def rest(self) -> None:
-        """Wait until the checkpoint that is being written is on the disk."""
-        if self._memory is not None:
-            self._memory.rest()
+    def rest(self, within_s: float = math.inf) -> bool:
+        """Wait until the checkpoint that is being written is on the disk; whether it is."""
+        return self._memory is None or self._memory.rest(within_s)
 
     def find(self) -> Restored | None:
         """The newest state that all ranks can return to. A collective; all ranks find the same."""
