@@ -31,6 +31,7 @@ from raydist.shared import arguments as shared_arguments
 from raydist.shared.errors import ConfigError, LaunchError, last_line
 from raydist.shared.events import Events
 from raydist.shared.outcome import End, Slow
+from raydist.shared.own_path import machine_id
 from raydist.worker import protocol
 from raydist.worker.protocol import (
     Opened,
@@ -331,6 +332,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             cwd="" if copied else os.getcwd(),  # an agent that gets no folder uses its actor's: the copy
             sys_path=tuple(path for path in sys.path if not copied or os.path.abspath(path) != copied),
             nccl_aloud=job.fabric.debug, nccl_strict=job.fabric.strict, call=call is not None,
+            driver=machine_id(),
         )  # fmt: skip
         requests, cpus = [], binding.bind_all(job, self.plan, self.facts)
         for rank, rank_variables in enumerate(variables):

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raydist.network.names import MALLOC
+from raydist.shared.own_path import of_others
 
 ALWAYS = ("torch", "torch.distributed", "cloudpickle")
 """The modules that each rank of a job needs."""
 END_S = 10.0
 """Longest wait for a fork server that ends its processes without getting on."""
-OPEN = ("/tmp", "/var/tmp", "/dev/shm")
-"""Folders of a node in which all users may make others."""
 
 
 @dataclass(frozen=True)
@@ -121,22 +120,11 @@ def rank_search_path(entries: Sequence[str]) -> tuple[str, ...]:
 
 
 def safe_search_path(entries: Sequence[str]) -> tuple[str, ...]:
-    """The driver's folders for modules, without those of which another user of this node may be the owner.
+    """The driver's folders for modules, without those that another user of this node may have made.
 
     That is /tmp/project where only the driver's node has it: somebody could make it here, with modules of their own.
     """
-    return tuple(entry for entry in entries if not entry or not _of_others(Path(entry).absolute()))
-
-
-def _of_others(path: Path) -> bool:
-    """Whether it is below a folder of OPEN, and what it is in there does not exist, or is another user's."""
-    for parent, child in zip(path.parents, (path, *path.parents), strict=False):
-        if str(parent) in OPEN:
-            try:
-                return child.lstat().st_uid not in (0, os.getuid())
-            except OSError:
-                return True
-    return False
+    return tuple(entry for entry in entries if not entry or of_others(Path(entry).absolute()) is None)
 
 
 def heritage() -> tuple[str, ...]:

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import socket
-import stat
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder, own_search_path
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
+from raydist.shared.own_path import own_folder
 from raydist.shared.version import __version__
 from raydist.worker.protocol import (
     PACKET,
@@ -117,14 +117,6 @@ def servers_folder(make: bool = True) -> Path | None:
         if own_folder(path, make):
             return path
     return None
-
-
-def own_folder(path: Path, make: bool = True) -> bool:
-    """Whether this is a folder that only this user can reach. `make`: make it, if nothing is there."""
-    if make:
-        path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def claim(folder: Path) -> ForkServer | None:

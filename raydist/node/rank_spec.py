@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from raydist.network.names import RANK_FOLDER
 from raydist.node import cache_folder
 from raydist.node.fork_launcher import rank_search_path
 from raydist.shared import env_names
+from raydist.shared.errors import ConfigError
+from raydist.shared.own_path import machine_id, of_others
 from raydist.worker.protocol import RankSpec, StartRank
 
 CALL = "call"
@@ -26,8 +30,12 @@ def complete_spec(
     """The driver's request, completed with the paths and variables of this node.
 
     `folder`: the run's on this node. `error_file`: where a program writes its exception, if it is one. `mpi_env`,
-    `mpi_cpus`: the variables that mpirun sets for the rank, and the CPUs to which it binds it.
+    `mpi_cpus`: the variables that mpirun sets for the rank, and the CPUs to which it binds it. ConfigError: another
+    user of this node may have put the job's folder or its code there.
     """
+    cwd = request.cwd if os.path.isdir(request.cwd) else os.getcwd()
+    if request.driver != machine_id():
+        refuse_code_of_others(request, cwd)
     planned = cache_folder.fill_in(
         {name: value.replace(RANK_FOLDER, str(folder)) for name, value in request.env.items()}
     )
@@ -36,8 +44,32 @@ def complete_spec(
         env["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     return RankSpec(
         rank=request.rank, env=env, job=request.job, argv=request.argv, script=request.script,
-        cwd=request.cwd if os.path.isdir(request.cwd) else os.getcwd(),
+        cwd=cwd,
         sys_path=rank_search_path(request.sys_path),
         value=str(folder / f"rank-{request.rank}.value"), call=str(folder / CALL) if request.call else None,
         cpus=mpi_cpus or request.cpus,
     )  # fmt: skip
+
+
+def refuse_code_of_others(request: StartRank, cwd: str) -> None:
+    """ConfigError if another user of this node may have put the folder `cwd`, or the job's file, where they are.
+
+    /tmp/project of the driver's machine, for example, where this node has another one, or none yet.
+    """
+    for path in (cwd, code_file(request, cwd)):
+        if path and (found := of_others(Path(path))):
+            host = socket.gethostname()
+            whose = f"belongs to uid {found.lstat().st_uid}" if os.path.lexists(found) else "does not exist"
+            raise ConfigError(
+                f"{found} on {host} {whose}, and every user of {host} may write to {found.parent}: its code could be "
+                "anybody's; set working_dir=. to send this folder, or put it where only you can write"
+            )
+
+
+def code_file(request: StartRank, cwd: str) -> str:
+    """The path of the job's file; empty for a module, a command of PATH, and a pickled function."""
+    file = request.script
+    if not file and not request.call:
+        file = json.loads(request.job)["job"]["target"].rpartition(":")[0]
+    is_path = file.endswith(".py") or os.sep in file
+    return os.path.join(cwd, file) if is_path and not file.startswith("-m ") else ""

@@ -233,6 +233,8 @@ class StartRank(Request[int]):
     """The job is a function, which the node has (KeepCall)."""
     cpus: tuple[int, ...] | None = None
     """The CPUs to which the rank is bound; None: it is not."""
+    driver: str = ""
+    """The driver's machine, as shared.own_path.machine_id(): the person has chosen the files that lie there."""
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,45 @@
-"""Which of the driver's folders for modules a rank on another node gets."""
+"""Code that a rank on another node takes from a path of the driver's: its own user's, or root's."""
 
 from __future__ import annotations
 
+import json
 import os
-import secrets
-import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from raydist.node.fork_launcher import safe_search_path
+from raydist.node.rank_spec import complete_spec
+from raydist.settings.config import Job, as_dict
+from raydist.shared.arguments import seen_from
+from raydist.shared.errors import ConfigError
+from raydist.shared.own_path import machine_id, of_others
+from raydist.worker.protocol import RankSpec, StartRank
 from tests.rig import requires_root
 
-
-@pytest.fixture
-def shared() -> str:
-    return f"/tmp/search-{secrets.token_hex(8)}"
+OTHER = 65534
+"""The uid of another account."""
 
 
-def test_a_folder_that_anybody_could_make_is_left_out(shared: str) -> None:
+@pytest.fixture(params=[0o1777, 0o777])
+def scratch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder in which every user can make files, with and without the sticky bit."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    folder.chmod(request.param)
+    return folder
+
+
+def give_away(*paths: Path) -> None:
+    for path in paths:
+        os.chown(path, OTHER, OTHER, follow_symlinks=False)
+
+
+def test_a_folder_that_anybody_could_make_is_left_out(scratch: Path) -> None:
     """/tmp/project on the driver's node: on this node another user could make it, and own the training."""
-    assert safe_search_path(["", shared, f"{shared}/deeper", "/opt/no/such", "/usr/lib"]) == (
+    shared = str(scratch / "project")
+    assert safe_search_path(["", shared, f"{shared}/deeper", "/opt/no/such", "/usr/lib", "/tmp/no/such"]) == (
         "",
         "/opt/no/such",
         "/usr/lib",
@@ -28,11 +48,58 @@ def test_a_folder_that_anybody_could_make_is_left_out(shared: str) -> None:
 
 @requires_root
 @pytest.mark.root
-def test_one_in_tmp_is_used_if_it_is_this_users(shared: str) -> None:
-    os.mkdir(shared)
-    try:
-        assert safe_search_path([f"{shared}/src"]) == (f"{shared}/src",)
-        os.chown(shared, 65534, 65534)
-        assert safe_search_path([shared, f"{shared}/src"]) == ()
-    finally:
-        shutil.rmtree(shared)
+def test_one_in_tmp_is_used_if_it_is_this_users(scratch: Path) -> None:
+    (shared := scratch / "project").mkdir()
+    assert safe_search_path([f"{shared}/src"]) == (f"{shared}/src",)
+    give_away(shared)
+    assert safe_search_path([str(shared), f"{shared}/src"]) == ()
+
+
+@requires_root
+@pytest.mark.root
+def test_links_are_followed_and_other_owners_elsewhere_do_not_count(tmp_path: Path, scratch: Path) -> None:
+    (theirs := scratch / "theirs").mkdir()
+    (image := tmp_path / "image").mkdir()
+    (link := scratch / "link").symlink_to(image)
+    (tmp_path / "to-theirs").symlink_to(theirs)
+    give_away(theirs, image)
+    assert of_others(link) is None  # the files of an image, a share or a project belong to anybody
+    assert of_others(tmp_path / "to-theirs" / "src") == theirs
+    give_away(link)
+    assert of_others(link / "src") == link
+
+
+def spec(cwd: Path, *, script: str = "", target: str = "", driver: str = "another machine") -> RankSpec:
+    """A rank of this node, as a driver on `driver` asks for it that was started in the folder `cwd`."""
+    program = seen_from(str(cwd), script)
+    job = json.dumps({**as_dict(Job()), "job": {"target": target or "math:sqrt", "args": {}}})
+    request = StartRank(
+        rank=0, env={}, job=job, argv=(program,), script=program, cwd=str(cwd), sys_path=(str(cwd),),
+        nccl_aloud=False, nccl_strict=False, driver=driver,
+    )  # fmt: skip
+    return complete_spec(request, Path("/nowhere"), None, {}, None)
+
+
+@requires_root
+@pytest.mark.root
+def test_no_code_of_another_user_of_the_node_runs(scratch: Path, tmp_path: Path) -> None:
+    (project := scratch / "project").mkdir()
+    (train := project / "train.py").touch()
+    assert spec(project, script=str(train)).cwd == str(project)
+    give_away(project)
+    refused = rf"^{project} on .* belongs to uid {OTHER}, and every user .*; set working_dir=\. to send"
+    with pytest.raises(ConfigError, match=refused):
+        spec(project, script=str(train))
+    for code in ({"script": str(train)}, {"target": f"{train}:train"}, {"script": str(project / "run.sh")}):
+        with pytest.raises(ConfigError, match=refused):
+            spec(tmp_path, **code)
+    # on the machine where the person has typed the command, the files are those that the person has seen
+    assert spec(project, script=str(train), driver=machine_id()).script == "train.py"
+
+
+def test_a_file_that_anybody_could_put_there_is_not_waited_for(scratch: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^{scratch}/train\.py on .* does not exist, and every user"):
+        spec(tmp_path, target=f"{scratch}/train.py:train")
+    assert spec(scratch / "gone", script="-m package.module").cwd == os.getcwd()
+    assert spec(tmp_path, script="sleep").argv == ("sleep",)
+    assert spec(tmp_path, target="package.module:train").cwd == str(tmp_path)
