@@ -24,7 +24,7 @@ from typing import Any
 from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches, room
 from raydist.cluster.placement import Plan
 from raydist.settings.config import Job
-from raydist.shared import env_names
+from raydist.shared import env_names, home
 from raydist.shared.events import Events
 from raydist.shared.outcome import End, Slow
 from raydist.shared.rank_names import counted
@@ -89,24 +89,27 @@ def incident_kind(end: End) -> str:
     return "gpu" if end.how in ("raised", "killed") and BROKEN_GPU.search(end.message) else ""
 
 
-def history_file() -> Path:
-    """The path of the file."""
+def history_file() -> Path | None:
+    """The path of the file; None for a user without a home, where nothing is noted."""
     if named := os.environ.get(env_names.LEDGER):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydist" / "nodes.json"
+    cache = home.user_cache()
+    return cache / "raydist" / "nodes.json" if cache else None
 
 
-def read_incidents(path: Path) -> list[NodeIncident]:
+def read_incidents(path: Path | None) -> list[NodeIncident]:
     """All recorded incidents; none if the file does not exist or can't be read."""
+    if path is None:
+        return []
     try:
         return [NodeIncident(**{**plain, "at": float(plain["at"])}) for plain in json.loads(path.read_text("utf-8"))]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 
 
-def note_incidents(path: Path, new: Sequence[NodeIncident], now: float) -> None:
+def note_incidents(path: Path | None, new: Sequence[NodeIncident], now: float) -> None:
     """Add incidents to the file, and delete old ones. Atomic: other runs may read or write the file meanwhile."""
-    if not new:
+    if not new or path is None:
         return
     with contextlib.suppress(OSError), _locked(path):
         kept = [incident for incident in [*read_incidents(path), *new] if now - incident.at < KEEP_S][-MOST:]

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raydist.network.names import CACHE_FOLDER
-from raydist.node.kept_server import own_folder
+from raydist.shared import home
+from raydist.shared.own_path import own_folder
 
 
 def fill_in(variables: Mapping[str, str]) -> dict[str, str]:
@@ -26,8 +27,10 @@ def fill_in(variables: Mapping[str, str]) -> dict[str, str]:
 
 def candidates() -> list[Path]:
     """A folder on the node's disk; if another user has made it, or code must not run from it, one in the home."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [Path(f"/var/tmp/raydist-{os.getuid()}-compiled"), home / "raydist" / f"compiled-{socket.gethostname()}"]
+    folders = [Path(f"/var/tmp/raydist-{os.getuid()}-compiled")]
+    if cache := home.user_cache():
+        folders.append(cache / "raydist" / f"compiled-{socket.gethostname()}")
+    return folders
 
 
 def usable(path: Path) -> bool:

@@ -36,7 +36,7 @@ from raydist.settings.hydra_errors import config_errors, refuse_sweeps
 from raydist.settings.lookup import check_files, missing_path
 from raydist.settings.overrides import OPEN, spread, translate_overrides
 from raydist.settings.validate import validate
-from raydist.shared import env_names
+from raydist.shared import env_names, home
 from raydist.shared.errors import ConfigError
 from raydist.shared.imports import uncollected
 
@@ -88,7 +88,10 @@ def runs(environ: Mapping[str, str] = os.environ) -> str:
         return str(Path(named).expanduser().absolute())
     # Ray's job supervisor sets it for the command that it starts, in a copy of the working folder that it deletes later
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ:
-        return str(Path("~/raydist/runs").expanduser())
+        if (user_home := home.home_folder()) is None:
+            cause = f"is not set, and uid {os.getuid()} has no home folder for the runs of a submitted job"
+            raise ConfigError.of(env_names.RUNS, None, cause, f"{env_names.RUNS}=/a/folder")
+        return str(user_home / "raydist" / "runs")
     return str(Path("runs").absolute())
 
 

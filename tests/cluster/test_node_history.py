@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,3 +230,10 @@ def test_it_lies_in_the_cache_of_the_person(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.delenv("RAYDIST_LEDGER")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert node_history.history_file() == tmp_path / "raydist" / "nodes.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert node_history.history_file() == tmp_path / ".cache" / "raydist" / "nodes.json"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # in no password database
+    assert node_history.history_file() is None
+    assert node_history.read_incidents(None) == []

@@ -53,3 +53,11 @@ def test_where_code_may_not_run_nothing_is_set(places: list[Path], monkeypatch: 
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
     assert cache_folder.fill_in(VARIABLES) == {"RANK": "0"}
     assert cache_folder.fill_in({"RANK": "0"}) == {"RANK": "0"}
+
+
+def test_without_a_home_there_is_the_folder_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert len(cache_folder.candidates()) == 2
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # in no password database
+    assert cache_folder.candidates() == [Path(f"/var/tmp/raydist-{2**31 - 2}-compiled")]

@@ -141,6 +141,16 @@ def test_a_machine_without_nccl_files_has_no_settings(tmp_path: Path) -> None:
     assert probe.read_facts("127.0.0.1", root=tmp_path).nccl_conf == {}
 
 
+def test_a_uid_without_a_password_entry_has_no_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "/etc/nccl.conf", "NCCL_DEBUG=WARN\n")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)
+    with pytest.raises(KeyError):
+        pwd.getpwuid(os.getuid())
+    assert probe.nccl_conf({}, tmp_path) == {"NCCL_DEBUG": ("WARN", "/etc/nccl.conf")}
+    write(tmp_path, "/opt/site.conf", "NCCL_PROTO=LL\n")
+    assert probe.nccl_conf({"NCCL_CONF_FILE": "/opt/site.conf"}, tmp_path)["NCCL_PROTO"] == ("LL", "/opt/site.conf")
+
+
 @pytest.mark.parametrize(
     ("visible", "there", "count"),
     [(None, 0, 0), (None, 3, 3), ("", 3, 0), ("-1", 3, 0), ("0,2", 3, 2), ("GPU-8932f937", 3, 1), ("NoDevFiles", 3, 0)],

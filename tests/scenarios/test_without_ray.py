@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -111,3 +114,22 @@ def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
     assert "rank 1" in program.result()["failure"]
     assert program.result()["cause"]["how"] == "hung"
     assert_nothing_left(program)
+
+
+KNOWN_TO_NOBODY = ["unshare", "--user", "--map-user=54321", "--map-group=54321", "env", "-u", "HOME"]
+"""Runs a command under a uid that is in no password database, without HOME, as `docker run -u 54321` may."""
+in_user_namespace = pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*KNOWN_TO_NOBODY, "true"], capture_output=True).returncode != 0,
+    reason="no unshare, or this user may make no user namespace",
+)
+
+
+@in_user_namespace
+def test_a_uid_without_a_password_entry_and_a_home_trains(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(textwrap.dedent(STEPS))
+    words = ["-m", "raydist.tools.launch", "--nproc-per-node", "2", "steps.py", "--short"]
+    done = subprocess.run(
+        [*KNOWN_TO_NOBODY, sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[0] step 19" in done.stdout

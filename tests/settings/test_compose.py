@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -241,6 +242,13 @@ def test_where_runs_go(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs({**submitted, "RAYDIST_RUNS": "~/x"}) == "/home/someone/x"
     monkeypatch.setenv("RAYDIST_RUNS", str(here / "all"))
     assert Path(compose().dir).parent == here / "all" / "digits"
+
+
+def test_a_submitted_job_without_a_home_has_to_name_the_folder_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # in no password database
+    with pytest.raises(ConfigError, match="set RAYDIST_RUNS=/a/folder"):
+        runs({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"})
 
 
 def test_ray_gives_a_submitted_job_the_variable_that_is_looked_for() -> None:

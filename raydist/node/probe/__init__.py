@@ -147,9 +147,9 @@ def nccl_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, t
 
     Source: NCCL 2.30 src/misc/param.cc, initEnvFunc and setEnvFile.
     """
-    home = pwd.getpwuid(os.getuid()).pw_dir  # not $HOME: NCCL asks the password database as well
+    files = [environ.get("NCCL_CONF_FILE") or own_nccl_conf(), "/etc/nccl.conf"]
     found: dict[str, tuple[str, str]] = {}
-    for file in (environ.get("NCCL_CONF_FILE") or f"{home}/.nccl.conf", "/etc/nccl.conf"):
+    for file in filter(None, files):
         try:
             text = (root / file.lstrip("/")).read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -157,6 +157,14 @@ def nccl_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, t
         for name, value in parse_nccl_conf(text):
             found.setdefault(name, (value, file))
     return found
+
+
+def own_nccl_conf() -> str:
+    """NCCL's file in the user's home, as the password database has it, not HOME; empty for a uid without an entry."""
+    try:
+        return f"{pwd.getpwuid(os.getuid()).pw_dir}/.nccl.conf"
+    except KeyError:
+        return ""
 
 
 def parse_nccl_conf(text: str) -> list[tuple[str, str]]:
