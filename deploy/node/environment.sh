@@ -9,6 +9,14 @@ unset OMP_NUM_THREADS PYTHONWARNINGS
 # Only clients that have ~/.ray/auth_token can use the cluster; only its owner can read that file.
 export RAY_AUTH_MODE=token
 chmod 600 ~/.ray/auth_token
+# Ray gives its own folders mode 0777, also those with the code of jobs: they lie in one that no other user can enter.
+export RAY_TMPDIR="${RAY_TMPDIR:-/tmp/ray-$(id -u)}"
+mkdir -m 700 "$RAY_TMPDIR" 2>/dev/null
+if [ -L "$RAY_TMPDIR" ] || [ ! -O "$RAY_TMPDIR" ] || [ $((0$(stat -c %a "$RAY_TMPDIR") & 077)) != 0 ]; then
+    echo "raydist: RAY_TMPDIR=$RAY_TMPDIR on $(hostname) must be a folder of uid $(id -u) alone: chmod 700 it, or, if it is not yours, \
+set RAY_TMPDIR to another one in ~/.profile" >&2
+    return 1
+fi
 # Ray declares a silent node dead after 20 s; with its default values after 65 s. The head reads these.
 export RAY_health_check_initial_delay_ms="${RAY_health_check_initial_delay_ms:-5000}"
 export RAY_health_check_period_ms="${RAY_health_check_period_ms:-1000}"
@@ -63,4 +71,4 @@ rm -f ~/.raydist/follows
 # ssh reached this node at the address in the cluster's file; the host name may resolve to 127.0.1.1.
 address=$(echo "${SSH_CONNECTION:-}" | cut -d' ' -f3)
 # shellcheck disable=SC2034 # for `ray start`
-here="--disable-usage-stats ${address:+--node-ip-address=$address}"
+here="--disable-usage-stats --temp-dir=$RAY_TMPDIR/ray ${address:+--node-ip-address=$address}"

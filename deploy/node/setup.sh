@@ -53,4 +53,5 @@ fi
 
 # `ray down` and `ray exec` type `ray` into a login shell.
 # shellcheck disable=SC2016 # the shell that reads it fills them in
-grep -qs '/.raydist/env/bin' ~/.bashrc || echo 'export PATH="$HOME/.raydist/env/bin:$PATH" RAY_AUTH_MODE=token' >>~/.bashrc
+line='export PATH="$HOME/.raydist/env/bin:$PATH" RAY_AUTH_MODE=token RAY_TMPDIR="${RAY_TMPDIR:-/tmp/ray-$(id -u)}"'
+grep -qsxF "$line" ~/.bashrc || echo "$line" >>~/.bashrc

@@ -13,7 +13,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from raydist.cluster import autoscaler, drain, local_ray, placement, ray_private
@@ -23,6 +22,7 @@ from raydist.settings.config import Job
 from raydist.shared import ending, signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
+from raydist.shared.home import home_folder
 
 CONNECT_S = 0.5
 """Longest wait for a connection to a node."""
@@ -84,7 +84,7 @@ def end_local_ray() -> None:
 
 def running_address() -> str | None:
     """The address of a running Ray: RAY_ADDRESS, else the last Ray started on this machine; None if none runs."""
-    address = ray_private.default_address() if ray_private.may_run() else None
+    address = ray_private.default_address()
     if address is None or answers(address):
         return address
     # A cluster that was killed leaves its address behind, and ray.init would wait ten minutes for it.
@@ -132,7 +132,7 @@ def start_or_join(job: Job) -> bool:
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
     try:
         if address := running_address():
-            ray.init(address=address if os.environ.get("RAY_ADDRESS") else "auto", **quiet)
+            ray.init(address=address, **quiet)
             return False
         placement.resources_for(job, [local_node(job)])  # refuse an impossible request before starting Ray for it
         _start_local_ray(cpus_needed(job), quiet)
@@ -146,10 +146,11 @@ def _start_local_ray(cpus: int, quiet: Mapping[str, Any]) -> None:
     global _local_cpus, _reaper
     import ray
 
-    local_ray.protect_token(Path.home())
+    local_ray.protect_token(home_folder())
+    folder = local_ray.temp_folder() / "ray"
     atexit.register(end_local_ray)  # not after each run: the next run of this program uses it
     with ray_private.few_processes_in_own_sessions():
-        ray.init(address="local", include_dashboard=False, num_cpus=cpus, **quiet)
+        ray.init(address="local", include_dashboard=False, num_cpus=cpus, _temp_dir=str(folder), **quiet)
     _local_cpus = cpus
     _reaper = local_ray.reaper(ray_private.started_processes())
 

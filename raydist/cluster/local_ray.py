@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+
+from raydist.shared.errors import LaunchError
+from raydist.shared.own_path import own_folder
+
+LONGEST = 107 - len("/ray/session_2026-11-24_23-53-23_123456_1234567/sockets/plasma_store")
+"""Maximum length in bytes of the path of Ray's folder. Linux takes 107 bytes for the path of a socket (unix(7))."""
 
 
 def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
@@ -18,12 +25,17 @@ def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
     )
 
 
-def protect_token(home: Path) -> None:
+def protect_token(home: Path | None) -> None:
     """Make Ray's token in this home readable by its owner only: Ray would make it so that others may read it.
 
     Who reads it can run programs as this user. Nothing is done where the environment has a token or names its file.
+    Without a home, or in one that can't be written (/ of a container), the token is in this program's environment.
     """
     if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() or os.environ.get("RAY_AUTH_MODE") == "disabled":
+        return
+    token = secrets.token_hex(32)
+    if home is None or not os.access(home, os.W_OK):
+        os.environ["RAY_AUTH_TOKEN"] = token
         return
     file = home / ".ray" / "auth_token"
     file.parent.mkdir(mode=0o700, exist_ok=True)
@@ -34,4 +46,49 @@ def protect_token(home: Path) -> None:
             file.chmod(0o600)
         return
     with open(descriptor, "w") as made:
-        made.write(secrets.token_hex(32))
+        made.write(token)
+
+
+def temp_folder() -> Path:
+    """The folder for the files of a Ray that is started here: one that no other user can enter. It is made.
+
+    Ray gives its own folders mode 0777, also those with its sockets and with the code of jobs. LaunchError: another
+    user has made it, or it can't be made.
+    """
+    folder = outer_folder()
+    with contextlib.suppress(OSError):
+        if own_folder(folder, make=False) and len(os.fsencode(folder)) <= LONGEST:
+            return folder
+    own = own_name(folder)
+    if len(os.fsencode(own)) > LONGEST and "RAY_TMPDIR" not in os.environ:
+        own = own_name(Path("/tmp"))
+    advice = "set RAY_TMPDIR to a folder that only you can enter (mkdir -m 700)"
+    try:
+        if own_folder(own):
+            return own
+    except OSError as error:
+        raise LaunchError(f"Ray has no folder for its files: {error}; {advice}") from error
+    raise LaunchError(f"{own}, for Ray's files, is no folder of uid {os.getuid()} with mode 700; {advice}")
+
+
+def outer_folder() -> Path:
+    """The folder in which Ray makes its own, `ray`."""
+    return Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")))
+
+
+def own_name(folder: Path) -> Path:
+    """The name of this user's folder for Ray in one that others can enter: as deploy/node/environment.sh has it."""
+    return folder / f"ray-{os.getuid()}"
+
+
+def noted_address() -> str | None:
+    """The address of the last Ray that this user, or root, has started on this machine by `ray start`; None without.
+
+    Everybody can write into Ray's default folder. The address of a Ray of another user would get this user's token
+    and code.
+    """
+    for folder in dict.fromkeys((outer_folder(), own_name(outer_folder()), own_name(Path("/tmp")))):
+        with contextlib.suppress(OSError), (folder / "ray" / "ray_current_cluster").open() as file:
+            if os.fstat(file.fileno()).st_uid in (0, os.getuid()):
+                return file.read().strip() or None
+    return None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from raydist.cluster import local_ray
 from raydist.shared.errors import LaunchError
 
 SHUTDOWN_IMPORTS = "ray.dag.compiled_dag_node:_shutdown_all_compiled_dags"
@@ -115,17 +116,14 @@ def is_dead(actor: str) -> bool:
 
 
 def default_address() -> str | None:
-    """The host:port that ray.init would connect to; None if it would start a Ray here."""
-    address: str | None = require(f"{SERVICES}:canonicalize_bootstrap_address")(None)
-    return address
+    """The host:port of RAY_ADDRESS, else of the last Ray started on this machine; None if ray.init would start one.
 
-
-def may_run() -> bool:
-    """Whether ray.init might find a running Ray: False only if it would start one. This does not import Ray."""
+    It imports Ray only for the first.
+    """
     if os.environ.get("RAY_ADDRESS"):
-        return True
-    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
-    return Path(folder, "ray", "ray_current_cluster").exists()
+        address: str | None = require(f"{SERVICES}:canonicalize_bootstrap_address")(None)
+        return address
+    return local_ray.noted_address()
 
 
 def count_gpus() -> int:

@@ -45,6 +45,7 @@ def test_the_scripts_are_sound() -> None:
 
 def test_the_page_tells_what_nodes_start_with() -> None:
     source = (NODE / "environment.sh").read_text()
-    starts = re.findall(r'^export (RAY_\w+)="?(?:\$\{\w+:-)?(\w+)', source, re.MULTILINE)
+    source = source.replace("$(id -u)", "UID")
+    starts = re.findall(r'^export (RAY_\w+)="?(?:\$\{\w+:-)?([\w/-]+)', source, re.MULTILINE)
     page = (ROOT / "docs" / "clusters.md").read_text()
-    assert re.findall(r"^\| `(RAY_\w+)` \| `?(\w+)`? \|", page, re.MULTILINE) == starts
+    assert re.findall(r"^\| `(RAY_\w+)` \| `?([\w/-]+)`? \|", page, re.MULTILINE) == starts

@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,7 +215,8 @@ def test_a_node_ends_the_helper_of_its_earlier_ray_and_no_other_process_that_has
     follows, noted = tmp_path / ".raydist" / "follows", f". {script}; process {{}} >~/.raydist/follows"
 
     def bash(words: str) -> None:
-        subprocess.run(["bash", "-c", words], env={**os.environ, "HOME": str(tmp_path)}, check=True)
+        env = {**os.environ, "HOME": str(tmp_path), "RAY_TMPDIR": str(tmp_path / "ray")}
+        subprocess.run(["bash", "-c", words], env=env, check=True)
 
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
@@ -232,6 +235,42 @@ def test_a_node_ends_the_helper_of_its_earlier_ray_and_no_other_process_that_has
     finally:
         sleeper.kill()
     assert tool("shellcheck", str(script)) == ""
+
+
+def starts_ray(home: Path, folder: Path) -> tuple[int, str]:
+    """The exit code and errors of `. environment.sh && ray start …`, with this RAY_TMPDIR and a stub for `ray`."""
+    script, stubs = DEPLOY / "node" / "environment.sh", home / ".raydist" / "env" / "bin"
+    stubs.mkdir(parents=True, exist_ok=True)
+    for name in ("prlimit", "mount", "sudo", "ray"):
+        (stubs / name).unlink(missing_ok=True)
+        (stubs / name).symlink_to("/bin/true")
+    (home / ".ray").mkdir(exist_ok=True)
+    (home / ".ray" / "auth_token").touch()
+    env = {**os.environ, "HOME": str(home), "RAY_TMPDIR": str(folder)}
+    words = (
+        f'. {script} && [ "$RAY_TMPDIR" = {folder} ] && [[ "$here" = *--temp-dir={folder}/ray* ]] && ray start $here'
+    )
+    done = subprocess.run(["bash", "-c", words], env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_node_keeps_rays_files_where_no_other_account_can_enter(tmp_path: Path) -> None:
+    """Ray gives its folders mode 0777: whoever entered them could change the code of a submitted job."""
+    assert starts_ray(tmp_path, tmp_path / "new")[0] == 0
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    assert starts_ray(tmp_path, tmp_path / "new")[0] == 0  # and again
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    refused = ["open", "link", "no/such"]
+    if os.getuid() == 0:
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        os.chown(tmp_path / "theirs", 65534, 65534)
+        refused.append("theirs")
+    for name in refused:
+        code, errors = starts_ray(tmp_path, tmp_path / name)
+        assert code, name
+        assert f"RAY_TMPDIR={tmp_path / name} on" in errors
 
 
 SRUN = """#!/bin/bash
@@ -270,13 +309,16 @@ def allocation(tmp_path: Path) -> Iterator[dict[str, str]]:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "srun").write_text(SRUN)
     (tmp_path / "bin" / "srun").chmod(0o755)
+    short = Path(tempfile.gettempdir())  # for Ray's sockets
     yield {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "PATH": f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}",
         "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_CPUS_ON_NODE": "1",
-        "SLURM_SUBMIT_DIR": str(tmp_path), "HEAD_ADDRESS": "127.0.0.1", "LOST": "", "RAYDIST_TEST": f"slurm-{tmp_path}",
+        "SLURM_SUBMIT_DIR": str(tmp_path), "RAY_TMPDIR": str(short), "HEAD_ADDRESS": "127.0.0.1", "LOST": "",
+        "RAYDIST_TEST": f"slurm-{tmp_path}",
     }  # fmt: skip
     assert gone(f"slurm-{tmp_path}") == []
+    assert not list(short.glob("ray-*"))
 
 
 def batch(folder: Path, env: dict[str, str], *words: str) -> subprocess.Popen[str]:
@@ -297,6 +339,9 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
         assert time.monotonic() < until, (tmp_path / "screen.txt").read_text()
         time.sleep(0.2)
     assert len(processes_of(f"slurm-{tmp_path}")) > 2
+    (of_ray,) = Path(allocation["RAY_TMPDIR"]).glob("ray-*")
+    assert stat.S_IMODE(of_ray.stat().st_mode) == 0o700  # on both nodes: Ray's own folders in it are open to all
+    assert {path.name for path in of_ray.iterdir()} == {"ray"}
     job.send_signal(signal.SIGTERM)  # as --signal=B:TERM does, before the time is up
     assert job.wait(60) == 128 + signal.SIGTERM, (tmp_path / "screen.txt").read_text()
     (result,) = tmp_path.glob("runs/slow/*/result.json")

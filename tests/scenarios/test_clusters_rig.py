@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,7 @@ QUICK_END = "export RAY_gcs_rpc_server_reconnect_timeout_s=5"
 EXPECTED = {
     "RAY_AUTH_MODE": "token",
     "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
+    "RAY_TMPDIR": "/tmp/ray-0",
     "RAY_JOB_STOP_WAIT_TIME_S": "300",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "6000",  # what the machine has set
@@ -118,6 +120,8 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
     assert f"\nray=={ray.__version__}\n" in versions[0]
     started = environment_of(nodes[0], "gcs_server")
     assert {name: started.get(name) for name in EXPECTED} == EXPECTED
+    for node in nodes:  # Ray's own folders in it are open to every account
+        assert stat.S_IMODE((node.root / "tmp/ray-0").stat().st_mode) == 0o700
 
     typed(own, down)
     wait_until(lambda: [of_ray(node) for node in nodes] == [[], [], []], "three hosts without Ray", 100)

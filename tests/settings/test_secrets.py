@@ -187,3 +187,15 @@ def test_rays_token_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     local_ray.protect_token(tmp_path / "elsewhere")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_without_a_home_rays_token_is_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    tokens = set()
+    for home in (None, tmp_path / "no such home"):
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "")  # so that it is as before after the test
+        monkeypatch.delenv("RAY_AUTH_TOKEN")
+        local_ray.protect_token(home)
+        tokens.add(os.environ["RAY_AUTH_TOKEN"])
+    assert [len(token) for token in tokens] == [64, 64]

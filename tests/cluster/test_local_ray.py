@@ -1,0 +1,120 @@
+"""The Ray that a program starts, or finds on its machine: no other account of the machine can reach into it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from raydist.cluster import local_ray
+from raydist.shared.errors import LaunchError
+from tests.programs import Program
+from tests.rig import requires_root
+
+OTHER = 65534
+"""The uid of another account."""
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a short path in which all users can make files, as /tmp; it is TMPDIR."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(local_ray, "LONGEST", 200)  # a test's folder has a long path
+    return folder
+
+
+def test_rays_folder_is_this_users_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        assert local_ray.temp_folder() == base / f"ray-{os.getuid()}"
+    assert stat.S_IMODE(local_ray.temp_folder().stat().st_mode) == 0o700
+    base.chmod(0o700)  # nobody else can enter it anyway
+    assert local_ray.temp_folder() == base
+    other = base / "scratch"
+    other.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(other))
+    assert local_ray.temp_folder() == other / f"ray-{os.getuid()}"
+
+
+def test_a_long_tmpdir_is_not_used_because_of_rays_sockets(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray, "LONGEST", len(os.fsencode(base)))
+    assert local_ray.outer_folder() == base
+    monkeypatch.setattr(local_ray, "own_folder", lambda path, make=True: make)
+    assert local_ray.temp_folder() == Path(f"/tmp/ray-{os.getuid()}")
+
+
+@pytest.mark.parametrize("how", ["open", "link", "file", "theirs"])
+def test_a_folder_that_another_account_has_made_is_refused(base: Path, how: str) -> None:
+    planted = base / f"ray-{os.getuid()}"
+    match how:
+        case "open":
+            planted.mkdir()
+            planted.chmod(0o777)
+        case "link":
+            (base / "target").mkdir(mode=0o700)
+            planted.symlink_to(base / "target")
+        case "file":
+            planted.touch()
+        case _ if os.getuid() == 0:
+            planted.mkdir(mode=0o700)
+            os.chown(planted, OTHER, OTHER)
+        case _:
+            pytest.skip("only root can give a folder away")
+    with pytest.raises(LaunchError, match=r"ray-\d+.*set RAY_TMPDIR to a folder that only you can enter"):
+        local_ray.temp_folder()
+
+
+def test_a_ray_that_was_started_here_is_found(base: Path) -> None:
+    assert local_ray.noted_address() is None
+    for folder, address in ((local_ray.temp_folder(), "10.0.0.1:6379"), (base, "10.0.0.2:6379")):
+        (folder / "ray").mkdir()
+        (folder / "ray" / "ray_current_cluster").write_text(f"{address}\n")
+        assert local_ray.noted_address() == address
+
+
+@requires_root
+@pytest.mark.root
+def test_the_ray_of_another_account_is_not_joined_by_itself(base: Path) -> None:
+    """It would get this user's token, and what it returns is unpickled here."""
+    note = base / "ray" / "ray_current_cluster"
+    note.parent.mkdir()
+    note.write_text("127.0.0.1:6379\n")
+    os.chown(note, OTHER, OTHER)
+    assert local_ray.noted_address() is None
+
+
+# The job looks with the eyes of another account at all that Ray has made. With Ray's own folders that is most of it.
+LOOK = """
+import os
+
+def look():
+    folders = [folder for folder, _, _ in os.walk(os.environ["TMPDIR"])][1:]
+    assert any("/session_" in folder for folder in folders)
+    pid = os.fork()
+    if not pid:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        found = [folder for folder in folders if os.access(folder, os.W_OK | os.X_OK)]
+        os.write(1, f"open: {found}\\n".encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+@requires_root
+@pytest.mark.root
+@pytest.mark.ray
+def test_another_account_can_write_into_no_folder_of_a_ray_that_a_run_starts(tmp_path: Path) -> None:
+    (tmp_path / "look.py").write_text(LOOK)
+    with tempfile.TemporaryDirectory(prefix="t-") as short:  # Ray's sockets are in there
+        os.chmod(short, 0o1777)
+        program = Program(tmp_path, "job=look.py:look", "group=ray", "scale=1x1", tmp=Path(short))
+        assert program.wait() == 0, program.screen
+    assert (program.run_dir / "logs" / "rank-0.log").read_text() == "open: []\n"
