@@ -279,8 +279,7 @@ echo "$@" >> "$SLURM_SUBMIT_DIR/srun.txt"
 nodes="${1#--nodes=}"
 case "$*" in *--exclude=*)
     [ -z "$LOST" ] || exit 1
-    export FOLDER="$SLURM_SUBMIT_DIR/elsewhere" # the disk of another machine, where Ray makes a folder of this name
-    mkdir "$FOLDER" ;;
+    export FOLDER="$RAY_TMPDIR/ray-elsewhere" ;; # the disk of another machine, where this folder does not exist
 esac
 while [ "${1#--}" != "$1" ]; do shift; done
 for ((node = 0; node < nodes; node++)); do "$@" & done
@@ -309,16 +308,15 @@ def allocation(tmp_path: Path) -> Iterator[dict[str, str]]:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "srun").write_text(SRUN)
     (tmp_path / "bin" / "srun").chmod(0o755)
-    short = Path(tempfile.gettempdir())  # for Ray's sockets
-    yield {
-        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-        "PATH": f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_CPUS_ON_NODE": "1",
-        "SLURM_SUBMIT_DIR": str(tmp_path), "RAY_TMPDIR": str(short), "HEAD_ADDRESS": "127.0.0.1", "LOST": "",
-        "RAYDIST_TEST": f"slurm-{tmp_path}",
-    }  # fmt: skip
-    assert gone(f"slurm-{tmp_path}") == []
-    assert not list(short.glob("ray-*"))
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True) as short:  # Ray's sockets
+        yield {
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            "PATH": f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_CPUS_ON_NODE": "1",
+            "SLURM_SUBMIT_DIR": str(tmp_path), "RAY_TMPDIR": short, "HEAD_ADDRESS": "127.0.0.1", "LOST": "",
+            "RAYDIST_TEST": f"slurm-{tmp_path}",
+        }  # fmt: skip
+        assert gone(f"slurm-{tmp_path}") == []
 
 
 def batch(folder: Path, env: dict[str, str], *words: str) -> subprocess.Popen[str]:
@@ -339,9 +337,9 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
         assert time.monotonic() < until, (tmp_path / "screen.txt").read_text()
         time.sleep(0.2)
     assert len(processes_of(f"slurm-{tmp_path}")) > 2
-    (of_ray,) = Path(allocation["RAY_TMPDIR"]).glob("ray-*")
-    assert stat.S_IMODE(of_ray.stat().st_mode) == 0o700  # on both nodes: Ray's own folders in it are open to all
-    assert {path.name for path in of_ray.iterdir()} == {"ray"}
+    of_ray = [*Path(allocation["RAY_TMPDIR"]).glob("ray-*")]  # of each node: Ray's own in them are open to all
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in of_ray] == [0o700, 0o700]
+    assert [path.name for folder in of_ray for path in folder.iterdir()] == ["ray", "ray"]
     job.send_signal(signal.SIGTERM)  # as --signal=B:TERM does, before the time is up
     assert job.wait(60) == 128 + signal.SIGTERM, (tmp_path / "screen.txt").read_text()
     (result,) = tmp_path.glob("runs/slow/*/result.json")
@@ -355,7 +353,7 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
     assert '"world_size": 2' in result.read_text()
     settings = yaml.safe_load((result.parent / ".hydra" / "config.yaml").read_text())
     assert settings["scale"]["nodes"] is None, "all nodes of the allocation"
-    assert not (tmp_path / "elsewhere").exists(), "Ray's folder on the other nodes"
+    assert not any(folder.exists() for folder in of_ray)
 
 
 @pytest.mark.ray
