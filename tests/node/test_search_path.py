@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ OTHER = 65534
 
 
 @pytest.fixture(params=[0o1777, 0o777])
-def scratch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def scratch(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder in which every user can make files, with and without the sticky bit."""
     folder = tmp_path / "scratch"
     folder.mkdir()
