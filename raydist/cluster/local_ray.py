@@ -59,9 +59,9 @@ def temp_folder() -> Path:
     with contextlib.suppress(OSError):
         if own_folder(folder, make=False) and len(os.fsencode(folder)) <= LONGEST:
             return folder
-    own = own_name(folder)
+    own = folder_of_user(folder)
     if len(os.fsencode(own)) > LONGEST and "RAY_TMPDIR" not in os.environ:
-        own = own_name(Path("/tmp"))
+        own = folder_of_user(Path("/tmp"))
     advice = "set RAY_TMPDIR to a folder that only you can enter (mkdir -m 700)"
     try:
         if own_folder(own):
@@ -76,7 +76,7 @@ def outer_folder() -> Path:
     return Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")))
 
 
-def own_name(folder: Path) -> Path:
+def folder_of_user(folder: Path) -> Path:
     """The name of this user's folder for Ray in one that others can enter: as deploy/node/environment.sh has it."""
     return folder / f"ray-{os.getuid()}"
 
@@ -87,7 +87,7 @@ def noted_address() -> str | None:
     Everybody can write into Ray's default folder. The address of a Ray of another user would get this user's token
     and code.
     """
-    for folder in dict.fromkeys((outer_folder(), own_name(outer_folder()), own_name(Path("/tmp")))):
+    for folder in dict.fromkeys((outer_folder(), folder_of_user(outer_folder()), folder_of_user(Path("/tmp")))):
         with contextlib.suppress(OSError), (folder / "ray" / "ray_current_cluster").open() as file:
             if os.fstat(file.fileno()).st_uid in (0, os.getuid()):
                 return file.read().strip() or None
