@@ -16,7 +16,7 @@ from raydist.recovery.attempts import Attempts, explained, settled
 from raydist.recovery.policy import Retry
 from raydist.settings import compose
 from raydist.settings.config import Job
-from raydist.shared.errors import RaydistError
+from raydist.shared.errors import as_raydist_error
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt
 from raydist.shared.signals import stoppable
@@ -61,8 +61,8 @@ def run_job(job: Job, call: RemoteCall | None = None, many: OneOfMany | None = N
             try:
                 events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=last_page(folder))
                 attempt = attempt_job(trackers.with_ids(), call, events, many)
-            except RaydistError as error:
-                attempt = Attempt(error=error)
+            except Exception as error:  # also Ray's: whatever happens, there is a result
+                attempt = Attempt(error=as_raydist_error(error))
             outcome: Result[Any] = result.make_result(folder, attempt, figures)
             outcome.save()
             events.say("result", **outcome.to_json())
@@ -97,8 +97,8 @@ def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany
         request = placement.resources_for(job, drain.usable_nodes(job, connect.alive_nodes()), connect.node_types())
         with placement_group.placed_group(job, request, events, many.gangs if many else None) as group:
             carry_out(job, group, events, attempts)
-    except RaydistError as error:
-        attempts.cut_short(error)
+    except Exception as error:
+        attempts.cut_short(as_raydist_error(error))
 
 
 def attempt_inline(job: Job, call: RemoteCall | None, events: Events) -> Attempt:

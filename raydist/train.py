@@ -109,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def print_error(error: RaydistError) -> int:
     """Print an error, unless the run's summary has shown it. Returns the exit code."""
-    if not isinstance(error, RunFailed | Stopped):
+    if error.facts.get("unexpected") and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)
+    elif not isinstance(error, RunFailed | Stopped):
         print(f"error: {error}", file=sys.stderr)
     return error.exit_code
 

@@ -84,7 +84,8 @@ def incidents(
 
 def incident_kind(end: End) -> str:
     """lost or gpu if the node is at fault for the end of a rank; empty if it is not, or if that is unknown."""
-    if end.how == "lost" and not end.preempted and (end.silent or NODE_DIED.search(end.message)):
+    by_node = end.silent or end.stuck or NODE_DIED.search(end.message)
+    if end.how == "lost" and not end.preempted and by_node:
         return "lost"
     return "gpu" if end.how in ("raised", "killed") and BROKEN_GPU.search(end.message) else ""
 

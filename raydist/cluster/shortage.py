@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from raydist.cluster.nodes import (
@@ -20,6 +20,8 @@ from raydist.cluster.nodes import (
 from raydist.settings.config import Scale
 from raydist.shared.errors import ConfigError
 from raydist.shared.rank_names import counted
+
+ROOM = "waiting for Ray to place the ranks: the cluster has room for all"
 
 
 def never_fits(scale: Scale, request: ResourceRequest, capacity: Capacity, listed: Sequence[str]) -> ConfigError:
@@ -118,7 +120,7 @@ def describe_shortage(request: ResourceRequest, nodes: Sequence[Node]) -> str:
     n = len(request.bundles)
     ready = room(request, [(fit_count(node.free, request.bundles[0]), 1) for node in chosen])
     if ready >= n:
-        return "waiting for Ray to place the ranks: the cluster has room for all"
+        return ROOM
     resources = amounts(request.bundles[0]) + (f" and labels {_labels(request)}" if request.selector else "")
     match request.strategy:
         case "STRICT_SPREAD":
@@ -130,6 +132,21 @@ def describe_shortage(request: ResourceRequest, nodes: Sequence[Node]) -> str:
     busy = [text for node in chosen if (text := _occupied(node, request))]
     folded = busy[:3] + ([f"{counted(len(busy) - 3, 'more node')} like that"] if len(busy) > 3 else [])
     return "; ".join([f"waiting for {missing}", *folded])
+
+
+def describe_missing(request: ResourceRequest, nodes: Sequence[Node], held: Iterable[str]) -> str:
+    """What a run waits for that holds a bundle on each of these nodes, by id: bundles for those of nodes that are gone.
+
+    The resources that the run itself holds are not taken by others.
+    """
+    alive = {node.id for node in nodes}
+    kept = [node_id for node_id in held if node_id in alive]
+    missing = request.bundles[len(kept) :]
+    if not missing:
+        return ROOM
+    others = [node for node in nodes if node.id not in kept]
+    lacking = replace(request, bundles=missing, spares=0)
+    return describe_shortage(lacking, others if request.strategy == "STRICT_SPREAD" else nodes)
 
 
 def _labels(request: ResourceRequest) -> str:

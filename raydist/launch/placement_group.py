@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raydist.cluster import connect, drain, node_history, placement, ray_private
+from raydist.cluster import connect, drain, node_history, placement, ray_private, shortage
 from raydist.cluster.connect import alive_nodes, reachable, remaining_nodes
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan
-from raydist.cluster.shortage import describe_shortage
 from raydist.launch import runtime_env
 from raydist.launch.actors import POLL_S, Actors, Waiting
 from raydist.launch.gangs import Gang, Gangs
@@ -49,8 +48,7 @@ def placed_group(
     held = gang.group if gang else steered_group(job, request, address, events)
     actors: Actors | None = None
     try:
-        wait_until_placed(held, request, job.scale.wait_s, events)
-        plan = placement.assign_ranks(request, bundle_nodes(held))
+        plan = placement.assign_ranks(request, wait_until_placed(held, request, job.scale.wait_s, events))
         events.say("phase", name="place", s=time.time() - began)
         actors = gang.actors if gang else Actors(plan, held, options)
         standby = None
@@ -137,11 +135,17 @@ def record_attempt(job: Job, address: str, actors: Actors, cause: End | None, sl
         )
 
 
-def wait_until_placed(held: Any, request: ResourceRequest, patience: float, events: Events) -> None:
-    """Wait until every bundle has a node, and report which resources are missing."""
+def wait_until_placed(held: Any, request: ResourceRequest, patience: float, events: Events) -> list[Node]:
+    """Wait until every bundle has a node, and report which resources are missing; the node of each bundle."""
     waiting = Waiting(patience, events)
-    while not held.wait(WAIT_S):
-        waiting.report(describe_shortage(request, alive_nodes()))
+    while True:
+        placed = held.wait(WAIT_S)
+        nodes = alive_nodes()
+        found = bundle_nodes(held, nodes) if placed else None
+        if found is not None:
+            return found
+        waiting.report(shortage.describe_missing(request, nodes, _bundles(held)["bundles_to_node_id"].values()))
+        time.sleep(POLL_S)
 
 
 def replace_lost_nodes(actors: Actors, held: Any, job: Job, events: Events, lost: Sequence[int]) -> Plan:
@@ -149,26 +153,26 @@ def replace_lost_nodes(actors: Actors, held: Any, job: Job, events: Events, lost
 
     Ray moves the bundles of a node that it has declared dead, and keeps all others where they are.
     """
-    waiting = Waiting(job.scale.wait_s, events)
-    while not all_placed(held):
-        waiting.report(describe_shortage(actors.plan.request, alive_nodes()))
-        time.sleep(POLL_S)
-    actors.replace(lost, placement.replace_nodes(actors.plan, bundle_nodes(held)))
+    found = wait_until_placed(held, actors.plan.request, job.scale.wait_s, events)
+    actors.replace(lost, placement.replace_nodes(actors.plan, found))
     return actors.plan
 
 
-def all_placed(held: Any) -> bool:
-    """Whether every bundle is on a node that is alive."""
+def bundle_nodes(held: Any, nodes: Sequence[Node]) -> list[Node] | None:
+    """The node of each bundle; None if one has none, or if its node is not alive. `nodes`: those that are alive.
+
+    From the placement group's table: it is known before any actor starts.
+    """
+    alive = {node.id: node for node in nodes}
+    table = _bundles(held)
+    placed: Mapping[int, str] = table["bundles_to_node_id"]
+    if table["state"] != "CREATED" or not alive.keys() >= set(placed.values()):
+        return None
+    return [alive[placed[bundle]] for bundle in sorted(placed)]
+
+
+def _bundles(held: Any) -> Any:
+    """The placement group's entry in Ray's table."""
     from ray.util.placement_group import placement_group_table
 
-    table, alive = placement_group_table(held), {node.id for node in alive_nodes()}
-    return bool(table["state"] == "CREATED" and alive.issuperset(table["bundles_to_node_id"].values()))
-
-
-def bundle_nodes(held: Any) -> list[Node]:
-    """The node of each bundle, from the placement group's table: it is known before any actor starts."""
-    from ray.util.placement_group import placement_group_table
-
-    alive = {node.id: node for node in alive_nodes()}
-    table: Mapping[int, str] = placement_group_table(held)["bundles_to_node_id"]
-    return [alive[table[bundle]] for bundle in sorted(table)]
+    return placement_group_table(held)

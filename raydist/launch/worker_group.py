@@ -28,7 +28,7 @@ from raydist.network.variables import Rendezvous
 from raydist.node import recorded_end
 from raydist.settings.config import Job, as_dict
 from raydist.shared import arguments as shared_arguments
-from raydist.shared.errors import ConfigError, LaunchError, last_line
+from raydist.shared.errors import ConfigError, LaunchError, Stopped, last_line
 from raydist.shared.events import Events
 from raydist.shared.outcome import End, Slow
 from raydist.shared.own_path import machine_id
@@ -141,46 +141,92 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         port, secret = (store.port, store.secret) if store else (None, "")
         self.rendezvous = Rendezvous(self.facts[0].address, port, str(file) if file else None, secret, attempt)
 
-    def prepare_attempt(self, job: Job, attempt: int, resize: bool = False) -> list[int]:
+    def prepare_attempt(self, job: Job, attempt: int, resize: bool = False, gone: Collection[int] = ()) -> list[int]:
         """Replace lost agents and open a new rendezvous for another attempt; the ranks that moved to other nodes.
 
-        `resize`: also use the nodes that have joined. LaunchError: no replacement came within scale.wait_s.
+        `resize`: also use the nodes that have joined. `gone`: the ranks whose agents are known to be lost.
+        LaunchError: no replacement came within scale.wait_s, or rank 0's node can't open the rendezvous.
         """
         before = {slot.node.id for slot in self.plan.slots}
-        if resize:
-            self._replace([])
-        until, moved = time.monotonic() + job.scale.wait_s, set[int]()
-        while lost := sorted({*self.lost_ranks(), *self.draining_ranks()}):
+        until = time.monotonic() + job.scale.wait_s
+        moved = self._replace_lost(gone, resize, until)
+        while not self._opens_rendezvous(job, attempt, resize or bool(moved), until):
+            moved |= self._replace_lost((), False, until)  # a node was lost meanwhile
+        if self.standby is not None:  # the ranks were renumbered
+            return [slot.rank for slot in self.plan.slots if slot.node.id not in before]
+        return sorted(moved)
+
+    def _replace_lost(self, gone: Collection[int], resize: bool, until: float) -> set[int]:
+        """Replace the agents of lost nodes until none is lost; the ranks that had such an agent.
+
+        `gone`, `resize`: as in prepare_attempt. `until`: on the monotonic clock, when no further node is replaced.
+        """
+        moved = set[int]()
+        lost = self._ranks_of_lost_nodes(gone)
+        while lost or resize:
             moved.update(lost)
             try:
                 self._replace(lost)
-            except LaunchError:
+                resize = False
+            except LaunchError:  # a further node is lost
                 if self._replace_nodes is None or time.monotonic() > until:
                     raise
+            lost = self._ranks_of_lost_nodes()
+        return moved
+
+    def _ranks_of_lost_nodes(self, gone: Collection[int] = ()) -> list[int]:
+        """The ranks on nodes that are lost or drained. All of a node are: one actor hosts their agents."""
+        ranks = {*self.lost_ranks(gone), *self.draining_ranks()}
+        nodes = {self.plan.slots[rank].node.id for rank in ranks}
+        return [slot.rank for slot in self.plan.slots if slot.node.id in nodes]
+
+    def _opens_rendezvous(self, job: Job, attempt: int, replaced: bool, until: float) -> bool:
+        """Open the rendezvous of another attempt; False if a node was lost meanwhile.
+
+        `replaced`: agents were. `until`: as in _replace_lost. LaunchError: no node is lost, and it can't be opened.
+        """
+        try:
+            if replaced:
+                self._note_facts()
+            self._wait_for_writer()
+            file, store = self._rendezvous_file(job, attempt), None
+            if file is None:
+                request = protocol.OpenStore(self._store, self.facts[0].address)
+                store = self.call(0, request).result(ANSWER_S)
+            self._set_rendezvous(store, file, attempt)
+        except (ConfigError, Stopped):
+            raise
+        except Exception as error:  # Ray's, of a call to an actor that is gone, or the agent's
+            if time.monotonic() < until and self.lost_ranks():
+                return False
+            host = self.plan.slots[0].node.host
+            raise LaunchError(f"no rendezvous on {host}: {last_line(error)}") from error
+        return True
+
+    def _wait_for_writer(self) -> None:
+        """Wait for the checkpoint that rank 0's node writes."""
         try:
             self.call(0, protocol.WaitForWriter()).result(launch_flush.FLUSH_S)
         except Exception as error:  # the attempt then starts from an older checkpoint
             host = self.plan.slots[0].node.host
             why = f"{type(error).__name__}: {last_line(error)}"
             self._events.say("warning", text=f"not waiting for the checkpoint that {host} may be writing ({why})")
-        file = self._rendezvous_file(job, attempt)
-        store = None
-        if file is None:
-            store = self.call(0, protocol.OpenStore(self._store, self.facts[0].address)).result(ANSWER_S)
-        self._set_rendezvous(store, file, attempt)
-        if self.standby is not None:  # the ranks were renumbered
-            return [slot.rank for slot in self.plan.slots if slot.node.id not in before]
-        return sorted(moved)
 
-    def lost_ranks(self) -> list[int]:
-        """The ranks whose agent is gone, or new and not open yet."""
-        futures = [self.call(slot.rank, protocol.IsOpen()) for slot in self.plan.slots]
-        wait(futures, timeout=longest(IDLE_S, len(futures)))
-        return [
-            rank
-            for rank, future in enumerate(futures)
-            if not future.done() or future.exception() is not None or not future.result()
-        ]
+    def lost_ranks(self, gone: Collection[int] = ()) -> list[int]:
+        """The ranks that can't be started where they are: the agent is gone, or new and not open yet.
+
+        `gone`: ranks of which this is known. Agents on their nodes are asked nothing: a call to a dead host fails only
+        after 20 s, in which Ray calls its actors temporarily unavailable.
+        """
+        nodes = {self.plan.slots[rank].node.id for rank in gone}
+        asked = {
+            slot.rank: self.call(slot.rank, protocol.IsOpen()) for slot in self.plan.slots if slot.node.id not in nodes
+        }
+        wait(asked.values(), timeout=longest(IDLE_S, len(asked)))
+        is_open = {
+            rank for rank, reply in asked.items() if reply.done() and reply.exception() is None and reply.result()
+        }
+        return [slot.rank for slot in self.plan.slots if slot.rank not in is_open]
 
     def draining_ranks(self) -> list[int]:
         """The ranks on draining nodes; none if the remaining nodes are too few for the job."""
@@ -242,7 +288,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _replace(self, lost: Sequence[int]) -> None:
         """Replace the agents of these ranks by agents on other nodes, and open those."""
         if self._replace_nodes is None:
-            raise LaunchError(f"the agent of rank {lost[0]} is gone, and there is no other machine")
+            raise LaunchError(f"rank {lost[0]} can't be started again here, and there is no other machine")
         self.plan = self._replace_nodes(lost)
         self._request = replace(self._request, warm_server=None)
         for node, (run, opened) in (self.standby.promote() if self.standby else {}).items():
@@ -252,7 +298,6 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             if slot.local_rank == 0:
                 self._runs[slot.node.id] = uuid.uuid4().hex[:8]
         self._open(new, None)
-        self._note_facts()
 
     def _open(self, ranks: Sequence[int], store: StoreKind | None) -> list[Opened]:
         """Open the agents of these ranks; their replies. `store`: the kind of store that rank 0's agent opens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +15,15 @@ from raydist.network import variables as network_variables
 from raydist.network.names import EnvVar
 from raydist.recovery import policy
 from raydist.recovery.blame import failure_facts, first_cause
+from raydist.recovery.classify import RankRecord, classify_lost
 from raydist.recovery.policy import GiveUp, Retry
 from raydist.recovery.supervisor import Supervisor
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
 from raydist.shared import env_names
-from raydist.shared.errors import RaydistError
+from raydist.shared.errors import LaunchError, RaydistError
 from raydist.shared.events import Events
-from raydist.shared.outcome import Attempt
+from raydist.shared.outcome import Attempt, End
 
 SAVED_S = 10.0
 """Longest wait for the last state of a run whose agents are all gone: their fork servers have it written."""
@@ -98,7 +100,8 @@ class Attempts:
         if policy.is_drained(self._past[-1]):  # the nodes that stay have the state in memory, but they may go too
             self._flush(group)
         try:
-            moved = group.prepare_attempt(job, retry.number, resize=retry.cause is None)
+            gone = {end.rank for end in self._past[-1].ends if end.gone}
+            moved = group.prepare_attempt(job, retry.number, retry.cause is None, gone)
             slots = {"slots": group.plan.as_event()["slots"]} if moved else {}
             self._events.say("placed", number=retry.number, moved=moved, **slots)
             return run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
@@ -112,7 +115,7 @@ class Attempts:
     def _conclude(self, job: Job, group: WorkerGroup, decision: GiveUp) -> Attempt:
         """All attempts as one. If the last one failed, its last state is on the disk when this returns."""
         last = self._past[-1]
-        group.give_up({end.rank for end in last.ends if end.silent})
+        group.give_up({end.rank for end in last.ends if end.gone})
         group.report_network()
         if last.error is not None or first_cause(last.ends) is not None:
             self._unwritten = group.flush()
@@ -140,11 +143,32 @@ def run_attempt(
     job = sized(job, group.first_world_size, group.plan.world_size, group.plan.slots[0].local_world_size)
     with mpi.launching(job, group):
         resume = checkpoints.variables(lambda text: events.say("warning", text=text))
-        group.start(job, rank_variables(job, group, resume), call.packed if call else None)
+        variables = rank_variables(job, group, resume)
+        try:
+            group.start(job, variables, call.packed if call else None)
+        except LaunchError as error:
+            if not (ends := lost_at_start(group, error)):
+                raise
+            group.record_attempt(first_cause(ends), ())
+            return explained(Attempt(ends), events, group.rendezvous.attempt)
         supervisor = Supervisor(group, events, Path(job.dir) / "logs", job, retry)
         attempt = Attempt(ends=supervisor.run(), error=supervisor.stopped, resize=supervisor.resize)
         group.record_attempt(first_cause(attempt.ends) if attempt.error is None else None, supervisor.slow)
         return explained(attempt, events, group.rendezvous.attempt)
+
+
+def lost_at_start(group: WorkerGroup, error: LaunchError) -> list[End]:
+    """How the ranks of an attempt ended if a node was lost as they were started; empty if none was."""
+    group.stop(range(group.plan.world_size), 0.0)  # those on other nodes may run
+    lost = set(group.lost_ranks())
+    now, cause = time.time(), error.__cause__ or error
+    ends = []
+    for slot in group.plan.slots:
+        end = End(slot.rank, slot.node.host, "stopped", now)
+        if slot.rank in lost:
+            end = classify_lost(RankRecord(slot.rank, slot.node.host), (0, "", 0.0), now, cause)
+        ends.append(end)
+    return ends if lost else []
 
 
 def explained(attempt: Attempt, events: Events, number: int = 0) -> Attempt:

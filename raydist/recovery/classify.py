@@ -104,14 +104,14 @@ def classify_lost(rank: RankRecord, beat: Beat, at: float, error: BaseException 
     return replace(end, message=last_line(error), why=why, oom="ray" if why else "", preempted=preempted)
 
 
-def classify_unkillable(rank: RankRecord, beat: Beat, at: float, within_s: float) -> End:
+def classify_stuck(rank: RankRecord, beat: Beat, at: float, within_s: float) -> End:
     """The end of a rank whose process does not end, although its agent answers."""
     step, phase, _ = beat
     why = (
         f"its process did not end within {within_s:.0f} s of SIGKILL, as one that waits for a disk or a GPU that does "
         "not answer; see dmesg on its node"
     )
-    return End(rank.rank, rank.host, "lost", at, step, phase, log=rank.log, why=why)
+    return End(rank.rank, rank.host, "lost", at, step, phase, log=rank.log, why=why, stuck=True)
 
 
 def lost_at(host: str, ends: Iterable[End], answered: float | None, now: float, interval: float, alone: bool) -> float:

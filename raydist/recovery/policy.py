@@ -42,8 +42,8 @@ class Retry:
 
     @property
     def reached(self) -> int:
-        """The last step that any rank had reached."""
-        return self.past[-1].reached
+        """The last step that any rank had reached, in the last attempt whose ranks made one."""
+        return next((each.reached for each in reversed(self.past) if each.reached), 0)
 
     @property
     def since(self) -> float:

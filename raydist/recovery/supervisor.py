@@ -307,10 +307,10 @@ class Supervisor:
         )
         self._ended(classify.classify_lost(self._known(rank), self._hangs.beat(rank), at, error))
 
-    def _on_unkillable(self, rank: int) -> None:
+    def _on_stuck(self, rank: int) -> None:
         """The process of this rank was sent SIGKILL, and does not end."""
         known, beat = self._known(rank), self._hangs.beat(rank)
-        self._ended(classify.classify_unkillable(known, beat, time.time(), deadlines.DYING_S))
+        self._ended(classify.classify_stuck(known, beat, time.time(), deadlines.DYING_S))
 
     def _ended(self, end: End) -> None:
         if end.rank in self.ends:
@@ -344,7 +344,7 @@ class Supervisor:
             if not self._silences.heard(rank, self._deadlines.since):
                 self._on_lost(rank)
             elif now >= self._deadlines.final:
-                self._on_unkillable(rank)
+                self._on_stuck(rank)
         self._deadlines = self._deadlines.prolonged(now, self._world)
 
     def _stop_within(self, seconds: float) -> None:

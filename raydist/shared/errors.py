@@ -95,6 +95,18 @@ class LaunchError(RaydistError):
     """Ray, a node, the fork server or the rendezvous could not be started. Exit code 1."""
 
 
+def as_raydist_error(error: Exception) -> RaydistError:
+    """An error of Ray, or a fault of raydist itself, as a LaunchError: each run has a result with its error.
+
+    Its attribute `unexpected` is True, and the error is its cause. A RaydistError is returned as it is.
+    """
+    if isinstance(error, RaydistError):
+        return error
+    made = LaunchError(f"{type(error).__name__}: {last_line(error)}", unexpected=True)
+    made.__cause__ = error
+    return made
+
+
 class RunFailed(RaydistError):
     """At least one rank failed, and the run was not restarted, or not again. Exit code 1.
 

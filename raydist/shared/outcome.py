@@ -55,8 +55,15 @@ class End:
     """What ended it because memory ran out; empty if nothing did."""
     silent: bool = False
     """Its agent stopped responding: it is lost, or its node knows how it ended."""
+    stuck: bool = False
+    """It is lost because its process does not end, although it was killed; its agent answers."""
     preempted: bool = False
     """Its node was taken away by the cluster, or is about to be."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether its agent is gone, or does not answer any more."""
+        return self.silent or (self.how == "lost" and not self.stuck)
 
     @property
     def failed(self) -> bool:

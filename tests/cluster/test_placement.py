@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raydist.cluster import nodes as there
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node, NodeType, ResourceRequest, nodes_from_ray, types_from_config
-from raydist.cluster.shortage import describe_shortage
+from raydist.cluster.shortage import describe_missing, describe_shortage
 from raydist.settings.config import Backend, Job, Scale
 from raydist.shared.errors import ConfigError
 
@@ -309,6 +309,38 @@ def test_what_is_being_waited_for_is_said(scale: dict[str, Any], nodes: list[Nod
     known = [replace(each, labels=scale.get("labels", {})) for each in GPUS]
     asked = placement.resources_for(job(**scale), known)
     assert describe_shortage(asked, nodes) == text
+
+
+FULL = {"CPU": 0.0}
+THREE = [node(1, free=FULL), node(2, free=FULL), node(3)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "held", "text"),
+    [
+        ("STRICT_SPREAD", THREE[:2], ["id-1", "id-2"],
+         "waiting for 1 more node with 8 CPU: 0 of 1 ready"),
+        ("STRICT_SPREAD", [*THREE[:2], node(4, free=FULL)], ["id-1", "id-2", "id-3"],
+         "waiting for 1 more node with 8 CPU: 0 of 1 ready; node-4 has 8 CPU but 8 are taken"),
+        ("STRICT_SPREAD", THREE, ["id-1", "id-2"],
+         "waiting for Ray to place the ranks: the cluster has room for all"),
+        ("SPREAD", THREE[:2], ["id-1", "id-2", "id-3"],
+         "waiting for room for 1 more rank of 8 CPU: 0 of 1 have it; node-1 has 8 CPU but 8 are taken; "
+         "node-2 has 8 CPU but 8 are taken"),
+        ("STRICT_SPREAD", THREE, ["", "", ""],
+         "waiting for 2 more nodes with 8 CPU: 1 of 3 ready; node-1 has 8 CPU but 8 are taken; "
+         "node-2 has 8 CPU but 8 are taken"),
+        ("STRICT_SPREAD", THREE, ["id-1", "id-2", "id-3"],
+         "waiting for Ray to place the ranks: the cluster has room for all"),
+    ],
+)  # fmt: skip
+def test_what_a_run_holds_itself_is_not_missing(strategy: str, nodes: list[Node], held: list[str], text: str) -> None:
+    """It named the nodes of the run as those whose resources are taken."""
+    asked = replace(
+        placement.resources_for(job(nodes=3, per_node=1, cpus=8), [node(1), node(2), node(3)]),
+        strategy=strategy,
+    )
+    assert describe_missing(asked, nodes, held) == text
 
 
 def test_rays_nodes_are_read() -> None:

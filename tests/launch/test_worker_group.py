@@ -15,12 +15,14 @@ from raydist.cluster import placement
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan, assign_ranks
 from raydist.launch import worker_group
+from raydist.launch.run_storage import RunCheckpoints
 from raydist.launch.standby import StandbyNodes
 from raydist.launch.worker_group import WorkerGroup
 from raydist.network import checks_node
 from raydist.network.facts import Facts
 from raydist.network.names import EnvVar
-from raydist.settings.config import Backend, Job, Target
+from raydist.recovery import attempts, policy
+from raydist.settings.config import Backend, Job, Restart, Target
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.shared.events import Events, read_events
 from raydist.worker.protocol import (
@@ -320,8 +322,73 @@ def test_an_agent_that_is_new_and_not_open_counts_as_lost(transport: FakeTranspo
 def test_without_other_nodes_a_lost_agent_ends_the_run(transport: FakeTransport, events: Events, job: Job) -> None:
     group = opened(transport, events, job)
     transport.replies[IsOpen] = gone_from(3)
-    with pytest.raises(LaunchError, match="rank 3"):
+    with pytest.raises(LaunchError, match="rank 2"):  # the first on its node
         group.prepare_attempt(job, 1)
+
+
+def test_lost_agents_are_asked_nothing(transport: FakeTransport, events: Events, job: Job) -> None:
+    """Ray fails a call to a dead host after 20 s: each restart waited ten seconds for one."""
+
+    def replace_nodes(lost: Sequence[int]) -> Plan:
+        asked = {rank for rank, _ in transport.sent(IsOpen)}
+        assert (asked, lost) == ({0, 1}, [2, 3])
+        return placement.replace_nodes(group.plan, [node(1), node(3)])
+
+    group = opened(transport, events, job, replace_nodes=replace_nodes)
+    assert group.prepare_attempt(job, 1, gone={3}) == [2, 3]
+    assert [facts.hostname for facts in group.facts] == ["id-1", "id-1", "id-3", "id-3"]
+
+
+def test_a_node_that_is_lost_while_the_rendezvous_is_opened_is_replaced(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
+    """The run ended with Ray's traceback."""
+
+    def lose(rank: int, request: OpenStore) -> Any:
+        transport.replies[IsOpen] = gone_from(0, 1)
+        raise ConnectionError("actor died")
+
+    def replace_nodes(lost: Sequence[int]) -> Plan:
+        assert lost == [0, 1]
+        transport.replies.clear()
+        return placement.replace_nodes(group.plan, [node(3), node(2)])
+
+    group = opened(transport, events, job, replace_nodes=replace_nodes)
+    transport.replies[OpenStore] = lose
+    assert group.prepare_attempt(job, 1) == [0, 1]
+    assert [slot.node.id for slot in group.plan.slots] == ["id-3", "id-3", "id-2", "id-2"]
+    assert (group.rendezvous.address, group.rendezvous.port) == ("10.0.0.3", 4002)
+
+
+def test_a_rendezvous_that_cannot_be_opened_ends_the_run(transport: FakeTransport, events: Events, job: Job) -> None:
+    group = opened(transport, events, job)
+    transport.replies[OpenStore] = gone_from(0)
+    with pytest.raises(LaunchError, match="no rendezvous on host1: actor died"):
+        group.prepare_attempt(job, 1)
+
+
+def test_a_node_that_is_lost_as_ranks_start_is_a_failure_of_the_attempt(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
+    """It ended the run, though restarts were left."""
+    group = opened(transport, events, job)
+    transport.replies[StartRank] = gone_from(2)
+    transport.replies[IsOpen] = gone_from(2, 3)
+    attempt = attempts.run_attempt(job, None, group, events, RunCheckpoints(job))
+    assert [end.how for end in attempt.ends] == ["stopped", "stopped", "lost", "lost"]
+    assert attempt.ends[2].message == "actor died"
+    assert "rank 2 on host2" in attempt.failure
+    assert [rank for rank, _ in transport.sent(StopRank)] == [0, 1, 2, 3]
+    assert isinstance(policy.decide(Restart(max=1), [attempt]), policy.Retry)
+
+
+def test_a_rank_that_cannot_be_started_where_its_agent_answers_ends_the_run(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
+    group = opened(transport, events, job)
+    transport.replies[StartRank] = gone_from(2)
+    with pytest.raises(LaunchError, match=r"rank 2 on host2 .*actor died"):
+        attempts.run_attempt(job, None, group, events, RunCheckpoints(job))
 
 
 def test_a_writer_that_is_gone_is_a_warning(transport: FakeTransport, events: Events, job: Job) -> None:

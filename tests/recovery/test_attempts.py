@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -45,6 +47,8 @@ class Group:
     held: int | None = None
     """The step of the newest state that the fork server of rank 0 holds."""
     silent: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    """The ranks whose agents are known to be lost, when another attempt is prepared."""
     acts: list[str] = field(default_factory=list)
     first_world_size: int = 0
     plan: Any = field(default_factory=lambda: SimpleNamespace(world_size=2, as_event=lambda: {"slots": ["both"]}))
@@ -63,8 +67,9 @@ class Group:
         self.acts.append("newest_state")
         return self.held
 
-    def prepare_attempt(self, job: Job, number: int, resize: bool) -> list[int]:
+    def prepare_attempt(self, job: Job, number: int, resize: bool, gone: set[int]) -> list[int]:
         self.acts.append("again")
+        self.gone = gone
         if self.lost:
             raise LaunchError("no place for rank 1")
         return [1]
@@ -139,6 +144,42 @@ def test_a_retry_in_place_keeps_the_group(tmp_path: Path, monkeypatch: pytest.Mo
     assert it.decided == [1, 2]  # once after each
     assert it.history.outcome is not None
     assert it.history.outcome.earlier == (failed(KILLED),)
+
+
+@pytest.mark.parametrize(
+    ("end", "gone"),
+    [
+        (KILLED, set()),
+        (replace(KILLED, how="lost", message="The actor died"), {1}),
+        (replace(KILLED, how="lost", silent=True), {1}),
+        (replace(KILLED, how="exited", silent=True), {1}),
+        (replace(KILLED, how="lost", stuck=True), set()),
+    ],
+)
+def test_agents_that_are_lost_are_not_asked_in_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: End, gone: set[int]
+) -> None:
+    it, group = rig(tmp_path, monkeypatch, failed(end), GOOD), Group()
+    it.make(group)
+    it.make(group)
+    assert group.gone == gone
+
+
+def test_a_run_that_ends_by_an_error_that_is_not_raydists_has_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray's errors when a node is lost between two of its answers."""
+
+    def lose(*_: Any) -> Attempt:
+        raise KeyError("id-3")
+
+    run_flow = import_module("raydist.run")
+    monkeypatch.setattr(run_flow, "attempt_job", lose)
+    with pytest.raises(LaunchError, match="KeyError: 'id-3'") as ended:
+        run_flow.run_job(replace(JOB, dir=str(tmp_path), group="inline"))
+    assert isinstance(ended.value.__cause__, KeyError)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert "KeyError" in json.dumps(result)
 
 
 def test_drained_nodes_are_left_with_all_ranks_if_too_few_others_are_ready(
