@@ -259,7 +259,9 @@ def sick() -> Report:
         *found.check_latency(hosts, trips),
         *found.check_clocks(hosts, trips),
         *found.check_loaded_libraries(hosts[:2], tried),
-        *found.check_imports(hosts, [{}, {"timm": "ModuleNotFoundError: No module named 'timm'"}, {}, {}, {}, {}]),
+        *found.check_imports(
+            hosts, [{}, {"timm": "ModuleNotFoundError: No module named 'timm'"}, {}, {}, {}, {}], {"timm": ["timm"]}
+        ),
         *found.check_shm(hosts, ["No space left on device", "", "", "", "", None]),
         *found.check_run_folder(hosts, [True, False, True, True, True, None], "/data/runs"),
         *found.check_hostnames(hosts, [["127.0.1.1"], [], ["10.0.0.3"], None, None, None]),

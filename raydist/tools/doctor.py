@@ -6,6 +6,7 @@ It places the job's worker group and runs checks in its agents. It starts no ran
 from __future__ import annotations
 
 import contextlib
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError, RaydistError, Stopped
 from raydist.shared.events import Event, Events
 from raydist.shared.signals import stoppable
+from raydist.state import object_store
+from raydist.state.object_store import Remote
 from raydist.tools import doctor_report
 from raydist.tools.command_line import ToolParser, number, run_tool
 from raydist.tools.doctor_findings import CHECKS
@@ -60,13 +63,17 @@ def examine_cluster(job: Job, timeout: float) -> Report:
     """Run all checks. ConfigError if raydist.train would refuse the job; other launch failures become findings."""
     backends.check_installed(job.backend.name)
     report = Report()
-    with trial_folder(job, report) as folder, Events(folder / "events.jsonl", (print_waiting,)) as events:
+    with (
+        storage_probe(job, report) as probe,
+        trial_folder(job, report) as folder,
+        Events(folder / "events.jsonl", (print_waiting,)) as events,
+    ):
         trial = replace(job, dir=str(folder), storage="", scale=replace(job.scale, keep_warm_s=0))
         try:
             with checked_group(trial, events) as group:
                 group.open(trial, preload.modules(job.job.target, group.plan.request.backend))
                 report.passed("launch")
-                Rounds(settled(trial, group.plan), group, report, timeout).make()
+                Rounds(settled(trial, group.plan), group, report, timeout, probe).make()
         except (ConfigError, Stopped):
             raise
         except RaydistError as error:
@@ -102,6 +109,37 @@ def trial_folder(job: Job, report: Report) -> Iterator[Path]:
             report.add("run folder", Finding("run folder", "fail", (), text, "hydra.run.dir=<a folder that you own>"))
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         yield Path(folder)
+
+
+@contextlib.contextmanager
+def storage_probe(job: Job, report: Report) -> Iterator[str]:
+    """A file in the job's storage, removed at the end; empty without storage, or with a finding.
+
+    ConfigError: the storage can't be right.
+    """
+    if not job.storage:
+        yield ""
+        return
+    object_store.check_url("storage", job.storage)
+    place = object_store.parse_path(job.storage)
+    if not isinstance(place, Remote):  # a run makes the folder, the doctor leaves nothing
+        place = next(folder for folder in (place, *place.parents) if folder.is_dir())
+    probe = place / f".raydist-doctor-{secrets.token_hex(4)}"
+    try:
+        with object_store.environment(job.env):
+            probe.write_text("written by raydist.tools.doctor")
+        report.passed("storage")
+    except Exception as error:
+        text = f"storage={job.storage} can't be written here ({object_store.reason(error)})"
+        fix = "storage=FOLDER or storage=s3://BUCKET/FOLDER, with its credentials in env_file="
+        report.add("storage", Finding("storage", "fail", (), text, fix))
+        yield ""
+        return
+    try:
+        yield str(probe)
+    finally:
+        with contextlib.suppress(Exception), object_store.environment(job.env):
+            probe.drop() if isinstance(probe, Remote) else probe.unlink()
 
 
 def print_waiting(event: Event) -> None:

@@ -22,7 +22,8 @@ LINES = 8
 
 CHECKS = {
     "launch": "Ray can place the worker group, and its agents start and answer",
-    "run folder": "the run folder can be made, and every node sees it",
+    "run folder": "the run folder can be made, and every node sees it unless storage= is set",
+    "storage": "storage= can be written here, and every node sees it",
     "versions": "python, torch, ray and raydist are the same everywhere",
     "imports": "the modules that the ranks import are installed on every node",
     "hostname": "each host's own name resolves to an address that the others can reach",
@@ -215,15 +216,23 @@ def check_loaded_libraries(
                 yield Finding(name, level, (host.name,), f"{name} would use {where}, not {host.interface}", fix)
 
 
-def check_imports(hosts: Sequence[Host], errors: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
-    """Modules that a rank would fail to import. `errors`: by node, {module: error}."""
+def check_imports(
+    hosts: Sequence[Host], errors: Sequence[Mapping[str, str]], packages: Mapping[str, Sequence[str]]
+) -> Iterator[Finding]:
+    """Modules that a rank would fail to import.
+
+    `errors`: by node, {module: error}. `packages`: by top-level module, the packages of this machine that bring it. The
+    name of a module is often not that of its package, and may be somebody else's package.
+    """
     for name in sorted({name for of_node in errors for name in of_node}):
         bad = tuple(host.name for host, of_node in zip(hosts, errors, strict=True) if name in of_node)
         why = next(of_node[name] for of_node in errors if name in of_node)
         where = "every node" if len(bad) == len(hosts) else joined_names(bad)
         missing = re.search(r"No module named '(\w+)", why)
-        package = missing[1] if missing else name.partition(".")[0]
-        fix = f"on {where}: python -m pip install {package}"
+        module = missing[1] if missing else name.partition(".")[0]
+        brings = " ".join(sorted(set(packages.get(module, ()))))
+        install = f"python -m pip install {brings}" if brings else f"install the package that has the module {module}"
+        fix = f"on {where}: {install}"
         yield Finding("imports", "fail", bad, f"{where} can't import {name}: {why}", fix)
 
 
@@ -257,15 +266,39 @@ SAME = ("raydist", "torch", "ray", "python")
 def compare_versions(hosts: Sequence[Host], versions: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
     """Nodes with another version than most. `versions`: by node, {name: version}."""
     for name in SAME:
-        have = [of_node.get(name, "missing") for of_node in versions]
-        most = max(have, key=have.count)
+        have = [of_node.get(name, "") for of_node in versions]
+        installed = [version for version in have if version]
+        if not installed:
+            continue
+        most = max(installed, key=installed.count)
         for other in sorted(set(have) - {most}):
             bad = tuple(host.name for host, version in zip(hosts, have, strict=True) if version == other)
             close = name == "python" and other.split(".")[:2] == most.split(".")[:2]
-            text = f"{joined_names(bad)} {'has' if len(bad) == 1 else 'have'} {name} {other}, the others {most}"
-            install = f"on {joined_names(bad)}: python -m pip install {name}=={most}"
-            fix = f"the same image on every node, with Python {most}" if name == "python" else install
-            yield Finding("versions", "note" if close else "fail", bad, text, fix)
+            verb = "has" if len(bad) == 1 else "have"
+            text = f"{joined_names(bad)} {verb} {f'{name} {other}' if other else f'no {name}'}, the others {most}"
+            yield Finding("versions", "note" if close else "fail", bad, text, _same_version(name, most, bad))
+
+
+def _same_version(name: str, version: str, nodes: Sequence[str]) -> str:
+    """What to type on nodes that have another version of a package, or of Python."""
+    public, _, build = version.partition("+")
+    if name == "python":
+        return f"the same image on every node, with Python {version}"
+    if name == "raydist":
+        return f"on {joined_names(nodes)}: python -m pip install . in the folder of raydist {version}"
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if name == "torch" and build else ""
+    return f"on {joined_names(nodes)}: python -m pip install {name}=={public}{index}"
+
+
+def check_storage_seen(
+    hosts: Sequence[Host], errors: Sequence[Mapping[str, str] | None], storage: str
+) -> Iterator[Finding]:
+    """Nodes that can't see the storage. `errors`: by node, empty if it can; None if it gave no answer."""
+    for why in sorted({text for of_node in errors for text in (of_node or {}).values()}):
+        bad = tuple(host.name for host, of_node in zip(hosts, errors, strict=True) if why in (of_node or {}).values())
+        text = f"{joined_names(bad)} can't see storage={storage}: {why}"
+        fix = "a folder that all nodes see, or a bucket: storage=s3://BUCKET/FOLDER, with its credentials in env_file="
+        yield Finding("storage", "fail", bad, text, fix)
 
 
 def check_run_folder(hosts: Sequence[Host], sees: Sequence[bool | None], folder: str) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,13 +15,22 @@ from raydist.launch.worker_group import WorkerGroup
 from raydist.network import checks_node
 from raydist.network import variables as network_variables
 from raydist.network.finding import CHECKS
+from raydist.node.path_check import CHECK_S
 from raydist.node.peers import patience
 from raydist.settings.config import Job
 from raydist.shared.errors import last_line
 from raydist.tools import doctor_findings
 from raydist.tools.doctor_findings import Host
 from raydist.tools.doctor_report import Report
-from raydist.worker.protocol import CallPeers, CheckHost, ListenForPeers, ReachStore, Request, TryLibraries
+from raydist.worker.protocol import (
+    CallPeers,
+    CheckHost,
+    FindUnreachablePaths,
+    ListenForPeers,
+    ReachStore,
+    Request,
+    TryLibraries,
+)
 
 Reply = TypeVar("Reply")
 
@@ -34,8 +44,10 @@ TRIED = {"gloo": ("gloo",), "nccl": ("gloo", "nccl"), "horovod": ("nccl",)}
 class Rounds:
     """The checks on an open worker group. Causes come before their effects."""
 
-    def __init__(self, job: Job, group: WorkerGroup, report: Report, timeout: float) -> None:
+    def __init__(self, job: Job, group: WorkerGroup, report: Report, timeout: float, probe: str = "") -> None:
+        """`probe`: a file in the job's storage, which every node has to see; empty without storage."""
         self._job = job
+        self._probe = probe
         self._group = group
         self._report = report
         self._timeout = timeout
@@ -97,7 +109,7 @@ class Rounds:
             }
             for lead in self._leads
         ]
-        self._report.add("imports", *doctor_findings.check_imports(self._hosts, missing))
+        self._report.add("imports", *doctor_findings.check_imports(self._hosts, missing, packages_distributions()))
 
     def _check_machines(self) -> None:
         folder = Path(self._job.dir)
@@ -106,9 +118,19 @@ class Rounds:
         sees = [None if check is None else check.sees_folder for check in checks]
         names = [None if check is None else check.addresses for check in checks]
         self._report.add("shm", *doctor_findings.check_shm(self._hosts, shm))
-        self._report.add("run folder", *doctor_findings.check_run_folder(self._hosts, sees, str(folder.parent)))
+        if self._probe:
+            self._check_storage()
+        else:
+            self._report.add("run folder", *doctor_findings.check_run_folder(self._hosts, sees, str(folder.parent)))
         if len(self._hosts) > 1:
             self._report.add("hostname", *doctor_findings.check_hostnames(self._hosts, names))
+
+    def _check_storage(self) -> None:
+        """Have each node look for a file in the storage, with the job's credentials."""
+        request = FindUnreachablePaths({"storage": self._probe}, self._job.env)
+        errors = self._ask("storage", [request] * len(self._hosts), CHECK_S)
+        storage = self._probe.rpartition("/")[0]
+        self._report.add("storage", *doctor_findings.check_storage_seen(self._hosts, errors, storage))
 
     def _check_rendezvous(self) -> None:
         meet = self._group.rendezvous

@@ -27,6 +27,7 @@ from raydist.tools.doctor_rounds import Rounds
 from raydist.worker.protocol import CheckHost, CheckupRequest
 from tests.conftest import ROOT
 from tests.leftovers import gone
+from tests.stores import store
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -95,6 +96,33 @@ def test_a_run_folder_that_cannot_be_made_is_found(capsys: pytest.CaptureFixture
     assert "hydra.run.dir=<a folder that you own>" in text
 
 
+def test_the_storage_is_written_and_seen_and_nothing_stays_in_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run folder that only some nodes see is no problem then: checkpoints go to the storage."""
+    monkeypatch.chdir(tmp_path)
+    with store() as made:
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        Path("s3.env").write_text("".join(f"{name}={value}\n" for name, value in made.env.items()))
+        words = ["group=inline", "scale=1x1", "env_file=s3.env", "--json"]
+        answer = json.loads(told(capsys, *words, "storage=s3://bucket/runs"))
+        assert [*answer["checks"]["storage"].values()] == ["ok"]
+        assert made.files() == {}
+        missing = json.loads(told(capsys, *words, "storage=s3://nosuch/runs", code=1))
+        (finding,) = [each for each in missing["findings"] if each["check"] == "storage"]
+        assert (finding["level"], finding["nodes"]) == ("fail", [])
+        assert "storage=s3://nosuch/runs can't be written here" in finding["text"]
+
+
+def test_a_node_that_does_not_see_the_storage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = tmp_path / "elsewhere" / "probe"
+    report = rounds(tmp_path, ["127.0.0.1", "127.0.0.2"], probe=str(probe))
+    assert found(report, "storage") == [("fail", ("host0", "host1"))]
+    (finding,) = [each for each in report.findings if each.check == "storage"]
+    assert finding.text == f"host0, host1 can't see storage={probe.parent}: there is no {probe}"
+    assert found(report, "run folder") == []
+
+
 @pytest.mark.ray
 def test_a_healthy_ray_of_one_node_is_fine(ray_address: str, tmp_path: Path) -> None:
     """In a process of its own, as a person runs it."""
@@ -137,7 +165,9 @@ time.sleep(600)
 # The rounds, with real slots in a thread of this process
 
 
-def rounds(tmp_path: Path, addresses: list[str], host: str = "host{}", **different: dict[str, str]) -> Report:
+def rounds(
+    tmp_path: Path, addresses: list[str], host: str = "host{}", probe: str = "", **different: dict[str, str]
+) -> Report:
     """Make the rounds of a gang with one node at each address. `different`: versions of host0, host1, ..."""
     nodes = [Node(f"id{i}", address, host.format(i), {"CPU": 1.0}, {"CPU": 1.0}) for i, address in enumerate(addresses)]
     job = Job(scale=Scale(nodes=len(nodes), per_node=1), backend=Backend("gloo"), dir=str(tmp_path / "run"))
@@ -152,7 +182,7 @@ def rounds(tmp_path: Path, addresses: list[str], host: str = "host{}", **differe
             for each in plan.nodes
         )
         gang.failed_imports = ({},) * len(nodes)
-        Rounds(job, gang, report, 5.0).make()
+        Rounds(job, gang, report, 5.0, probe).make()
     return report
 
 

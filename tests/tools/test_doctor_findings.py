@@ -194,13 +194,25 @@ def test_nccl_s_word_to_type_is_an_exact_name() -> None:
 
 
 def test_a_package_that_one_node_lacks() -> None:
+    packages = {"timm": ["timm"], "cv2": ["opencv-python", "opencv-python"]}
     for module in ("timm.models", "raydist.worker.backends.mine"):
         (finding,) = found.check_imports(
-            nodes(3), [{}, {module: "ModuleNotFoundError: No module named 'timm.layers'"}, {}]
+            nodes(3), [{}, {module: "ModuleNotFoundError: No module named 'timm.layers'"}, {}], packages
         )
         assert (finding.nodes, finding.level) == (("host1",), "fail")
         assert finding.fix == "on host1: python -m pip install timm"
-    assert list(found.check_imports(nodes(2), [{}, {}])) == []
+    assert list(found.check_imports(nodes(2), [{}, {}], packages)) == []
+
+
+def test_what_to_install_is_a_package_not_a_module_of_that_name() -> None:
+    """`pip install cv2` fails, or installs what somebody else has put there."""
+    for module, fix in (
+        ("cv2", "python -m pip install opencv-python"),
+        ("mine", "the package that has the module mine"),
+    ):
+        errors = [{}, {module: f"ModuleNotFoundError: No module named '{module}'"}]
+        (finding,) = found.check_imports(nodes(2), errors, {"cv2": ["opencv-python"]})
+        assert finding.fix.endswith(fix)
 
 
 def test_shared_memory_and_the_run_folder() -> None:
@@ -244,7 +256,11 @@ def test_another_version_on_one_node(name: str, other: str, level: str) -> None:
 
 def test_a_node_without_torch_is_named() -> None:
     (finding,) = found.compare_versions(nodes(3), [{"torch": "2.15.0"}, {"torch": "2.15.0"}, {}])
-    assert "host2 has torch missing" in finding.text
+    assert finding.text == "host2 has no torch, the others 2.15.0"
+    (finding,) = found.compare_versions(nodes(3), [{"torch": "2.15.0+cu130"}, {}, {}])  # most of them lack it
+    assert finding.nodes == ("host1", "host2")
+    install = "python -m pip install torch==2.15.0 --index-url https://download.pytorch.org/whl/cu130"
+    assert finding.fix == f"on host1, host2: {install}"
 
 
 def test_nodes_that_could_not_do_their_part() -> None:
