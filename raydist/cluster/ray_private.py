@@ -206,6 +206,12 @@ def keep_quiet_about_token() -> None:
     logging.getLogger(TOKEN_SETUP).setLevel(logging.ERROR)
 
 
+def refused_token(message: str) -> bool:
+    """Whether an AuthenticationError with this message says that the token is wrong, not that there is none."""
+    wrong = find_part("ray._private.authentication.authentication_constants:TOKEN_INVALID_ERROR_MESSAGE")
+    return bool(wrong) and wrong in message
+
+
 def load_auth_token() -> None:
     """Use this user's token for clusters from now on, if the user has one, as Ray's own commands do."""
     require(f"{TOKEN_SETUP}:maybe_enable_token_auth_if_token_available")(warn_if_disabled=False)

@@ -108,8 +108,6 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """The ranks whose agents do not answer, once the run is over."""
         self._kept_call: bytes | Awaitable[bytes] | None = None
         """The job's pickled function, as `put` has made it."""
-        self._have_call = set[tuple[str, str]]()
-        """The nodes that have it, each with the name of its fork server."""
 
     def open(self, job: Job, modules: Sequence[str], warm_server: WarmServer | None = None, attempt: int = 0) -> None:
         """Round 1: probe every node, warm its fork server, open the rendezvous store on rank 0's node.
@@ -388,16 +386,17 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self._events.say("began", rank=slot.rank, host=slot.node.host, pid=pid)
 
     def _send_call(self, call: bytes | None) -> None:
-        """Send the pickled function to each node that does not have it, once for all its ranks."""
-        nodes = {(slot.node.id, self._run_of(slot)): slot.rank for slot in self._leads}
-        new = nodes.keys() - self._have_call
-        if call is None or not new:
+        """Send the pickled function to each node, once for all its ranks.
+
+        For each attempt, because a node may clean its temporary folder during a run of weeks. Ray sends it only to
+        nodes that do not have it in memory.
+        """
+        if call is None:
             return
         if self._kept_call is None:
             self._kept_call = self._put(call)
-        ranks = sorted(nodes[each] for each in new)
+        ranks = [slot.rank for slot in self._leads]
         self.call_each([protocol.KeepCall(self._kept_call)] * len(ranks), ranks=ranks)
-        self._have_call |= new
 
     def _run_of(self, slot: Slot) -> str:
         """The name of the fork server of a node."""

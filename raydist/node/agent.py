@@ -32,7 +32,7 @@ from raydist.node.processes import main_stack, process_state, recorded_error
 from raydist.node.writer import Writer, read_messages
 from raydist.shared.errors import LaunchError
 from raydist.worker import protocol
-from raydist.worker.heartbeat import BEAT_PAGE, STACKS_SIGNAL, read_beat, read_compute_time, read_pauses
+from raydist.worker.heartbeat import BEAT_PAGE, STACKS_SIGNAL, heartbeat_page, read_beat, read_compute_time, read_pauses
 from raydist.worker.protocol import (
     Activity,
     CheckupRequest,
@@ -199,9 +199,14 @@ class RankAgent:
         return StoreAddress(opened.port, opened.secret)
 
     async def keep_call(self, request: protocol.KeepCall) -> None:
-        """Write the pickled function of the job to the node's folder, where all its ranks read it."""
-        call = request.call if isinstance(request.call, bytes) else await request.call
-        await asyncio.to_thread((self.folder / rank_spec.CALL).write_bytes, call)
+        """Write the pickled function of the job to the node's folder, where all its ranks read it.
+
+        A run has one function: if the file is there, it stays. The disk may be full by now.
+        """
+        file = self.folder / rank_spec.CALL
+        if not file.exists():
+            call = request.call if isinstance(request.call, bytes) else await request.call
+            await asyncio.to_thread(write_at_once, file, call)
 
     async def start(self, request: StartRank) -> int:
         """Round 2: fork the rank with its variables; its pid.
@@ -218,8 +223,7 @@ class RankAgent:
         await self._reset(str(base))
         self._nccl = NcclLog(Path(f"{base}.nccl"), aloud=request.nccl_aloud, strict=request.nccl_strict)
         self._log = OutputFile(Path(f"{base}.log"))
-        beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.ftruncate(beat, BEAT_PAGE)
+        beat = heartbeat_page()
         self._beat = mmap.mmap(beat, BEAT_PAGE)
         agent_end, rank_end = socket.socketpair()
         append = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND)
@@ -497,3 +501,10 @@ class RankAgent:
         self._tasks.add(task)  # the loop holds only weak references
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def write_at_once(path: Path, data: bytes) -> None:
+    """Write a file that is there as a whole, or not at all."""
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    os.replace(part, path)

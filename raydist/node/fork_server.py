@@ -104,8 +104,10 @@ class Server:
     """By agent: the snapshot memories of its ranks."""
     serials: dict[int, int] = field(default_factory=dict)
     """By pid of each living child: its number among all forks. The kernel uses pids again."""
-    values: dict[int, str] = field(default_factory=dict)
-    """By pid of each living rank: the path of its value; empty for other processes."""
+    ranks: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """By pid of each living rank: the path of its value, and a descriptor of its heartbeat."""
+    mpi_since: float | None = None
+    """When the first program of MPI of this claim was started, in seconds since the epoch."""
     forks: int = 0
     writers: dict[int, SnapshotBuffers] = field(default_factory=dict)
     """By pid of a process that writes a checkpoint: the memories that it reads."""
@@ -206,8 +208,11 @@ class Server:
             case protocol.ImportModules(modules):
                 send_message(agent, self.warm_up(modules))
             case RankSpec() as spec:
-                self.note_fork(self.fork_rank(spec, fds, agent), agent, spec.value)
+                pid = self.fork_rank(spec, fds, agent)
+                self.ranks[pid] = spec.value, os.dup(fds[2])
+                self.note_fork(pid, agent)
             case protocol.ProgramSpec() as program:
+                self.mpi_since = self.mpi_since or time.time()
                 self.note_fork(self.fork(lambda: rank_main.run_program(program, *fds)), agent)
             case protocol.LookAtModel() as asked:
                 self.note_fork(self.fork(lambda: rank_main.look_at_model(asked, *fds)), agent)
@@ -281,9 +286,9 @@ class Server:
         os.close(self.lifeline)  # last: the owner waits for it
         self.lifeline = -1
 
-    def note_fork(self, pid: int, agent: socket.socket, value: str = "") -> None:
+    def note_fork(self, pid: int, agent: socket.socket) -> None:
         self.forks += 1
-        self.owner[pid], self.serials[pid], self.values[pid] = agent, self.forks, value
+        self.owner[pid], self.serials[pid] = agent, self.forks
         send_message(agent, protocol.Forked(pid, self.forks))
 
     def disconnect(self, agent: socket.socket) -> None:
@@ -331,7 +336,8 @@ class Server:
         signal.set_wakeup_fd(-1)
         # an agent that leaves waits for the end of its connection: no child of another may hold it
         fds = [key.fd for key in self.selector.get_map().values()]
-        for fd in [*fds, *(agent.fileno() for agent in self.leaving)]:
+        beats = [beat for _, beat in self.ranks.values()]
+        for fd in [*fds, *beats, *(agent.fileno() for agent in self.leaving)]:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self.selector.close()
@@ -345,8 +351,10 @@ class Server:
                 memories.unlock()
             end_session(pid)
             code, number = max(ended_with := os.waitstatus_to_exitcode(status), 0), max(-ended_with, 0)
-            if value := self.values.pop(pid, ""):
-                record_end(value, code, number)
+            if pid in self.ranks:
+                value, beat = self.ranks.pop(pid)
+                record_end(value, code, number, beat)
+                os.close(beat)
             if agent is not None and agent.fileno() >= 0 and serial is not None:
                 send_message(agent, protocol.Ended(pid, code, number, time.time(), serial))
             if not self.owner:  # there may be a next run; the first must not wait for this
@@ -403,7 +411,9 @@ class Server:
             self.reap()
             time.sleep(0.002)
         ended = end_children(END_S) and not self.leaving
-        mpi_segments.remove_leftovers(self.born)  # the agents, which do so after a run, may be gone
+        if self.mpi_since is not None:  # the agents, which do so after a run, may be gone
+            mpi_segments.remove_leftovers(self.mpi_since)
+            self.mpi_since = None
         return ended
 
     def report_progress(self) -> None:

@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from raydist.node import mpi_child, mpi_install, mpi_segments
@@ -28,7 +29,7 @@ from raydist.worker.protocol import PACKET, DaemonRequest, ProcessEnd, ProgramSp
 ABANDONED_S = 1.0
 """Seconds until a rank is killed that neither ended nor was stopped after mpirun ended its child."""
 OUTPUT = 4000
-"""Most characters of the output of mpirun or a daemon that travel to the driver."""
+"""Most bytes of the output of mpirun or a daemon that travel to the driver."""
 
 ABORT = re.compile(r"^Abort\((\d+)\) on node \d+ .*application called MPI_Abort.*$", re.MULTILINE)
 """MPICH's line about the rank that called MPI_Abort, with its code."""
@@ -181,7 +182,7 @@ class MpiRankAgent(RankAgent):
         finally:
             os.close(log)
         end = await asyncio.shield(ended)
-        return replace(end, output=path.read_text(errors="replace")[-OUTPUT:])
+        return replace(end, output=last_output(path))
 
     async def _accept_all(self, listener: socket.socket) -> None:
         """Accept the connections of mpirun's launch agents, and of its child for this rank."""
@@ -210,7 +211,7 @@ class MpiRankAgent(RankAgent):
 
     def _note_end(self, pid: int, end: RankEnd) -> None:
         """Note the end as any agent, and end mpirun's child likewise, which reports it to mpirun."""
-        output = (self.folder / f"rank-{self.rank}.log").read_bytes()[-OUTPUT:].decode(errors="replace")
+        output = last_output(self.folder / f"rank-{self.rank}.log")
         if aborted := ABORT.search(output):
             end = replace(end, code=int(aborted[1]), signal=0, lost=aborted[0])
         elif (self._abandoned and end.signal == signal.SIGKILL) or (end.code and PMI_LOST in output):
@@ -228,6 +229,13 @@ class MpiRankAgent(RankAgent):
         if self._end is None and self.pid:
             self._abandoned = True
             self._server.send(protocol.SignalProcess(self.pid, signal.SIGKILL))
+
+
+def last_output(path: Path) -> str:
+    """The last OUTPUT bytes of a log as text. No more is read: the log of a rank may have holes of gigabytes."""
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - OUTPUT))
+        return log.read(OUTPUT).decode(errors="replace")
 
 
 async def readable(sock: socket.socket) -> None:

@@ -12,7 +12,10 @@ NAMES = re.compile(r"mpich_shm_\w+|sm_segment\..+|vader_segment\..+|psm2_shm\..+
 
 
 def remove_leftovers(since: float, folder: Path = Path("/dev/shm"), proc: Path = Path("/proc")) -> None:
-    """Remove the segments of this user that are younger than `since` and that no process maps."""
+    """Remove the segments of this user that are younger than `since` and that no process maps.
+
+    Only after a run with MPI: processes of another container with the same /dev/shm are not in this /proc.
+    """
     segments = []
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):

@@ -21,10 +21,15 @@ def run_folder_here(run: str, node_id: str) -> Path:
     return node_folder(f"raydist-{os.getuid()}-{run}-{node_id[-8:]}")
 
 
-def record_end(value: str, code: int, signal: int) -> None:
-    """Write how a rank ended beside its value, the path of which its spec has. In the fork server."""
+def record_end(value: str, code: int, signal: int, beat: int) -> None:
+    """Write how a rank ended next to its value, the path of which its spec has. In the fork server.
+
+    `beat`: the descriptor of its heartbeat.
+    """
+    with mmap.mmap(beat, BEAT_PAGE, prot=mmap.PROT_READ) as page:
+        step, phase, _ = read_beat(page)
     with contextlib.suppress(OSError):  # the run's folder is gone, or the disk is full
-        Path(f"{value}.part").write_text(json.dumps((code, signal, time.time())))
+        Path(f"{value}.part").write_text(json.dumps((code, signal, time.time(), step, phase)))
         os.replace(f"{value}.part", f"{value}.end")
 
 
@@ -32,9 +37,7 @@ def read_end(run: str, node_id: str, rank: int) -> RecordedEnd | None:
     """How this rank ended in the newest attempt, and its value; None if it runs, or nothing is known."""
     base = run_folder_here(run, node_id) / f"rank-{rank}"
     try:
-        code, signal, at = json.loads(Path(f"{base}.value.end").read_text())
-        with open(f"{base}.beat", "rb") as file, mmap.mmap(file.fileno(), BEAT_PAGE, prot=mmap.PROT_READ) as page:
-            step, phase, _ = read_beat(page)
+        code, signal, at, step, phase = json.loads(Path(f"{base}.value.end").read_text())
     except (OSError, ValueError):
         return None
     end = RankEnd(code, signal, at, step=step, phase=phase, error=recorded_error(Path(f"{base}.error.json")))

@@ -93,7 +93,8 @@ class Store:
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self._values: dict[str, bytes] = {}
-        self._awaited: dict[str, asyncio.Event] = {}
+        self._awaited: dict[str, set[asyncio.Event]] = {}
+        """By missing key: the GETs that wait for it."""
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the one request of a connection."""
@@ -102,8 +103,10 @@ class Store:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            method, path, body = await asyncio.wait_for(read_request(reader), READ_S)
-            status, value = await self._respond(method, path, body)
+            method, name, body = await asyncio.wait_for(self._read(reader), READ_S)
+            status, value = await self._respond(method, name, body)
+        except PermissionError:
+            status, value = 403, b""
         except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.TimeoutError, OSError):
             status, value = 400, b""
         head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Length: {len(value)}\r\n\r\n"
@@ -111,20 +114,28 @@ class Store:
             writer.write(head.encode() + value)
             await writer.drain()
 
-    async def _respond(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        _, secret, scope, key = path.split("/")  # ValueError for any other path
+    async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
+        """(method, scope/key, body) of a request. ValueError: it is none.
+
+        PermissionError: it has not the secret; its body, of up to MAX_VALUE, is not read.
+        """
+        method, path, size = await read_head(reader)
+        _, secret, scope, key = path.split("/")
         if not hmac.compare_digest(secret.partition(":")[0].encode(), self._secret.encode()):
-            return 403, b""
-        name = f"{scope}/{key}"
+            raise PermissionError
+        return method, f"{scope}/{key}", await reader.readexactly(size)
+
+    async def _respond(self, method: str, name: str, body: bytes) -> tuple[int, bytes]:
         if method == "GET":
             return await self._get(name)
         if method == "PUT":
             self._values[name] = body
-            if event := self._awaited.pop(name, None):
-                event.set()
+            for waiting in self._awaited.pop(name, ()):
+                waiting.set()
         elif method == "DELETE":
             # All ranks of the scope are connected before the first DELETE, so no rank needs this address any more. It
             # must be gone for an init() that follows a shutdown().
+            scope, _, key = name.partition("/")
             for old in (name, f"{scope}/rank_{key}"):
                 self._values.pop(old, None)
         else:
@@ -133,19 +144,31 @@ class Store:
 
     async def _get(self, name: str) -> tuple[int, bytes]:
         if name not in self._values:
-            event = self._awaited.setdefault(name, asyncio.Event())
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(event.wait(), HOLD_S)
+            await self._wait_for(name)
         value = self._values.get(name)
         return (404, b"") if value is None else (200, value)
 
+    async def _wait_for(self, name: str) -> None:
+        """Wait up to HOLD_S for the value of a key."""
+        put = asyncio.Event()
+        waiting = self._awaited.setdefault(name, set())
+        waiting.add(put)
+        try:
+            await asyncio.wait_for(put.wait(), HOLD_S)
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            waiting.discard(put)
+            if not waiting and self._awaited.get(name) is waiting:
+                del self._awaited[name]
 
-async def read_request(reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
-    """(method, path, body) of an HTTP request. ValueError: it is none."""
+
+async def read_head(reader: asyncio.StreamReader) -> tuple[str, str, int]:
+    """(method, path, bytes of the body) of an HTTP request. ValueError: it is none."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     method, path, _ = head[0].split(" ")
     fields = (line.partition(":") for line in head[1:])
     size = next((int(value) for name, _, value in fields if name.lower() == "content-length"), 0)
     if not 0 <= size <= MAX_VALUE:
         raise ValueError(f"a value of {size} bytes")
-    return method, path, await reader.readexactly(size)
+    return method, path, size

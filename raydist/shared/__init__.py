@@ -3,7 +3,7 @@
 Gets nothing and imports nothing of raydist. Gives data types that driver, nodes and ranks share.
 
     arguments.py          The placeholders in the arguments of a program: `--rank {rank}` becomes each rank's own
-    cgroup.py             The memory cgroups of a process: their limits, and the memory that is left in them
+    cgroup.py             The cgroups of a process, and the memory that is left in them
     ending.py             The end of a process without the interpreter's tear-down: of a command, of a fork
     env_names.py          The names of the environment variables that raydist sets for its processes, or reads
     errors.py             The errors that end a run, and the exit code of each. All can be pickled

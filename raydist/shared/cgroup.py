@@ -1,4 +1,4 @@
-"""The memory cgroups of a process: their limits, and the memory that is left in them. (either side)"""
+"""The cgroups of a process, and the memory that is left in them. (either side)"""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ NO_LIMIT = 1 << 60
 """Without a limit cgroup v1 has a number near 2^63."""
 
 
-def lineage(pid: int | str, root: Path = Path("/")) -> Iterator[Path]:
-    """The memory cgroup of a process, then those that contain it: of v1 if that controller is mounted, else of v2.
+def lineage(pid: int | str, root: Path = Path("/"), controller: str = "memory") -> Iterator[Path]:
+    """The cgroup of a process, then those that contain it: of v1 if that controller is mounted, else of v2.
 
     In a container /proc may name the host's path; then only the mount itself is found, which is the container's.
     """
     mount = root / "sys/fs/cgroup"
     entries = [line.split(":", 2) for line in read_text(root / f"proc/{pid}/cgroup").splitlines()]
     for _, controllers, path in (entry for entry in entries if len(entry) == 3):
-        base = mount / "memory" if "memory" in controllers.split(",") else mount
+        base = mount / controller if controller in controllers.split(",") else mount
         if base != mount or not controllers:
             own = base / path.lstrip("/")
             yield from (each for each in (own, *own.parents) if each.is_relative_to(base) and each.exists())

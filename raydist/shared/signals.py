@@ -115,7 +115,8 @@ _receive: Callable[[Stopped], None] = _raise
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    signal.signal(number, _end_now)
+    for each in (signal.SIGINT, signal.SIGTERM):  # a person presses Ctrl-C, then types kill
+        signal.signal(each, _end_now)
     _receive(Stopped(number))
 
 

@@ -130,6 +130,11 @@ def job_client(address: str) -> JobSubmissionClient:
     except LaunchError as error:
         raise ConfigError(error.message) from error
     except AuthenticationError as error:
+        if ray_private.refused_token(error.message):
+            raise ConfigError(
+                f"--address {at}: the token in {token_source()} is not this cluster's: `ray get-auth-token` on the "
+                "cluster's head prints the right one", "--address", at,
+            ) from error  # fmt: skip
         raise ConfigError(
             f"--address {at}: the cluster requires its token: put it into ~/.ray/auth_token, or set "
             "RAY_AUTH_TOKEN_PATH to its file, and unset RAY_AUTH_MODE or set RAY_AUTH_MODE=token",
@@ -138,6 +143,13 @@ def job_client(address: str) -> JobSubmissionClient:
     except (OSError, RuntimeError, ValueError) as error:
         cause = f"no job can be sent there ({reason_of_ray(error)})"
         raise ConfigError.of("--address", at, cause, "--address http://HEAD:8265") from error
+
+
+def token_source() -> str:
+    """Where Ray has found this user's token, in the order in which it looks."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    return os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
 
 
 def send(client: JobSubmissionClient, folder: str, overrides: Sequence[str], name: str | None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,3 +60,14 @@ def read_beat(page: mmap.mmap) -> tuple[int, str, float]:
     view = memoryview(page)
     integers, at = view.cast("q"), view.cast("d")[2]
     return integers[0], PHASES[integers[1]] if at else "", at
+
+
+def heartbeat_page() -> int:
+    """The descriptor of a page for a rank's heartbeat, in memory: on a disk that is full a store would raise SIGBUS."""
+    if hasattr(os, "memfd_create"):
+        page = os.memfd_create("raydist-heartbeat")
+    else:
+        with tempfile.TemporaryFile() as file:
+            page = os.dup(file.fileno())
+    os.ftruncate(page, BEAT_PAGE)
+    return page

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -69,8 +70,7 @@ def run_rank(
     `own`, `lead`: the snapshot memories, as in context.Context. `pmi_fd`: its connection to MPICH's process manager,
     if mpirun passed one.
     """
-    if spec.cpus is not None:  # first: memory lies on the NUMA node of the CPU that touches it first
-        os.sched_setaffinity(0, spec.cpus)
+    not_bound = bind(spec.cpus)  # first: memory lies on the NUMA node of the CPU that touches it first
     become_rank(spec, log_fd)
     if pmi_fd >= 0:
         os.set_inheritable(pmi_fd, True)
@@ -78,9 +78,22 @@ def run_rank(
     channel = Channel(socket.socket(fileno=channel_fd), beat_fd)
     rank = context.Rank.from_env(os.environ)
     context.enter(context.Context(rank, emit=channel.emit, beat=channel.beat, flush=channel.flush, memory=(own, lead)))
+    if not_bound:
+        context.emit_event("warning", text=not_bound)
     code = run_in_rank(spec, channel)
     channel.flush()
     end_process(code, whole=bool(spec.script))
+
+
+def bind(cpus: Sequence[int] | None) -> str:
+    """Bind this process to these CPUs; None: to none. Why it can't be, or an empty text."""
+    try:
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus)
+    except OSError as error:  # a kubelet or a batch system has taken them away since the node was probed
+        listed = ",".join(map(str, cpus or ()))
+        return f"the rank is not bound to the CPUs {listed}, which it may no longer use ({error.strerror})"
+    return ""
 
 
 def redirect(log_fd: int) -> None:
@@ -98,6 +111,7 @@ def run_program(spec: ProgramSpec, log_fd: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         redirect(log_fd)
         os.chdir(spec.cwd)
+        program.restore_signals()
         os.execvpe(spec.argv[0], spec.argv, spec.env)
     except BaseException as error:  # an exception must not unwind into the fork server's code
         os.write(2, f"{spec.argv[0]}: {error}\n".encode())

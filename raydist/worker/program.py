@@ -9,6 +9,7 @@ import os
 import random
 import runpy
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -93,7 +94,14 @@ def execute(argv: Sequence[str]) -> NoReturn:
             raise ProgramNotFound(f"{os.path.abspath(argv[0])} on {host} is not executable: chmod +x {argv[0]}")
         raise ProgramNotFound(f"there is no program {argv[0]} on {host}: {ADVICE}")
     sys.stdout.flush()
+    restore_signals()
     os.execvp(argv[0], list(argv))
+
+
+def restore_signals() -> None:
+    """Give signals that Python ignores their default action, which exec does not: `yes | head` ends by SIGPIPE."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def finish(code: int) -> None:

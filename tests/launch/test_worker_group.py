@@ -256,7 +256,7 @@ def test_each_rank_starts_with_its_own_variables(
     ]  # fmt: skip
 
 
-def test_each_node_gets_the_pickled_call_once(
+def test_each_node_gets_the_pickled_call_once_for_each_attempt(
     transport: FakeTransport, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks_node, "check_nodes", lambda *_: None)
@@ -274,11 +274,11 @@ def test_each_node_gets_the_pickled_call_once(
     group.start(job, [()] * 4, b"pickled")
     assert transport.sent(KeepCall) == [(0, KeepCall(b"reference")), (2, KeepCall(b"reference"))]
     group.start(job, [()] * 4, b"pickled")
-    assert len(transport.sent(KeepCall)) == 2
+    assert [rank for rank, _ in transport.sent(KeepCall)] == [0, 2] * 2
     transport.replies[IsOpen] = gone_from(2, 3)
     group.prepare_attempt(job, 1)
     group.start(job, [()] * 4, b"pickled")
-    assert [rank for rank, _ in transport.sent(KeepCall)] == [0, 2, 2]
+    assert [rank for rank, _ in transport.sent(KeepCall)] == [0, 2] * 3
     assert put == [b"pickled"]
     group.start(job, [()] * 4, None)
     assert [request.call for _, request in transport.sent(StartRank)][-4:] == [False] * 4

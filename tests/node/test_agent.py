@@ -240,6 +240,21 @@ def test_a_job_runs_to_its_end_and_returns_a_value(node: Node, agent: RankAgent)
     assert value.error is None
 
 
+def test_a_rank_whose_cpus_were_taken_away_runs_on_others(node: Node, agent: RankAgent) -> None:
+    """A kubelet and a batch system change the CPUs of a container after they were read."""
+
+    async def go() -> History:
+        await agent.handle(KeepCall(cloudpickle.dumps((os.getpid, (), {}))))
+        await agent.handle(replace(start_request(0), cpus=(1023,)))
+        return await follow(agent)
+
+    history = node.run(go())
+    assert history.end is not None
+    assert history.end.code == 0
+    (warning,) = [each for each in history.events if each["kind"] == "warning"]
+    assert warning["text"].startswith("the rank is not bound to the CPUs 1023, ")
+
+
 def test_an_exception_is_an_event_and_a_pickle(node: Node, agent: RankAgent) -> None:
     def job() -> None:
         raise ValueError("no such layer")

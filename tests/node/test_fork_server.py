@@ -677,3 +677,23 @@ def test_ranks_find_done_what_each_would_do_and_do_not_tidy_up(tmp_path: Path) -
     assert line.receive(Ended) == Ended(pid, 0, 0, unittest.mock.ANY, unittest.mock.ANY)
     assert line.value() == (True, {False})
     node.close()
+
+
+@pytest.mark.parametrize("mpi", [False, True])
+def test_segments_of_mpi_are_removed_only_after_a_program_of_mpi(tmp_path: Path, mpi: bool) -> None:
+    """Another container with the same /dev/shm has processes that map them, and that are not in this /proc."""
+    node = Node(tmp_path / "f")
+    line = node.dial()
+    if mpi:
+        log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+        line.send(ProgramSpec(("true",), {"PATH": os.environ["PATH"]}, "/"), (log,))
+        os.close(log)
+        line.receive(Forked)
+        line.receive(Ended)
+    segment = Path(f"/dev/shm/sm_segment.{os.urandom(4).hex()}.0.1")
+    try:
+        segment.touch()
+        node.close()
+        assert segment.exists() is not mpi
+    finally:
+        segment.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raydist.network.facts import Machine
-from raydist.node.probe import machine
+from raydist.node.probe import cpus, machine
 from tests import machines
 from tests.machines import Box, build
 
@@ -74,3 +74,29 @@ def test_plug_ins_of_a_vendors_image_and_on_the_loaders_path(tmp_path: Path) -> 
     found = machine.machine("a", {"LD_LIBRARY_PATH": "/opt/site"}, root).plugins
     assert found == ("/opt/site/libnccl-net-own.so", "/opt/amazon/ofi-nccl/lib/libnccl-net.so")
     assert machine.machine("a", {}, build(tmp_path / "p", machines.plain_box())).plugins == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "350000 100000"}, 3),  # a container: its limit is at the root of the mount
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"system.slice/cpu.max": "600000 100000", "system.slice/job.service/cpu.max": "max 100000"}, 6),
+        ({"system.slice/cpu.max": "600000 100000", "system.slice/job.service/cpu.max": "200000 100000"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/batch/job/cpu.cfs_quota_us": "400000", "cpu/batch/job/cpu.cfs_period_us": "100000"}, 4),
+    ],
+)
+def test_the_quota_of_each_cgroup_on_the_way_to_the_root_counts(
+    tmp_path: Path, files: dict[str, str], count: int
+) -> None:
+    for name, text in {"cpu/batch/job/tasks": "", "system.slice/job.service/cgroup.procs": "", **files}.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    own = "4:cpu,cpuacct:/batch/job\n0::/system.slice/job.service\n"
+    (tmp_path / "proc/self/cgroup").write_text(own)
+    assert cpus.count_cpus(set(range(8)), tmp_path) == count

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from raydist.node import mpi_child
-from raydist.node.mpi_agent import MpiRankAgent
+from raydist.node.mpi_agent import MpiRankAgent, last_output
 from raydist.shared.errors import LaunchError
 from raydist.worker.protocol import EndLaunchAgent, MpirunEnded, Open, ProcessEnd, RunDaemon, StartRank
 from tests.mpi_programs import requires_openmpi
@@ -144,3 +144,15 @@ def test_a_rank_that_mpirun_does_not_start_fails_with_the_reason() -> None:
             await starting
 
     with_agent(work)
+
+
+def test_of_a_log_only_the_end_is_read(tmp_path: Path) -> None:
+    """What the driver has got of a log becomes a hole, of as many gigabytes as the rank has printed."""
+    log = tmp_path / "rank-0.log"
+    with log.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write("the end is nëar\n".encode())
+    assert last_output(log).lstrip("\0") == "the end is nëar\n"
+    log.write_text("short")
+    assert last_output(log) == "short"

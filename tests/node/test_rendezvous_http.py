@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import socket
 import threading
@@ -106,6 +107,33 @@ def test_requests_without_the_secret_are_forbidden(address: str, method: str, se
     answer = raw(address, f"{method} /{secret}:1/global/0 HTTP/1.1\r\nContent-Length: 4\r\n\r\nevil".encode())
     assert answer.split()[1] == b"403"
     assert ask(address, "GET", "global/0") == (OK, b"mine")
+
+
+def test_the_body_of_a_request_without_the_secret_is_not_waited_for(address: str) -> None:
+    """Any host that reached the port could make the node of rank 0 hold 16 MB for each of its connections."""
+    head = f"PUT /wrong:1/global/0 HTTP/1.1\r\nContent-Length: {rendezvous_http.MAX_VALUE}\r\n\r\n"
+    assert raw(address, head.encode()).split()[1] == b"403"
+
+
+def test_a_key_that_nobody_waits_for_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_http, "HOLD_S", 0.01)
+    store = rendezvous_http.Store("secret")
+
+    async def ask_for_nothing(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /secret:1/global/7 HTTP/1.1\r\n\r\n")
+        reply = await reader.read()
+        writer.close()
+        return reply.split()[1]
+
+    async def go() -> None:
+        server = await asyncio.start_server(store.answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        assert await asyncio.gather(*(ask_for_nothing(port) for _ in range(3))) == [b"404"] * 3
+        server.close()
+
+    asyncio.run(go())
+    assert store._awaited == {}
 
 
 def test_each_store_has_its_own_secret() -> None:

@@ -118,7 +118,7 @@ def test_the_tool_ends_as_the_job_did_and_the_metadata_names_the_culprit(rig: Ri
     [
         (["trian.epochs=3"], None, "did you mean train.epochs=3"),
         (["job=jobs/mien.py"], None, "did you mean job=jobs/mine.py"),
-        (["job=mine"], "0" * 64, "requires its token"),
+        (["job=mine"], "0" * 64, "the token in RAY_AUTH_TOKEN is not this cluster's"),
     ],
 )
 def test_what_can_not_be_is_refused_before_it_is_sent(

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from tests.leftovers import alive
 from tests.programs import Program
+from tests.rig import requires_root
 
 STEPS = """
     import os, sys, time
@@ -133,3 +135,71 @@ def test_a_uid_without_a_password_entry_and_a_home_trains(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[0] step 19" in done.stdout
+
+
+CLEANED = """
+import os
+import pathlib
+
+import raydist
+import torch.distributed as dist
+
+def job():
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    here = pathlib.Path(os.environ["RAYDIST_SCRATCH"])
+    if first and dist.get_rank() == 0:
+        for path in here.iterdir():
+            if not path.is_socket():  # a cleaner of /tmp leaves those that somebody listens at
+                path.unlink()
+    dist.barrier()
+    if first:
+        raise RuntimeError("it is broken")
+    return dist.get_rank()
+
+done = raydist.run(job, "group=inline", "scale=1x2")
+print(done.values, len(done.restarts), flush=True)
+"""
+
+
+def test_a_restart_needs_no_file_of_the_temporary_folder(tmp_path: Path) -> None:
+    """systemd-tmpfiles removes what has been in /tmp for ten days, such as the function of a run of weeks."""
+    code = [sys.executable, "-c", CLEANED]
+    done = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "(0, 1) 1" in done.stdout
+
+
+FULL = """
+import os
+import pathlib
+
+import torch.distributed as dist
+
+def job():
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        return
+    if dist.get_rank() == 0:
+        with open(pathlib.Path(os.environ["TMPDIR"], "full"), "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+    dist.barrier()
+    raise RuntimeError("the disk is full")
+"""
+
+
+@pytest.mark.root
+@requires_root
+def test_a_full_temporary_folder_kills_nothing_at_a_restart(tmp_path: Path) -> None:
+    """A page of a file that the disk has no room for raises SIGBUS: in a rank, and on a tmpfs in the driver."""
+    (tmp_path / "full.py").write_text(FULL)
+    with tempfile.TemporaryDirectory(prefix="f-") as disk:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], check=True)
+        try:
+            program = Program(tmp_path, "job=full.py:job", "group=inline", "scale=1x2", tmp=Path(disk))
+            assert program.wait() == 0, program.screen
+        finally:
+            subprocess.run(["umount", "--lazy", disk], check=True)
+    assert len(program.result()["restarts"]) == 1

@@ -21,16 +21,19 @@ def test_a_signal_raises_in_the_main_thread_and_the_old_handler_comes_back(numbe
     assert signal.getsignal(number) is before
 
 
-def test_a_second_signal_ends_at_once() -> None:
+@pytest.mark.parametrize(("first", "second"), [("INT", "INT"), ("INT", "TERM"), ("TERM", "INT")])
+def test_a_second_signal_ends_at_once(first: str, second: str) -> None:
     code = (
         "import os, signal\nfrom raydist.shared.signals import stoppable\nfrom raydist.shared.errors import Stopped\n"
         "with stoppable():\n"
-        "    try: os.kill(os.getpid(), signal.SIGINT); signal.pause()\n"
+        f"    try: os.kill(os.getpid(), signal.SIG{first}); signal.pause()\n"
         "    except Stopped:\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "        while True: pass\n"
+        f"        try: os.kill(os.getpid(), signal.SIG{second})\n"
+        "        finally:\n"
+        "            while True: pass\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 130
+    code_of_second = 128 + signal.Signals[f"SIG{second}"]
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == code_of_second
 
 
 def test_a_stop_that_was_passed_over_is_not_lost() -> None:

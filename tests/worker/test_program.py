@@ -237,3 +237,19 @@ def test_reports_of_a_script_are_received() -> None:
     script = Path("reports.py")
     script.write_text("import raydist\nfor step in range(1, 4):\n    raydist.report(step=step, loss=1 / step)\n")
     assert run(f"./{script}").metrics == {"loss": 1 / 3}
+
+
+def test_a_command_has_the_signals_that_a_shell_gives_it(tmp_path: Path) -> None:
+    """Python ignores SIGPIPE and SIGXFSZ, and a program that is exec'ed inherits that."""
+    ask = ["sh", "-c", "grep SigIgn /proc/self/status"]
+    direct = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+    code = f"from raydist.worker import program; program.execute({ask})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == direct
+    (log := tmp_path / "log").touch()
+    spec = f"ProgramSpec({tuple(ask)}, dict(os.environ), '/')"
+    code = (
+        "import os; from raydist.worker import main; from raydist.worker.protocol import ProgramSpec;"
+        f"os.fork() or main.run_program({spec}, os.open({str(log)!r}, os.O_WRONLY)); os.wait()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert log.read_text() == direct

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from raydist.network.facts import NumaNode
-from raydist.shared import sysfs
+from raydist.shared import cgroup, sysfs
 
 
 def allowed_cpus(root: Path = Path("/")) -> set[int]:
@@ -22,12 +22,22 @@ def allowed_cpus(root: Path = Path("/")) -> set[int]:
 
 
 def count_cpus(allowed: AbstractSet[int], root: Path = Path("/")) -> int:
-    """The number of these CPUs, or the quota of the cgroup (in a container: its limit), if that is less."""
-    quota, period, *_ = (sysfs.read_text(root / "sys/fs/cgroup/cpu.max") or "max 1").split()
+    """The number of these CPUs, or the quota of a cgroup of this process, if that is less.
+
+    A container has its limit at the root of the mount; a service or a batch job has it in a cgroup below.
+    """
+    mount = root / "sys/fs/cgroup"
+    groups = {mount, mount / "cpu", *cgroup.lineage("self", root, "cpu")}
+    return min([len(allowed), *filter(None, map(cpu_quota, groups))])
+
+
+def cpu_quota(group: Path) -> int | None:
+    """The quota of a cgroup in whole CPUs, at least 1; None without one."""
+    quota, period, *_ = (sysfs.read_text(group / "cpu.max") or "max 1").split()
     if quota == "max":  # or cgroup v1, where -1 is no quota
-        quota = sysfs.read_text(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us") or "-1"
-        period = sysfs.read_text(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us") or "1"
-    return min(len(allowed), max(1, int(quota) // int(period))) if int(quota) > 0 else len(allowed)
+        quota = sysfs.read_text(group / "cpu.cfs_quota_us") or "-1"
+        period = sysfs.read_text(group / "cpu.cfs_period_us") or "1"
+    return max(1, int(quota) // int(period)) if int(quota) > 0 else None
 
 
 def read_numa(allowed: AbstractSet[int], root: Path = Path("/")) -> tuple[NumaNode, ...]:
