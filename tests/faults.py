@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,19 @@ def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) ->
     parts = ((name, value) for name, value in model.state_dict().items() if not value.is_meta)  # another stage's
     weights = {name: getattr(value, "full_tensor", lambda value=value: value)().tolist() for name, value in parts}
     return {"figures": figures, "weights": weights, "random": torch.get_rng_state().tolist()}
+
+
+def two_trainings(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:
+    """Pretraining of 20 steps, then fine-tuning of 10 steps that faults strike; what it ends with."""
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(64, 10, generator=generator), torch.randint(3, (64,), generator=generator))
+    for steps, faults in ((20, ()), (10, struck)):
+        suffer(*faults)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 16), nn.Linear(16, 16), nn.Linear(16, 3))
+        settings = replace(config, train=replace(config.train, steps=steps))
+        figures = raydist.fit(settings, train=data, loss=cross_entropy, model=model)
+    return figures
 
 
 def own_loop(steps: int = 40, struck: tuple[Fault, ...] = ()) -> tuple[int, float]:

@@ -95,10 +95,12 @@ class RunCheckpoints:
         later one. False: there is none.
         """
         folder = parse_path(self._folder) if self._folder else run_folder(self._job) / CHECKPOINTS
-        reported = max((event["step"] for event in events.all("saved")), default=-1)
         try:
             with environment(self._job.env):
-                until, wanted = time.monotonic() + wait_s, reported + 1 if step is None else step
+                until = time.monotonic() + wait_s
+                folder = run_checkpoints.last_fit(folder)
+                reported = _reported(events, folder)
+                wanted = reported + 1 if step is None else step
                 while (newest := checkpoint_files.newest_step(folder)) < wanted and time.monotonic() < until:
                     time.sleep(LOOK_S)
                 saved = checkpoint_files.newest(folder, hashed=False) if newest > reported else None
@@ -110,6 +112,13 @@ class RunCheckpoints:
             text = f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
             events.say("warning", text=text)
         return False
+
+
+def _reported(events: Events, folder: StoragePath) -> int:
+    """The newest step of the reported checkpoints of the raydist.fit that saves into this folder; -1 for none."""
+    number = run_checkpoints.fit_of(folder / "any")
+    saved = ((event["step"], Path(event.get("path", ""))) for event in events.all("saved"))
+    return max((step for step, path in saved if run_checkpoints.fit_of(path) == number), default=-1)
 
 
 def _own(folder: StoragePath, warn: Warn) -> Saved | None:

@@ -5,6 +5,7 @@ All of it happens in a writer process, a child of the fork server, for one reque
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 from raydist.settings.config import Checkpoint
 from raydist.state import checkpoint_files
 from raydist.state.object_store import StoragePath
+from raydist.state.run_checkpoints import of_fit
+from raydist.state.snapshot_layout import FIT, PAGE, read_words
 from raydist.state.write import FileFacts, drop
 from raydist.worker.protocol import (
     CommitShards,
@@ -39,6 +42,7 @@ AT_ONCE = 4
 
 def answer_request(descriptors: Descriptors, folder: StoragePath, request: ShardsRequest) -> ShardsReply | None:
     """Do what the driver asks for. `folder`: the checkpoints of the run, as this node sees them."""
+    folder = of_fit(folder, max(map(fit_in, descriptors.values()), default=0))
     match request:
         case ListShards():
             return list_shards(descriptors, folder)
@@ -49,6 +53,11 @@ def answer_request(descriptors: Descriptors, folder: StoragePath, request: Shard
         case DropShards():
             drop(_beside(folder, request))
     return None
+
+
+def fit_in(descriptor: int) -> int:
+    """The number of the raydist.fit whose states are in this memory."""
+    return read_words(os.pread(descriptor, PAGE, 0), FIT, 1)[0]
 
 
 def _beside(folder: StoragePath, request: WriteShards | CommitShards | DropShards) -> StoragePath:

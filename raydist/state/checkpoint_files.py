@@ -75,9 +75,6 @@ class Saved:
 
     path: StoragePath
     meta: Meta
-    _mapped: bool = False
-    """Whether `state` is read as it is used, for the tensors that are copied anyway: the ranks of a node share the
-    pages of the file, and none needs memory for all of it."""
 
     @property
     def step(self) -> int:
@@ -110,12 +107,20 @@ class Saved:
                 f"{self.path} holds a sharded state: load it with raydist.sharded.load(state), or with "
                 "torch.distributed.checkpoint"
             )
-        return read_state(self.path, mapped=self._mapped)
+        return read_state(self.path)
 
     def random(self, rank: int, world_size: int) -> Any:
         """The random generators of a rank, for `raydist.fit`; None if another number of ranks saved it."""
         drawn = self.state["random"]
         return drawn[rank] if len(drawn) == world_size else None
+
+
+class MappedState(Saved):
+    """A checkpoint whose state is read as it is used, to be copied: the ranks of a node share the pages of the file."""
+
+    @cached_property
+    def state(self) -> State:
+        return read_state(self.path, mapped=True)
 
 
 def load(path: StoragePath) -> State:
@@ -130,7 +135,7 @@ def load(path: StoragePath) -> State:
 
 
 def read_state(path: StoragePath, *, mapped: bool = False, of_all: bool = True) -> State:
-    """As `load`. `mapped`: as in Saved; `of_all`: as for `local_copy`."""
+    """As `load`. `mapped`: as MappedState; `of_all`: as for `local_copy`."""
     import torch
 
     with local_copy(path, STATE, of_all) as file:

@@ -54,6 +54,11 @@ def training_of(checkpoint: StoragePath) -> StoragePath:
     return checkpoint.parent.parent if fit_of(checkpoint) > 1 else checkpoint.parent
 
 
+def last_fit(checkpoints: StoragePath) -> StoragePath:
+    """The folder of the last raydist.fit of a training that has one."""
+    return next(iter(_numbered(checkpoints, FIT)), checkpoints)
+
+
 def newest_of_training(
     checkpoints: StoragePath, warn: Warn = lambda text: None, *, hashed: bool = True
 ) -> Saved | None:

@@ -36,6 +36,7 @@ from raydist.shared.sysfs import counter, read_text
 from raydist.state.device import Device, HostDevice, Mark
 from raydist.state.snapshot_layout import (
     ALL_SLOTS,
+    FIT,
     LOCK,
     PAGE,
     REPLICA_SLOTS,
@@ -168,6 +169,17 @@ class SnapshotBuffer:
         whole = self.read(snapshot, clone="none") if snapshot >= 0 else {}
         whole.pop("own", None)
         return replace(request, state={**whole, **request.state})
+
+    @property
+    def fit(self) -> int:
+        """The number of the raydist.fit in its job whose states these are; 0: of none."""
+        return read_words(self._page, FIT, 1)[0]
+
+    def begin_fit(self, number: int) -> None:
+        """The states from here on are of this raydist.fit; those of the one before are on the disk, and go."""
+        if self.fit != number:
+            self.forget_after(-1)
+            write_words(self._page, FIT, number)
 
     @property
     def replicas(self) -> dict[int, int]:

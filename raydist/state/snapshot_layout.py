@@ -38,6 +38,10 @@ SLOT_WORDS = 6
 description, and whether it holds a whole state (1) or only a rank's own part (0)."""
 
 
+FIT = WORD * (1 + SLOT_WORDS * len(ALL_SLOTS))
+"""The offset of the number of the raydist.fit whose states these are; 0: of none."""
+
+
 def at_slot(slot: int) -> int:
     """The offset on the page of the description of a slot."""
     return WORD * (1 + slot * SLOT_WORDS)

@@ -12,6 +12,7 @@ from raydist.settings.config import Checkpoint
 from raydist.shared import env_names
 from raydist.state.checkpoint_files import Saved, load, newest, saved_at, write_and_prune
 from raydist.state.object_store import StoragePath, parse_path
+from raydist.state.run_checkpoints import fit_of, of_fit, training_of
 from raydist.state.write import SaveRequest, unloadable
 from raydist.worker import context
 
@@ -66,9 +67,10 @@ def save(
 
 
 def home() -> StoragePath:
-    """The folder or URL of this run's checkpoints."""
+    """The folder or URL of this run's checkpoints; during a raydist.fit of those of that one."""
     named = os.environ.get(env_names.CHECKPOINTS)
-    return parse_path(named) if named else context.rank().run_dir / "checkpoints"
+    folder = parse_path(named) if named else context.rank().run_dir / "checkpoints"
+    return of_fit(folder, context.current().fit)
 
 
 def save_request(
@@ -157,12 +159,22 @@ def _latest() -> Saved | None:
     if not named:
         return None
     path, restarted = parse_path(named), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    number = max(1, context.current().fit)
+    if fit_of(path) < number:
+        return None  # this raydist.fit has saved nothing
+    if fit_of(path) > number:
+        return newest(of_fit(training_of(path), number), warn)  # it has finished
     if restarted and path.parent == home().absolute() and not (path.exists() and saved_at(path).sharded):
         return newest(home(), warn, at_most=resumed_step())  # the driver has not read it: most restarts don't need it
     return saved_at(path)
 
 
 def resumed_step() -> int:
-    """The step of the checkpoint that `latest` returns, by its name alone; 0 for a new start."""
-    name = Path(os.environ.get(env_names.RESUME, "")).name
-    return int(name[5:]) if name.startswith("step-") else 0
+    """The step of the checkpoint that `latest` returns, by its name alone; 0 for a new start.
+
+    0 as well for that of another raydist.fit of the job.
+    """
+    path = Path(os.environ.get(env_names.RESUME, ""))
+    if not path.name.startswith("step-") or fit_of(path) != max(1, context.current().fit):
+        return 0
+    return int(path.name[5:])

@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypedDict
@@ -159,6 +160,10 @@ class Context:
     memory: tuple[int, int] | None = None
     """Descriptors of this rank's snapshot memory and of that of the node's first rank, -1 for a missing one; None: no
     other process could read them after this one has ended."""
+    fits: int = 0
+    """How many times the job has called raydist.fit."""
+    fit: int = 0
+    """The number of the one that runs now, from 1; 0: none."""
     stop_request: StopRequest = field(default_factory=StopRequest)
 
     buffer: SnapshotBuffer | None = None
@@ -167,6 +172,17 @@ class Context:
     """Keeps sharded states in memory, from the first on."""
     leaving: list[Callable[[], object]] = field(default_factory=list)
     """Functions that wait for unfinished work, called when the job has returned, before the rank leaves the others."""
+
+    @contextmanager
+    def next_fit(self) -> Iterator[None]:
+        """The next raydist.fit of the job, inside the block."""
+        self.fits += 1
+        self.fit = self.fits
+        self.kept = 0
+        try:
+            yield
+        finally:
+            self.fit = 0
 
 
 def _context_from_env() -> Context:

@@ -191,12 +191,18 @@ def load_from_disk(state: State, of_ranks: str = "", optional: Sequence[str] = (
     return found.step
 
 
+def begin_fit() -> None:
+    """Keep the states of the raydist.fit that begins, in place of those of the one before. A collective."""
+    if (ring := _ring()) is not None:
+        ring.begin_fit(context.current().fit)
+
+
 def copied() -> bool:
     """Wait until the copy of the state that `keep` got last is complete; whether states are kept at all."""
     ring: Ring | None = context.current().sharded
     if ring is not None:
         ring.rest()
-    return ring is not None and ring.keeps
+    return ring is not None and ring.keeps and not ring.passed
 
 
 def _ring() -> Ring | None:
@@ -224,11 +230,22 @@ class Ring:
         self._holders = holders([int(row[0]) for row in self._gather(me.node_rank)])
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
+        self.passed = False
+        """Whether the memory of a rank has states of a later raydist.fit: the one that runs now has finished."""
+
+    def begin_fit(self, number: int) -> None:
+        """As the module's `begin_fit`. Unless a later one has begun: its states stay, and this one keeps none."""
+        self.rest()
+        if self._memory is None:
+            return
+        self.passed = max(row[0] for row in self._gather(self._memory.fit)) > number > 0
+        if not self.passed:
+            self._memory.begin_fit(number)
 
     def keep(self, step: int, state: Mapping[str, Any]) -> None:
         """As the module's `keep`."""
         self.rest()
-        if self._memory is None:
+        if self._memory is None or self.passed:
             return
         try:
             part = RankPart(self._rank, self._world, local(state), self._planner.plan(state))
@@ -297,6 +314,9 @@ class Ring:
     def load(self, state: State, of_ranks: str, optional: Sequence[str], part: bool) -> int:
         """As the module's `load`, from memory only."""
         assert self._memory is not None
+        self.begin_fit(context.current().fit)
+        if self.passed:
+            return 0
         rows = self._gather(*_as_row(self._shards(self._memory.steps)), *_as_row(self._shards(self._memory.replicas)))
         own, copies = ([_from_row(row[part]) for row in rows] for part in (slice(0, ROW), slice(ROW, None)))
         step = self._common(own, copies)

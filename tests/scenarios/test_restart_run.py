@@ -317,6 +317,29 @@ def test_a_second_training_in_a_run_folder_leaves_the_first_ones_checkpoints_alo
     assert saved_in(first.dir / "checkpoints") == [32, 40, 48]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("snapshot.every=1",), ("snapshot.every=0",), ("snapshot.every=1", "parallel=fsdp")],
+    ids=["memory", "disk", "shards"],
+)
+def test_a_second_fit_of_a_job_is_restarted_at_its_own_step(on_ray: Path, words: tuple[str, ...]) -> None:
+    """It found the last checkpoint of the first, made no step, and the run ended as finished."""
+    settings = ("scale=1x2", "group=inline", "watch.progress=none", "data.batch_size=8", "checkpoint.every=4")
+
+    def run(*struck: Fault) -> Result[Any]:
+        return raydist.run(faults.two_trainings, *settings, *words, "seed=5", struck=struck)
+
+    done = run(kill(1, 7))
+    (end,) = done.restarts
+    assert (end.how, end.step) == ("killed", 7)
+    *before, step = begun(done)
+    assert before == [0, 0, 20]
+    assert (step == 4) if "snapshot.every=0" in words else (5 <= step <= 7)
+    assert done.values == run().values
+    assert saved_in(done.dir / "checkpoints")[-1] == 20
+    assert done.checkpoint == done.dir / "checkpoints" / "fit-2" / "step-00000010"
+
+
 def test_resume_auto_continues_what_was_stopped_and_not_what_has_finished(on_ray: Path) -> None:
     """The command of another training found all steps of the one before done: it made none, and reported success."""
     with pytest.raises(RunFailed):

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from raydist.settings.config import Job, as_saved
 from raydist.settings.mesh import mesh_shape
 from raydist.shared.errors import ConfigError, RaydistError, nearest
-from raydist.state.checkpoint_files import Saved
+from raydist.state.checkpoint_files import MappedState, Saved
 from raydist.state.device import Mark, device_of
 from raydist.state.snapshot import cloned
 from raydist.state.snapshot_layout import State
@@ -69,6 +69,8 @@ def fit(
     1), `epochs`, `samples` (training samples used so far by all ranks); after each evaluation the results.
 
     It saves checkpoints as `checkpoint.every` says, and continues from a checkpoint or a snapshot if the run has one.
+    A job may call it several times, in the same order in each run: the second one has its steps and its checkpoints
+    (`checkpoints/fit-2/`) for itself. After a restart those that have finished make no step.
 
     ConfigError: `train` has no length and `train.steps` is not set; it is none of these, or `test` is not a map-style
     Dataset; the samples do not fill one optimizer step; the global batch cannot be divided among the ranks;
@@ -76,8 +78,22 @@ def fit(
     RaydistError: called outside a run, or the ranks found different checkpoints.
     What `model`, `loss`, a metric or a data set raises is passed on.
     """
-    if context.current().comm is None:
+    current = context.current()
+    if current.comm is None:
         raise RaydistError("raydist.fit was called outside a run: end the file with raydist.main(job) and run the file")
+    with current.next_fit():
+        return _fit(config, train, loss, test, metrics, model, collate)
+
+
+def _fit(
+    config: Job,
+    train: Any,
+    loss: Loss,
+    test: Dataset[Any] | None,
+    metrics: Mapping[str, Metric] | None,
+    model: torch.nn.Module | None,
+    collate: Callable[[list[Any]], Any] | None,
+) -> dict[str, float]:
     me = context.rank()
     shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
     order, batches = sources.ordered(train, config, shape.data_rank(me.rank), shape.data, collate)
@@ -166,7 +182,7 @@ class Training:
         self.saved = found.step if found else 0
         if found is None or found.sharded:
             return found and shards.find_shards(self.stepper)
-        return replace(found, _mapped=True)
+        return MappedState(found.path, found.meta)
 
     def _find_shards(self) -> Saved | shards.Found | None:
         latest = self._agree(checkpoint.latest())

@@ -51,6 +51,8 @@ class ShardSnapshotter(Snapshotter):
     _kept = -1
 
     def begin(self, step: int) -> None:
+        if self.on:
+            sharded.begin_fit()
         self.go_on()
 
     def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:

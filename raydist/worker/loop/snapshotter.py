@@ -78,7 +78,11 @@ class Snapshotter:
         self.on = current.memory is not None and job.snapshot.every != 0
         _, lead = current.memory or (-1, -1)
         self._memory = checkpoint.own_memory() if self.on else None
-        self._lead = SnapshotBuffer(lead) if self.on and lead >= 0 else None
+        if self._memory is not None and self._memory.fit > current.fit:
+            self._memory = None  # a later raydist.fit of the job needs it: this one has finished, and is on the disk
+        if self._memory is not None:
+            self._memory.begin_fit(current.fit)
+        self._lead = SnapshotBuffer(lead) if self._memory is not None and lead >= 0 else None
         self._every, self._fixed = job.snapshot.every or 1, job.snapshot.every is not None
         self._clone: Cloned = "host" if current.rank.device.type == "cuda" else "all"
         """What of a state that is read must be copied: a GPU has its own copy of the rest as soon as it is loaded."""
