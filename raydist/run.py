@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -57,10 +58,11 @@ def run_job(job: Job, call: RemoteCall | None = None, many: OneOfMany | None = N
     folder = Path(job.dir)
     halt, shown = (many.halt, many.reader) if many else (None, None)
     with stoppable(halt), watching(job, shown) as (events, figures):
-        with Trackers(job, events) as trackers:
+        # Ray is left after the event `result`: what its readers count goes out over that connection.
+        with Trackers(job, events) as trackers, ExitStack() as connection:
             try:
                 events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=last_page(folder))
-                attempt = attempt_job(trackers.with_ids(), call, events, many)
+                attempt = attempt_job(trackers.with_ids(), call, events, connection, many)
             except Exception as error:  # also Ray's: whatever happens, there is a result
                 attempt = Attempt(error=as_raydist_error(error))
             outcome: Result[Any] = result.make_result(folder, attempt, figures)
@@ -72,8 +74,13 @@ def run_job(job: Job, call: RemoteCall | None = None, many: OneOfMany | None = N
     return outcome.or_raise()
 
 
-def attempt_job(job: Job, call: RemoteCall | None, events: Events, many: OneOfMany | None = None) -> Attempt:
-    """Connect, then one placement after the other until the run is over; nearly always one is enough."""
+def attempt_job(
+    job: Job, call: RemoteCall | None, events: Events, connection: ExitStack, many: OneOfMany | None = None
+) -> Attempt:
+    """Connect, then one placement after the other until the run is over; nearly always one is enough.
+
+    `connection`: leaves Ray when it is closed.
+    """
     backends.check_installed(job.backend.name, job.script)
     run_storage.reserve_run(job)
     asked, job = job.group, connect.settle_group(job)
@@ -83,12 +90,12 @@ def attempt_job(job: Job, call: RemoteCall | None, events: Events, many: OneOfMa
         check.refuse()
         return attempt_inline(job, call, events)
     warm_server.prepare(job)  # while Ray answers
-    with connect.connect(job, events):
-        check.refuse()
-        attempts = Attempts(job, call, events)
-        while attempts.outcome is None:
-            attempt_placed(job, events, attempts, many)
-        return attempts.concluded()
+    connection.enter_context(connect.connect(job, events))
+    check.refuse()
+    attempts = Attempts(job, call, events)
+    while attempts.outcome is None:
+        attempt_placed(job, events, attempts, many)
+    return attempts.concluded()
 
 
 def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany | None) -> None:

@@ -127,6 +127,15 @@ def slower(times: Mapping[int, Own], hosts: Sequence[str], percent: float) -> li
     return found
 
 
+def own_shares(times: Mapping[int, Own]) -> dict[int, float]:
+    """By rank the share of a step in which the others wait for it, 0 for one that is not slower than they are."""
+    if len(times) < 2:
+        return {}
+    ordered = sorted(own for _, own, _ in times.values())
+    slow = {rank: Slow(rank, "", own, median_without(ordered, own), step) for rank, (_, own, step) in times.items()}
+    return {rank: max(0.0, each.share) for rank, each in slow.items()}
+
+
 def median_without(ordered: Sequence[float], one: float) -> float:
     """The median of these sorted values without one of them."""
     at, left = bisect_left(ordered, one), len(ordered) - 1

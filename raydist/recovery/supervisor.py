@@ -279,11 +279,13 @@ class Supervisor:
         return {rank: (step, *times.get(rank, (0, 0.0, 0.0))[1:]) for rank, step in steps.items() if step}
 
     def _on_event(self, rank: int, event: Event) -> None:
+        # A node whose clock is minutes ahead would make a run of minutes of one of seconds.
+        event = {**event, "t": self._clocks.here(self._host(rank), event["t"])}
         self._events.add(event)
         if self._quiesce.note(rank, event):
             self._stop_to_move()
         if event["kind"] == "raised":
-            self._raised[rank] = {**event, "t": self._clocks.here(self._host(rank), event["t"])}
+            self._raised[rank] = event
             # the process may hang while it exits: the stop does not wait for its end
             self._stop_within(deadlines.VICTIM_S)
         if self._restart and (cost := self._restart.add(rank, event)):

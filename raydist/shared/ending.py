@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import NoReturn
 
 FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-WAIT_S = 0.05
-"""How long a command waits at its end for what tidies up: Ray hears within 0.03 s that this process leaves it."""
+WAIT_S = 10.0
+"""Longest time that a command waits at its end for what tidies up: ray.shutdown takes 0.3 s, on a busy machine seconds,
+and only at its end it sends what was counted for Prometheus since the last report, such as that the run has failed."""
 
 COLLECT_AT = 50_000
 """New objects after which a command's garbage is collected, instead of 700: it imports much, and makes few cycles."""

@@ -1,7 +1,7 @@
 """The events of a run: one append-only file of JSON lines, and readers that get each event live. (either side)
 
-Every event has `t` (seconds since the epoch, where it happened) and `kind`; its other fields depend on the kind. `pace`
-and `nodes` are said each some 10 s, in a large run less often:
+Every event has `t` (seconds since the epoch, on the driver's clock) and `kind`; its other fields depend on the kind.
+`pace` and `nodes` are said each some 10 s, in a large run less often:
 
     run        name, dir, target, pages          the run began; `pages`: failure pages that earlier runs left
     cluster    address, nodes, started           connected to Ray; `started`: raydist started it
@@ -19,7 +19,8 @@ and `nodes` are said each some 10 s, in a large run less often:
     spent      rank, what, s                     an evaluation or a save took `s` seconds
     saved      rank, step, path, s               a checkpoint is complete on disk
     raised     rank, type, message, traceback, step      the job raised an exception
-    done       rank, [spent]                     the job's function returned; spent: {step, evaluate, save: seconds}
+    done       rank, [spent, samples]            the job's function returned; spent: {step, evaluate, save: seconds};
+                                                 step and samples are without the first step, a part of the launch
     ended      rank, code, signal, step          the rank's process ended
     hang       text, ranks, certain, s           ranks are silent for `s` seconds, and which ranks they wait for
     slow       text, ranks                       slow ranks: rank, host, own_s, others_s, step_s, share

@@ -23,7 +23,7 @@ class Spent:
     repeated_s: float = 0.0
     """The part of earlier_s in steps that a later attempt repeated."""
     counted_s: float | None = None
-    """Seconds in steps of this attempt, as the loop counted them; None if it has not reported them."""
+    """Seconds in steps of this attempt after the first, as the loop counted them; None if it has not reported them."""
     beside: dict[str, float] = field(default_factory=dict)
     """Seconds outside of steps in earlier attempts, by activity."""
     steps: tuple[Event, ...] = ()

@@ -181,7 +181,7 @@ class Figures:
     ended: float = 0.0
     """Time of the end of the run, else of the last event."""
     done: int = 0
-    """Samples of the steps of the last attempt over all ranks, as the loop itself counted."""
+    """Samples of the steps of the last attempt after its first over all ranks, as the loop itself counted."""
     samples: tuple[Event, ...] = ()
     """The first and the last report with `samples`."""
     warned: dict[str, Counter[int | None]] = field(default_factory=dict)

@@ -31,16 +31,18 @@ def watching(job: Job, shown: Reader | None = None) -> Iterator[Watched]:
     folder, figures = Path(job.dir), Figures()
     console = Console(job.watch, failures=figures.failures) if shown is None else None
     screen: list[Reader] = [each for each in (shown, console) if each is not None]
+    metrics = Metrics(run_label(job), figures, lambda text: events.say("warning", text=text))
     readers: tuple[Reader, ...] = (
         figures.add,
         Pages(folder, figures.failures),
         *screen,
         JobMetadata(job.watch),
         LogLink(folder),
-        Metrics(run_label(job), figures),
+        metrics,
     )
     with (
         console or contextlib.nullcontext(),
+        metrics,
         Events(folder / "events.jsonl", readers, whole=bool(job.track)) as events,
         PageBeside(folder, job.watch.page) as page,
     ):

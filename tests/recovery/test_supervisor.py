@@ -33,6 +33,7 @@ from raydist.worker.protocol import (
     StopAfter,
 )
 from tests.recovery.fake_group import Trial
+from tests.watch.folds import fold_figures
 
 PEER_GONE = "[/gloo/transport/tcp/pair.cc:561] Connection closed by peer [::1]:1."
 
@@ -123,6 +124,20 @@ def test_clocks_that_differ_change_neither_the_cause_nor_how_ranks_ended(
         trial.end(0, signum=9, step=2)
         assert ways(trial) == ["stopped", "killed", "raised"]
         assert trial.cause().rank == 1
+
+
+@pytest.mark.parametrize("ahead", [300.0, -300.0])
+def test_a_nodes_clock_changes_no_time_of_the_run(tmp_path: Path, ahead: float) -> None:
+    with Trial(tmp_path, ranks=1) as trial:
+        trial.ahead = {0: ahead}
+        trial.events.say("run", name="a", dir="d")
+        for step in (1, 2):
+            trial.answer(0, {**event("report", rank=0, step=step, values={}), "t": trial.now(0)}, step=step)
+        trial.end(0, {**event("done", rank=0), "t": trial.now(0)}, step=2)
+        assert ways(trial) == ["finished"]
+    figures = fold_figures(trial.seen)
+    assert figures.wall_s < 60
+    assert [happened["t"] for happened in trial.seen] == pytest.approx([time.time()] * len(trial.seen), abs=60)
 
 
 def test_an_exception_ends_the_others_even_if_its_process_hangs(tmp_path: Path) -> None:

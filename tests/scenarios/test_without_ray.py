@@ -39,6 +39,29 @@ STEPS = """
 """
 
 
+SLOW_FIRST_STEP = """
+    import time
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    import raydist
+
+    class Compiled(nn.Module):
+        compiled = False
+
+        def forward(self, x):
+            if not self.compiled:
+                time.sleep(1.0)
+            self.compiled = True
+            return x
+
+    def job(config):
+        model = nn.Sequential(nn.Linear(4, 4), Compiled(), nn.Linear(4, 2))
+        data = TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+        return raydist.fit(config, model=model, train=data, loss=nn.functional.cross_entropy)
+"""
+
+
 def launch(folder: Path, *words: str, address: str | None = None) -> Program:
     (folder / "steps.py").write_text(textwrap.dedent(STEPS))
     return Program(folder, *words, address=address, module="raydist.tools.launch")
@@ -64,6 +87,18 @@ def test_no_ray_is_started(tmp_path: Path) -> None:
     names = re.findall(r"([a-z]+) [\d.]+", shown[0][0])
     assert names == ["python", "settings", "launch", "ranks", "records", "exit"]
     assert_nothing_left(program)
+
+
+def test_a_first_step_that_compiles_is_launch_and_no_step_that_counts(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(textwrap.dedent(SLOW_FIRST_STEP))
+    program = Program(tmp_path, "job=job.py", "scale=1x1", "group=inline", "optim=adamw", "train.steps=10")
+    assert program.wait() == 0, program.screen
+    result = program.result()
+    assert result["launch"]["first step"] > 1.0
+    assert result["spent"]["steps"] < result["launch"]["first step"]
+    assert sum(result["spent"].values()) == pytest.approx(result["wall_s"])
+    (done,) = program.events("done")
+    assert done["samples"] == result["metrics"]["samples"] * 9 / 10
 
 
 @pytest.mark.ray

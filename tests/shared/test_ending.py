@@ -16,6 +16,7 @@ COMMAND = """
 import atexit, gc, sys, time
 from pathlib import Path
 gc.freeze()  # as after the imports of a command
+from raydist.shared import ending
 from raydist.shared.ending import tidied, tidy_up, run_to_the_end
 
 def tidy():
@@ -27,8 +28,10 @@ def main():
     atexit.register(print, "exit handler")
     atexit.register(tidy)  # as Ray does
     tidy_up(tidy)
-    if sys.argv[2:]:
+    if sys.argv[2:] == ["wait"]:
         tidied()
+    elif sys.argv[2:]:
+        ending.WAIT_S = float(sys.argv[2])
     global file
     file = open("file", "w")
     file.write("not closed")
@@ -45,8 +48,15 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_command_does_not_wait_for_what_only_tidies_up(tmp_path: Path) -> None:
-    done = run(tmp_path, "1000")
+def test_a_command_waits_for_what_tidies_up(tmp_path: Path) -> None:
+    """Ray sends at the end of its shutdown what was counted, such as that the run has failed."""
+    done = run(tmp_path, "0.3")
+    assert done.returncode == 3
+    assert (tmp_path / "tidied").exists()
+
+
+def test_a_command_does_not_wait_for_long_for_what_tidies_up(tmp_path: Path) -> None:
+    done = run(tmp_path, "1000", "0.1")
     assert (done.returncode, done.stdout, done.stderr) == (3, "the end\nexit handler\n", "")
     assert (tmp_path / "told").exists()
     assert (tmp_path / "file").read_text() == "not closed"

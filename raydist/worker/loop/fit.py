@@ -243,7 +243,8 @@ class Training:
         self._evaluate()
         self._save()
         self._wait_for_rank_0(self.keeper.rest)
-        context.emit_event("done", spent=self.spent, samples=(self.step - self.resumed) * self.order.global_batch)
+        timed = max(0, self.step - self.resumed - 1)  # without the first step
+        context.emit_event("done", spent=self.spent, samples=timed * self.order.global_batch)
         return ({"loss": self.loss.item()} if hasattr(self, "loss") else {}) | self.results
 
     def _epoch(self) -> None:
@@ -253,6 +254,8 @@ class Training:
         self.keeper.go_on()
         while self.step < self.steps and order.more:
             self._step(batches)
+            if self.step == self.resumed + 1:  # it compiles: the driver counts it as a part of the launch or restart
+                began = time.perf_counter()
             if every and self.step % every == 0 and (order.kind != "map" or order.more):
                 self.spent["step"] += time.perf_counter() - began
                 self._save()
