@@ -114,10 +114,12 @@ class Mailbox:
         answers = call.result()
         with self._lock:
             self._calls -= 1
-            replies = [self._waiting.pop(answer.number) for answer in answers]
+            replies = [self._waiting.pop(answer.number, None) for answer in answers]
             if not self._calls and len(self._waiting) > len(self._unsent):
                 self._send_within(self, 0.0)
         for reply, answer in zip(replies, answers, strict=True):
+            if reply is None:  # its call had failed before: a connection broke, and the actor lives
+                continue
             if answer.error is not None:
                 reply.set_exception(answer.error)
             else:

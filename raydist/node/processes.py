@@ -80,12 +80,15 @@ def recorded_error(file: Path | None) -> RecordedError | None:
     """The error that torch.distributed.elastic's @record wrote to a file; None if it wrote none."""
     try:
         record = json.loads(file.read_text(errors="replace"))["message"] if file else {}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     if isinstance(record, str):  # torchrun's agent writes a text for a signal
         return RecordedError("", record, "")
+    if not isinstance(record, dict):  # a program may write anything there
+        return None
     kind, _, message = str(record.get("message", "")).partition(": ")
-    frames = record.get("extraInfo", {}).get("py_callstack", "")
+    extra = record.get("extraInfo")
+    frames = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
     return RecordedError(kind, message, str(frames)) if record else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -183,6 +184,33 @@ def test_all_requests_to_a_node_that_is_gone_fail() -> None:
         call.set_exception(ConnectionError("actor died"))
         assert {type(reply.exception(PATIENCE_S)) for reply in replies} == {ConnectionError}
         assert isinstance(box.send(0, IsOpen()).exception(PATIENCE_S), ConnectionError)
+
+
+def test_a_late_answer_to_a_call_that_failed_takes_no_other_with_it() -> None:
+    """Ray fails a call if a connection breaks, and the actor lives: it answers with the next call."""
+    calls: queue.SimpleQueue[tuple[Sequence[NodeRequest], Future[Sequence[Answer]]]] = queue.SimpleQueue()
+
+    def exchange(requests: Sequence[NodeRequest]) -> Future[Sequence[Answer]]:
+        call: Future[Sequence[Answer]] = Future()
+        calls.put((requests, call))
+        return call
+
+    with Mail() as mail:
+        box = mail.box(exchange)
+        failed = box.send(0, GetNews(1.0))
+        (old,), call = calls.get(timeout=PATIENCE_S)
+        call.set_exception(ConnectionError("unavailable"))
+        assert isinstance(failed.exception(PATIENCE_S), ConnectionError)
+        first = box.send(0, IsOpen())
+        (new,), call = calls.get(timeout=PATIENCE_S)
+        second = box.send(1, IsOpen())
+        (last,), later = calls.get(timeout=PATIENCE_S)
+        call.set_result([Answer(old.number, news()), Answer(new.number, True)])
+        assert first.result(PATIENCE_S) is True
+        later.set_result([])  # a call is open as long as a request has no answer
+        _, later = calls.get(timeout=PATIENCE_S)
+        later.set_result([Answer(last.number, True)])
+        assert second.result(PATIENCE_S) is True
 
 
 def test_a_call_that_cannot_be_made_fails_its_requests() -> None:

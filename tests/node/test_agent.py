@@ -21,6 +21,7 @@ import pytest
 from raydist.node.agent import RankAgent
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
+from raydist.node.processes import recorded_error
 from raydist.settings.config import Backend, Job, as_dict
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Event
@@ -37,6 +38,7 @@ from raydist.worker.protocol import (
     RankActivity,
     RankEnd,
     RankValue,
+    RecordedError,
     Request,
     SignalProcess,
     StartRank,
@@ -535,6 +537,21 @@ def test_a_program_is_lost_with_its_fork_server() -> None:
     assert end.lost != ""
     assert not is_open
     assert ended(pid)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('["a"]', None),
+        ("3", None),
+        ('{"message": ["a"]}', None),
+        ('{"message": {"message": "ValueError: y", "extraInfo": []}}', RecordedError("ValueError", "y", "")),
+    ],
+)
+def test_an_error_file_of_another_form_fails_no_answer(tmp_path: Path, text: str, error: RecordedError | None) -> None:
+    """The agent raised as it told of the end, and its rank was lost."""
+    (tmp_path / "error.json").write_text(text)
+    assert recorded_error(tmp_path / "error.json") == error
 
 
 def test_a_folder_that_is_too_long_for_a_socket_is_in_tmp(monkeypatch: pytest.MonkeyPatch) -> None:
