@@ -248,7 +248,8 @@ class Parallel:
     pp: int | None = at_least(1, None)
     """Stages of a pipeline, each with some of the model's blocks; null: by `name`."""
     microbatches: int | None = at_least(1, None)
-    """Equal parts of a batch that go through the stages one after another; null: as many as stages."""
+    """Equal parts of a batch that go through the stages one after another; null: up to four for each stage, each with
+    two samples or more."""
     schedule: str = one_of("1f1b", "gpipe")
     """In which order a stage works on micro-batches; torch's name. 1f1b: backward as soon as it can be, so few
     activations wait. gpipe: backward after the forward of all."""

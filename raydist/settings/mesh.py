@@ -81,16 +81,25 @@ def check_words(overrides: Sequence[str]) -> None:
         mesh_shape(Parallel(typed.get("parallel", Parallel().name), **known), ranks, per_node)
 
 
-def microbatches(settings: Parallel, shape: MeshShape) -> int:
-    """Parts of a batch that are on their way through the stages together."""
-    return settings.microbatches or shape.pp
+def microbatches(job: Job, shape: MeshShape) -> int:
+    """Parts of a batch that are on their way through the stages together.
+
+    By default 4, 3 or 2 for each stage, the most that leave each of them two samples or more and equally many: batch
+    norm needs two, and more parts leave ranks idle for less of the time. Else one for each stage.
+    """
+    if job.parallel.microbatches:
+        return job.parallel.microbatches
+    batches = shape.data * job.train.accumulate
+    samples = job.data.global_batch / batches if job.data.global_batch else job.data.batch_size
+    counts = (times * shape.pp for times in (4, 3, 2))
+    return next((count for count in counts if samples % count == 0 and samples >= 2 * count), shape.pp)
 
 
 def check_microbatches(job: Job, shape: MeshShape) -> None:
     """Raise ConfigError if a batch cannot be split into equal micro-batches, or they are too few for the schedule."""
     if shape.pp == 1:
         return
-    count, each = microbatches(job.parallel, shape), job.train.accumulate * shape.data
+    count, each = microbatches(job, shape), job.train.accumulate * shape.data
     if count < shape.pp and job.parallel.schedule == "1f1b":
         cause = f"1f1b needs one for each of the {shape.pp} stages"
         raise ConfigError.of("parallel.microbatches", count, cause, f"parallel.microbatches={shape.pp}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,27 @@ def test_a_module_that_the_job_froze_stays_frozen(name: str, ranks: int, tmp_pat
     assert (frozen, alive) == (False, True)
     assert torch.equal(kept, torch.zeros(3))
     assert not torch.equal(moved, torch.zeros(3))
+
+
+def test_the_compiled_model_is_evaluated_too(tmp_path: Path) -> None:
+    def trained(job: Job) -> set[int]:
+        batches = set[int]()
+
+        def noting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            def run(*values: Any) -> Any:
+                batches.update(len(each) for each in values if isinstance(each, torch.Tensor) and each.dim() == 2)
+                return graph.forward(*values)
+
+            return run
+
+        torch.compile = partial(torch.compile, backend=noting)  # dynamo, without the code generator behind it
+        train, test = (TensorDataset(torch.randn(size, 7), torch.randn(size, 7)) for size in (8, 6))
+        raydist.fit(job, model=nn.Linear(7, 7), train=train, test=test, loss=F.mse_loss)
+        return batches - {7}
+
+    told = run_ranks(2, replace(GLOO, data=Data(batch_size=4), train=Train(compile=True)), trained, tmp_path)
+    assert [one.error for one in told] == ["", ""]
+    assert all(3 in one.value for one in told)  # of 6 test samples each rank has 3; it trains with 4
 
 
 def test_a_model_that_comes_in_evaluation_mode_is_trained(tmp_path: Path) -> None:

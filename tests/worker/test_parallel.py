@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 import raydist
 from raydist.settings.compose import compose
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Target, Train
-from raydist.settings.mesh import MeshShape, check_microbatches, check_words, mesh_shape
+from raydist.settings.mesh import MeshShape, check_microbatches, check_words, mesh_shape, microbatches
 from raydist.shared.errors import ConfigError
 from raydist.state.checkpoint_files import saved_at
 from raydist.tools import plan
@@ -56,6 +56,7 @@ BASE = Job(
     seed=5,
 )
 FSDP = Parallel("fsdp")
+PP = Parallel(pp=2, microbatches=2)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,25 @@ def test_a_batch_that_cannot_be_split_into_microbatches_is_refused(settings: Par
     with pytest.raises(ConfigError) as refused:
         check_microbatches(job, shape)
     assert refused.value.suggestion == right
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "accumulate", "count"),
+    [
+        (Parallel("pp"), Data(batch_size=64), 1, 32),
+        (Parallel("pp"), Data(batch_size=32), 1, 16),  # of two samples each, not 32 of one
+        (Parallel(pp=4), Data(batch_size=24), 1, 12),
+        (Parallel(pp=4), Data(global_batch=64), 1, 16),  # 32 for each of two pipelines
+        (Parallel(pp=4), Data(global_batch=64), 4, 4),
+        (Parallel(pp=4), Data(batch_size=12), 1, 4),
+        (Parallel(pp=4, microbatches=4), Data(batch_size=64), 1, 4),
+    ],
+)
+def test_microbatches_by_default(settings: Parallel, data: Data, accumulate: int, count: int) -> None:
+    job = replace(BASE, parallel=settings, data=data, train=Train(accumulate=accumulate))
+    shape = mesh_shape(settings, 8, 8)
+    assert microbatches(job, shape) == count
+    check_microbatches(job, shape)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +493,7 @@ def trained(folder: Path, name: str, settings: Parallel, ranks: int = 4) -> tupl
     [
         ("fsdp", Parallel("fsdp"), 4),
         ("hsdp", Parallel("hsdp", shard=2), 4),
-        ("pp", Parallel(pp=2), 4),  # two micro-batches of a rank are the batches of two ranks
+        ("pp", PP, 4),  # two micro-batches of a rank are the batches of two ranks
         ("tp", Parallel(tp=2), 2),  # with two ranks to a sample, batch norm sees the samples of two ranks of ddp
     ],
 )
@@ -698,7 +718,7 @@ def test_a_state_in_shards_goes_on_under_another_division(folder: Path, tmp_path
 
 
 def test_a_pipeline_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:
-    _, (_, whole) = trained(folder, "pp", Parallel(pp=2))
+    _, (_, whole) = trained(folder, "pp", PP)
     at = folder / "pp" / "gpt" / "checkpoints" / "step-00000016"
     for name, ranks, settings in (
         ("tp", 4, Parallel(pp=2, tp=2, microbatches=4)),
@@ -712,7 +732,7 @@ def test_a_pipeline_goes_on_under_another_division(folder: Path, tmp_path: Path)
 
 def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
     trained(folder, "tp", Parallel(tp=2))
-    trained(folder, "pp", Parallel(pp=2))
+    trained(folder, "pp", PP)
     trained(folder, "fsdp", Parallel("fsdp"))
     saved = [str(folder / name / "gpt" / "checkpoints" / "step-00000020") for name in ("fsdp", "tp", "pp")]
     ended = subprocess.run([sys.executable, "-c", PLAIN, *saved], cwd=ROOT, capture_output=True, text=True)

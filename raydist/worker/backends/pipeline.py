@@ -127,7 +127,7 @@ class Pipeline(nn.Module):
         self.part, self.names = part, names
         self._comm, self._group = comm, comm.everyone.get_group("pp")
         self._stage, self._stages = comm.everyone.get_local_rank("pp"), comm.shape.pp
-        self._microbatches = microbatches(comm.job.parallel, comm.shape)
+        self._microbatches = microbatches(comm.job, comm.shape)
         self._train: PipelineScheduleSingle | None = None
         self._evaluate: tuple[Any, PipelineScheduleSingle] | None = None
 

@@ -323,7 +323,7 @@ class Training:
                 same_buffers(self.stepper.model, self.comm, self.me.rank)
             batches = (self.stepper.to_device(batch) for batch in self.tests)
             with self.stepper.cast:
-                model = self.stepper.pipeline or self.stepper.model
+                model = self.stepper.evaluated
                 results = evaluate(model, batches, self.metrics, self.comm, self.device, self.counted)
         self.results, self.evaluated = results, self.step
         if self.me.rank == 0:

@@ -61,7 +61,8 @@ class Attention(nn.Module):
         query, key, value = (
             part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
-        query, key = rotate(query, self.theta), rotate(key, self.theta)
+        cos, sin = turns(x.shape[1], self.head, self.theta, x.device)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -69,12 +70,16 @@ class Attention(nn.Module):
         return out
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
+def turns(length: int, head: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angle of each position for each pair of values of a head: twice [T, head / 2]."""
+    half = head // 2
+    waves = theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), waves)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair of values of a head by an angle that grows with the position: [B, heads, T, head] -> the same."""
-    half = x.shape[-1] // 2
-    waves = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = torch.outer(torch.arange(x.shape[-2], device=x.device, dtype=torch.float32), waves)
-    cos, sin = angles.cos(), angles.sin()
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 

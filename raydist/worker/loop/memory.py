@@ -51,7 +51,7 @@ def activations(model: nn.Module, parts: Sequence[nn.Module], job: config.Job, s
     example: Any = getattr(model, "example", None)
     if example is None or any(value.is_meta for value in model.parameters()):
         return []
-    count = microbatches(job.parallel, shape) if shape.pp > 1 else 1
+    count = microbatches(job, shape) if shape.pp > 1 else 1
     each = job.train.accumulate * shape.data * count
     samples = math.ceil((job.data.global_batch or job.data.batch_size * each // count) / each)
     known = inspect.signature(example).parameters

@@ -64,8 +64,11 @@ class Stepper:
         optimizer = optim.optimizer(job.optim, trained, rate, optim.fused(job, trained))
         self.optimizer = comm.wrap_optimizer(optimizer, self.model)
         self.gradients_checked = False
+        self.evaluated = self.pipeline or self.model
         if job.train.compile and not comm.sharded:
             self.wrapped.compile()
+            if self.wrapped is not self.model:  # DDP's own forward may be a collective: an evaluation goes around it
+                self.evaluated = cast("torch.nn.Module", torch.compile(self.model))
         half = None if comm.sharded else HALF.get(job.train.precision)
         self.cast = nullcontext() if half is None else torch.autocast(device.type, half)
         self.scaler = torch.amp.GradScaler(device.type, enabled=half is torch.float16)
