@@ -5,6 +5,7 @@ Each trial is a run in a thread of its own, on its own part of the cluster. This
 
 from __future__ import annotations
 
+import itertools
 import queue
 import signal
 import threading
@@ -39,7 +40,10 @@ from raydist.watch.result import Result
 END_S = 60.0
 """Longest wait for trials to end after an error of raydist itself."""
 POLL_S = 0.2
-"""Seconds between two looks for room on the cluster, and between two drawings of the table."""
+"""Seconds between two drawings of the table."""
+ROOM_S = 2.0
+"""Seconds to which the time between two looks for room grows while no trial ends: each asks Ray for all nodes and
+placement groups."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,8 @@ class Conductor:
         self._gangs = Gangs()
         self._error: BaseException | None = None
         """Why no other trial is started."""
+        self._look_at, self._look_s = 0.0, POLL_S
+        """When to look for room again, by time.monotonic(), and how long after that if there is none."""
 
     @property
     def states(self) -> list[Trial]:
@@ -135,7 +141,7 @@ class Conductor:
         more = len(self.trials) < self._most
         if (number := rules.next_trial(self.states, self._rule, more)) is not None or not more:
             return number
-        number = len(self.trials)
+        number = next(number for number in itertools.count() if number not in self.trials)
         self._change(Trial(number, self._sampler.propose(number), dir=str(number)))
         return number
 
@@ -147,7 +153,7 @@ class Conductor:
             if any(live.watched.waiting for live in self._live.values()):
                 self._gangs.clear()  # they may hold what it waits for
             return False
-        if (number := self._next()) is None:
+        if time.monotonic() < self._look_at or (number := self._next()) is None:
             return False
         try:
             wanted = self._space.job(self.trials[number].settings)
@@ -155,9 +161,12 @@ class Conductor:
         except ConfigError as error:
             self._fail(number, error)
             return True
-        if job is not None:
-            self._start(number, job)
-        return job is not None
+        if job is None:
+            self._look_at = time.monotonic() + self._look_s
+            self._look_s = min(2 * self._look_s, ROOM_S)
+            return False
+        self._start(number, job)
+        return True
 
     def _start(self, number: int, job: Job) -> None:
         before = self.trials[number]
@@ -239,6 +248,7 @@ class Conductor:
 
     def _over(self, message: Over) -> None:
         live, before = self._live.pop(message.number), self.trials[message.number]
+        self._look_at, self._look_s = 0.0, POLL_S
         trial = self.trials[message.number] = replace(
             before,
             step=max(live.watched.step, before.step),

@@ -102,7 +102,8 @@ def read_summary(folder: str) -> Mapping[str, Any]:
 
 
 def read_trials(folder: Path) -> dict[int, Trial]:
-    """The trials by their records."""
+    """The trials by their records; one whose folder was deleted by the summary of the sweep."""
+    summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8")) if (folder / SUMMARY).exists() else {}
     records = (json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"*/{RECORD}"))
-    trials = {trial.number: trial for trial in map(Trial.from_json, records)}
+    trials = {trial.number: trial for trial in map(Trial.from_json, (*summary.get("trials", ()), *records))}
     return dict(sorted(trials.items()))

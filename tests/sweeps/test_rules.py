@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from raydist.settings.config import Job, Sweep, Watch
 from raydist.shared.errors import Stopped
 from raydist.sweeps import room
 from raydist.sweeps.conduct import Conductor, Over, Reached
-from raydist.sweeps.folder import Folder
+from raydist.sweeps.folder import Folder, read_trials
 from raydist.sweeps.rules import Prune, next_trial, verdict
 from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import Objective, State, Trial, best_trials, objectives
@@ -128,6 +129,34 @@ def test_asha_ends_the_trials_that_the_reference_ends(
     reached = ours(workers, tmp_path)
     assert reached == reference_asha(workers)
     assert sorted({*reached.values()}) == [0, 1, 2, 3]
+
+
+def test_a_trial_whose_folder_was_deleted_keeps_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "find_room", lambda job, gangs, alone: job)  # no Ray: there is always room
+    folder = Folder(tmp_path)
+    done = [replace(trial(number, float(number), state="finished"), dir=str(number)) for number in range(5)]
+    for each in done:
+        folder.note(each)
+    folder.summarize({}, done, [])
+    shutil.rmtree(tmp_path / "3")
+
+    def started(sweep: Sweep) -> list[int]:
+        space: Any = AnySpace()
+        screen = SweepScreen(Watch(progress="none"), ())
+        trials = read_trials(tmp_path)
+        before = {**trials}
+        conductor = Unrun(space, InOrder(), sweep, 7, (), folder, screen, trials, lambda trials: None)
+        while conductor._start_next():
+            for live in conductor._live.values():
+                live.thread.join()
+        assert all(conductor.trials[number] == each for number, each in before.items())
+        return [*conductor._live]
+
+    assert started(Sweep()) == [5, 6]
+    (tmp_path / "sweep.json").unlink()
+    for number in (5, 6):
+        shutil.rmtree(tmp_path / str(number))
+    assert started(Sweep(parallel=2)) == [3, 5]  # of trial 3 nothing is left
 
 
 def verdicts() -> Iterator[tuple[str, list[Trial], Prune, bool, str]]:
