@@ -42,6 +42,8 @@ from raydist.shared.imports import uncollected
 
 CONFIG = "config"
 """The primary config: conf/config.yaml."""
+LONGEST_NAME = 200
+"""Bytes of a run's name. Linux has 255 for a folder's name; trackers and temporary files append to it."""
 _one_at_a_time = threading.Lock()
 
 
@@ -246,6 +248,8 @@ class Loader(ConfigLoaderImpl):
         target = self.target or str(config.job.target)
         if config.script and self.target:
             raise self._job_is_given("script", config.script)
+        if config.script:
+            script.refuse_job_settings(config.script, config.hydra.overrides.task)
         if resolve and config.script:
             config.script = script.resolve_script(config.script)
         elif resolve and not self.is_object:
@@ -255,11 +259,21 @@ class Loader(ConfigLoaderImpl):
             config.watch.output = "all" if config.script else "none"
         stem = target.rpartition(".")[2].rpartition(":")[2] if self.is_object else targets.target_stem(target)
         stem = script.script_stem(config.script) if config.script else stem
-        config.name = get_valid_filename(config.name or stem)
+        config.name = check_name(get_valid_filename(config.name or stem))
 
 
 def _name_of(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def check_name(name: str) -> str:
+    """The name of a run; ConfigError if it cannot be the name of a folder."""
+    if name in (".", ".."):
+        raise ConfigError.of("name", name, "it cannot be the name of a folder", "name=NAME")
+    if len(name.encode()) > LONGEST_NAME:
+        cause = f"it is the name of a folder, with at most {LONGEST_NAME} bytes"
+        raise ConfigError.of("name", name, cause, f"name={name[:40]}")
+    return name
 
 
 def hide_in_config(config: DictConfig) -> None:

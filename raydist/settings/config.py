@@ -23,9 +23,9 @@ def one_of(default: str, *others: str | bool) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
 
 
-def at_least(least: float, default: Any) -> Any:
-    """A number that is `least` or more (or null, if the type allows it)."""
-    return field(default=default, metadata={"least": least})
+def at_least(least: float, default: Any, most: int | None = None) -> Any:
+    """A number that is `least` or more, and `most` or less (or null, if the type allows it)."""
+    return field(default=default, metadata={"least": least, "most": most})
 
 
 def greater_than(below: float, default: Any) -> Any:
@@ -115,7 +115,7 @@ class Scale:
     """Number of standby nodes, kept warm: one of them replaces a node that is lost."""
     gpus: float | None = at_least(0, None)
     """GPUs of each rank; null: 1 if the nodes have GPUs and the backend can use them, else 0."""
-    cpus: float = greater_than(0, 1.0)
+    cpus: float = at_least(0.0001, 1.0)
     """CPUs of each rank, and its OMP_NUM_THREADS. With 1, a rank that is bound (numa) has a thread per core, divided by
     the ranks that share the cores."""
     resources: dict[str, float] = field(default_factory=dict)
@@ -354,7 +354,7 @@ class Sweep:
     resume: str = ""
     """The folder of a sweep to go on with: what has finished does not run again, the rest goes on from its last
     state."""
-    seed: int = at_least(0, 0)
+    seed: int = at_least(0, 0, most=2**32 - 1)
     """Seed of the sampler."""
     dir: str = ""
     """The folder of the sweep that a run is a trial of. raydist sets it."""
@@ -397,7 +397,7 @@ class Job:
     inline for a script= on one node while no Ray runs here, else ray."""
     start: str = one_of("fork", "spawn")
     """fork: ranks are forked from a server that has imported torch. spawn: a new interpreter, if fork is unsafe."""
-    seed: int = at_least(0, 0)
+    seed: int = at_least(0, 0, most=2**63 - 1)
     """Seed of all random numbers: parameters, order of samples, augmentation."""
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one fails."""

@@ -58,14 +58,28 @@ def python_file(spec: ModuleSpec | None) -> Path | None:
 
 def check_files(job: Job) -> None:
     """Raise ConfigError if a folder, a file, a store or a checkpoint that the settings name does not exist."""
-    object_store.check_url("storage", job.storage)
+    _check_storage(job.storage)
     _check_trackers(job)
     _check_resume(job)
     if job.working_dir and not (folder := Path(job.working_dir).expanduser()).is_dir():
         raise missing_path("working_dir", job.working_dir, folder, "working_dir=.", folder=True)
+    if job.working_dir and folder.resolve() == Path("/"):
+        raise ConfigError.of("working_dir", job.working_dir, "it would send the whole disk", "working_dir=.")
     for line in job.pip:
         if line.endswith(".txt") and not Path(line).is_file():
             raise missing_path("pip", f"[{line}]", Path(line), "pip=[PACKAGE,PACKAGE]")
+
+
+def _check_storage(storage: str) -> None:
+    """What is certain before anything is created: whether it can be written shows when the run is reserved there."""
+    object_store.check_url("storage", storage)
+    kind = object_store.scheme(storage)
+    if kind in ("http", "https"):
+        cause = "a web server cannot be written to"
+        raise ConfigError.of("storage", storage, cause, "storage=FOLDER", "storage=s3://BUCKET/FOLDER")
+    path = Path(storage).expanduser()
+    if storage and not kind and path.exists() and not path.is_dir():
+        raise ConfigError.of("storage", storage, "it is a file", "storage=FOLDER")
 
 
 def _check_trackers(job: Job) -> None:

@@ -43,13 +43,14 @@ def mesh_shape(settings: Parallel, ranks: int, per_node: int) -> MeshShape:
         return MeshShape(replicate=ranks)
     tp = settings.tp or (per_node if settings.name == "tp" else 1)
     if per_node % tp:
-        fits = max(number for number in range(1, tp + 1) if per_node % number == 0)
+        fits = max(number for number in range(1, min(tp, per_node) + 1) if per_node % number == 0)
         cause = f"the ranks of a tp group must be on one node, and each node has {per_node}"
         raise ConfigError.of("parallel.tp", tp, cause, f"parallel.tp={fits}", f"scale.per_node={tp}")
     others = tp * (settings.shard or 1) * (settings.replicate or 1)
     pp = settings.pp or (max(1, ranks // others) if settings.name == "pp" else 1)
     if (ranks // tp) % pp:
-        fits = max(number for number in range(1, pp + 1) if (ranks // tp) % number == 0)
+        stages = max(1, ranks // tp)
+        fits = max(number for number in range(1, min(pp, stages) + 1) if stages % number == 0)
         cause = f"{ranks} ranks{f' / tp {tp}' if tp > 1 else ''} cannot be divided into {pp} stages"
         raise ConfigError.of("parallel.pp", pp, cause, f"parallel.pp={fits}")
     data = ranks // (tp * pp)
@@ -111,7 +112,7 @@ def check_microbatches(job: Job, shape: MeshShape) -> None:
     if typed:
         cause = f"it cannot be split into {each} batches of {count} equal micro-batches"
     right = f"data.{name}={max(1, round(value / step)) * step}"
-    fits = [number for number in range(shape.pp, count) if value % (number * step // count) == 0]
+    fits = [number for number in range(shape.pp, min(count, value)) if value % (number * step // count) == 0]
     raise ConfigError.of(
         f"data.{name}", value, cause, right, *(f"parallel.microbatches={number}" for number in fits[-1:])
     )

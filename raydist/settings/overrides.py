@@ -163,6 +163,9 @@ def _entry(override: Override, dictionary: str, multirun: bool) -> str:
         raise override.wrong(f"{dictionary} is a dictionary", f"{dictionary}.NAME={value}")
     if override.sign == "~" or value is None:
         return override.text
+    if dictionary == "env" and re.search(r"\s", name):
+        cause = f"{name!r} is not a variable's name"
+        raise override.wrong(cause, f"env.{'_'.join(name.split())}={value}")
     # the values of a sweep have commas; so may a connection string, of which there is one
     several = multirun and "," in value and dictionary == "env" and masked(value, name) == value
     if dictionary in VERBATIM and not several and not value.startswith(("'", '"', "${")):

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from raydist.settings.lookup import find_module, missing_path, python_file
+from raydist.settings.overrides import Override
 from raydist.shared.errors import ConfigError
+
+FOR_JOBS = ("job", "model", "data", "optim", "train", "parallel")
+FOR_PROGRAMS_TOO = ("train.gc", "train.fast")
+
+
+def refuse_job_settings(script: str, overrides: Iterable[str]) -> None:
+    """Raise ConfigError for a typed setting that only a job gets. Files of conf/ may serve both."""
+    for override in map(Override.parse, overrides):
+        if override.key.partition(".")[0] in FOR_JOBS and override.key not in FOR_PROGRAMS_TOO:
+            name = override.key.rpartition(".")[2]
+            cause = f"script={script} is a program, which does not get it"
+            raise override.wrong(cause, f"args='--{name} {override.value}'")
 
 
 def resolve_script(script: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
@@ -13,14 +14,25 @@ from raydist.settings.mesh import check_microbatches, divides, mesh_shape
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
 
+MAX_RANKS = 1_000_000
+"""Limit on the ranks of a run: a typing error beyond it would take the driver's memory before it is refused."""
+MIN_SHARE = 0.0001
+"""The least part of a GPU or another resource that Ray counts (Ray's fixed-point resources, units of 1/10000)."""
+RANKS_OWN = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_WORLD_SIZE|MASTER_ADDR"
+    r"|MASTER_PORT|HOROVOD_(LOCAL_|CROSS_)?(RANK|SIZE)"
+)
+"""Variables that differ among ranks, or that all ranks meet by: one value of them for all would let the run hang."""
+
 
 def validate(job: Job) -> Job:
     """The job itself; ConfigError for the first value that cannot be right."""
     _check_fields(job, "")
     if (best := job.checkpoint.best) is not None:
         mode, _, metric = best.partition(":")
-        if mode not in ("max", "min") or not metric:
-            example = f"checkpoint.best=max:{metric or mode or 'accuracy'}"
+        if mode not in ("max", "min") or not metric or metric != metric.strip():
+            right = mode if mode in ("max", "min") else "max"
+            example = f"checkpoint.best={right}:{(metric or mode).strip() or 'accuracy'}"
             raise ConfigError.of("checkpoint.best", best, "must be max:METRIC or min:METRIC", example)
     if not re.fullmatch(r"auto|all|none|\d+(,\d+)*", job.watch.output):
         cause = "must be auto, all, none, or ranks"
@@ -30,6 +42,18 @@ def validate(job: Job) -> Job:
         if set(named) <= TRACKERS.keys():
             raise ConfigError.of("track", ",".join(job.track), "several are a list", f"track=[{','.join(named)}]")
         raise ConfigError.unknown("track", wrong[0], TRACKERS)
+    if twice := [name for name in TRACKERS if job.track.count(name) > 1]:
+        once = ",".join(dict.fromkeys(job.track))
+        raise ConfigError.of("track", ",".join(job.track), f"{twice[0]} is named twice", f"track=[{once}]")
+    if job.args and not job.script:
+        cause = "only a program (script=) has arguments"
+        raise ConfigError.of("args", " ".join(job.args), cause, "script=FILE.py", "job.args.NAME=VALUE")
+    if own := next(filter(RANKS_OWN.fullmatch, job.env), None):
+        cause = "raydist sets it for each rank"
+        raise ConfigError.of(f"env.{own}", job.env[own], cause, "scale=NODESxRANKS")
+    if job.hang.limit_s < job.hang.after_s:
+        cause = f"must be hang.after_s={job.hang.after_s:g} or more"
+        raise ConfigError.of("hang.limit_s", job.hang.limit_s, cause, f"hang.limit_s={job.hang.after_s:g}")
     if job.backend.name == "mpi" and job.restart.max:
         raise ConfigError.of("restart.max", job.restart.max, "mpirun cannot restart its ranks", "restart=none")
     if job.backend.name == "mpi" and job.scale.numa not in ("auto", "none"):
@@ -54,21 +78,30 @@ def validate(job: Job) -> Job:
 
 
 def _check_fields(node: Any, prefix: str) -> None:
-    """The checks that a field itself has: one of a few values, or a least value."""
+    """The checks that a field itself has: one of a few values, or limits. A number is a finite one."""
     for field in dataclasses.fields(node):
         value, name = getattr(node, field.name), prefix + field.name
-        choices, least, below = (field.metadata.get(key) for key in ("choices", "least", "below"))
+        choices, least, below, most = (field.metadata.get(key) for key in ("choices", "least", "below", "most"))
         if dataclasses.is_dataclass(value):
             _check_fields(value, f"{name}.")
         elif choices is not None and value not in choices:
             raise ConfigError.unknown(
                 name, value, [str(each).lower() if isinstance(each, bool) else each for each in choices]
             )
+        elif isinstance(value, float) and not math.isfinite(value):
+            example = example_number(field)
+            raise ConfigError.of(name, value, "must be a finite number", f"{name}={example}")
+        elif value is not None and most is not None and value > most:
+            raise ConfigError.of(name, value, f"must be {most} or less", f"{name}={most}")
         elif value is not None and least is not None and value < least:
             raise ConfigError.of(name, value, f"must be {least} or more", f"{name}={least}")
         elif value is not None and below is not None and value <= below:
-            default = field.default if field.default is not None else 1
-            raise ConfigError.of(name, value, f"must be more than {below}", f"{name}={default}")
+            raise ConfigError.of(name, value, f"must be more than {below}", f"{name}={example_number(field)}")
+
+
+def example_number(field: dataclasses.Field[Any]) -> Any:
+    """A value that a field with a number takes."""
+    return 1 if field.default is None else field.default
 
 
 def _check_horovod(backend: Backend, init_method: str) -> None:
@@ -85,8 +118,16 @@ def _check_horovod(backend: Backend, init_method: str) -> None:
 
 
 def _check_size(job: Job) -> None:
-    """A size that may change, or spare nodes: what else the job must be for that."""
+    """The number of ranks and their resources. If it may change: what else the job must be for that."""
     scale = job.scale
+    ranks = (scale.max_nodes or scale.nodes or 1) + scale.spares
+    if ranks * (scale.per_node or 1) > MAX_RANKS:
+        size = f"{scale.max_nodes or scale.nodes or 1}x{scale.per_node or 1}"
+        raise ConfigError.of("scale", size, f"a run has at most {MAX_RANKS} ranks", "scale=2x8")
+    for name, amount in {"gpus": scale.gpus or 0.0, **scale.resources}.items():
+        if not (amount == 0 or MIN_SHARE <= amount < math.inf):
+            key = name if name == "gpus" else f"resources.{name}"
+            raise ConfigError.of(f"scale.{key}", amount, f"must be 0, or {MIN_SHARE} or more", f"scale.{key}=1")
     override = size_override(scale)
     if not override:
         return
@@ -124,8 +165,8 @@ def _check_sweep(sweep: Sweep) -> None:
     """Who needs an objective, and how many."""
     objectives = [each for each in sweep.objective.split(",") if each]
     for each in objectives:
-        if not re.fullmatch(r"(min|max):.+", each.strip()):
-            name = each.partition(":")[2] or each
+        if not re.fullmatch(r"(min|max):\S(.*\S)?", each.strip()):
+            name = (each.partition(":")[2] or each).strip()
             raise ConfigError.of(
                 "sweep.objective", sweep.objective, "must be min:NAME or max:NAME", f"sweep.objective=min:{name}"
             )

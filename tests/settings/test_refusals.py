@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,60 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "negative rate": (["optim.lr=-1"], "optim.lr", -1.0, "optim.lr=0.05"),
     "no batch": (["data.batch_size=0"], "data.batch_size", 0, "data.batch_size=1"),
     "negative seed": (["seed=-1"], "seed", -1, "seed=0"),
+    "endless rate": (["optim.lr=inf"], "optim.lr", math.inf, "optim.lr=0.05"),
+    "endless CPUs": (["scale.cpus=inf"], "scale.cpus", math.inf, "scale.cpus=1.0"),
+    "hardly a CPU": (["scale.cpus=0.00001"], "scale.cpus", 0.00001, "scale.cpus=0.0001"),
+    "hardly a GPU": (["scale.gpus=0.00001"], "scale.gpus", 0.00001, "scale.gpus=1"),
+    "negative resource": (["scale.resources.x=-1"], "scale.resources.x", -1.0, "scale.resources.x=1"),
+    "endless resource": (["scale.resources.x=inf"], "scale.resources.x", math.inf, "scale.resources.x=1"),
+    "endless buffer": (
+        ["backend.horovod.fusion_mb=inf"],
+        "backend.horovod.fusion_mb",
+        math.inf,
+        "backend.horovod.fusion_mb=1",
+    ),
+    "seed of torch": (["seed=9223372036854775808"], "seed", 2**63, f"seed={2**63 - 1}"),
+    "seed of a sampler": (["--multirun", "sweep.seed=4294967296"], "sweep.seed", 2**32, f"sweep.seed={2**32 - 1}"),
+    "too many ranks": (["scale=1000000000x1"], "scale", "1000000000x1", "scale=2x8"),
+    "too many ranks for tp": (["parallel.tp=1000000000000", "scale=1x8"], "parallel.tp", 10**12, "parallel.tp=8"),
+    "too many stages": (["parallel.pp=1000000000000", "scale=1x8"], "parallel.pp", 10**12, "parallel.pp=8"),
+    "too many micro-batches": (
+        ["parallel=pp", "parallel.microbatches=1000000000000", "scale=1x2"],
+        "data.batch_size",
+        32,
+        "data.batch_size=1000000000000",
+    ),
+    "hang sooner than its limit": (["hang.limit_s=2"], "hang.limit_s", 2.0, "hang.limit_s=3"),
+    "best with a space": (
+        ["checkpoint.best='max: accuracy'"],
+        "checkpoint.best",
+        "max: accuracy",
+        "checkpoint.best=max:accuracy",
+    ),
+    "objective with a space": (
+        ["--multirun", "sweep.objective='min: loss'"],
+        "sweep.objective",
+        "min: loss",
+        "sweep.objective=min:loss",
+    ),
+    "a tracker twice": (["track=[tensorboard,tensorboard]"], "track", "tensorboard,tensorboard", "track=[tensorboard]"),
+    "arguments of no program": (["args=--epochs 3"], "args", "--epochs 3", "script=FILE.py"),
+    "a job's setting for a program": (["script=train.py", "train.epochs=3"], "train.epochs", "3", "args='--epochs 3'"),
+    "a job's argument for a program": (["script=train.py", "job.args.x=3"], "job.args.x", "3", "args='--x 3'"),
+    "a model for a program": (["script=train.py", "model=mlp"], "model", "mlp", "args='--model mlp'"),
+    "a rank's own number": (["env.RANK=0", "scale=1x2"], "env.RANK", "0", "scale=NODESxRANKS"),
+    "Horovod's number": (["env.HOROVOD_LOCAL_RANK=0"], "env.HOROVOD_LOCAL_RANK", "0", "scale=NODESxRANKS"),
+    "a variable of two words": (["env.A B=1"], "env.A B", "1", "env.A_B=1"),
+    "the folder above as a name": (["name=.."], "name", "..", "name=NAME"),
+    "a name too long": ([f"name={'x' * 300}"], "name", "x" * 300, f"name={'x' * 40}"),
+    "the whole disk": (["working_dir=/"], "working_dir", "/", "working_dir=."),
+    "a file for storage": (["storage=/dev/null"], "storage", "/dev/null", "storage=FOLDER"),
+    "a web server for storage": (
+        ["storage=https://example.com/runs"],
+        "storage",
+        "https://example.com/runs",
+        "storage=FOLDER",
+    ),
     "negative GPUs": (["scale.gpus=-1"], "scale.gpus", -1.0, "scale.gpus=0"),
     "batch that can't be split": (
         ["data.global_batch=10", "train.accumulate=4"],
