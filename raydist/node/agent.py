@@ -29,7 +29,7 @@ from raydist.node.load import LoadReader
 from raydist.node.nccl_output import NcclLog
 from raydist.node.output_file import OutputFile
 from raydist.node.processes import main_stack, process_state, recorded_error
-from raydist.node.writer import Writer, read_messages
+from raydist.node.writer import Writer, read_messages, read_reply
 from raydist.shared.errors import LaunchError
 from raydist.worker import protocol
 from raydist.worker.heartbeat import BEAT_PAGE, STACKS_SIGNAL, heartbeat_page, read_beat, read_compute_time, read_pauses
@@ -179,8 +179,7 @@ class RankAgent:
             raylet = int(os.environ.get("RAY_RAYLET_PID", "0")) if request.ray_stays else 0
             keep_s = min(request.keep_s, kept_server.most_s())
             self._server.send(protocol.BeginRun(str(self.folder), keep_s, raylet))
-        self._server.send(protocol.ImportModules(modules))
-        warm = await self._server.reply(protocol.Warm)
+        warm = await self._server.ask(protocol.ImportModules(modules), protocol.Warm)
         opened = await self.open_store(OpenStore(request.store, facts.address)) if facts and request.store else None
         return protocol.Opened(
             facts=facts, born=self.born, warm=warm, store=opened,
@@ -191,11 +190,15 @@ class RankAgent:
         """Open a new rendezvous store for an attempt, on the node of this agent."""
         if self._store_pid:
             self._server.send(SignalProcess(self._store_pid, signal.SIGKILL))
-        self._server.send(request)
-        opened = await self._server.reply(protocol.StoreForked)
+        ours, its = socket.socketpair()
+        with ours:
+            with its:
+                self._store_pid, _ = await self._server.fork(request, [its.fileno()])
+            opened = await read_reply(ours)
+        if not isinstance(opened, protocol.StoreOpened):
+            raise OSError(f"the process of the rendezvous store ended: {self._server.log_end()}")
         if opened.error:
             raise OSError(f"the rendezvous store could not listen on {request.address}: {opened.error}")
-        self._store_pid = opened.pid
         return StoreAddress(opened.port, opened.secret)
 
     async def keep_call(self, request: protocol.KeepCall) -> None:

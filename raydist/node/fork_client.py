@@ -16,11 +16,13 @@ from typing import TypeVar
 
 from raydist.worker.protocol import (
     PACKET,
+    Busy,
     Ended,
     Failed,
     Forked,
     InFile,
     Message,
+    OpenStore,
     Ping,
     Pong,
     ProcessEnd,
@@ -30,11 +32,15 @@ from raydist.worker.protocol import (
     Warm,
     decode,
     encode,
+    numbered,
+    split_number,
 )
 
 Kind = TypeVar("Kind")
 PING_S = 2.0
 """Seconds between an answer of the server and the next question whether it answers."""
+NUMBER = 24
+"""Bytes that are left for a request's number in a packet."""
 CONNECT_S = 300.0
 """Longest wait for the server of the first agent: a cold network file system takes minutes to give it torch. The driver
 waits as long for the agent (launch.limits.OPEN_S)."""
@@ -48,8 +54,10 @@ class ForkClient:
     def __init__(self, folder: Path, sock: socket.socket) -> None:
         self._folder = folder
         self._sock = sock
-        self._replies: asyncio.Queue[Message | str] = asyncio.Queue()
-        """Replies in order; the last is a text: the end of the server's log once it has ended."""
+        self._requests = 0
+        """The number of the last request."""
+        self._waiting: dict[int, asyncio.Future[Message | None]] = {}
+        """By number: the requests without a reply. None: the server has ended."""
         self._ends: dict[int, asyncio.Future[ProcessEnd]] = {}
         """By serial number of each process that was forked on request, and lives."""
         self._began: dict[int, asyncio.Future[ProcessEnd]] = {}
@@ -59,6 +67,8 @@ class ForkClient:
         self._pinged: float | None = None
         """When the question was sent that is not answered yet, on the monotonic clock."""
         self._answered = 0.0
+        self._busy_since: float | None = None
+        """When the server said that it is busy, on the monotonic clock, unless it has sent something since."""
         self._listening = asyncio.get_running_loop().create_task(self._listen())
 
     @classmethod
@@ -97,9 +107,12 @@ class ForkClient:
     def quiet(self, after: float = PING_S) -> float:
         """Seconds for which the server has not answered: it is stopped, or waits for a disk.
 
-        `after`: seconds after its last answer until it is asked again.
+        0 while it is busy with what it has announced, at most CONNECT_S. `after`: seconds after its last answer until
+        it is asked again.
         """
         now = time.monotonic()
+        if self._busy_since is not None and now - self._busy_since < CONNECT_S:
+            return 0.0
         if self._pinged is None and now - self._answered >= after and self.connected:
             self._pinged = now
             with contextlib.suppress(OSError):
@@ -115,32 +128,41 @@ class ForkClient:
             for place in places:
                 shutil.rmtree(place, ignore_errors=True)
 
-    def send(self, message: ServerMessage, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, with copies of `descriptors`."""
+    def send(self, message: ServerMessage, descriptors: Sequence[int] = (), number: int = 0) -> None:
+        """Send a message, with copies of `descriptors`. `number`: of a request that gets a reply."""
         packet = encode(message)
         with contextlib.ExitStack() as stack:
-            if len(packet) > PACKET:  # a long environment, or a long command line
+            if len(packet) > PACKET - NUMBER:  # a long environment, or a long command line
                 file = stack.enter_context(open(os.memfd_create("raydist-message"), "wb"))
                 file.write(packet)
                 file.flush()
                 packet, descriptors = encode(InFile()), [*descriptors, file.fileno()]
-            socket.send_fds(self._sock, [packet], list(descriptors))
+            socket.send_fds(self._sock, [numbered(number, packet)], list(descriptors))
 
-    async def reply(self, kind: type[Kind]) -> Kind:
-        """The next reply, which must be of this kind. OSError: the server could not do it, or has ended."""
-        reply = await self._replies.get()
+    async def ask(self, message: ServerMessage, kind: type[Kind], descriptors: Sequence[int] = ()) -> Kind:
+        """Send a request; the reply, which must be of this kind. OSError: the server could not do it, or has ended."""
+        self._requests += 1
+        number = self._requests
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: the listener notices
+                self.send(message, descriptors, number)
+            reply = await waiting if self.connected else None
+        finally:
+            del self._waiting[number]
         if isinstance(reply, Failed):
             raise OSError(f"the fork server of this node failed: {reply.error}")
+        if reply is None:
+            raise OSError(f"the fork server of this node ended: {self.log_end()}")
         if not isinstance(reply, kind):
-            raise OSError(f"the fork server of this node ended: {reply}")
+            raise OSError(f"the fork server of this node sent {reply} as its reply to {type(message).__name__}")
         return reply
 
     async def fork(
-        self, spec: RankSpec | ProgramSpec, descriptors: Sequence[int]
+        self, spec: RankSpec | ProgramSpec | OpenStore, descriptors: Sequence[int]
     ) -> tuple[int, asyncio.Future[ProcessEnd]]:
-        """Have the server fork a process; its pid, and its end. OSError as in `reply`."""
-        self.send(spec, descriptors)
-        forked = await self.reply(Forked)
+        """Have the server fork a process; its pid, and its end. OSError as in `ask`."""
+        forked = await self.ask(spec, Forked, descriptors)
         return forked.pid, self._began.pop(forked.serial)
 
     async def close(self) -> None:
@@ -156,17 +178,21 @@ class ForkClient:
         with contextlib.suppress(ConnectionResetError):
             while packet := await loop.sock_recv(self._sock, PACKET):
                 try:
-                    self._take(decode(packet))
+                    self._take(*split_number(packet))
                 except ValueError as error:  # it must not end the listener: the ends of processes come here
                     print(f"raydist: a message of the fork server was not understood: {error}", file=sys.stderr)
-        lost = log_end(self._folder)
-        self._replies.put_nowait(lost)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(None)
+        lost = self.log_end()
         for end in self._ends.values():
             if not end.done():
                 end.set_result(ProcessEnd(0, signal.SIGKILL, time.time(), lost=lost))
 
-    def _take(self, message: Message) -> None:
+    def _take(self, number: int, packet: bytes) -> None:
+        message = decode(packet)
         self._answered = time.monotonic()
+        self._busy_since = self._answered if isinstance(message, Busy) else None
         if isinstance(message, Pong):
             self._pinged = None
             return
@@ -178,7 +204,12 @@ class ForkClient:
             return
         if isinstance(message, Forked):
             self._ends[message.serial] = self._began[message.serial] = asyncio.get_running_loop().create_future()
-        self._replies.put_nowait(message)
+        if (waiting := self._waiting.get(number)) is not None and not waiting.done():
+            waiting.set_result(message)
+
+    def log_end(self) -> str:
+        """The end of the server's log."""
+        return log_end(self._folder)
 
 
 def log_end(folder: Path) -> str:

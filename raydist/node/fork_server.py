@@ -14,11 +14,13 @@ never uses CUDA. Agents send it messages of worker.protocol over a Unix socket, 
     RankSpec         log, channel, heartbeat      -> Forked, later Ended
     ProgramSpec      log                          -> Forked, later Ended
     LookAtModel      one for the answer           -> Forked, later Ended
-    OpenStore                                     -> StoreForked
+    OpenStore        one for StoreOpened          -> Forked, later Ended
     WriteCheckpoint  one for the writer's events
     ShardsRequest    one for the writer's reply
     GetNewestState                                -> NewestState
     SignalProcess
+
+A reply has the number of its request. Before the server imports modules it sends Busy to the other agents.
 
 When an agent disconnects, the server ends its ranks, writes their last state to the disk, and disconnects too. When the
 other end of the lifeline closes, because its owner ended or died, it ends everything, and itself unless it is kept. It
@@ -59,8 +61,6 @@ from raydist.worker.protocol import (
     RankSpec,
     ShardsRequest,
     SignalProcess,
-    StoreForked,
-    StoreKind,
     Warm,
     WriteCheckpoint,
     WriteShards,
@@ -174,13 +174,14 @@ class Server:
             self.disconnect(agent)
             return
         message: protocol.Message | None = None
+        number, packet = protocol.split_number(packet)
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise ValueError("a message was cut off")
             message = protocol.decode(packet)
             if isinstance(message, protocol.InFile):
                 message = read_message(fds.pop())
-            self.answer(agent, message, fds)
+            self.answer(agent, message, fds, number)
         except Exception as error:
             traceback.print_exc()
             if isinstance(message, WriteCheckpoint):
@@ -188,12 +189,12 @@ class Server:
             elif isinstance(message, BeginRun):
                 self.disconnect(agent)  # it shows the end of this server's log
             elif not isinstance(message, ShardsRequest | SignalProcess):  # these get no reply here
-                send_message(agent, protocol.Failed(f"{type(error).__name__}: {error}"))
+                send_message(agent, protocol.Failed(f"{type(error).__name__}: {error}"), number)
         for fd in fds:
             os.close(fd)
 
-    def answer(self, agent: socket.socket, message: protocol.Message, fds: list[int]) -> None:
-        """Do what a message of an agent asks for."""
+    def answer(self, agent: socket.socket, message: protocol.Message, fds: list[int], number: int) -> None:
+        """Do what a message of an agent asks for. `number`: of the message, for the reply."""
         match message:
             case protocol.Claim():
                 self.claim(agent, fds)
@@ -206,28 +207,26 @@ class Server:
             case protocol.Ping():
                 send_message(agent, protocol.Pong())
             case protocol.ImportModules(modules):
-                send_message(agent, self.warm_up(modules))
+                send_message(agent, self.warm_up(modules, agent), number)
             case RankSpec() as spec:
                 pid = self.fork_rank(spec, fds, agent)
                 self.ranks[pid] = spec.value, os.dup(fds[2])
-                self.note_fork(pid, agent)
+                self.note_fork(pid, agent, number)
             case protocol.ProgramSpec() as program:
                 self.mpi_since = self.mpi_since or time.time()
-                self.note_fork(self.fork(lambda: rank_main.run_program(program, *fds)), agent)
+                self.note_fork(self.fork(lambda: rank_main.run_program(program, *fds)), agent, number)
             case protocol.LookAtModel() as asked:
-                self.note_fork(self.fork(lambda: rank_main.look_at_model(asked, *fds)), agent)
+                self.note_fork(self.fork(lambda: rank_main.look_at_model(asked, *fds)), agent, number)
             case protocol.OpenStore(kind, address):
-                store = self.fork_store(kind, address)
-                self.owner[store.pid] = agent
-                send_message(agent, store)
+                self.note_fork(self.fork_child(lambda: store_process(kind, address, *fds)), agent, number)
             case WriteCheckpoint() | ListShards() | WriteShards() | CommitShards() | DropShards() as request:
                 if self.memories[agent].wants_writer(request):
                     self.fork_writer(agent, request, *fds)
             case protocol.GetNewestState(run):
                 held = [each.newest_step() for each in self.memories.values() if str(each.run) == run]
-                send_message(agent, protocol.NewestState(max(held, default=-1)))
-            case SignalProcess(pid, number) if self.owner.get(pid) is agent:
-                kill(pid, number)
+                send_message(agent, protocol.NewestState(max(held, default=-1)), number)
+            case SignalProcess(pid, signal_number) if self.owner.get(pid) is agent:
+                kill(pid, signal_number)
 
     def begin_run(self, folder: str, keep_s: float) -> None:
         """Make the folder of a run's agents, where all of them find this server. It goes when the claim ends.
@@ -253,14 +252,28 @@ class Server:
         if self.guard >= 0:
             self.selector.register(self.guard, selectors.EVENT_READ)
 
-    def warm_up(self, modules: Sequence[str]) -> Warm:
-        """Import the modules that ranks need, unless each rank is a new interpreter."""
+    def warm_up(self, modules: Sequence[str], asking: socket.socket | None = None) -> Warm:
+        """Import the modules that ranks need, unless each rank is a new interpreter.
+
+        `asking`: the agent that waits for it. The others must not take this server for one that is stopped.
+        """
         folders = (*self.run_folders, self.folder)
+        missing = self.start == "fork" and any(sys.modules.get(name) is None for name in modules)
+        others = [agent for agent in self.agents() if missing and agent is not asking]
+        for agent in others:
+            send_message(agent, protocol.Busy())
         with ends_with(self.lifeline, folders) if self.lifeline >= 0 else contextlib.nullcontext():
             warm = import_modules(modules if self.start == "fork" else ())
+        for agent in others:
+            send_message(agent, protocol.Pong())
         if warm.cuda:  # ranks that are forked from here would have no GPU
             self.start = "spawn"
         return warm
+
+    def agents(self) -> list[socket.socket]:
+        """The connections of all agents."""
+        sources = [key.fileobj for key in self.selector.get_map().values()]
+        return [source for source in sources if isinstance(source, socket.socket) and source is not self.listener]
 
     @property
     def folder(self) -> str:
@@ -286,10 +299,10 @@ class Server:
         os.close(self.lifeline)  # last: the owner waits for it
         self.lifeline = -1
 
-    def note_fork(self, pid: int, agent: socket.socket) -> None:
+    def note_fork(self, pid: int, agent: socket.socket, number: int) -> None:
         self.forks += 1
         self.owner[pid], self.serials[pid] = agent, self.forks
-        send_message(agent, protocol.Forked(pid, self.forks))
+        send_message(agent, protocol.Forked(pid, self.forks), number)
 
     def disconnect(self, agent: socket.socket) -> None:
         """An agent has disconnected: SIGKILL its ranks, because a rank in a collective does not handle SIGTERM."""
@@ -315,16 +328,6 @@ class Server:
     def fork_child(self, become: Callable[[], NoReturn]) -> int:
         """Fork a child that ignores SIGTERM as the server does, and calls `become`; its pid."""
         return spawn.fork_child(self.close_in_child, become)
-
-    def fork_store(self, kind: StoreKind, address: str) -> StoreForked:
-        """Fork a process that holds the rendezvous store open."""
-        read_end, write_end = os.pipe()
-        with os.fdopen(read_end) as reply:
-            try:
-                pid = self.fork_child(lambda: store_process(kind, address, write_end))
-            finally:
-                os.close(write_end)
-            return StoreForked(pid, **json.loads(reply.read()))
 
     def fork_writer(self, agent: socket.socket, request: WriteCheckpoint | ShardsRequest, reply: int = -1) -> None:
         """Fork a process that does this, and sends its events or its reply to the descriptor `reply`."""
@@ -395,9 +398,8 @@ class Server:
 
         Reports to the owner whenever the children have got on: a large state takes minutes to write.
         """
-        for key in list(self.selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.listener:
-                self.disconnect(key.fileobj)
+        for agent in self.agents():
+            self.disconnect(agent)
         done: dict[int, tuple[float, int]] = {}
         look_at = time.monotonic()
         until = look_at + WRITE_S
@@ -422,9 +424,11 @@ class Server:
                 os.write(self.lifeline, b".")
 
 
-def send_message(agent: socket.socket, message: protocol.Message) -> None:
+def send_message(agent: socket.socket, message: protocol.Message, number: int = 0) -> None:
+    """Send a message. `number`: of the request to which it replies, if that has one."""
+    packet = protocol.encode(message)
     with contextlib.suppress(OSError):  # the agent has disconnected; its packet of zero bytes is still to be read
-        agent.send(protocol.encode(message))
+        agent.send(protocol.numbered(number, packet) if number else packet)
 
 
 def read_message(descriptor: int) -> protocol.Message:

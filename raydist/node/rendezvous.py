@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,23 +9,23 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from raydist.worker.protocol import StoreAddress
+from raydist.worker.protocol import StoreAddress, StoreOpened, encode
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def store_process(kind: str, address: str, reply_fd: int) -> NoReturn:
-    """In a child of the fork server: open the store, write its address or the error to `reply_fd`, hold it."""
+    """In a child of the fork server: open the store, write StoreOpened to `reply_fd`, hold the store."""
     os.setsid()
     from raydist.node.rendezvous_http import open_http_store
 
     try:
         hold, store = (open_http_store if kind == "horovod" else hold_store)(address)
-        reply = vars(store)
+        reply = StoreOpened(**vars(store))
     except Exception as error:
-        hold, reply = None, {"error": f"{type(error).__name__}: {error}"}
-    os.write(reply_fd, json.dumps(reply).encode())
+        hold, reply = None, StoreOpened(error=f"{type(error).__name__}: {error}")
+    os.write(reply_fd, encode(reply))
     os.close(reply_fd)
     if hold is not None:
         hold()

@@ -59,6 +59,15 @@ class Writer:
             self._reply = message
 
 
+async def read_reply(sock: socket.socket) -> Message | None:
+    """The only message that a process sends before it closes its end; None if it sends none."""
+    sock.setblocking(False)
+    text = b""
+    while part := await asyncio.get_running_loop().sock_recv(sock, protocol.PACKET):
+        text += part
+    return protocol.decode(text) if text else None
+
+
 async def read_messages(
     sock: socket.socket,
     add_event: Callable[[Event], None],

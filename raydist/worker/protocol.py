@@ -770,10 +770,14 @@ class Forked:
 
 
 @dataclass(frozen=True)
-class StoreForked:
-    """A process was forked that serves the store, or could not open it (`error`)."""
+class Busy:
+    """The fork server imports modules, or looks whether their files have changed, before it handles messages again."""
 
-    pid: int
+
+@dataclass(frozen=True)
+class StoreOpened:
+    """What the process of a store writes to the descriptor that came with OpenStore: its port, or why it has none."""
+
     port: int = 0
     secret: str = ""
     error: str = ""
@@ -810,7 +814,7 @@ ServerMessage = (
     Claim | BeginRun | ImportModules | RankSpec | ProgramSpec | OpenStore | WriteCheckpoint | ShardsRequest
     | SignalProcess | InFile | Ping | LookAtModel | GetNewestState
 )  # fmt: skip
-ServerReply = Claimed | Warm | Forked | StoreForked | Failed | Pong | NewestState
+ServerReply = Claimed | Warm | Forked | StoreOpened | Failed | Pong | NewestState | Busy
 
 
 # --- agent <-> rank
@@ -846,7 +850,8 @@ _BY_NAME: dict[str, type[Any]] = {
     for kind in (
         Claim, Claimed, BeginRun, ImportModules, Warm, RankSpec, ProgramSpec, OpenStore, WriteCheckpoint, SignalProcess,
         LookAtModel, GetNewestState, NewestState,
-        Forked, StoreForked, Ended, InFile, Failed, Ping, Pong, TellActivity, HoldRank, StopAfter, Activity, Holding,
+        Forked, StoreOpened, Ended, Busy, InFile, Failed, Ping, Pong,
+        TellActivity, HoldRank, StopAfter, Activity, Holding,
         ListShards, WriteShards, CommitShards, DropShards, ReleaseRank,
         HeldShards, WrittenShards, SavedShards, UnseenShards, WriterFailed,
     )
@@ -862,6 +867,17 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes) -> Message:
     """The message of a line of `encode`. ValueError: it is no message."""
     return from_json(json.loads(data))
+
+
+def numbered(number: int, packet: bytes) -> bytes:
+    """A packet with the number of a request before it. The reply has the same number."""
+    return b"%d %s" % (number, packet)
+
+
+def split_number(packet: bytes) -> tuple[int, bytes]:
+    """The number of the request that a packet is, or replies to (0: of none), and the message."""
+    number, _, message = packet.partition(b" ")
+    return (int(number), message) if number.isdigit() else (0, packet)
 
 
 def from_json(fields: Mapping[str, Any]) -> Message:

@@ -46,6 +46,7 @@ from raydist.worker.protocol import (
     WarmServer,
 )
 from tests.leftovers import alive, ended
+from tests.node.test_fork_server import GATED
 
 Result = TypeVar("Result")
 TIMEOUT_S = 60.0
@@ -160,9 +161,7 @@ def test_another_agent_of_the_node_shares_its_server(node: Node, agent: RankAgen
 def test_all_agents_wait_while_the_drivers_server_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the first gave up after 3000 looks, 30 s, where a cold network file system takes minutes."""
     gate, looks, sleep = tmp_path / "gate", 0, asyncio.sleep
-    (tmp_path / "raydist_gated.py").write_text(
-        f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
-    )
+    (tmp_path / "raydist_gated.py").write_text(GATED.format(str(gate)))
     monkeypatch.syspath_prepend(tmp_path)
     server = ForkServer.launch(tmp_path / "f", "fork", 1, modules=("raydist_gated",))
 

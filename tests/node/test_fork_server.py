@@ -43,16 +43,20 @@ from raydist.worker.protocol import (
     RankSpec,
     ServerMessage,
     SignalProcess,
-    StoreForked,
+    StoreOpened,
     Warm,
     WriteCheckpoint,
     decode,
     encode,
+    numbered,
+    split_number,
 )
 from tests.leftovers import alive, ended
 from tests.node.test_huge_pages import can_collapse, huge_of
 
 Kind = TypeVar("Kind")
+GATED = "import os, time\nwhile not os.path.exists({!r}): time.sleep(0.01)"
+"""A module that is imported once a file is there."""
 UNDYING = """
 import os, sys
 server = sys.modules['__main__']
@@ -100,6 +104,17 @@ class Line:
 
     def send(self, message: ServerMessage, fds: tuple[int, ...] = ()) -> None:
         socket.send_fds(self.socket, [encode(message)], fds)
+
+    def open_store(self, address: str) -> tuple[int, StoreOpened]:
+        """A store on this address; the pid of its process, and what that wrote."""
+        ours, its = socket.socketpair()
+        self.send(OpenStore("tcp", address), (its.fileno(),))
+        its.close()
+        pid = self.receive(Forked).pid
+        with ours:
+            opened = decode(ours.recv(PACKET))
+        assert isinstance(opened, StoreOpened)
+        return pid, opened
 
     def fork(self, function: Callable[[], Any], rank: int = 0, env: dict[str, str] | None = None) -> int:
         """A rank that calls `function` outside any process group (backend `here`); its pid."""
@@ -290,18 +305,17 @@ def test_only_processes_of_the_agent_are_killed(warm: Node) -> None:
 
 def test_the_store_listens_on_its_address_only_and_is_held(warm: Node) -> None:
     line = warm.dial()
-    line.send(OpenStore("tcp", "127.0.0.1"))
-    store = line.receive(StoreForked)
-    held = [c.laddr for c in psutil.Process(store.pid).net_connections() if c.status == psutil.CONN_LISTEN]
+    pid, store = line.open_store("127.0.0.1")
+    held = [c.laddr for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN]
     assert held == [("127.0.0.1", store.port)]
     line.socket.close()
-    assert soon(lambda: not alive(store.pid))
+    assert soon(lambda: not alive(pid))
 
 
 def test_the_error_of_a_store_that_can_not_listen(warm: Node) -> None:
     line = warm.dial()
-    line.send(OpenStore("tcp", "203.0.113.7"))  # TEST-NET-3: no machine's own
-    assert "Cannot assign requested address" in line.receive(StoreForked).error
+    _, store = line.open_store("203.0.113.7")  # TEST-NET-3: no machine's own
+    assert "Cannot assign requested address" in store.error
 
 
 def test_the_server_never_touches_cuda_and_names_what_could_not_be_imported(tmp_path: Path) -> None:
@@ -483,8 +497,7 @@ def test_a_message_larger_than_a_packet_goes_by_a_file(warm: Node) -> None:
 
     async def main() -> tuple[Any, ...]:
         client = await ForkClient.connect(warm.folder)
-        client.send(ImportModules(()))
-        await client.reply(Warm)
+        await client.ask(ImportModules(()), Warm)
         log = os.open(os.devnull, os.O_WRONLY)
         program = ProgramSpec(("/bin/sh", "-c", "test ${#LARGE} = 120000"), {"LARGE": large[:120_000], "A": large}, "/")
         del program.env["A"]
@@ -504,8 +517,9 @@ def test_what_the_server_cannot_do_is_answered_and_ends_nothing(warm: Node) -> N
     assert "JSONDecodeError" in line.receive(Failed).error
     line.socket.send(b"{" + b" " * PACKET + b"}")
     assert "cut off" in line.receive(Failed).error
-    line.send(OpenStore("tcp", "no address"))
-    assert line.receive(StoreForked).error
+    pid, store = line.open_store("no address")
+    assert store.error
+    assert line.receive(Ended).pid == pid
     line.send(RankSpec(0, {}, "", (), "", "", (), str(warm.folder / "x")))  # without its descriptors
     line.receive(Forked)
     assert line.receive(Ended).code == 1
@@ -603,10 +617,12 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
         for serial in range(1, 6):
             server.send(encode(Ended(77, 0, 0, 1.0)))  # a writer's, which nobody waits for
             server.send(b"what?")
-            server.send(encode(Forked(77, serial)))
+            forking = asyncio.create_task(client.fork(ProgramSpec((), {}, "/"), []))
+            number, _ = split_number(await asyncio.to_thread(server.recv, PACKET))
+            server.send(numbered(number, encode(Forked(77, serial))))
             if serial % 2:
                 server.send(encode(Ended(77, serial, 0, 1.0, serial)))
-            pid, ended = await client.fork(ProgramSpec((), {}, "/"), [])
+            pid, ended = await forking
             if not serial % 2:
                 server.send(encode(Ended(77, serial, 0, 1.0, serial)))
             end = await asyncio.wait_for(ended, 5)
@@ -617,6 +633,85 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
 
     assert asyncio.run(main()) == [(77, serial, 0) for serial in range(1, 6)]
     listener.close()
+
+
+def test_a_reply_belongs_to_its_request_whatever_the_order(tmp_path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "fork"))
+    listener.listen()
+
+    async def main() -> list[Any]:
+        client = await ForkClient.connect(tmp_path)
+        server, _ = listener.accept()
+        asking = [asyncio.create_task(client.ask(ImportModules((name,)), Warm)) for name in ("a", "b", "c", "d")]
+        numbers = {}
+        for _ in asking:
+            number, packet = split_number(await asyncio.to_thread(server.recv, PACKET))
+            numbers[decode(packet).modules[0]] = number  # type: ignore[union-attr]
+        asking[1].cancel()  # nobody takes its reply
+        await asyncio.sleep(0)
+        for name in ("d", "b", "c"):
+            server.send(numbered(numbers[name], encode(Warm({name: "no"}))))
+        server.close()
+        told = await asyncio.gather(*asking, return_exceptions=True)
+        await client.close()
+        return [each.failed if isinstance(each, Warm) else type(each) for each in told]
+
+    assert asyncio.run(main()) == [OSError, asyncio.CancelledError, {"c": "no"}, {"d": "no"}]
+    listener.close()
+
+
+def test_a_server_that_imports_for_another_agent_is_not_taken_for_a_stopped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that stopped its rank meanwhile killed the server, and with it the ranks of all other trials."""
+    gate = tmp_path / "gate"
+    (tmp_path / "raydist_gated.py").write_text(GATED.format(str(gate)))
+    monkeypatch.syspath_prepend(tmp_path)
+    node = Node(tmp_path / "f")
+
+    async def main() -> tuple[float, bool]:
+        client = await ForkClient.connect(node.folder)
+        await client.ask(ImportModules(()), Warm)
+        line = await asyncio.to_thread(node.dial)
+        line.send(ImportModules(("raydist_gated",)))
+        while client._busy_since is None:
+            await asyncio.sleep(0.01)
+        client.quiet(0.0)
+        await asyncio.sleep(0.05)
+        quiet = client.quiet(0.0)
+        gate.touch()
+        await asyncio.to_thread(line.receive, Warm)
+        await client.ask(ImportModules(()), Warm)
+        answers = client._busy_since is None
+        await client.close()
+        return quiet, answers
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == (0.0, True)
+    node.close()
+
+
+def test_others_are_served_while_a_store_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = tmp_path / "gate"
+    (tmp_path / "raydist_late_store.py").write_text(
+        "from raydist.node import rendezvous\n"
+        "def open_store(address):\n    " + GATED.format(str(gate)).replace("\n", "\n    ") + "\n"
+        "    raise OSError('late')\n"
+        "rendezvous.open_store = open_store\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    node = Node(tmp_path / "f", modules=("raydist_late_store",))
+    line, other = node.dial(), node.dial()
+    ours, its = socket.socketpair()
+    line.send(OpenStore("tcp", "127.0.0.1"), (its.fileno(),))
+    its.close()
+    pid = line.receive(Forked).pid
+    assert not other.imported("json").failed
+    gate.touch()
+    assert decode(ours.recv(PACKET)) == StoreOpened(error="OSError: late")
+    ours.close()
+    assert line.receive(Ended).pid == pid
+    node.close()
 
 
 def test_a_server_that_has_used_a_gpu_is_found_out_though_torch_says_no(tmp_path: Path) -> None:
