@@ -18,6 +18,8 @@ when a rank dies.
     huge_pages.py         A process's memory in pages of 2 MB: a fork copies an entry for each page, and its end frees
                           them
     kept_server.py        Fork servers that stay on their node for the next run of the same user, environment and Python
+    left_folders.py       Folders of fork servers that were killed together with their agents, by a power cut for
+                          example
     load.py               How busy this machine is: CPU, memory, GPUs by NVML, bytes of its network ports
     mpi_agent.py          The agent of a rank under mpirun: it serves mpirun's processes, and forks the rank when mpirun
                           starts it

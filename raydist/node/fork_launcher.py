@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,12 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raydist.network.names import MALLOC
+from raydist.node.left_folders import remove_left_folders
+from raydist.shared.errors import LaunchError
 from raydist.shared.own_path import of_others
 
 ALWAYS = ("torch", "torch.distributed", "cloudpickle")
 """The modules that each rank of a job needs."""
 END_S = 10.0
 """Longest wait for a fork server that ends its processes without getting on."""
+SOCKET_PATH = 107
+"""Most bytes of the path of a Unix socket."""
+STATUS = ("Umask", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed")
+"""Lines of /proc/self/status that a child inherits."""
+RAISED = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
+"""The limits that a fork server raises as far as it may."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,9 @@ class ForkServer:
 
         `keep`: as KEEP of fork_server. `idle_s`: seconds without an agent after which it ends; None: never. `env`:
         variables of the ranks beside those of this process, because some modules read theirs at import.
+        LaunchError: its Python did not start.
         """
+        remove_left_folders()
         folder.mkdir(mode=0o700)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(folder / "fork"))
@@ -60,12 +72,14 @@ class ForkServer:
             **(env or {}),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path) if keep == "0" else own_search_path()),
         }
-        with open(folder / "server.log", "wb") as log:  # the server detaches itself, so this returns at once
-            subprocess.run(
-                command, pass_fds=descriptors, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True
-            )
+        cwd = None if keep == "0" else "/"  # one that stays has no module of the current folder
+        failure = run_detached(command, folder / "server.log", env, cwd, descriptors)
         server_end.close()
         listener.close()
+        if failure:
+            lifeline.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise LaunchError(f"the fork server of this node could not start: {failure}")
         return cls(folder, lifeline)
 
     def alive(self) -> bool:
@@ -98,10 +112,32 @@ class ForkServer:
         return True
 
 
-def node_folder(name: str) -> Path:
-    """The path of a folder on this node's disk, in /tmp if TMPDIR is too long: a Unix socket's path has 107 bytes."""
+def run_detached(
+    command: Sequence[str], log: Path, env: Mapping[str, str], cwd: str | None, descriptors: Sequence[int]
+) -> str:
+    """Run a command that detaches itself, with its output in a log; why it could not, or an empty text."""
+    with open(log, "wb") as output:
+        try:
+            subprocess.run(
+                command, pass_fds=descriptors, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=output, check=True,
+            )  # fmt: skip
+        except OSError as error:
+            return str(error)
+        except subprocess.CalledProcessError as error:
+            lines = log.read_text(errors="replace").splitlines()
+            errors = [line for line in lines if "rror" in line]
+            return errors[-1] if errors else f"{command[0]} ended with code {error.returncode}"
+    return ""
+
+
+def node_folder(name: str, room: int = 18) -> Path:
+    """The path of a folder on this node's disk, in /tmp if TMPDIR is too long: a Unix socket's path has 107 bytes.
+
+    `room`: bytes of the longest path of a socket below the folder, with the slash before it.
+    """
     path = Path(tempfile.gettempdir()) / name
-    return path if len(os.fsencode(path)) < 90 else Path("/tmp") / name
+    return path if len(os.fsencode(path)) + room <= SOCKET_PATH else Path("/tmp") / name
 
 
 def own_search_path() -> list[str]:
@@ -110,7 +146,8 @@ def own_search_path() -> list[str]:
     Without the working_dir of a Ray job, which is another folder whenever a file in it has changed.
     """
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [str(Path(__file__).parents[2]), *(each for each in entries if each and "/working_dir_files/" not in each)]
+    lasting = [os.path.abspath(each) for each in entries if each and "/working_dir_files/" not in each]
+    return [str(Path(__file__).parents[2]), *lasting]
 
 
 def rank_search_path(entries: Sequence[str]) -> tuple[str, ...]:
@@ -127,18 +164,28 @@ def safe_search_path(entries: Sequence[str]) -> tuple[str, ...]:
     return tuple(entry for entry in entries if not entry or of_others(Path(entry).absolute()) is None)
 
 
+def boot_id() -> str:
+    """Names this machine from its start to its end; the host's name where the kernel has no such id."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
 def heritage() -> tuple[str, ...]:
-    """The properties that a child inherits: interpreter, user, limits, namespaces, cgroup (container), machine.
+    """The properties that a child inherits: interpreter, user, rights, limits, namespaces, cgroup (container), machine.
 
-    Two processes with equal ones may start each other's ranks. Of the limits memlock matters to RDMA.
+    Two processes with equal ones may start each other's ranks. Two properties that Ray changes in its workers are left
+    out: a rank takes the OOM score of its agent, and the nice value of the server that it is forked from.
     """
-    import resource
-
-    properties = [sys.executable, str(os.getuid())]
-    properties += [str(resource.getrlimit(kind)[1]) for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)]
-    for name in ("self/cgroup", "sys/kernel/random/boot_id"):
-        with contextlib.suppress(OSError):
-            properties.append(Path("/proc", name).read_text())
+    properties = [sys.executable, str(os.getuid()), boot_id()]
+    for kind in sorted(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")):
+        soft, hard = resource.getrlimit(kind)
+        properties.append(f"{kind} {'raised' if kind in RAISED else soft} {hard}")
+    with contextlib.suppress(OSError):
+        properties.append(Path("/proc/self/cgroup").read_text())
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text().splitlines()
+        properties += [line for line in status if line.partition(":")[0] in STATUS]
     with contextlib.suppress(OSError):
         properties += [os.readlink(f"/proc/self/ns/{space}") for space in sorted(os.listdir("/proc/self/ns"))]
     return tuple(properties)

@@ -44,12 +44,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from raydist.node import huge_pages, mpi_segments, spawn
-from raydist.node.processes import end_children, end_session, kill, kill_children, wait_one, work_done
+from raydist.node import fork_launcher, huge_pages, mpi_segments, spawn
+from raydist.node.left_folders import lock_folder
+from raydist.node.processes import (
+    end_children,
+    end_session,
+    kill,
+    kill_children,
+    process_of,
+    take_oom_score,
+    wait_one,
+    work_done,
+)
 from raydist.node.recorded_end import record_end
 from raydist.node.rendezvous import store_process
 from raydist.node.snapshots import SnapshotBuffers, run_writer, write_checkpoint
-from raydist.node.warm_imports import changed_since, ends_with, import_modules, uses_gpu
+from raydist.node.warm_imports import ImportedFiles, ends_with, import_modules, uses_gpu
 from raydist.worker import main as rank_main
 from raydist.worker import protocol
 from raydist.worker.protocol import (
@@ -94,6 +104,10 @@ class Server:
     """The memory that it puts into huge pages while it has no child and nothing to do: node.huge_pages.scattered."""
     run_folders: list[str] = field(default_factory=list)
     """What to remove when the claim ends."""
+    locks: list[int] = field(default_factory=list)
+    """The locks of these folders."""
+    own_lock: Sequence[int] = ()
+    files: ImportedFiles = field(default_factory=ImportedFiles)
     born: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     owner: dict[int, socket.socket] = field(default_factory=dict)
@@ -238,6 +252,7 @@ class Server:
             os.mkdir(folder, 0o700)
             for name in ("server.log", "fork"):
                 os.symlink(os.path.join(self.folder, name), os.path.join(folder, name))
+            self.locks += lock_folder(folder)
         if self.keep:
             self.keep, self.idle_s = keep_s > 0, keep_s or self.idle_s
 
@@ -262,7 +277,8 @@ class Server:
         others = [agent for agent in self.agents() if missing and agent is not asking]
         for agent in others:
             send_message(agent, protocol.Busy())
-        with ends_with(self.lifeline, folders) if self.lifeline >= 0 else contextlib.nullcontext():
+        ends = ends_with(self.lifeline, folders) if self.lifeline >= 0 else contextlib.nullcontext()
+        with ends, self.files.noted() if missing else contextlib.nullcontext():
             warm = import_modules(modules if self.start == "fork" else ())
         for agent in others:
             send_message(agent, protocol.Pong())
@@ -280,10 +296,15 @@ class Server:
         return os.path.dirname(str(self.listener.getsockname()))
 
     def claim(self, claimant: socket.socket, fds: list[int]) -> None:
-        """Adopt the descriptor as the lifeline, if the server is free, and no file that it imported has changed."""
+        """Adopt the descriptor as the lifeline, if the server is free, and no file that it imported has changed.
+
+        Without a descriptor the files do not matter: nobody is going to use the server.
+        """
         free = self.lifeline < 0
-        if free and (uses_gpu() or changed_since(self.born)):
-            free, self.idle_s = False, 0.0  # it ends when the claimant has gone
+        if free and fds:
+            send_message(claimant, protocol.Busy())  # thousands of files: seconds on a network file system
+            if uses_gpu() or self.files.changed():
+                free, self.idle_s = False, 0.0  # it ends when the claimant has gone
         if free and fds:
             self.lifeline = fds.pop()
             self.selector.register(self.lifeline, selectors.EVENT_READ)
@@ -294,8 +315,12 @@ class Server:
         self.selector.unregister(self.lifeline)
         for folder in self.run_folders:
             shutil.rmtree(folder, ignore_errors=True)
+        for lock in self.locks:
+            os.close(lock)
         self.run_folders.clear()
+        self.locks.clear()
         self.memories.clear()
+        self.files.note_all()  # the server may have imported something for itself
         os.close(self.lifeline)  # last: the owner waits for it
         self.lifeline = -1
 
@@ -315,11 +340,18 @@ class Server:
         memories = self.memories[agent] = SnapshotBuffers.of_run(spec, self.memories.values())
         fds = [*fds[:3], *memories.of_rank(agent, spec.env), *fds[3:]]
         libraries = spec.env.get("LD_LIBRARY_PATH")  # the loader read it at its start: a fork can't change it
-        if self.start == "spawn" or libraries != os.environ.get("LD_LIBRARY_PATH"):
-            path = spawn.write_spec(spec)
-            server = os.getpid()
-            return self.fork(lambda: spawn.execute_rank(spec, path, fds, server))
-        return self.fork(lambda: rank_main.run_rank(spec, *fds))
+        forks = self.start == "fork" and libraries == os.environ.get("LD_LIBRARY_PATH")
+        path = None if forks else spawn.write_spec(spec)
+        server, peer = os.getpid(), process_of(agent)
+
+        def become_rank() -> NoReturn:
+            # Ray has raised that of its workers, as the agent, but not that of the driver, which may own this server.
+            take_oom_score(peer)
+            if path is not None:
+                spawn.execute_rank(spec, path, fds, server)
+            rank_main.run_rank(spec, *fds)
+
+        return self.fork(become_rank)
 
     def fork(self, become: Callable[[], NoReturn]) -> int:
         """Fork a child that calls `become`, and that SIGTERM ends; its pid."""
@@ -446,24 +478,24 @@ def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *
         # A Ray worker SIGKILLs its children when it ends. The server outlives it, to end the ranks and their children.
         os._exit(0)
     os.setsid()
-    if keep != "0":
-        if sys.path[0] == os.getcwd():
-            del sys.path[0]  # the next run may be that of another folder
-        os.chdir("/")
+    if keep != "0" and sys.path[0] == os.getcwd():  # "/", from which it was launched
+        del sys.path[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):  # as Ray does for its workers
+    for limit in fork_launcher.RAISED:  # as Ray does for its workers
         resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
     server = Server(socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start, float(idle_s) or None, keep != "0")
     if int(keep) > 1:
         server.stay_with(int(keep))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() then leaves CUDA alone
     folder, code = server.folder, 1
+    server.own_lock = lock_folder(folder)
     if server.keep:
         with open(os.path.join(folder, "server.json"), "w") as file:
             json.dump({"pid": os.getpid(), "born": server.born}, file)
+    server.files.note_all()
     server.warm_up(("raydist.worker.main", *modules))
     try:
         server.serve()
@@ -471,7 +503,7 @@ def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *
     except BaseException:
         traceback.print_exc()
     finally:
-        for path in (*server.run_folders, folder):
+        for path in (*server.run_folders, folder):  # its locks end with this process
             shutil.rmtree(path, ignore_errors=True)
         if keep != "0":
             with contextlib.suppress(OSError):  # there are other servers

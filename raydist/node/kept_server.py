@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raydist.node.fork_launcher import ForkServer, heritage, node_folder, own_search_path
+from raydist.node.fork_launcher import ForkServer, boot_id, heritage, node_folder, own_search_path
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
 from raydist.shared.own_path import own_folder
@@ -27,6 +27,7 @@ from raydist.shared.version import __version__
 from raydist.worker.protocol import (
     PACKET,
     BeginRun,
+    Busy,
     Claim,
     Claimed,
     ImportModules,
@@ -39,6 +40,9 @@ from raydist.worker.protocol import (
 
 CLAIM_S = 1.0
 """Longest wait for a server's answer: one that imports modules is another run's."""
+CHECK_S = 10.0
+"""Longest wait for the answer of a server that looks whether the files of its modules have changed: thousands, at a
+millisecond each on a network file system. To import them takes longer."""
 MOST = 4
 """Servers that a user has on a node: each has some hundred MB."""
 VOLATILE = (
@@ -46,8 +50,6 @@ VOLATILE = (
     "WINDOWID", "INVOCATION_ID", "JOURNAL_STREAM", "PYTHONPATH", "HYDRA_",
 )  # fmt: skip
 """The beginnings of variables that differ from command to command, and that no module reads at import."""
-STATUS = ("Umask", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed")
-"""Lines of /proc/self/status that a child inherits."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,9 @@ def obtain(threads: int, env: Mapping[str, str], keep_s: float, modules: Sequenc
     for folder in sorted(where.glob(f"{name}-*")):
         if server := claim(folder):
             return server
+    known = kept_servers()  # this removes the folders of those that have died
     if (surplus := len([*where.iterdir()]) + 1 - MOST) > 0:
-        for oldest in [each for each in kept_servers() if each.free][:surplus]:
+        for oldest in [each for each in known if each.free][:surplus]:
             end(oldest.folder)
     folder, guard = where / f"{name}-{uuid.uuid4().hex[:6]}", os.environ.get("RAY_RAYLET_PID", "1")
     with contextlib.suppress(FileNotFoundError):  # the last server there has just removed it
@@ -112,11 +115,20 @@ def most_s() -> float:
 
 def servers_folder(make: bool = True) -> Path | None:
     """The folder of this user's servers on this node; None if it is not there, or not this user's own."""
-    path = node_folder(f"raydist-{os.getuid()}-warm")
+    path = servers_path()
     with contextlib.suppress(OSError):
         if own_folder(path, make):
             return path
     return None
+
+
+def servers_path() -> Path:
+    """Where the folder of this user's servers on this node is, or would be.
+
+    Its name has the id of the boot: TMPDIR may be on a file system that other machines have, too.
+    """
+    name = f"raydist-{os.getuid()}-{boot_id()[:8]}-warm"
+    return node_folder(name, room=len("/123456789012-123456/fork"))
 
 
 def claim(folder: Path) -> ForkServer | None:
@@ -141,7 +153,11 @@ def ask(folder: Path, *messages: ServerMessage, descriptors: Sequence[int] = ())
             for message in messages[:-1]:
                 sock.send(encode(message))
             socket.send_fds(sock, [encode(messages[-1])], list(descriptors))
-            return decode(sock.recv(PACKET))
+            reply = decode(sock.recv(PACKET))
+            if isinstance(reply, Busy):
+                sock.settimeout(CHECK_S)
+                reply = decode(sock.recv(PACKET))
+            return reply
         except ConnectionRefusedError:
             shutil.rmtree(folder, ignore_errors=True)
         except (OSError, ValueError):
@@ -160,10 +176,10 @@ def tell(folder: Path, message: ServerMessage) -> None:
 def fingerprint(threads: int, env: Mapping[str, str]) -> str:
     """A name for servers that may start each other's ranks: a hash of all that a rank inherits from its server."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(VOLATILE)}
-    status = Path("/proc/self/status").read_text().splitlines()
-    inherited = [line for line in status if line.partition(":")[0] in STATUS]
-    parts = [heritage(), inherited, os.getpriority(os.PRIO_PROCESS, 0), __version__,
-             threads, sorted({**own, **env}.items()), own_search_path()]  # fmt: skip
+    with contextlib.suppress(OSError):
+        own["oom_score_adj"] = Path("/proc/self/oom_score_adj").read_text()
+    parts = [heritage(), os.getpriority(os.PRIO_PROCESS, 0), __version__, threads, sorted({**own, **env}.items()),
+             own_search_path()]  # fmt: skip
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
 
 
@@ -173,8 +189,10 @@ def kept_servers() -> list[KeptServer]:
     for note in where.glob("*/server.json") if where else ():
         with contextlib.suppress(OSError, ValueError, KeyError):
             plain = json.loads(note.read_text())
-            memory = int(Path(f"/proc/{plain['pid']}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             free = ask(note.parent, Claim()) == Claimed(True)
+            if not note.exists():  # it has died: nothing listens there
+                continue
+            memory = int(Path(f"/proc/{plain['pid']}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             found.append(KeptServer(str(note.parent), socket.gethostname(), plain["pid"], plain["born"], memory, free))
     return sorted(found, key=lambda server: server.born)
 

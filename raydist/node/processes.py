@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +101,20 @@ def process_state(pid: int) -> tuple[str, float]:
     except OSError:
         return "", 0.0
     return after_name[0], (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def process_of(peer: socket.socket) -> int:
+    """The id of the process that has connected to a Unix socket (SO_PEERCRED of unix(7): pid, uid, gid)."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])
+
+
+def take_oom_score(other: int) -> None:
+    """Raise the OOM score adjustment of this process to that of another one (proc_pid_oom_score_adj(5))."""
+    with contextlib.suppress(OSError, ValueError):  # it has ended
+        score = int(Path(f"/proc/{other}/oom_score_adj").read_text())
+        if score > int(Path("/proc/self/oom_score_adj").read_text()):  # lowering it takes CAP_SYS_RESOURCE
+            Path("/proc/self/oom_score_adj").write_text(str(score))
 
 
 def work_done(pid: int) -> tuple[float, int]:

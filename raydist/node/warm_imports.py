@@ -12,7 +12,9 @@ import signal
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 from raydist.shared.imports import uncollected
 from raydist.worker.protocol import Warm
@@ -20,6 +22,8 @@ from raydist.worker.protocol import Warm
 GPU_DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
 """A process has one of these open once it has used CUDA or ROCm, even if only to ask whether there is a GPU. NVML, by
 which torch asks instead where PYTORCH_NVML_BASED_CUDA_CHECK is set, opens others."""
+FileState = tuple[int, int, int, int]
+"""Of a file: mtime and ctime in nanoseconds, size in bytes, inode."""
 
 
 def import_modules(modules: Sequence[str]) -> Warm:
@@ -43,7 +47,7 @@ def keep_operators() -> None:
 
     That takes 0.1 s of CPU in each, and is of use only to a process that goes on.
     """
-    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+    for each in list(getattr(weakref.finalize, "_registry", ())):
         alive = each.peek()
         if alive and alive[1].__module__ == "torch.library":
             each.atexit = False
@@ -62,19 +66,60 @@ def uses_gpu(descriptors: Path = Path("/proc/self/fd")) -> bool:
     return False
 
 
-def changed_since(moment: float) -> bool:
-    """Whether a file that this process has imported was changed or removed after `moment`, seconds since the epoch."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if not file or not os.path.isabs(file):
-            continue
+class ImportedFiles:
+    """The files that this process has imported, each with its state at that time.
+
+    States are compared for equality: the clock of a file server may differ from that of this machine.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, FileState | None] = {}
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside the block, note the state of each file before it is imported: it may be changed in the meantime."""
+        known = sys.meta_path
+        known.insert(known.index(PathFinder) if PathFinder in known else len(known), self)
         try:
-            found = os.stat(file)
-        except OSError:
-            return True
-        if max(found.st_mtime, found.st_ctime) > moment:
-            return True
-    return False
+            yield
+        finally:
+            sys.meta_path.remove(self)
+            self.note_all()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module as Python does, and note its file (a meta path finder)."""
+        spec = None if name in sys.builtin_module_names else PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.has_location and spec.origin:
+            self._states[spec.origin] = file_state(spec.origin)
+        return spec
+
+    def note_all(self) -> None:
+        """Note the files of all modules of which none is noted."""
+        for file in module_files() - self._states.keys():
+            self._states[file] = file_state(file)
+
+    def changed(self) -> bool:
+        """Whether a file is not there any more, or not as it was when it was imported."""
+        return any((now := file_state(file)) is None or now != self._states.get(file) for file in module_files())
+
+
+def module_files() -> set[str]:
+    """The paths of the files of all modules."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return {file for file in files if file and os.path.isabs(file)}
+
+
+def file_state(path: str) -> FileState | None:
+    """What changes if a file changes, or the archive that it is in; None: it is not there."""
+    try:
+        found = os.stat(path)
+    except NotADirectoryError:
+        return file_state(os.path.dirname(path))
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 @contextlib.contextmanager
@@ -90,8 +135,10 @@ def ends_with(lifeline: int, folders: Sequence[str]) -> Iterator[None]:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it closed before the signal was set up
-        end()
-    yield
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags)
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    try:
+        if select.select([lifeline], [], [], 0)[0]:  # it closed before the signal was set up
+            end()
+        yield
+    finally:  # afterwards the server ends its ranks, and writes the last state, before it ends itself
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags)
+        signal.signal(signal.SIGIO, signal.SIG_DFL)

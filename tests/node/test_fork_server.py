@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import mmap
 import os
@@ -25,7 +26,7 @@ import raydist
 from raydist.node import kept_server
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer
-from raydist.node.warm_imports import uses_gpu
+from raydist.node.warm_imports import ends_with, uses_gpu
 from raydist.settings.config import Job, as_dict
 from raydist.state import checkpoint_files
 from raydist.state.snapshot_layout import LAST_SLOT
@@ -633,6 +634,31 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
 
     assert asyncio.run(main()) == [(77, serial, 0) for serial in range(1, 6)]
     listener.close()
+
+
+def test_a_rank_has_the_oom_score_of_its_agent(warm: Node) -> None:
+    """Ray raises that of its workers: the kernel is to end ranks first. The driver's own is lower."""
+    own = Path("/proc/self/oom_score_adj")
+    before = int(own.read_text())
+    own.write_text("900")
+    try:
+        line = warm.dial()
+        line.fork(lambda: int(Path("/proc/self/oom_score_adj").read_text()))
+        assert line.receive(Ended).code == 0
+    finally:
+        own.write_text(str(before))
+    assert line.value() == 900
+
+
+def test_an_import_that_fails_leaves_no_handler_that_ends_the_server(warm: Node) -> None:
+    """The end of the lifeline would have ended it later, without the last state."""
+    ours, its = socket.socketpair()
+    before = signal.getsignal(signal.SIGIO), fcntl.fcntl(its, fcntl.F_GETFL)
+    with pytest.raises(RuntimeError), ends_with(its.fileno(), ()):
+        raise RuntimeError
+    assert (signal.getsignal(signal.SIGIO), fcntl.fcntl(its, fcntl.F_GETFL)) == before
+    ours.close()
+    its.close()
 
 
 def test_a_reply_belongs_to_its_request_whatever_the_order(tmp_path: Path) -> None:

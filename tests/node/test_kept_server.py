@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from raydist.node import kept_server
 from raydist.node.fork_launcher import ForkServer, heritage
 from raydist.node.kept_server import KeptServer
-from raydist.shared.errors import ConfigError
+from raydist.shared.errors import ConfigError, LaunchError
 from raydist.worker.protocol import PACKET, BeginRun, Claim, ImportModules, Open, Warm, WarmServer, decode, encode
 from tests.leftovers import ended
 from tests.node import test_fork_server
@@ -193,6 +194,160 @@ def test_one_whose_modules_changed_is_not_used_and_ends(place: Path, monkeypatch
     assert second.folder != first.folder
     assert ended(there.pid)
     second.end()
+
+
+def test_one_whose_module_changed_while_it_was_imported_is_not_used(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "edited.py").write_text("open(__file__, 'a').write('x = 1')")
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    first = kept_server.obtain(1, {}, 60, ("edited",))
+    assert first is not None
+    there = known(first)
+    first.end()
+    second = kept_server.obtain(1, {}, 60, ("edited",))
+    assert second is not None
+    assert second.folder != first.folder
+    assert ended(there.pid)
+    second.end()
+
+
+def test_the_clock_of_a_file_server_does_not_matter(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was ahead made a server useless: all files seemed to have changed."""
+    (place / "ahead.py").write_text("x = 1")
+    os.utime(place / "ahead.py", (time.time() + 600,) * 2)
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    folders = set()
+    for _ in range(2):
+        server = kept_server.obtain(1, {}, 60, ("ahead",))
+        assert server is not None
+        assert isinstance(kept_server.ask(server.folder, ImportModules(())), Warm)
+        folders.add(server.folder)
+        server.end()
+    assert len(folders) == 1
+
+
+def test_one_whose_file_system_is_slow_is_found_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its look at thousands of files took longer than anybody waited: each run made a further server."""
+    slow = place / "slow"
+    (place / "slow_disk.py").write_text(
+        "import os, time\n"
+        "stat = os.stat\n"
+        "def late(*args, **options):\n"
+        f"    if os.access({str(slow)!r}, 0):\n"
+        f"        os.unlink({str(slow)!r})\n"
+        f"        time.sleep({1.5 * kept_server.CLAIM_S})\n"
+        "    return stat(*args, **options)\n"
+        "os.stat = late\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    first = kept_server.obtain(1, {}, 60, ("slow_disk",))
+    assert first is not None
+    assert soon(lambda: kept_server.ask(first.folder, ImportModules(())) is not None)
+    first.end()
+    slow.touch()
+    assert waits()
+    assert slow.exists()  # who only asks whether it is free does not make it look
+    second = kept_server.obtain(1, {}, 60, ("slow_disk",))
+    assert second is not None
+    assert second.folder == first.folder
+    second.end()
+
+
+def test_one_that_was_killed_is_not_counted() -> None:
+    server = obtain()
+    there = known(server)
+    os.kill(there.pid, signal.SIGKILL)
+    assert ended(there.pid)
+    assert kept_server.kept_servers() == []
+    assert not server.folder.exists()
+
+
+def test_one_has_no_module_of_the_folder_in_which_it_was_started(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the person's random.py for Python's, and kept it for the runs of other folders."""
+    (place / "project").mkdir()
+    (place / "project" / "random.py").write_text(f"open({str(place / 'imported')!r}, 'w').close()")
+    monkeypatch.chdir(place / "project")
+    server = obtain()
+    known(server)
+    server.end()
+    assert not (place / "imported").exists()
+
+
+def test_a_relative_search_path_is_that_of_its_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "src")
+    names = set()
+    for name in ("a", "b"):
+        (place / name).mkdir()
+        monkeypatch.chdir(place / name)
+        names.add(kept_server.fingerprint(1, {}))
+    assert len(names) == 2
+
+
+def test_another_machine_has_other_servers_in_a_common_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = obtain()
+    known(mine)
+    monkeypatch.setattr(kept_server, "boot_id", lambda: "another boot, or another machine")
+    assert kept_server.kept_servers() == []
+    theirs = obtain()
+    assert theirs.folder.parent != mine.folder.parent
+    assert soon(lambda: kept_server.ask(theirs.folder, ImportModules(())) is not None)
+    theirs.end()
+    assert kept_server.end(str(theirs.folder))
+    monkeypatch.undo()
+    mine.end()
+
+
+def test_the_path_of_a_socket_is_never_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = kept_server.fingerprint(1, {})
+    paths = []
+    for length in range(40, 107):
+        monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * length)
+        paths.append(kept_server.servers_path() / f"{name}-123456" / "fork")
+    assert max(len(str(path)) for path in paths) <= 107  # unix(7)
+
+
+def test_limits_and_rights_make_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks had no core dumps, or another umask, where the driver's server was taken for theirs."""
+    inherited = heritage()
+    name = kept_server.fingerprint(1, {})
+    umask = os.umask(0o077)
+    try:
+        assert heritage() != inherited
+        assert kept_server.fingerprint(1, {}) != name
+    finally:
+        os.umask(umask)
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (4 << 20, hard))
+    try:
+        assert heritage() != inherited
+        assert kept_server.fingerprint(1, {}) != name
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+    assert heritage() == inherited
+
+
+def test_folders_of_servers_that_died_with_their_agents_are_removed(place: Path) -> None:
+    """A power cut left them, with logs and the pickled function."""
+    run, cache = place / f"raydist-{os.getuid()}-run", place / f"raydist-{os.getuid()}-compiled"
+    cache.mkdir()
+    dead, living = obtain(threads=1), obtain(threads=2)
+    assert isinstance(kept_server.ask(dead.folder, BeginRun(str(run), 60), ImportModules(())), Warm)
+    there = known(dead)
+    known(living)
+    os.kill(there.pid, signal.SIGKILL)
+    assert ended(there.pid)
+    for folder in (run, cache, dead.folder, living.folder):
+        os.utime(folder, (time.time() - 7200,) * 2)
+    ForkServer.launch(place / "next", "fork", 1).end()
+    assert [folder.exists() for folder in (run, cache, dead.folder, living.folder)] == [False, True, False, True]
+    living.end()
+
+
+def test_a_server_whose_python_does_not_start_says_why(place: Path) -> None:
+    with pytest.raises(LaunchError, match=r"could not start: Fatal Python error: .*PYTHONHASHSEED"):
+        ForkServer.launch(place / "f", "fork", 1, env={"PYTHONHASHSEED": "wrong"})
+    assert not (place / "f").exists()
 
 
 def test_the_folder_of_a_server_that_was_killed_is_removed() -> None:

@@ -1,0 +1,75 @@
+"""Folders of fork servers that were killed together with their agents, by a power cut for example. (either side)
+
+A server holds a lock on its folder and on those of its runs. systemd-tmpfiles leaves such folders alone, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+AGE_S = 3600.0
+"""Age of a folder, by its own time stamp, from which on it may be one that was left: a new server has no lock yet."""
+
+
+def lock_folder(folder: str) -> list[int]:
+    """A shared lock on a folder, held until the descriptor is closed; none if its file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return []
+    return [descriptor]
+
+
+def remove_left_folders() -> None:
+    """Remove the folders of this user's servers that have died, and of their runs."""
+    place, pattern = Path(tempfile.gettempdir()), f"raydist-{os.getuid()}-*"
+    for folder in (*place.glob(f"{pattern}-warm/*"), *place.glob(pattern)):
+        with contextlib.suppress(OSError):  # it has just gone, or is another's
+            if folder.name.endswith("-warm"):
+                if is_old(folder):
+                    folder.rmdir()  # unless there are servers
+            elif is_left(folder):
+                shutil.rmtree(folder)
+
+
+def is_left(folder: Path) -> bool:
+    """Whether this is an old folder of a server, or of a run, and its server has died.
+
+    A file system without locks (NFS, for folders) may be that of other machines, where the server lives: it stays.
+    """
+    if not os.path.lexists(folder / "server.log") or not is_old(folder):
+        return False
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return not answers(folder)
+    finally:
+        os.close(descriptor)
+
+
+def is_old(folder: Path) -> bool:
+    """Whether this is a folder of this user that was made long ago."""
+    found = folder.lstat()
+    return found.st_uid == os.getuid() and time.time() - found.st_mtime > AGE_S
+
+
+def answers(folder: Path) -> bool:
+    """Whether a server listens in a folder: one of a release that has no locks."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(str(folder / "fork"))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except BlockingIOError:  # its queue is full
+            pass
+    return True
