@@ -94,14 +94,21 @@ def obtain(threads: int, env: Mapping[str, str], keep_s: float, modules: Sequenc
     for folder in sorted(where.glob(f"{name}-*")):
         if server := claim(folder):
             return server
-    known = kept_servers()  # this removes the folders of those that have died
-    if (surplus := len([*where.iterdir()]) + 1 - MOST) > 0:
-        for oldest in [each for each in known if each.free][:surplus]:
-            end(oldest.folder)
+    end_surplus()
     folder, guard = where / f"{name}-{uuid.uuid4().hex[:6]}", os.environ.get("RAY_RAYLET_PID", "1")
-    with contextlib.suppress(FileNotFoundError):  # the last server there has just removed it
-        return ForkServer.launch(folder, "fork", threads, keep_s, modules=modules, env=env, keep=guard)
+    for _ in range(2):
+        with contextlib.suppress(FileNotFoundError):  # the last server has just removed the folder that all are in
+            where.mkdir(mode=0o700, exist_ok=True)
+            return ForkServer.launch(folder, "fork", threads, keep_s, modules=modules, env=env, keep=guard)
     return None
+
+
+def end_surplus() -> None:
+    """End the oldest servers that are free, so that there is room for one more."""
+    known = kept_servers()  # this removes the folders of those that have died
+    surplus = len(known) + 1 - MOST
+    for oldest in [each for each in known if each.free][: max(0, surplus)]:
+        end(oldest.folder)
 
 
 def most_s() -> float:

@@ -51,7 +51,7 @@ def is_left(folder: Path) -> bool:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return not answers(folder)
+        return not listens(folder)
     finally:
         os.close(descriptor)
 
@@ -62,7 +62,7 @@ def is_old(folder: Path) -> bool:
     return found.st_uid == os.getuid() and time.time() - found.st_mtime > AGE_S
 
 
-def answers(folder: Path) -> bool:
+def listens(folder: Path) -> bool:
     """Whether a server listens in a folder: one of a release that has no locks."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.setblocking(False)

@@ -178,6 +178,18 @@ def test_a_ray_may_end_while_the_run_of_the_next_one_begins(place: Path) -> None
     assert ended(there.pid)
 
 
+def test_a_folder_that_the_last_server_removes_meanwhile_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def removed() -> None:
+        place = kept_server.servers_folder()
+        assert place is not None
+        place.rmdir()
+
+    monkeypatch.setattr(kept_server, "end_surplus", removed)
+    server = obtain()
+    assert server.folder.exists()
+    server.end()
+
+
 def test_one_whose_modules_changed_is_not_used_and_ends(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (place / "lib").mkdir()
     (place / "lib" / "edited.py").write_text(f"open({str(place / 'imported')!r}, 'w').close()")
