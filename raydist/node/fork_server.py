@@ -337,6 +337,8 @@ class Server:
             kill(pid, signal.SIGKILL)
 
     def fork_rank(self, spec: RankSpec, fds: list[int], agent: socket.socket) -> int:
+        if len(fds) < 3:
+            raise ValueError("a rank needs a log, a channel and a heartbeat")
         memories = self.memories[agent] = SnapshotBuffers.of_run(spec, self.memories.values())
         fds = [*fds[:3], *memories.of_rank(agent, spec.env), *fds[3:]]
         libraries = spec.env.get("LD_LIBRARY_PATH")  # the loader read it at its start: a fork can't change it
