@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import pytest
 
+from raydist.node import rank_spec
 from raydist.node.agent import RankAgent
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
@@ -72,6 +73,7 @@ def start_request(rank: int) -> StartRank:
 
 async def start(agent: RankAgent, job: Callable[[], Any], rank: int = 0) -> int:
     """Start a rank that calls a function, alone in its process group; its pid."""
+    (agent.folder / rank_spec.CALL).unlink(missing_ok=True)  # of another test: a run has one function
     await agent.handle(KeepCall(cloudpickle.dumps((job, (), {}))))
     return await agent.handle(start_request(rank))  # type: ignore[no-any-return]
 
