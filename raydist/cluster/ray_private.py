@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib
 import logging
 import os
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,6 +27,8 @@ SHUTDOWN_IMPORTS = "ray.dag.compiled_dag_node:_shutdown_all_compiled_dags"
 SERIALIZERS = "ray.util:serialization_addons"
 LOG_EVERY_S = 0.5
 """Seconds between two looks of Ray at a log that grows."""
+CONNECT_S = 30.0
+"""Limit on connecting to the dashboard for a log."""
 TOKEN_SETUP = "ray._private.authentication.authentication_token_setup"
 STATE, SERVICES = "ray._private.state", "ray._private.services"
 MESSAGES, STUBS = "ray.core.generated.gcs_service_pb2", "ray.core.generated.gcs_service_pb2_grpc"
@@ -74,19 +78,43 @@ def nvml() -> Any:
     return find_part("ray._private.thirdparty.pynvml:pynvml") if "ray" in sys.modules else None
 
 
-def read_log(client: Any, node: str, name: str, grows: bool) -> Iterator[bytes]:
-    """A file below the folder of Ray's logs on a node, through a JobSubmissionClient. OSError: no such file.
+async def read_log(client: Any, node: str, name: str, follow: bool) -> AsyncIterator[bytes]:
+    """A file below the folder of Ray's logs on a node, through a JobSubmissionClient.
 
-    `grows`: go on with what is added to it, until the connection breaks.
+    `follow`: continue with what is added to it, until the connection breaks. FileNotFoundError: no such file; another
+    OSError: the connection broke.
     """
-    from urllib.request import Request, urlopen  # hardly any command needs them
+    import aiohttp  # hardly any command needs it
 
-    kind = f"stream?interval={LOG_EVERY_S}&" if grows else "file?"
+    kind = f"stream?interval={LOG_EVERY_S}&" if follow else "file?"
     address = f"{client.get_address()}/api/v0/logs/{kind}lines=-1&node_id={node}&filename={quote(name)}"
-    # requests, by which the client itself asks, keeps the blocks of a stream back until it ends
-    with urlopen(Request(address, headers=client._headers)) as reply:
-        while block := reply.read1():
-            yield block
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(headers=client._headers, timeout=limits, trust_env=True) as session,
+            session.get(address) as reply,
+        ):
+            if reply.status >= 400:  # Ray answers 500 if there is no such file
+                raise FileNotFoundError(f"{name}: {reply.status} {reply.reason}")
+            keep_alive(reply)
+            async for block in reply.content.iter_any():
+                yield block
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        raise ConnectionError(f"{name}: {error}") from error
+
+
+def keep_alive(reply: Any) -> None:
+    """Have the system notice within a minute that the other end of a silent stream is gone.
+
+    A laptop that slept keeps a connection which its router has long forgotten.
+    """
+    sock = None if reply.connection is None else reply.connection.transport.get_extra_info("socket")
+    if sock is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):  # macOS has other names
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
 
 
 def log_folder() -> Path:

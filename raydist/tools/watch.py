@@ -24,7 +24,7 @@ from raydist.tools.command_line import ToolParser, run_tool
 from raydist.watch.trace import trace_of
 from raydist.watch.web.export import export, export_sweep
 from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
-from raydist.watch.web.mirror import Mirror, Open, stored
+from raydist.watch.web.mirror import Mirror, Read, stored
 from raydist.watch.web.runs import EVENTS, find_place, no_run
 from raydist.watch.web.server import PageServer, link, open_port, serve_page
 from raydist.watch.web.sweep import FollowedSweep, is_sweep
@@ -67,12 +67,16 @@ def find_run(typed: argparse.Namespace, place: str, copies: Path) -> tuple[Path,
         runs = Path(os.environ.get(env_names.RUNS, "runs"))
         return *find_place(place, runs), is_here
     if typed.job:
-        name, reader = typed.job, files_of_job(typed.job, typed.address)
+        name = typed.job
+        mirror = Mirror(copies / name, files_of_job(typed.job, typed.address), grows=True)
     else:
         object_store.check_url("watch", place)
-        name, reader = place.rstrip("/").rpartition("/")[2], stored(object_store.parse_path(place))
-    mirror = Mirror(copies / name, reader)
-    asyncio.run(mirror.fetch(EVENTS))
+        name = place.rstrip("/").rpartition("/")[2]
+        mirror = Mirror(copies / name, stored(object_store.parse_path(place)), grows=False)
+    try:
+        asyncio.run(mirror.fetch(EVENTS, whole=True))
+    except OSError as error:
+        raise no_run(f"--job {typed.job}", f"it cannot be read ({error})", "it again") from error
     if not file_size(copies / name / EVENTS):
         if typed.job:
             raise no_run(f"--job {typed.job}", "the job has no run folder (yet)", "it again later")
@@ -94,14 +98,14 @@ def nothing_stored(place: str) -> ConfigError:
     return no_run(place, "no run is there: its records come when it has ended", "it again later")
 
 
-def files_of_job(job: str, address: str) -> Open:
+def files_of_job(job: str, address: str) -> Read:
     """The run folder of a job, read through the dashboard of its cluster (watch.log_link). ConfigError: no such job."""
     client = submit.job_client(address)
     try:
         node = client.get_job_info(job).driver_node_id
     except RuntimeError as error:
         raise ConfigError.of("--job", job, submit.reason_of_ray(error), "the id that `ray job list` shows") from error
-    return lambda name: ray_private.read_log(client, node, f"raydist/{job}/{name}", grows=not name.startswith("blame"))
+    return lambda name, follow: ray_private.read_log(client, node, f"raydist/{job}/{name}", follow)
 
 
 def write_run(flag: str, file: str, root: Path, first: str, fetch: Fetch) -> int:
@@ -118,6 +122,8 @@ def write_run(flag: str, file: str, root: Path, first: str, fetch: Fetch) -> int
         else:
             to.write_text(json.dumps(trace_of(read_events(root / first / EVENTS))), encoding="utf-8")
     except OSError as error:
+        if isinstance(error, ConnectionError):
+            raise no_run(f"{flag} {file}", f"the connection broke ({error})", "it again") from error
         raise ConfigError.of(flag, file, f"it cannot be written ({error.strerror})", f"{flag} report") from error
     where = "; open it at https://ui.perfetto.dev" if flag == "--trace" else ""
     print(f"{flag.strip('-')}  {to} ({to.stat().st_size / 1e6:.1f} MB){where}")

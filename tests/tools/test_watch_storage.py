@@ -12,6 +12,7 @@ import raydist
 from raydist.shared.errors import ConfigError
 from raydist.state.object_store import environment
 from raydist.tools import watch
+from raydist.watch.web import mirror
 from tests.stores import store
 
 
@@ -25,6 +26,7 @@ def test_the_page_and_the_trace_of_a_run_in_a_store(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mirror, "FIRST_S", 0.0)  # a store that takes longer to send the events
     with store() as made, environment(made.env):
         raydist.run(
             ten_steps, "storage=s3://bucket/runs", "name=stored", "group=inline", "scale=1x1", "watch.progress=none"

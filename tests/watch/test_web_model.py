@@ -6,8 +6,7 @@ import asyncio
 import json
 import math
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -226,17 +225,19 @@ def test_runs_are_found_by_folder_and_by_age(tmp_path: Path) -> None:
 
 def test_files_from_elsewhere_come_when_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, asked = write(tmp_path / "store/run", RUN), []
-    read_stored, late = stored(there), threading.Event()
+    read_stored, late = stored(there), asyncio.Event()
 
-    def reader(name: str) -> Iterator[bytes]:
+    async def reader(name: str, follow: bool) -> AsyncIterator[bytes]:
         asked.append(name)
-        yield from read_stored(name)
-        if name == EVENTS:  # a job that goes on
-            late.wait(10)
+        async for block in read_stored(name, follow):
+            yield block
+        if name == EVENTS:  # a job that continues
+            await late.wait()
             yield json.dumps(report(12, 9, loss=1.0)).encode() + b"\n"
+            await asyncio.Event().wait()
 
     monkeypatch.setattr(mirror, "AGAIN_S", 0.01)
-    here = Mirror(tmp_path / "here", reader)
+    here = Mirror(tmp_path / "here", reader, grows=True)
     run = FollowedRun(here.folder, here.fetch)
 
     async def look() -> None:

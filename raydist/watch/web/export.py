@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -16,13 +17,14 @@ LOGS = 32
 
 
 async def export(run: FollowedRun, to: Path) -> None:
-    """Write the page of a run as it is now. OSError: the file can't be written."""
+    """Write the page of a run as it is now. OSError: it can't be written; ConnectionError: the run can't be read."""
+    await run.fetch("events.jsonl", whole=True)
     while await run.catch_up() < 1:
         pass
     failures = run.model.figures.failures.found
     ranks = list(dict.fromkeys([*(failure.cause["rank"] for failure in failures), *sorted(run.model.ranks)]))[:LOGS]
-    for name in [*(failure.page for failure in failures), *map(log_name, ranks)]:
-        await run.fetch(name)
+    names = [*(failure.page for failure in failures), *map(log_name, ranks)]
+    await asyncio.gather(*(run.fetch(name, whole=True) for name in names))
     pages = {failure.page: run.folder / failure.page for failure in failures}
     data = {
         "now": run.model.figures.ended,

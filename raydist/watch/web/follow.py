@@ -30,12 +30,12 @@ SHARED = re.compile(r"blame-\d+\.txt|logs/rank-\d+\.(log|nccl|stacks)")
 
 
 class Fetch(Protocol):
-    """Brings a file into the run folder before it is read."""
+    """Brings a file into the run folder before it is read: its beginning, or the whole of it as it is now."""
 
-    async def __call__(self, name: str) -> None: ...
+    async def __call__(self, name: str, whole: bool = False) -> None: ...
 
 
-async def is_here(name: str) -> None:
+async def is_here(name: str, whole: bool = False) -> None:
     """For a run folder of this machine."""
 
 
@@ -56,7 +56,9 @@ class FollowedRun:
         path, until = self.folder / "events.jsonl", time.monotonic() + turn_s
         async with self._lock:
             while (size := file_size(path)) > self.read:
-                if not self._fold(path) or time.monotonic() > until:
+                if not self._fold(path):
+                    break  # the beginning of a line: still being written, or cut off by a crash
+                if time.monotonic() > until:
                     return self.read / size
                 await asyncio.sleep(0)
         return 1.0
@@ -94,6 +96,16 @@ class FollowedRun:
             yield text
             if not text:
                 await asyncio.sleep(poll_s)
+
+    async def fetch_logs(self, limit_s: float) -> int:
+        """Bring the logs of all ranks into the folder; the number of those that did not come in so many seconds."""
+        tasks = [asyncio.ensure_future(self.fetch(log_name(rank), whole=True)) for rank in self.model.ranks]
+        if not tasks:
+            return 0
+        done, late = await asyncio.wait(tasks, timeout=limit_s)
+        for task in late:
+            task.cancel()
+        return len(late) + sum(task.exception() is not None for task in done)
 
     def search(self, text: str) -> list[tuple[int, int, str]]:
         """(rank, number of the line, line) of the lines in all logs that contain this text, in any case."""

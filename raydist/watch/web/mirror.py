@@ -4,62 +4,166 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from raydist.state.object_store import StoragePath
 
 FIRST_S = 3.0
-"""Longest wait for the first bytes of a file; what comes later is read later."""
+"""Limit on the wait for the first bytes of a file that is followed; what comes later is read later."""
 AGAIN_S = 5.0
-"""Seconds until a file that was not there is asked for again."""
+"""Seconds until a file that was not there, or whose connection broke, is requested again."""
+IDLE_S = 60.0
+"""Seconds after which a file that nobody reads is no longer followed."""
+AT_ONCE = 16
+"""Maximum number of whole files that are read at a time. Ray's log API refuses more than 100 requests at a time."""
+TRIES = 3
+"""How often a whole file is requested if the connection breaks."""
 
-Open = Callable[[str], Iterator[bytes]]
-"""Gives the bytes of a file of the run; of one that grows also those still to come. OSError: it is not there."""
+Read = Callable[[str, bool], AsyncIterator[bytes]]
+"""Gives the bytes of a file (its name) of the run; with True also those that are added to it, without an end.
+
+FileNotFoundError: it is not there. Another OSError: the connection broke, and the file has more bytes.
+"""
+
+
+@dataclass
+class Following:
+    """A file that is followed."""
+
+    task: asyncio.Task[None]
+    begun: asyncio.Event
+    """Set once bytes of it are here, or will not come for now."""
+    wanted: float
+    """When it was last asked for, in the seconds of time.monotonic."""
 
 
 @dataclass
 class Mirror:
-    """Copies each file into `folder` once it is asked for, by a thread that ends with the program."""
+    """Copies each file into `folder` once it is asked for."""
 
     folder: Path
-    open: Open
-    _copies: dict[str, threading.Event] = field(default_factory=dict)
-    """By name: set once bytes of the file are here, or will not come for now."""
+    read: Read
+    grows: bool
+    """Whether files grow. If not, each is read once and whole."""
+    _following: dict[str, Following] = field(default_factory=dict)
+    _reading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """The files that are being read whole, by name."""
+    _absent: dict[str, float] = field(default_factory=dict)
+    """When files were not there, by name, in the seconds of time.monotonic."""
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
-    async def fetch(self, name: str) -> None:
-        """Return when the file, or its beginning, is in the folder; or when it is not to be had."""
-        if name not in self._copies:
-            self._copies[name] = threading.Event()
-            threading.Thread(target=self._copy, args=(name,), name=f"raydist-{name}", daemon=True).start()
-        if not self._copies[name].is_set():
-            await asyncio.to_thread(self._copies[name].wait, FIRST_S)
+    async def fetch(self, name: str, whole: bool = False) -> None:
+        """Return when the file is in the folder, or not to be had.
 
-    def _copy(self, name: str) -> None:
-        path, here = self.folder / name, self._copies[name]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):
-            with path.open("wb", buffering=0) as file:
-                for block in self.open(name):
-                    file.write(block)
-                    here.set()
-            here.set()
+        `whole`: with all that it has now; OSError: the connection broke, again and again. Otherwise its beginning is
+        enough: it is followed for as long as it is asked for.
+        """
+        await asyncio.sleep(0)  # a caller that asks in a loop must not keep the bytes from coming
+        if whole or not self.grows:
+            await self._fetch_whole(name)
+        else:
+            await self._fetch_beginning(name)
+
+    async def _fetch_whole(self, name: str) -> None:
+        if not self.grows and (self.folder / name).exists():
             return
-        path.unlink(missing_ok=True)
-        here.set()
-        threading.Event().wait(AGAIN_S)
-        del self._copies[name]
+        if time.monotonic() - self._absent.get(name, -AGAIN_S) < AGAIN_S:
+            return
+        if name not in self._reading:
+            task = self._reading[name] = asyncio.create_task(self._read_whole(name))
+            task.add_done_callback(lambda done: self._read_ended(name, done))
+        await asyncio.shield(self._reading[name])  # whoever gives up leaves it to those who still wait
+
+    def _read_ended(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._reading[name]
+        if not task.cancelled():
+            task.exception()  # asyncio complains about one that nobody has asked for
+
+    async def _read_whole(self, name: str) -> None:
+        async with self._slots:
+            for tries_left in reversed(range(TRIES)):
+                try:
+                    await self._copy(name, follow=False, begun=asyncio.Event())
+                    return
+                except FileNotFoundError:
+                    self._absent[name] = time.monotonic()
+                    return
+                except OSError:
+                    if not tries_left:
+                        raise
+
+    async def _fetch_beginning(self, name: str) -> None:
+        following = self._following.get(name)
+        if following is None or following.task.done():
+            begun = asyncio.Event()
+            following = Following(asyncio.create_task(self._follow(name, begun)), begun, 0.0)
+            self._following[name] = following
+        following.wanted = time.monotonic()
+        self._leave_unwanted()
+        if not (self.folder / name).exists():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(following.begun.wait(), FIRST_S)
+        following.begun.set()  # a silent file is waited for once
+
+    def _leave_unwanted(self) -> None:
+        """Close the streams of files that nobody reads any more."""
+        oldest = time.monotonic() - IDLE_S
+        for name, following in [*self._following.items()]:
+            if following.wanted < oldest:
+                following.task.cancel()
+                del self._following[name]
+
+    async def _follow(self, name: str, begun: asyncio.Event) -> None:
+        """Copy what is added to a file. Whatever ends the stream (a laptop that sleeps, ssh), it is opened again."""
+        while True:
+            with contextlib.suppress(OSError):
+                await self._copy(name, follow=True, begun=begun)
+            begun.set()
+            await asyncio.sleep(AGAIN_S)
+
+    async def _copy(self, name: str, follow: bool, begun: asyncio.Event) -> None:
+        """Read a file from its beginning, as Ray's log API gives it, and add what the copy lacks."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before, at = path.stat().st_size if path.exists() else 0, 0
+        async for block in self.read(name, follow):
+            add(path, at, block)
+            at += len(block)
+            begun.set()
+        if at < before and not follow:
+            begin_anew(path, path.read_bytes()[:at])
+        path.touch()
 
 
-def stored(run: StoragePath) -> Open:
+def add(path: Path, at: int, block: bytes) -> None:
+    """Have the copy hold these bytes at this position. Several readers may add to it, each in its turn."""
+    path.touch()
+    with path.open("r+b") as file:
+        file.seek(at)
+        known = file.read(len(block))
+        if block.startswith(known):
+            file.write(block[len(known) :])
+            return
+    begin_anew(path, path.read_bytes()[:at] + block)
+
+
+def begin_anew(path: Path, content: bytes) -> None:
+    """Put a new file in the place of a copy: the name now belongs to another file, as in the folder of a new trial."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(content)
+    new.replace(path)
+
+
+def stored(run: StoragePath) -> Read:
     """Files of a run's records in its storage; they are there when the run has ended."""
 
-    def read(name: str) -> Iterator[bytes]:
+    async def read(name: str, follow: bool) -> AsyncIterator[bytes]:
         try:
-            yield (run / name).read_bytes()
+            yield await asyncio.to_thread((run / name).read_bytes)
         except Exception as error:  # each store has its own
-            raise OSError(str(error)) from error
+            raise FileNotFoundError(str(error)) from error
 
     return read

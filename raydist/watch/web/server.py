@@ -27,6 +27,8 @@ POLL_S = 0.5
 """Seconds between two looks at a run folder while somebody watches."""
 PING_S = 15.0
 """Seconds of silence after which a stream says that it is alive: proxies close silent connections."""
+SEARCH_S = 20.0
+"""Limit on the wait of a search for logs from elsewhere; browsers give up after minutes."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
@@ -160,7 +162,8 @@ class PageServer:
         run, name = self.run(request), request.query.get("name", "")
         if not SHARED.fullmatch(name):
             raise web.HTTPNotFound(headers=HEADERS)
-        await run.fetch(name)
+        with contextlib.suppress(OSError):
+            await run.fetch(name, whole=True)
         if not (run.folder / name).is_file():
             raise web.HTTPNotFound(headers=HEADERS)
         text = (run.folder / name).read_text(encoding="utf-8", errors="replace")
@@ -177,11 +180,11 @@ class PageServer:
         return await send_events(request, lines())
 
     async def search(self, request: web.Request) -> web.Response:
-        """The lines of all logs that contain a text."""
+        """The lines of all logs that contain a text, and how many logs are not here after SEARCH_S."""
         run, text = self.run(request), request.query.get("text", "")
-        for rank in run.model.ranks:
-            await run.fetch(f"logs/rank-{rank}.log")
-        return as_json(await asyncio.to_thread(run.search, text) if text else [])
+        absent = await run.fetch_logs(SEARCH_S) if text else 0
+        lines = await asyncio.to_thread(run.search, text) if text else []
+        return as_json({"lines": lines, "absent": absent})
 
 
 def as_json(value: object) -> web.Response:

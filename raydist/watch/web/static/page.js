@@ -192,9 +192,11 @@ function openLog() {
 $("#rank").addEventListener("change", openLog);
 $("#logs form").addEventListener("submit", async (event) => {
   event.preventDefault();
-  const text = $("#text").value, found = !text ? [] : data ? searchCopy(text.toLowerCase()) : await json("search", { text });
+  const text = $("#text").value;
+  const { lines: found, absent } = !text ? { lines: [] } : data ? { lines: searchCopy(text.toLowerCase()) } : await json("search", { text });
   fill($("#found"), found.map(([rank, number, line]) => h("li", {}, h("button", { className: "link", onclick: () => { $("#rank").value = rank; openLog(); } }, `rank ${rank}, line ${number}`), ` ${line}`)));
   if (text && !found.length) fill($("#found"), h("li", {}, "in no log"));
+  if (absent) $("#found").append(h("li", { className: "bad" }, `${absent} log${absent === 1 ? " has" : "s have"} not arrived: search again`));
 });
 const searchCopy = (text) => Object.entries(data.logs).flatMap(([rank, lines]) => lines.split("\n").map((line, i) => [rank, i + 1, line])).filter(([, , line]) => line.toLowerCase().includes(text)).slice(0, 300);
 new IntersectionObserver(([seen]) => { if (seen.isIntersecting && !log && state.status) openLog(); }).observe($("#log"));
