@@ -33,6 +33,7 @@ from raydist.worker.protocol import (
     ImportModules,
     Message,
     Open,
+    Pong,
     ServerMessage,
     decode,
     encode,
@@ -160,10 +161,8 @@ def ask(folder: Path, *messages: ServerMessage, descriptors: Sequence[int] = ())
             for message in messages[:-1]:
                 sock.send(encode(message))
             socket.send_fds(sock, [encode(messages[-1])], list(descriptors))
-            reply = decode(sock.recv(PACKET))
-            if isinstance(reply, Busy):
+            while isinstance(reply := decode(sock.recv(PACKET)), Busy | Pong):  # for another one, as a rule: no reply
                 sock.settimeout(CHECK_S)
-                reply = decode(sock.recv(PACKET))
             return reply
         except ConnectionRefusedError:
             shutil.rmtree(folder, ignore_errors=True)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,19 @@ from raydist.node import kept_server
 from raydist.node.fork_launcher import ForkServer, heritage
 from raydist.node.kept_server import KeptServer
 from raydist.shared.errors import ConfigError, LaunchError
-from raydist.worker.protocol import PACKET, BeginRun, Claim, ImportModules, Open, Warm, WarmServer, decode, encode
+from raydist.worker.protocol import (
+    PACKET,
+    BeginRun,
+    Busy,
+    Claim,
+    ImportModules,
+    Open,
+    Pong,
+    Warm,
+    WarmServer,
+    decode,
+    encode,
+)
 from tests.leftovers import ended
 from tests.node import test_fork_server
 
@@ -264,6 +277,18 @@ def test_one_whose_file_system_is_slow_is_found_again(place: Path, monkeypatch: 
     assert second is not None
     assert second.folder == first.folder
     second.end()
+
+
+def test_what_a_server_imports_for_another_is_no_reply(place: Path) -> None:
+    """The notice of its end was taken for the reply, if the server had accepted the question before."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, ThreadPoolExecutor() as threads:
+        listener.bind(str(place / "fork"))
+        listener.listen()
+        asking = threads.submit(kept_server.ask, place, ImportModules(()))
+        with listener.accept()[0] as server:
+            for message in (Busy(), Pong(), Busy(), Pong(), Warm(pid=7)):
+                server.send(encode(message))
+            assert asking.result() == Warm(pid=7)
 
 
 def test_one_that_was_killed_is_not_counted() -> None:
