@@ -213,6 +213,43 @@ def test_a_hundred_thousand_steps_of_sixteen_ranks(tmp_path: Path) -> None:
         assert_only_local(browser)
 
 
+@needs_chromium
+def test_news_leave_alone_what_has_not_changed(tmp_path: Path) -> None:
+    """The button in focus stays, live regions are quiet; names and logs that a script could stumble over do no harm."""
+    run = large_run(tmp_path / "runs/large/one", ranks=4, steps=200)
+    (run / "logs").mkdir()
+    (run / "logs/rank-0.log").write_text("before <!-- <script> after\n")
+    with watching(tmp_path, str(run)) as link, Browser() as browser, Events(run / "events.jsonl") as events:
+        browser.open(link)
+        browser.until("document.querySelectorAll('#ranks tbody tr').length == 4")
+        button = "[...document.querySelectorAll('#ranks button')].find((one) => one.innerText == '2')"
+        browser.value(f"void (window.changes = 0, window.held = {button}, window.held.focus())")
+        browser.value(
+            "void new MutationObserver((seen) => { window.changes += seen.length; })"
+            ".observe(document.querySelector('#status'), {childList: true, subtree: true, characterData: true})"
+        )
+        for step in (201, 202):  # the second rank in the table becomes the first, then the last
+            own = {"2": 0.09 if step == 201 else 0.01}
+            events.say("pace", ranks={str(rank): (step, own.get(str(rank), 0.05), 0.1) for rank in range(4)})
+            events.say("report", rank=0, step=step, values={"loss": 1.0, "constructor": 1.0})
+            browser.until(f"window.held.closest('tr').cells[3].innerText == '{step}'")
+            assert browser.value("document.activeElement === window.held && document.contains(window.held)")
+            assert browser.value(f"window.held.closest('tr').rowIndex == {1 if step == 201 else 4}")
+        browser.until("document.querySelector('[data-name=constructor]')")
+        before = browser.value("window.changes")
+        events.say("report", rank=0, step=203, values={"loss": 1.0})
+        browser.until(f"{LOSS}.at(-1) == 203")
+        assert browser.value("window.changes") == before
+        assert status_of(f"{link}log?rank=nan")[0] == status_of(f"{link}curves?from=inf")[0] == 400
+        assert_only_local(browser)
+        argv = [sys.executable, "-m", "raydist.tools.watch", str(run), "--export", "a.html"]
+        subprocess.run(argv, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+        browser.open(f"file://{tmp_path}/a.html")
+        browser.until(DRAWN)
+        browser.value("document.querySelector('#log').scrollIntoView()")
+        browser.until("document.querySelector('#log').innerText.includes('before <!-- <script> after')")
+
+
 def zoomed_by_keys(browser: Browser) -> None:
     """The curve in focus: + zooms, and brings all points; arrows move it, not beyond the ends; 0 leaves."""
     scale = "(({ min, max }) => [min, max])(raydist.charts.loss.plot.scales.x)"

@@ -19,7 +19,7 @@ from raydist.watch.web.follow import FollowedRun, Viewer, read_from
 from raydist.watch.web.lanes import COLUMNS, Lanes
 from raydist.watch.web.mirror import Mirror, stored
 from raydist.watch.web.model import Model, port_rates
-from raydist.watch.web.runs import EVENTS, find_place, run_row
+from raydist.watch.web.runs import EVENTS, TAIL, find_place, run_row
 
 
 def happened(t: float, kind: str, **facts: Any) -> Event:
@@ -222,7 +222,15 @@ def test_runs_are_found_by_folder_and_by_age(tmp_path: Path) -> None:
     assert find_place(str(old), tmp_path) == (old.parent, "old")
     assert find_place(str(tmp_path / "runs"), tmp_path) == (tmp_path / "runs", "")
     assert (run_row("b/new", new)["status"], run_row("b/new", new)["text"]) == ("failed", "it broke")
-    assert run_row("a/old", old)["status"] == ""
+    assert run_row("a/old", old)["status"] == "no news"
+    os.utime(old / "events.jsonl")
+    assert run_row("a/old", old)["status"] == "running"
+    work = {str(rank): [0.123456789, 0.23456789] for rank in range(4096)}
+    large = write(tmp_path / "runs/c/large", [*RUN, happened(20, "result", status="finished", work=work)])
+    assert (large / "events.jsonl").stat().st_size > 2 * TAIL
+    assert run_row("c/large", large)["status"] == "finished"
+    write(large, [happened(20, "result", status="finished"), happened(21, "run", name="mine")])
+    assert run_row("c/large", large)["status"] == "running"
 
 
 def test_files_from_elsewhere_come_when_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

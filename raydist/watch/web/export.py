@@ -55,6 +55,6 @@ def one_file(name: str, data: Mapping[str, object]) -> str:
 
     page = re.sub(r'<link rel="stylesheet" href="([^"]+)">', style, page)
     page = re.sub(r'<script src="([^"]+)"([^>]*)></script>', script, page)
-    safe = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    safe = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     element = f'<script type="application/json" id="data">{safe}</script>\n'
     return page.replace("<script>", element + "<script>", 1)

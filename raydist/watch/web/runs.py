@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TypedDict
 
 from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.rank_names import counted
+from raydist.watch.web.model import QUIET_S
 from raydist.watch.web.sweep import SUMMARY, FollowedSweep, is_sweep, trials_shown
 
 EVENTS = "events.jsonl"
 TAIL = 1 << 16
-"""Bytes at the end of a run's events in which its result is looked for."""
+"""Bytes at the end of a run's events in which its result is looked for; more, if its last line is longer."""
 MOST = 500
 """Most runs of a list, the newest first."""
 
@@ -25,7 +27,7 @@ class RunRow(TypedDict):
     changed: float
     """When its newest event was written, in seconds since the epoch."""
     status: str
-    """finished, failed, stopped; empty without a result."""
+    """finished, failed, stopped; without a result: running, or no news."""
     text: str
     """Its metrics, or its failure."""
     sweep: bool
@@ -87,19 +89,33 @@ def no_run(place: str, why: str, instead: str) -> ConfigError:
 def run_row(name: str, folder: Path) -> RunRow:
     """One line of the list, from the end of the run's events."""
     path = folder / EVENTS
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
-        last = next((line for line in reversed(file.read().splitlines()) if b'"kind": "result"' in line), b"{}")
+    kinds = (b'"kind": "result"', b'"kind": "run"')  # after a result, another run may have begun in the folder
+    last = next((line for line in reversed(last_lines(path)) if any(kind in line for kind in kinds)), b"{}")
     try:
-        result = json.loads(last)
+        event = json.loads(last)
     except ValueError:
-        result = {}
+        event = {}
+    result = event if event.get("kind") == "result" else {}
     numbers = [(name, value) for name, value in result.get("metrics", {}).items() if isinstance(value, float)]
     text = result.get("failure", "").partition("\n")[0] or ", ".join(
         f"{name} {value:.4g}" for name, value in numbers[:6]
     )
-    return {"run": name, "changed": path.stat().st_mtime, "status": result.get("status", ""), "text": text,
+    changed = path.stat().st_mtime
+    status = result.get("status") or ("running" if time.time() - changed < QUIET_S else "no news")
+    return {"run": name, "changed": changed, "status": status, "text": text,
             "sweep": False}  # fmt: skip
+
+
+def last_lines(path: Path) -> list[bytes]:
+    """The lines at the end of a file: at least the last one whole, which of 2048 ranks has 75 kB."""
+    size, wanted = path.stat().st_size, TAIL
+    with path.open("rb") as file:
+        while True:
+            file.seek(max(0, size - wanted))
+            lines = file.read().splitlines()
+            if len(lines) > 1 or wanted >= size:
+                return lines
+            wanted *= 2
 
 
 def sweep_row(name: str, folder: Path) -> RunRow:

@@ -194,13 +194,16 @@ def as_json(value: object) -> web.Response:
 
 
 def query_number(request: web.Request, name: str, default: float) -> float:
-    """A number in the query; HTTPBadRequest for anything else."""
+    """A finite number in the query, or the default; HTTPBadRequest for anything else."""
     from aiohttp import web
 
     try:
-        return float(request.query.get(name, default))
+        number = float(request.query.get(name, default))
     except ValueError as error:
         raise web.HTTPBadRequest(headers=HEADERS) from error
+    if name in request.query and not math.isfinite(number):
+        raise web.HTTPBadRequest(headers=HEADERS)
+    return number
 
 
 async def send_events(request: web.Request, news: AsyncIterator[tuple[str, str]]) -> web.StreamResponse:

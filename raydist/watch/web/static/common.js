@@ -20,9 +20,32 @@ function h(tag, props = {}, ...children) {
   return made;
 }
 const fill = (where, ...children) => where.replaceChildren(...children.flat());
-const table = (where, heads, rows) => fill(where,
-  h("thead", {}, h("tr", {}, heads.map(([text, kind]) => h("th", { className: kind || "", scope: "col" }, text)))),
-  h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell, i) => h("td", { className: heads[i][1] || "" }, cell))))));
+// The text of an element, touched only where it differs: a screen reader repeats each change of a live region.
+const say = (where, text) => { if (where.textContent !== text) where.textContent = text; };
+// Shows rows, each under its key (else its number). A cell that is the same stays as it is: with its focus, a click under way, selected text.
+function table(where, heads, rows, keys = rows.map((_, i) => i)) {
+  const head = h("thead", {}, h("tr", {}, heads.map(([text, kind]) => h("th", { className: kind || "", scope: "col" }, text))));
+  if (!where.tHead?.isEqualNode(head)) fill(where, head, h("tbody"));
+  const body = where.tBodies[0], known = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  const wanted = rows.map((cells, i) => {
+    const row = known.get(String(keys[i])) || h("tr");
+    row.dataset.key = keys[i];
+    cells.forEach((cell, at) => {
+      const made = h("td", { className: heads[at][1] || "" }, cell);
+      if (!row.cells[at]) row.append(made);
+      else if (!row.cells[at].isEqualNode(made)) row.cells[at].replaceWith(made);
+    });
+    return row;
+  });
+  [...known.values()].filter((row) => !wanted.includes(row)).forEach((row) => row.remove());
+  inOrder(body, wanted);
+}
+// Puts rows in order. The one that has the focus stays, and the others move around it: moving it would take the focus away.
+function inOrder(body, wanted) {
+  if (wanted.every((row, i) => row === body.rows[i])) return;
+  const held = wanted.findIndex((row) => row.contains(document.activeElement));
+  wanted.forEach((row, i) => { if (i < held) wanted[held].before(row); else if (i > held) body.append(row); });
+}
 const four = (value) => value === null || value === undefined ? "" : String(+Number(value).toPrecision(4));
 const ms = (s) => s ? `${four(s * 1e3)} ms` : "";
 const bytes = (n) => { let i = 0; for (; n >= 1000 && i < 5; i++) n /= 1000; return `${n >= 100 || !i ? Math.round(n) : n.toFixed(1)} ${["B", "kB", "MB", "GB", "TB", "PB"][i]}`; };

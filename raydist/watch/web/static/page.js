@@ -3,7 +3,7 @@
 // --- what is known of the run
 
 let state = {}, lanes = { times: [], shares: {} }, marks = [], other = null;
-const curves = {};
+const curves = Object.create(null);  // a metric may be named constructor
 
 const sections = {
   state(news) {
@@ -15,7 +15,7 @@ const sections = {
     const figures = [...news.position.map((text) => text.split(" ")), ...health, ["left", (news.left[0] || "").replace(" left", "")],
       ["attempt", news.attempt], ["goodput", share(news.goodput)], ["ranks", news.world_size], ["run time", clock(news.wall_s)]];
     fill($("#state dl"), figures.filter(([, value]) => value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
-    fill($("#alarm"), [news.failure, news.status === "running" ? news.slow : ""].filter(Boolean).join("\n"));
+    say($("#alarm"), [news.failure, news.status === "running" ? news.slow : ""].filter(Boolean).join("\n"));
     tick();
   },
   ranks({ ranks }) {
@@ -26,7 +26,8 @@ const sections = {
     table($("#ranks table"), [["rank"], ["host"], ["state"], ["step", "n"], ["own work", "n"], ["step time", "n"], ["over time"]],
       rows.map(([rank, [step, host, pid, own, whole, how]]) => [
         h("button", { className: "link", title: `process ${pid}: show its log`, onclick: () => { $("#rank").value = rank; openLog(); $("#logs").scrollIntoView(); } }, rank),
-        host, h("span", { className: /^(|started|runs|finished|stopped)$/.test(how) ? "" : "bad" }, how), step || "", ms(own), ms(whole), lane(rank)]));
+        host, h("span", { className: /^(|started|runs|finished|stopped)$/.test(how) ? "" : "bad" }, how), step || "", ms(own), ms(whole), lane(rank)]),
+      rows.map(([rank]) => rank));
   },
   lanes(news) { lanes = news; drawLanes(); },
   marks(news) { marks = news.marks; drawLanes(); redraw(); },
@@ -42,7 +43,7 @@ const sections = {
     const gpu = (one, i) => h("div", {}, `${i}: `, one.util === null ? "" : meter(one.util), ` ${memory(one.memory)}`, one.power_w === null ? "" : ` ${one.power_w} W`, one.temp_c === null ? "" : ` ${one.temp_c} °C`);
     const port = ([name, rates]) => h("div", {}, `${name} ${rates ? `↓ ${bytes(rates[0])}/s ↑ ${bytes(rates[1])}/s` : "…"}`);
     table($("#nodes table"), [["host"], ["CPU"], ["memory"], ["GPUs"], ["network ports"]], Object.entries(nodes).map(([host, load]) =>
-      [host, meter(load.cpu), [meter(load.memory[0] / load.memory[1]), ` ${memory(load.memory)}`], load.gpus.map(gpu), Object.entries(load.ports).map(port)]));
+      [host, meter(load.cpu), [meter(load.memory[0] / load.memory[1]), ` ${memory(load.memory)}`], load.gpus.map(gpu), Object.entries(load.ports).map(port)]), Object.keys(nodes));
     if (!Object.keys(nodes).length) fill($("#nodes table"), h("caption", { className: "faint" }, "no figures yet: the first come after ten seconds"));
   },
   launch({ launch, spent }) {
@@ -50,7 +51,7 @@ const sections = {
     bars(first, launch); bars(second, spent);
   },
   warnings({ warnings }) { fill($("#warnings"), warnings.map((text) => h("li", {}, text))); },
-  read({ share: part }) { $("#link").textContent = part < 1 ? `reading the events: ${share(part)}` : data ? "a copy" : state.status === "running" ? "live" : ""; },
+  read({ share: part }) { say($("#link"), part < 1 ? `reading the events: ${share(part)}` : data ? "a copy" : state.status === "running" ? "live" : ""); },
   curves(news) {
     for (const [name, [replace, [steps, times, values]]] of Object.entries(news)) {
       const own = curves[name] = replace || !curves[name] ? { steps: [], times: [], values: [] } : curves[name];
@@ -65,9 +66,9 @@ function tick() {
   if (!state.status) return;
   const silent = state.status === "running" && state.last && now() - state.last > state.quiet_s;
   const kind = { running: "busy", finished: "good" }[state.status] || "bad";
-  fill($("#status"), silent ? "no news" : state.status); $("#status").className = `badge ${silent ? "bad" : kind}`;
-  fill($("#waits"), silent ? `No event for ${clock(now() - state.last)}: the driver has ended without a result, or waits. ` : "",
-    state.waits ? `${state.attempt > 1 ? `attempt ${state.attempt}: ` : ""}waits ${state.waits.startsWith("for ") || state.waits.startsWith("until ") ? "" : "for: "}${state.waits}` : "");
+  say($("#status"), silent ? "no news" : state.status); $("#status").className = `badge ${silent ? "bad" : kind}`;
+  say($("#waits"), (silent ? `No event for ${clock(now() - state.last)}: the driver has ended without a result, or waits. ` : "")
+    + (state.waits ? `${state.attempt > 1 ? `attempt ${state.attempt}: ` : ""}waits ${state.waits.startsWith("for ") || state.waits.startsWith("until ") ? "" : "for: "}${state.waits}` : ""));
 }
 
 // --- lanes
@@ -91,7 +92,7 @@ function drawLane(canvas) {
 
 // --- curves
 
-const charts = {};
+const charts = Object.create(null);
 let by = "step", waiting = 0;
 const xs = (curve, began) => by === "step" ? curve.steps : curve.times.map((t) => t - began);
 function redraw() {  // at most once a frame, however many sections came
@@ -213,9 +214,14 @@ async function listRuns() {
   $("#beside").hidden = runs.length < 2;
   $("#runs").hidden = runs.length < 2;
   if (!here) { document.querySelectorAll("main > section:not(#runs), nav, footer").forEach((one) => { one.hidden = true; }); $("#link").textContent = folder; $("#runs").hidden = false; }
-  table($("#runs table"), [["run"], ["status"], ["last event"], ["result"]], runs.slice(0, here ? 12 : 500).map(({ run, status, changed, text, sweep: many }) =>
-    [run === here ? h("strong", {}, run) : h("a", { href: many ? sweepPage(run) : `?run=${encodeURIComponent(run)}` }, run), status, new Date(changed * 1000).toLocaleString(), text]));
+  showRuns(runs, here);
+  setInterval(async () => { if (!document.hidden) showRuns((await json("runs")).runs, here); }, 10000);
   return here;
+}
+function showRuns(runs, here) {
+  table($("#runs table"), [["run"], ["status"], ["last event"], ["result"]], runs.slice(0, here ? 12 : 500).map(({ run, status, changed, text, sweep: many }) =>
+    [run === here ? h("strong", {}, run) : h("a", { href: many ? sweepPage(run) : `?run=${encodeURIComponent(run)}` }, run), status, new Date(changed * 1000).toLocaleString(), text]),
+    runs.slice(0, here ? 12 : 500).map(({ run }) => run));
 }
 
 // --- keys, start

@@ -184,7 +184,7 @@ $("#metric").addEventListener("change", () => { zoomed = false; drawCurves(); })
 const silent = () => sweep.state === "running" && now() - sweep.last > 60;
 function tick() {
   if (!sweep) return;
-  fill($("#status"), silent() ? "no news" : sweep.state);
+  say($("#status"), silent() ? "no news" : sweep.state);
   $("#status").className = `badge ${silent() ? "bad" : { running: "busy", finished: "good" }[sweep.state] || "bad"}`;
 }
 let due = 0;
