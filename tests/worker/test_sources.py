@@ -183,6 +183,7 @@ def fit_all(
     here, home, done = context.current(), context.rank().run_dir, {}
     for name, made in ((name, SOURCES[name]) for name in names):
         here.rank = replace(here.rank, run_dir=home / name / str(step))
+        here.newest = 0  # each training is the first of its run
         said: list[str] = []
         here.emit = functools.partial(note_warning, said)
         os.environ["RAYDIST_RESUME"] = str(home / name / "0" / "checkpoints" / f"step-{step:08d}") if step else ""
