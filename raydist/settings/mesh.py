@@ -85,14 +85,14 @@ def check_words(overrides: Sequence[str]) -> None:
 def microbatches(job: Job, shape: MeshShape) -> int:
     """Parts of a batch that are on their way through the stages together.
 
-    By default 4, 3 or 2 for each stage, the most that leave each of them two samples or more and equally many: batch
-    norm needs two, and more parts leave ranks idle for less of the time. Else one for each stage.
+    By default as many as divide it, up to 4 for each stage, of two samples or more: batch norm needs two, and more
+    parts leave ranks idle for less of the time. Else one for each stage.
     """
     if job.parallel.microbatches:
         return job.parallel.microbatches
     batches = shape.data * job.train.accumulate
     samples = job.data.global_batch / batches if job.data.global_batch else job.data.batch_size
-    counts = (times * shape.pp for times in (4, 3, 2))
+    counts = range(4 * shape.pp, shape.pp, -1)
     return next((count for count in counts if samples % count == 0 and samples >= 2 * count), shape.pp)
 
 

@@ -170,7 +170,8 @@ def test_a_batch_that_cannot_be_split_into_microbatches_is_refused(settings: Par
         (Parallel(pp=4), Data(batch_size=24), 1, 12),
         (Parallel(pp=4), Data(global_batch=64), 1, 16),  # 32 for each of two pipelines
         (Parallel(pp=4), Data(global_batch=64), 4, 4),
-        (Parallel(pp=4), Data(batch_size=12), 1, 4),
+        (Parallel(pp=4), Data(batch_size=12), 1, 6),
+        (Parallel(pp=4), Data(batch_size=4), 1, 4),
         (Parallel(pp=4, microbatches=4), Data(batch_size=64), 1, 4),
     ],
 )
