@@ -16,10 +16,10 @@ OLDEST  = $(if $(filter file,$(origin PYTHON)),$(shell python3.10 -c 'print("pyt
 RUN    := $(BIN)/python -m
 PIP    := $(if $(PINS),PIP_CONSTRAINT=$(PINS)) $(BIN)/python -m pip install --quiet
 
-.PHONY: help train test lint types fast lowest horovod bench gpu rig clean
+.PHONY: help train test test-all lint types fast lowest horovod bench gpu rig clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # While pip is at work there is .begun and no .installed: an install that ended half-way is done again, from nothing.
 ifneq ($(AWAY),)
@@ -46,9 +46,13 @@ $(VENV).txt: | $(AWAY)
 train: $(VENV)/.installed  ## install, then train the main job on this machine: WORDS="train.epochs=3 scale=1x4"
 	$(RUN) raydist.train $(WORDS)
 
-test: lint types  ## install, lint, types, all tests
+test: MARKS = -m "not slow"
+test test-all: lint types
 	$(RUN) raydist.tools.horovod build || [ $$? = 2 ]  # 2: it has said what this machine lacks, and its tests are skipped
-	$(RUN) pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+	$(RUN) pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(MARKS)
+
+test:  ## install, lint, types, the tests that are not marked slow
+test-all:  ## install, lint, types, all tests: what CI runs
 
 lint: $(VENV)/.tested  ## ruff
 	$(RUN) ruff check .
