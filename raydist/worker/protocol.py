@@ -140,7 +140,7 @@ class Collective(TypedDict):
     p2p_seq_id: int
     is_p2p: bool
     profiling_name: str
-    """As `gloo:all_reduce`."""
+    """As `gloo:all_reduce`, `nccl:all_reduce` or, with torch 2.15's NCCL, `nccl2:all_reduce`."""
     input_sizes: Sequence[Sequence[int]]
     state: str
     """scheduled, started or completed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from raydist.worker.protocol import Collective
 
@@ -14,25 +14,59 @@ if TYPE_CHECKING:
 
     import torch
 
-RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
-"""The flight recorder of each backend: functions of torch._C._distributed_c10d, Python's way to FlightRecorder.hpp.
 
-torch 2.15 has a third argument, `backend`, in the first one. Called without it, all versions return the same.
-"""
+class Recorder(NamedTuple):
+    """One instance of torch's flight recorder; each implementation of a backend records into its own."""
+
+    backend: str
+    """gloo or nccl: the backend that it belongs to, as a hang report names it."""
+    function: str
+    """A function of torch._C._distributed_c10d, Python's way to FlightRecorder.hpp."""
+    instance: str = ""
+    """The argument `backend` of that function, which torch 2.15 added; empty: called without it."""
+
+
+RECORDERS: tuple[Recorder, ...] = (
+    Recorder("gloo", "_dump_fr_trace_json"),
+    # torch 2.15's `nccl`: ProcessGroupNCCL2, or its lazy kind
+    Recorder("nccl", "_dump_fr_trace_json", "nccl2"),
+    Recorder("nccl", "_dump_fr_trace_json", "nccl-lazy"),
+    # ProcessGroupNCCL: `nccl` up to torch 2.14, `nccl-legacy` or TORCH_DIST_USE_NCCL2=0 since
+    Recorder("nccl", "_dump_nccl_trace_json"),
+)
+"""Every instance that may hold collectives of a rank. An instance that nothing used is empty."""
 
 
 def flight_recorder(backend: str) -> list[Collective] | None:
-    """The collectives in the recorder of a backend, the oldest first; None if this torch has no such recorder.
+    """The collectives in all recorders of a backend, the oldest first; None if this torch has none.
 
-    The recorder is on by default, for gloo on a CPU too (torch 2.8 and newer).
+    A recorder is on by default, for gloo on a CPU too (torch 2.8 and newer).
     """
+    dumps = [_dump(recorder) for recorder in RECORDERS if recorder.backend == backend]
+    found = [entries for entries in dumps if entries is not None]
+    if not found:
+        return None
+    entries = [entry for each in found for entry in each]
+    entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
+    keys = Collective.__annotations__
+    return [cast("Collective", {key: entry.get(key) for key in keys}) for entry in entries]
+
+
+def _dump(recorder: Recorder) -> list[Any] | None:
+    """The entries of one instance; None if this torch does not have it."""
     from torch._C import _distributed_c10d
 
-    dump: Callable[..., bytes] | None = getattr(_distributed_c10d, RECORDERS[backend], None)
+    dump: Callable[..., bytes] | None = getattr(_distributed_c10d, recorder.function, None)
     if dump is None:
         return None
-    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []
-    return [cast("Collective", {key: entry.get(key) for key in Collective.__annotations__}) for entry in entries]
+    if not recorder.instance:
+        said = dump(includeCollectives=True, onlyActive=False)
+    elif "backend" not in (dump.__doc__ or ""):
+        return None  # a torch before 2.15: one instance for each function
+    else:
+        said = dump(includeCollectives=True, onlyActive=False, backend=recorder.instance)
+    entries: list[Any] = json.loads(said).get("entries") or []
+    return entries
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
