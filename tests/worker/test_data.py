@@ -78,7 +78,7 @@ def test_tests_fall_to_one_rank_each(size: int, batch: int, world: int) -> None:
     portions = [list(rota) for rota in rotas]
     assert sorted(index for own in portions for part in own for index in part.indices.tolist()) == list(range(size))
     assert [len(own) for own in portions] == [len(rota) for rota in rotas]
-    assert all(part.indices.numel() <= batch for own in portions for part in own)
+    assert all(part.indices.size <= batch for own in portions for part in own)
 
 
 class Lucky(Dataset[Any]):
@@ -154,6 +154,21 @@ class Many(Dataset[Any]):
 def test_getitems_of_a_data_set_is_used() -> None:
     got = torch.cat(list(data.loader(Many(), order(8, 4), Data())))
     assert sorted(got.tolist()) == list(range(0, 80, 10))
+
+
+def test_loader_workers_get_their_batches_without_the_whole_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.multiprocessing would move the permutation of all samples to /dev/shm, once for each rank."""
+    made: list[torch.Tensor] = []
+    permutation = data.Order.permutation
+
+    def kept(self: data.Order) -> torch.Tensor:
+        made.append(permutation(self))
+        return made[-1]
+
+    monkeypatch.setattr(data.Order, "permutation", kept)
+    got = torch.cat(list(data.loader(Many(), order(8, 4), Data(workers=1))))
+    assert sorted(got.tolist()) == list(range(0, 80, 10))
+    assert [each.is_shared() for each in made] == [False]  # type: ignore[no-untyped-call]
 
 
 def make(size: int, world: int = 2, accumulate: int = 1, **words: Any) -> data.Order:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
@@ -39,8 +40,11 @@ T = TypeVar("T")
 class Portion(NamedTuple):
     """The samples that one rank loads at once."""
 
-    indices: torch.Tensor
-    """Their indices, int64, of shape [B]."""
+    indices: np.ndarray
+    """Their indices, int64, of shape [B], in memory of their own.
+
+    Not a tensor: torch.multiprocessing would move its whole storage, here the order of all samples, to /dev/shm.
+    """
     seed_key: tuple[int, ...] | None
     """The seed of random augmentation is derived from it; None: no augmentation."""
 
@@ -129,7 +133,8 @@ class Order:
         order, cuts = self.permutation(), list(self.cuts())
         for begin in range(self.position, self.size - self.global_batch + 1, self.global_batch):
             for first, last in cuts:
-                yield Portion(order[begin + first : begin + last], (self.seed, self.epoch, begin + first))
+                indices = order[begin + first : begin + last].numpy().copy()
+                yield Portion(indices, (self.seed, self.epoch, begin + first))
 
     def __len__(self) -> int:
         return self.steps_left * self.accumulate
@@ -152,9 +157,9 @@ class EvalSampler:
         return math.ceil(len(range(self.rank, self.size, self.world_size)) / self.batch_size)
 
     def __iter__(self) -> Iterator[Portion]:
-        own = torch.arange(self.size)[self.rank :: self.world_size]
-        parts = [part for part in torch.split(own, self.batch_size) if part.numel()]
-        return (Portion(part, None) for part in [*parts, *[torch.tensor([0])] * (len(self) - len(parts))])
+        own = np.arange(self.rank, self.size, self.world_size)
+        parts = [own[first : first + self.batch_size].copy() for first in range(0, len(own), self.batch_size)]
+        return (Portion(part, None) for part in [*parts, *[np.array([0])] * (len(self) - len(parts))])
 
     def __len__(self) -> int:
         return replace(self, rank=0).counted if self.together else self.counted
@@ -170,7 +175,8 @@ class Portions(Dataset[Any]):
     def __getitems__(self, portion: Portion) -> Any:
         # One gather makes the batch; one look-up for each sample and a stack would take 20 times as long.
         if type(self.samples) is TensorDataset and self.collate is collate_samples:
-            return [tensor[portion.indices] for tensor in self.samples.tensors]
+            indices = torch.from_numpy(portion.indices)
+            return [tensor[indices] for tensor in self.samples.tensors]
         with self._seeded(portion.seed_key):
             return self.collate(self._samples(portion.indices.tolist()))
 
