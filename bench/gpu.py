@@ -88,7 +88,7 @@ def keeping(rounds: int) -> Figure:
 
     begin_ray()
     with tempfile.TemporaryDirectory() as folder:
-        _, cost, least, most, _ = bench.snapshots(100 * rounds, folder)
+        _, cost, least, most, _ = bench.snapshots(rounds, folder)
     return f"{cost:.2f}% ({least:.2f}% to {most:.2f}%)", cost <= 1
 
 

@@ -26,7 +26,8 @@ from tests.programs import Program
 GPUS = torch.cuda.device_count()
 WORDS = ("backend=nccl", f"scale=1x{max(GPUS, 1)}", "group=inline")
 MIG = "MIG" in subprocess.getoutput("nvidia-smi -L")
-ON_RAY = ("backend=nccl", f"scale=1x{max(GPUS, 1)}", "group=ray", "watch.progress=none")
+ON_RAY = ("backend=nccl", f"scale=1x{max(GPUS, 1)}", "group=ray", "scale.cpus=0.1", "watch.progress=none")
+# With 8 GPUs the training has 8 steps, and the cluster of the tests 4 CPUs.
 TRAINING = ("train.epochs=2", "data.batch_size=8", "snapshot.every=1", "seed=5")
 several = pytest.mark.skipif(GPUS < 2, reason=f"two GPUs are needed, here are {GPUS}")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")]
@@ -100,7 +101,7 @@ def test_copies_to_page_locked_memory_are_whole_and_end_when_the_gpu_says_so() -
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])  # Adam keeps its `step` on the host
 def test_a_killed_rank_goes_on_from_memory_and_loses_one_step_at_most(ray_address: str, optim: str) -> None:
-    whole, done = train(optim=optim), train(optim=optim, struck=(kill(0, 10),))
+    whole, done = train(optim=optim), train(optim=optim, struck=(kill(0, 4),))
     (back,) = kinds(done, "restarted")
     assert back["repeated"] <= 1
     steps = [event["step"] for event in kinds(done, "report") if event["rank"] == 0 and "loss" in event]
@@ -111,7 +112,7 @@ def test_a_killed_rank_goes_on_from_memory_and_loses_one_step_at_most(ray_addres
 
 
 def test_a_model_in_shards_goes_on_from_memory(ray_address: str) -> None:
-    done = train("parallel=fsdp", struck=(kill(0, 10),))
+    done = train("parallel=fsdp", struck=(kill(0, 4),))
     (back,) = kinds(done, "restarted")
     assert back["repeated"] <= 2  # the copy of the newest step may not be complete
 
