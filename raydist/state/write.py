@@ -288,8 +288,9 @@ def unloadable(value: Any, where: str) -> Iterator[str]:
             yield from unloadable(inner, f"{where}[{index}]")
     # By exact type: numpy's float64 is a float too, and is refused when it is loaded.
     elif kind not in PLAIN and not isinstance(value, torch.Tensor | torch.dtype | torch.device):
+        public = kind.__module__.partition("._")[0]  # pathlib._local.PosixPath in Python 3.13
         yield (
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which can't be loaded without running code: save "
+            f"{where} is a {public}.{kind.__qualname__}, which can't be loaded without running code: save "
             "tensors, numbers, text, and lists and dicts of them (torch.as_tensor(…), float(…), .state_dict())"
         )
 

@@ -234,6 +234,7 @@ def test_what_killed_writers_left_is_swept_up_and_nothing_else(events: list[Even
     [
         ({"path": Path("x")}, "state['path'] is a pathlib.PosixPath"),
         ({"a": {"b": [1, np.float64(0.5)]}}, "state['a']['b'][1] is a numpy.float64"),
+        ({"noise": np.random.default_rng(0)}, "state['noise'] is a numpy.random.Generator"),
         ({"array": np.zeros(2)}, "state['array'] is a numpy.ndarray"),
         ({"layer": torch.nn.Linear(1, 1)}, "state['layer'] is a torch.nn.modules.linear.Linear"),
     ],
