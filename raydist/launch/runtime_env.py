@@ -10,6 +10,7 @@ from typing import TypedDict
 from raydist.cluster import ray_private
 from raydist.settings.config import Job
 from raydist.shared.errors import LaunchError
+from raydist.shared.home import expand_home
 
 INSTALL_S = 1800.0
 """Longest wait for packages: Ray tries three times, ten minutes each (setup_timeout_seconds of runtime_env)."""
@@ -20,7 +21,9 @@ SECRET_FILES = (".env", "*.env", "!example.env")
 
 def root(job: Job) -> str:
     """The folder that the ranks get a copy of; empty if they run in the driver's own."""
-    return os.path.abspath(Path(job.working_dir).expanduser()) if job.working_dir and job.group != "inline" else ""
+    if not job.working_dir or job.group == "inline":
+        return ""
+    return os.path.abspath(expand_home("working_dir", job.working_dir))
 
 
 class RuntimeEnv(TypedDict, total=False):

@@ -87,7 +87,7 @@ def hydra_set_up() -> Iterator[None]:
 def runs(environ: Mapping[str, str] = os.environ) -> str:
     """The folder of all runs: RAYDIST_RUNS, else ./runs, or ~/raydist/runs in a submitted Ray job."""
     if named := environ.get(env_names.RUNS):
-        return str(Path(named).expanduser().absolute())
+        return str(home.expand_home(env_names.RUNS, named).absolute())
     # Ray's job supervisor sets it for the command that it starts, in a copy of the working folder that it deletes later
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ:
         if (user_home := home.home_folder()) is None:

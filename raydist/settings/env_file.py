@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from raydist.settings.lookup import missing_path
 from raydist.shared.errors import ConfigError
+from raydist.shared.home import expand_home
 
 
 def read_env_file(file: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -16,7 +16,7 @@ def read_env_file(file: str, environ: Mapping[str, str]) -> dict[str, str]:
     """
     if not file:
         return {}
-    path = Path(file).expanduser()
+    path = expand_home("env_file", file)
     if not path.exists():
         raise missing_path("env_file", file, path)
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from raydist.settings.config import TRACKERS, Job
 from raydist.shared.errors import ConfigError, RaydistError, nearest
+from raydist.shared.home import expand_home
 from raydist.state import object_store
 
 
@@ -61,7 +62,7 @@ def check_files(job: Job) -> None:
     _check_storage(job.storage)
     _check_trackers(job)
     _check_resume(job)
-    if job.working_dir and not (folder := Path(job.working_dir).expanduser()).is_dir():
+    if job.working_dir and not (folder := expand_home("working_dir", job.working_dir)).is_dir():
         raise missing_path("working_dir", job.working_dir, folder, "working_dir=.", folder=True)
     if job.working_dir and folder.resolve() == Path("/"):
         raise ConfigError.of("working_dir", job.working_dir, "it would send the whole disk", "working_dir=.")
@@ -77,7 +78,7 @@ def _check_storage(storage: str) -> None:
     if kind in ("http", "https"):
         cause = "a web server cannot be written to"
         raise ConfigError.of("storage", storage, cause, "storage=FOLDER", "storage=s3://BUCKET/FOLDER")
-    path = Path(storage).expanduser()
+    path = expand_home("storage", storage)
     if storage and not kind and path.exists() and not path.is_dir():
         raise ConfigError.of("storage", storage, "it is a file", "storage=FOLDER")
 

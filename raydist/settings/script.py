@@ -9,6 +9,7 @@ from pathlib import Path
 from raydist.settings.lookup import find_module, missing_path, python_file
 from raydist.settings.overrides import Override
 from raydist.shared.errors import ConfigError
+from raydist.shared.home import expand_home
 
 FOR_JOBS = ("job", "model", "data", "optim", "train", "parallel")
 FOR_PROGRAMS_TOO = ("train.gc", "train.fast")
@@ -27,7 +28,7 @@ def resolve_script(script: str) -> str:
     """A file as an absolute path. `-m module` and a bare command stay: each node finds them by itself."""
     if script.startswith("-m"):
         return _resolve_module(script)
-    path = Path(os.path.abspath(Path(script).expanduser()))
+    path = Path(os.path.abspath(expand_home("script", script)))
     if path.is_file():
         return str(path)
     if "/" not in script and not script.endswith(".py"):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from raydist.settings.lookup import find_module, missing_path, python_file
 from raydist.shared.errors import ConfigError, nearest
+from raydist.shared.home import expand_home
 
 HERE = Path(__file__).parents[1]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -47,7 +48,7 @@ def resolve_target(target: str, args: Mapping[str, object]) -> str:
     """`/abs/file.py:function` or `module:function`; ConfigError if it does not exist or does not take `args`."""
     where, name = split_target(target)
     if where.endswith(".py"):
-        where = os.path.abspath(Path(where).expanduser())
+        where = os.path.abspath(expand_home("job", where))
         file: Path | None = Path(where)
         if not Path(where).is_file():
             raise missing_path("job", target, Path(where))

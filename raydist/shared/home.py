@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from raydist.shared.errors import ConfigError
+
 
 def home_folder() -> Path | None:
     """The user's home: HOME, else that of the password database; None without either.
@@ -16,6 +18,15 @@ def home_folder() -> Path | None:
         return Path.home()
     except RuntimeError:
         return None
+
+
+def expand_home(key: str, text: str) -> Path:
+    """The path `text` of the setting `key`, with ~ replaced; ConfigError if that home folder is not known."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        cause = f"the home folder {Path(text).parts[0]} is not known"
+        raise ConfigError.of(key, text, cause, f"{key}=/FULL/PATH") from None
 
 
 def user_cache(environ: Mapping[str, str] = os.environ) -> Path | None:

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from xxhash import xxh3_128
 
 from raydist.shared.errors import ConfigError, RaydistError
+from raydist.shared.home import expand_home
 
 DRIVERS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
@@ -188,10 +189,11 @@ def scheme(text: str) -> str:
     return text.partition("://")[0] if "://" in text else ""
 
 
-def parse_path(text: str) -> StoragePath:
-    """A Path, or a Remote for a URL."""
-    kind = scheme(text)
-    return Remote(text) if kind not in ("", "file") else Path(text.removeprefix("file://")).expanduser().absolute()
+def parse_path(text: str, key: str = "storage") -> StoragePath:
+    """A Path, or a Remote for a URL. `key`: the setting, for the ConfigError of a home folder that is not known."""
+    if scheme(text) not in ("", "file"):
+        return Remote(text)
+    return expand_home(key, text.removeprefix("file://")).absolute()
 
 
 def check_url(word: str, text: str) -> None:

@@ -98,7 +98,7 @@ def find_resume(resume: str, run_dir: StoragePath, warn: Warn = lambda text: Non
     if resume == "none":
         return None
     if resume != "auto":
-        return _named(parse_path(resume), warn)
+        return _named(parse_path(resume, "resume"), warn)
     for run in run_and_earlier(run_dir):
         if (seen := newest_of_run(run, hashed=False)) is None:
             continue

@@ -18,6 +18,7 @@ from raydist.settings.references import REFERENCE
 from raydist.shared import signals
 from raydist.shared.errors import ConfigError, Stopped
 from raydist.shared.events import Events
+from raydist.shared.home import expand_home
 from raydist.sweeps import optuna_study, room, samplers, table
 from raydist.sweeps.conduct import Conductor
 from raydist.sweeps.folder import Folder, read_summary, read_trials
@@ -140,7 +141,7 @@ def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list
         if key not in typed:
             raise ConfigError.of(key, None, "it has a secret, which is not saved; type it again", f"{key}=VALUE")
     last = {Override.parse(text).key: text for text in every}  # in the order of the first
-    return Path(folder).expanduser().absolute(), [*last.values()], summary["config_name"]
+    return expand_home("sweep.resume", folder).absolute(), [*last.values()], summary["config_name"]
 
 
 def checked(job: Job) -> Job:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from raydist.shared.errors import ConfigError
+from raydist.shared.home import expand_home
 from raydist.sweeps.trial import Trial
 from raydist.watch.web.sweep import RECORD, SUMMARY
 
@@ -91,7 +92,7 @@ def _locked(path: Path) -> IO[str]:
 
 def read_summary(folder: str) -> Mapping[str, Any]:
     """sweep.json of a sweep to go on with; ConfigError if the folder has none."""
-    path = Path(folder).expanduser()
+    path = expand_home("sweep.resume", folder)
     try:
         summary: Mapping[str, Any] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -13,6 +13,10 @@ import raydist
 from raydist import train
 
 REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
+    **{
+        f"{key} in the home of nobody": ([f"{key}='~nobody_here/x.py'"], key, "~nobody_here/x.py", f"{key}=/FULL/PATH")
+        for key in ("storage", "resume", "working_dir", "env_file", "script", "job")
+    },
     "unknown key": (["optm.lr=0.1"], "optm.lr", "0.1", "optim.lr=0.1"),
     "key one level off": (["lr=0.1"], "lr", "0.1", "optim.lr=0.1"),
     "key of another part": (["optim.epochs=3"], "optim.epochs", "3", "train.epochs=3"),
