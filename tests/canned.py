@@ -265,6 +265,7 @@ def sick() -> Report:
         *found.check_shm(hosts, ["No space left on device", "", "", "", "", None]),
         *found.check_run_folder(hosts, [True, False, True, True, True, None], "/data/runs"),
         *found.check_hostnames(hosts, [["127.0.1.1"], [], ["10.0.0.3"], None, None, None]),
+        *found.check_lookups(hosts, [10.0, 10.02, 0.01, 1.01, 0.0, None]),
         *found.compare_versions(hosts, [same, same, other, same, same, none]),
     ]
     for check in found.CHECKS:

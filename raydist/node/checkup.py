@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,19 @@ from raydist.worker.protocol import (
 
 SHM_BYTES = 1 << 20
 """Bytes that are written to /dev/shm: a batch of a DataLoader."""
+
+LOOKUP_LIMIT_S = 20.0
+"""Limit on a look-up of a name, in seconds; a silent name server costs 10 (resolv.conf(5): 5 s, two attempts)."""
+LOOK_UP = """
+import socket, sys, time
+began = time.perf_counter()
+try:
+    socket.getnameinfo((sys.argv[1], 0), 0)
+except OSError:
+    pass
+print(time.perf_counter() - began)
+"""
+"""Look up the name of an address, as torch's c10d does with each connection's, and print the seconds that it took."""
 
 
 class Checkup:
@@ -49,7 +63,10 @@ class Checkup:
                 return await self.try_libraries(request)
             case CheckHost():
                 addresses = await asyncio.to_thread(host_addresses)
-                return HostCheck(shm_error(), os.path.isdir(request.folder), addresses)
+                lookup_s = 0.0
+                if request.address:
+                    lookup_s = await asyncio.to_thread(lookup_time, request.address, request.env)
+                return HostCheck(shm_error(), os.path.isdir(request.folder), addresses, lookup_s)
         raise TypeError(f"a check-up can't answer {request}")
 
     async def listen(self, request: ListenForPeers) -> Peer:
@@ -104,3 +121,19 @@ def host_addresses() -> list[str]:
     except OSError:
         return []
     return list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))
+
+
+def lookup_time(address: str, env: Mapping[str, str]) -> float:
+    """Seconds to look up the name of an address with a rank's variables; at most LOOKUP_LIMIT_S.
+
+    In a process: the C library reads RES_OPTIONS once, and a look-up in a thread cannot be ended.
+    """
+    command = [sys.executable, "-S", "-c", LOOK_UP, address]
+    environ = {**os.environ, **env}
+    try:
+        done = subprocess.run(
+            command, env=environ, stdout=subprocess.PIPE, text=True, timeout=LOOKUP_LIMIT_S, check=True
+        )
+    except subprocess.TimeoutExpired:
+        return LOOKUP_LIMIT_S
+    return float(done.stdout)

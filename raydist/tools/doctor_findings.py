@@ -17,6 +17,8 @@ FAR_S = 0.01
 """A longer round trip than any network of one site has."""
 SKEW_S = 0.5
 """With a larger difference of clocks the order of events, and the root cause of a failure, would be wrong."""
+SLOW_LOOKUP_S = 2.0
+"""A longer look-up waited for a name server; with the shortest timeout of resolv.conf(5) it waits 1 s."""
 LINES = 8
 """Most findings about pairs of one kind."""
 
@@ -27,6 +29,7 @@ CHECKS = {
     "versions": "python, torch, ray and raydist are the same everywhere",
     "imports": "the modules that the ranks import are installed on every node",
     "hostname": "each host's own name resolves to an address that the others can reach",
+    "lookup": "each node looks up the name of another's address in less than 2 s",
     "rendezvous": "every node reaches the store on rank 0's node, on its real port",
     "peers": "every node connects to every other on the training addresses, on ports that the kernel chose",
     "mtu": "64 KiB pass between every two nodes, both ways",
@@ -257,6 +260,27 @@ def check_hostnames(hosts: Sequence[Host], resolved: Sequence[Sequence[str] | No
         )
         fix = "in each host's /etc/hosts: its own address before its own name, instead of a loopback address"
         yield Finding("hostname", "warn", (host.name,), text, fix)
+
+
+def check_lookups(hosts: Sequence[Host], seconds: Sequence[float | None]) -> Iterator[Finding]:
+    """Nodes where looking up the name of another's address takes long. `seconds`: by node; None if it did not reply."""
+    slow = [
+        (host.name, took)
+        for host, took in zip(hosts, seconds, strict=True)
+        if took is not None and took > SLOW_LOOKUP_S
+    ]
+    if slow:
+        names = tuple(name for name, _ in slow)
+        longest = max(took for _, took in slow)
+        text = (
+            f"{joined_names(names)}: a reverse look-up of another node's address takes {longest:.0f} s; torch looks up "
+            "the address of each connection, at each launch and restart"
+        )
+        fix = (
+            "all nodes with their addresses in each node's /etc/hosts, or a name server that answers; "
+            "without root: env.RES_OPTIONS='timeout:1 attempts:1'"
+        )
+        yield Finding("lookup", "warn", names, text, fix)
 
 
 SAME = ("raydist", "torch", "ray", "python")

@@ -113,10 +113,15 @@ class Rounds:
 
     def _check_machines(self) -> None:
         folder = Path(self._job.dir)
-        checks = self._ask("look", [CheckHost(str(folder))] * len(self._hosts))
+        addresses = [""]
+        if len(self._hosts) > 1:
+            addresses = [host.address for host in [*self._hosts[1:], self._hosts[0]]]
+        requests = [CheckHost(str(folder), address, self._job.env) for address in addresses]
+        checks = self._ask("look", requests)
         shm = [None if check is None else check.shm_error for check in checks]
         sees = [None if check is None else check.sees_folder for check in checks]
         names = [None if check is None else check.addresses for check in checks]
+        lookups = [None if check is None else check.lookup_s for check in checks]
         self._report.add("shm", *doctor_findings.check_shm(self._hosts, shm))
         if self._probe:
             self._check_storage()
@@ -124,6 +129,7 @@ class Rounds:
             self._report.add("run folder", *doctor_findings.check_run_folder(self._hosts, sees, str(folder.parent)))
         if len(self._hosts) > 1:
             self._report.add("hostname", *doctor_findings.check_hostnames(self._hosts, names))
+            self._report.add("lookup", *doctor_findings.check_lookups(self._hosts, lookups))
 
     def _check_storage(self) -> None:
         """Have each node look for a file in the storage, with the job's credentials."""

@@ -564,13 +564,19 @@ class HostCheck:
     sees_folder: bool
     addresses: Sequence[str]
     """The addresses of the host's own name."""
+    lookup_s: float = 0.0
+    """Seconds that the look-up of the name of `CheckHost.address` took; at most checkup.LOOKUP_LIMIT_S."""
 
 
 @dataclass(frozen=True)
 class CheckHost(CheckupRequest[HostCheck]):
-    """Check /dev/shm, the visibility of the driver's folder, and the host's name."""
+    """Check /dev/shm, the visibility of the driver's folder, the host's name, and name servers."""
 
     folder: str
+    address: str = ""
+    """The address of another node, whose name is looked up; none if it is empty."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """The variables that the job sets: RES_OPTIONS shortens a look-up."""
 
 
 # --- driver -> agent: mpirun

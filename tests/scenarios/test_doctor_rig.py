@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from raydist.tools import doctor_findings
+from raydist.tools.doctor_findings import Host
 from tests.conftest import ROOT
 from tests.rig import Rig, hosts, requires_root
 
@@ -43,7 +46,9 @@ CPU = ("backend=gloo", "scale.gpus=0")
 def test_three_healthy_hosts_are_fine_and_their_loopback_names_only_a_warning(rig: Rig) -> None:
     report, found = doctor(rig, code=0)
     assert report["job"] == "3 ranks on 3 nodes, backend nccl, over eth0"
-    assert {"rendezvous", "peers", "mtu", "latency", "clock", "gloo", "nccl", "versions"} <= set(report["checks"])
+    assert {"lookup", "rendezvous", "peers", "mtu", "latency", "clock", "gloo", "nccl", "versions"} <= set(
+        report["checks"]
+    )
     assert report["network"]["calls"] == 6
     assert [finding["level"] for finding in found.pop("hostname")] == ["warn"]
     assert not {finding["check"] for own in found.values() for finding in own if finding["level"] != "note"} - {
@@ -113,3 +118,43 @@ def test_words_that_lead_gloo_and_nccl_astray_and_a_folder_that_is_not_shared(ri
     assert (nccl["text"], nccl["level"]) == ("nccl would use 127.0.0.1, not eth0", "fail")
     assert gloo["nodes"] == nccl["nodes"] == ["host0", "host1", "host2"]
     assert folder["nodes"] == ["host1", "host2"]
+
+
+# A name server that takes each question and answers none.
+SILENT_NAME_SERVER = """
+import socket
+server = socket.socket(type=socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 53))
+print("listening", flush=True)
+while True:
+    server.recv(1 << 16)
+"""
+
+CHECK_HOST = """
+import asyncio, json, sys
+from raydist.node.checkup import Checkup
+from raydist.worker.protocol import CheckHost
+request = CheckHost("/", sys.argv[1], json.loads(sys.argv[2]))
+print(asyncio.run(Checkup().handle(request)).lookup_s)
+"""
+
+
+def test_a_silent_name_server_is_found_and_the_resolvers_options_shorten_the_look_up() -> None:
+    with hosts(1) as rig:
+        (host,) = rig.hosts
+        (host.root / "etc/nsswitch.conf").write_text("hosts: files dns\n")
+        (host.root / "etc/resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:4 attempts:1\n")
+        server = host.popen(["python", "-c", SILENT_NAME_SERVER], stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "listening\n"
+
+        def lookup_s(address: str, env: dict[str, str]) -> float:
+            command = ["python", "-c", CHECK_HOST, address, json.dumps(env)]
+            return float(host.run(command, env={"PYTHONPATH": str(ROOT)}).stdout)
+
+        unknown = "192.0.2.77"
+        slow = lookup_s(unknown, {})
+        (finding,) = doctor_findings.check_lookups([Host("host0", unknown, "eth0")], [slow])
+        assert (finding.check, finding.level, finding.nodes) == ("lookup", "warn", ("host0",))
+        assert lookup_s(unknown, {"RES_OPTIONS": "timeout:1 attempts:1"}) < slow
+        assert lookup_s(host.address(), {}) < slow
