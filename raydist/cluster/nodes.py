@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ class Node:
     ip: str
     """The node's address in Ray."""
     host: str
-    """Its host name."""
+    """Its host name, unique in the cluster: see `nodes_from_ray`."""
     total: Mapping[str, float]
     """All its resources: CPU, GPU, and others."""
     free: Mapping[str, float]
@@ -55,19 +56,30 @@ class NodeType:
 
 
 def nodes_from_ray(ray_nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]) -> list[Node]:
-    """The nodes of `ray.nodes()` that are alive. `free`: available resources by node id."""
+    """The nodes of `ray.nodes()` that are alive. `free`: available resources by node id.
+
+    Machines with equal host names, as cloned images have, are named `ubuntu (10.0.0.7)`, by their addresses: clocks,
+    loads and lost nodes are told apart by the name. Nodes with the same address are one machine.
+    """
+    alive = [node for node in ray_nodes if node["Alive"]]
+    machines = {(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in alive}
+    named = Counter(host for host, _ in machines)
     return [
         Node(
             id=node["NodeID"],
             ip=node["NodeManagerAddress"],
-            host=node["NodeManagerHostname"],
+            host=_unique_name(node["NodeManagerHostname"], node["NodeManagerAddress"], named),
             total=_countable(node["Resources"]),
             free=_countable(free.get(node["NodeID"], {})),
             labels=node.get("Labels") or {},
         )
-        for node in ray_nodes
-        if node["Alive"]
+        for node in alive
     ]
+
+
+def _unique_name(host: str, ip: str, named: Mapping[str, int]) -> str:
+    """The name of a machine. `named`: how many machines have each host name."""
+    return f"{host} ({ip})" if named[host] > 1 else host
 
 
 def _countable(resources: Mapping[str, float]) -> dict[str, float]:

@@ -356,6 +356,20 @@ def test_rays_nodes_are_read() -> None:
     ]
 
 
+def test_machines_with_the_same_name_are_named_by_their_addresses_too() -> None:
+    machines = [("ubuntu", 1, True), ("ubuntu", 2, True), ("head", 3, True), ("head", 4, False), ("two", 5, True)]
+    told = [
+        {"NodeID": f"id-{i}", "Alive": alive, "NodeManagerAddress": f"10.0.0.{i}", "NodeManagerHostname": host,
+         "Resources": {"CPU": 4.0}}
+        for host, i, alive in machines
+    ]  # fmt: skip
+    second_raylet = {**told[-1], "NodeID": "id-6"}
+    hosts = {node.id: node.host for node in nodes_from_ray([*told, second_raylet], {})}
+    assert hosts == {
+        "id-1": "ubuntu (10.0.0.1)", "id-2": "ubuntu (10.0.0.2)", "id-3": "head", "id-5": "two", "id-6": "two",
+    }  # fmt: skip
+
+
 def test_the_autoscalers_types_are_read() -> None:
     autoscaler_pb2 = pytest.importorskip("ray.core.generated.autoscaler_pb2")
     config = autoscaler_pb2.ClusterConfig()
