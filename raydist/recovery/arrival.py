@@ -58,6 +58,6 @@ class RestartCost:
         self.stepped, step = True, event["step"]
         repeated = max(0, self.retry.reached - (step - 1 if self.resumed is None else self.resumed))
         return {
-            "number": self.retry.number, "step": step, "s": event["t"] - self.retry.since, "repeated": repeated,
+            "number": self.retry.failures, "step": step, "s": event["t"] - self.retry.since, "repeated": repeated,
             "resized": self.retry.cause is None,
         }  # fmt: skip

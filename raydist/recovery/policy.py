@@ -36,6 +36,11 @@ class Retry:
         return len(self.past)
 
     @property
+    def failures(self) -> int:
+        """The number of this restart for a person: a change of the number of nodes is no failure."""
+        return sum(first_cause(attempt.ends) is not None for attempt in self.past)
+
+    @property
     def cause(self) -> End | None:
         """The failure that it follows; None if only the number of nodes changes."""
         return first_cause(self.past[-1].ends)
@@ -55,7 +60,7 @@ class Retry:
         end = self.cause
         assert end is not None, "no rank has failed"
         return {
-            "number": self.number, "most": rule.max, "rank": end.rank, "host": end.host, "how": end.how,
+            "number": self.failures, "most": rule.max, "rank": end.rank, "host": end.host, "how": end.how,
             "step": end.step, "text": f"{where(end)} {first_line(end)}",
             "free": end.preempted,
         }  # fmt: skip

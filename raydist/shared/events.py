@@ -31,7 +31,8 @@ Every event has `t` (seconds since the epoch, on the driver's clock) and `kind`;
     notice     text, ranks, hosts, s             nodes will be taken away in `s` seconds
     stop       reason                            the other ranks are being ended
     failure    cause, text, reason, reached, others, ended, attempt     all ranks ended because this rank ended
-    restart    number, most, rank, host, how, step, text    the next attempt begins, because of this failure
+    restart    number, most, rank, host, how, step, text    the next attempt begins, because of this failure; `number`:
+                                                 failures so far, here and in `restarted`
     placed     number, moved, [slots]            every rank has a slot for it; `moved`: the ranks that changed theirs
     restarted  number, step, s, repeated         its first step is done, `s` after the failure; `repeated`: steps lost
     result     status, …                         the last line of the file

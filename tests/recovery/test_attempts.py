@@ -15,6 +15,7 @@ import pytest
 
 from raydist.launch.worker_group import WorkerGroup
 from raydist.recovery import attempts, policy
+from raydist.recovery.arrival import RestartCost
 from raydist.recovery.attempts import Attempts
 from raydist.recovery.policy import GiveUp, Retry
 from raydist.settings.config import Job, Restart
@@ -219,6 +220,18 @@ def test_another_number_of_nodes_is_a_retry_without_a_failure(tmp_path: Path, mo
     assert it.kinds == ["regroup", "placed"]
     assert it.seen[0]["text"] == resized.resize
     assert group.acts == ["again"]
+
+
+def test_another_number_of_nodes_is_not_counted_as_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resized = Attempt(ends=[End(rank, "a", "stopped", 1.0, 7) for rank in (0, 1)], resize="3 nodes now, 2 before")
+    it = rig(tmp_path, monkeypatch, failed(KILLED), resized, failed(KILLED, step=9), GOOD)
+    for _ in range(4):
+        it.make(Group())
+    assert [event["number"] for event in it.seen if event["kind"] == "restart"] == [1, 2]
+    assert [event["number"] for event in it.seen if event["kind"] == "placed"] == [1, 2, 3]  # attempts
+    report = {"kind": "report", "step": 1, "t": 2.0}
+    costs = [RestartCost(retry).add(0, report) for retry in it.retries if retry is not None]
+    assert [(cost["number"], cost["resized"]) for cost in costs if cost] == [(1, False), (1, True), (2, False)]
 
 
 def test_a_retry_without_nodes_ends_the_run_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
