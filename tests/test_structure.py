@@ -204,7 +204,7 @@ def functions() -> list[tuple[str, int]]:
 def test_sizes() -> None:
     sizes = {path: len(path.read_text().splitlines()) for path in modules().values()}
     del sizes[PACKAGE / "worker" / "protocol.py"]  # a list of all messages, with hardly any code
-    assert max(sizes.values()) <= 520, max(sizes.items(), key=lambda item: item[1])
+    assert max(sizes.values()) <= 530, max(sizes.items(), key=lambda item: item[1])
     longest = sorted(functions(), key=lambda item: item[1])
     counts = [count for _, count in longest]
     assert longest[-1][1] <= 60, longest[-1]

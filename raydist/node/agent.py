@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import time
+import traceback
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -130,7 +131,10 @@ class RankAgent:
             case StartRank():
                 return await self.start(request)
             case protocol.GetNews():
-                return await self.news(request.patience)
+                try:
+                    return await self.news(request.patience)
+                except Exception as error:
+                    return self._end_without_news(error)
             case protocol.Examine():
                 return await self.examine()
             case HoldRank():
@@ -439,6 +443,18 @@ class RankAgent:
             "t": time.time(), "kind": "raised", "rank": self.rank, "type": "LaunchError", "message": why,
             "traceback": "", "step": read_beat(self._beat)[0],
         }  # fmt: skip
+
+    def _end_without_news(self, error: Exception) -> RankNews:
+        """Kill the rank because its news can't be read; the error as the end of the rank.
+
+        The driver takes an error of the request itself for the loss of the agent, and would replace it.
+        """
+        if self._running:
+            self._server.send(SignalProcess(self.pid, signal.SIGKILL))
+        beat, message = read_beat(self._beat), f"its agent can't read its news: {error}"
+        recorded = protocol.RecordedError(type(error).__name__, message, traceback.format_exc())
+        end = RankEnd(1, 0, time.time(), step=beat[0], phase=beat[1], error=recorded)
+        return RankNews((), b"", b"", beat, 0.0, (0, 0.0, 0.0), 0.0, end, sent=time.time())
 
     async def _await_end(self, pid: int, ended: asyncio.Future[protocol.ProcessEnd]) -> None:
         either: set[asyncio.Future[Any]] = {ended, *filter(None, [self._event_reader])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from raydist.node import rank_spec
 from raydist.node.agent import RankAgent
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
+from raydist.node.output_file import OutputFile
 from raydist.node.processes import recorded_error
 from raydist.settings.config import Backend, Job, as_dict
 from raydist.shared.errors import LaunchError
@@ -433,6 +435,36 @@ def test_an_agent_starts_a_second_attempt_under_another_rank(node: Node, agent: 
     assert value.value is not None
     assert cloudpickle.loads(value.value) == "second"
     assert value.error is None
+
+
+def test_an_agent_that_cannot_read_the_news_ends_its_rank_and_starts_another(
+    node: Node, agent: RankAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver took the error for the loss of the agent."""
+
+    def fail(file: OutputFile, most: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def lose_the_disk() -> tuple[bool, RankEnd | None, History]:
+        first = await start(agent, report_and_sleep)
+        await follow(agent, until="report")
+        with monkeypatch.context() as disk:
+            disk.setattr(OutputFile, "read", fail)
+            end = (await follow(agent)).end
+        assert await agent.handle(IsOpen())
+        first_is_alive = alive(first)
+        await start(agent, lambda: None)
+        return first_is_alive, end, await follow(agent)
+
+    first_is_alive, end, second = node.run(lose_the_disk())
+    assert not first_is_alive
+    assert end is not None
+    assert end.error is not None
+    assert (end.code, end.step, end.told, end.error.type) == (1, 1, False, "OSError")
+    assert "its agent can't read its news: [Errno 5]" in end.error.message
+    assert end.error.traceback.startswith("Traceback")
+    assert second.end is not None
+    assert (second.end.code, second.end.error) == (0, None)
 
 
 def report_and_sleep() -> None:
