@@ -123,7 +123,8 @@ def test_ranks_of_horovods_know_their_hosts(rig: Rig, home: Path) -> None:
 def test_a_folder_is_sent_and_without_that_the_host_that_lacks_it_is_named(rig: Rig, home: Path) -> None:
     (home / "mine.py").write_text("import beside, os, socket\nprint(beside.WORD, socket.gethostname(), os.getcwd())\n")
     (home / "beside.py").write_text("WORD = 'sent'\n")
-    rig.hosts[2].run(["mount", "-t", "tmpfs", "none", str(home)])  # there nobody sees the folder
+    mount = ["mount", "-t", "tmpfs", "-o", "mode=755", "none", str(home)]  # not every user may write there
+    rig.hosts[2].run(mount)  # there nobody sees the folder
     try:
         words = ["--nnodes", "3", "--nproc-per-node", "1"]
         _, result = launch(rig, home, *words, "mine.py", code=1)
