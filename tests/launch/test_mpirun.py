@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-import raydist
 from raydist.launch import mpi
 from raydist.launch.worker_group import WorkerGroup
 from raydist.node.probe import Facts
+from raydist.run import run_job
+from raydist.settings.compose import compose
 from raydist.shared.errors import ConfigError, LaunchError, RunFailed
 from raydist.watch.result import Result
 from tests.mpi_programs import (
@@ -96,7 +97,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str) -> Result[None]:
-    return raydist.run("digits", *WORDS, *words)
+    return run_job(compose([*WORDS, *words], claim=True))
 
 
 def segments() -> set[str]:
