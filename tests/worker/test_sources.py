@@ -183,7 +183,7 @@ def fit_all(
     here, home, done = context.current(), context.rank().run_dir, {}
     for name, made in ((name, SOURCES[name]) for name in names):
         here.rank = replace(here.rank, run_dir=home / name / str(step))
-        here.newest = 0  # each training is the first of its run
+        here.newest = here.fits = 0  # each training is the first of its run
         said: list[str] = []
         here.emit = functools.partial(note_warning, said)
         os.environ["RAYDIST_RESUME"] = str(home / name / "0" / "checkpoints" / f"step-{step:08d}") if step else ""
@@ -248,6 +248,7 @@ def test_each_rank_of_a_model_in_shards_has_the_place_of_its_own_loader_in_memor
         here.memory = memory(), -1
         before = fit(replace(job, train=Train(steps=STOP)), source)
         here.sharded, os.environ["TORCHELASTIC_RESTART_COUNT"] = None, "1"
+        here.fits = 0  # a restarted rank begins the job again
         source = OwnLoader()
         after = fit(job, source)
         return [*before[0], *after[0]], [*before[1], *after[1]], source.loads
