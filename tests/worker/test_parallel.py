@@ -481,6 +481,7 @@ def trained(folder: Path, name: str, settings: Parallel, ranks: int = 4) -> tupl
         here, figures = context.current(), []
         for train in (digits, gpt):
             here.rank = replace(here.rank, run_dir=folder / name / train.__name__)
+            here.newest = here.fits = 0  # each training is the first of its run
             figures.append(train(job))
         return figures
 
