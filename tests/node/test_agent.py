@@ -494,11 +494,11 @@ def test_an_agent_whose_process_cannot_be_killed_is_not_open(
     node: Node, agent: RankAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that waits for a dead disk: SIGKILL has no effect."""
-    monkeypatch.setattr("raydist.node.agent.STOP_S", 0.2)
-    monkeypatch.setattr("raydist.node.agent.DYING_S", 0.2)
     pid = node.run(start(agent, report_and_sleep))
     node.run(follow(agent, until="report"))
     with monkeypatch.context() as kernel:
+        kernel.setattr("raydist.node.agent.STOP_S", 0.2)
+        kernel.setattr("raydist.node.agent.DYING_S", 0.2)
         send = ForkClient.send
 
         def send_no_signal(self: ForkClient, message: Any, *rest: Any) -> None:
