@@ -432,6 +432,18 @@ def test_a_process_that_the_kernel_cannot_end_holds_up_nobody(tmp_path: Path, mo
     assert ended(pid)
 
 
+def save_in_a_rank(line: Any, folder: Path) -> None:
+    """Start a rank that saves step 7 below this folder and goes on, and wait until it has told its agent."""
+
+    def job() -> None:
+        raydist.checkpoint.save(7, {"step": 7})
+        time.sleep(300)
+
+    line.fork(job, env={"RANK": "0", "RAYDIST_CHECKPOINTS": str(folder)})
+    while b'"save"' not in (told := line.events.recv(PACKET)):
+        assert told, line.log()
+
+
 def test_the_last_state_is_written_where_the_kernel_refuses_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,14 +459,7 @@ def test_the_last_state_is_written_where_the_kernel_refuses_a_process(
     monkeypatch.syspath_prepend(tmp_path)
     node = Node(tmp_path / "f", modules=("raydist_full", "torch", "raydist.worker.backends.ddp", "cloudpickle"))
     line = node.dial()
-
-    def job() -> None:
-        raydist.checkpoint.save(7, {"step": 7})
-        time.sleep(300)
-
-    line.fork(job, env={"RANK": "0", "RAYDIST_CHECKPOINTS": str(tmp_path)})
-    while b'"save"' not in (told := line.events.recv(PACKET)):
-        assert told, line.log()
+    save_in_a_rank(line, tmp_path)
     (tmp_path / "full").touch()
     line.socket.close()
     node.close()
@@ -567,14 +572,7 @@ def test_a_checkpoint_that_the_agent_did_not_pass_on_is_written_when_it_is_gone(
     """A stopped agent, or one that is killed at this moment, left it in memory, and it went with the run."""
     node = Node(tmp_path / "f", modules=("torch", "raydist.worker.backends.ddp", "cloudpickle"))
     line = node.dial()
-
-    def job() -> None:
-        raydist.checkpoint.save(7, {"step": 7})
-        time.sleep(300)
-
-    line.fork(job, env={"RANK": "0", "RAYDIST_CHECKPOINTS": str(tmp_path)})
-    while b'"save"' not in (told := line.events.recv(PACKET)):
-        assert told, line.log()
+    save_in_a_rank(line, tmp_path)
     held = [kept_server.ask(node.folder, GetNewestState(str(run))) for run in (node.folder, tmp_path)]
     assert held == [NewestState(7), NewestState(-1)]  # another run has none
     line.socket.close()
