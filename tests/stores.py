@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.request import Request, urlopen
 
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
@@ -25,10 +26,10 @@ class Store:
             "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1",
         }  # fmt: skip
+        # The servers of one process share their memory: without this, a test finds the files of the one before.
+        urlopen(Request(f"{self.env['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST"), timeout=30).close()
         with environment(self.env):
-            made = Remote("s3://bucket")
-            if not made.exists():  # moto's servers in one process have one memory
-                made.store.mkdir("bucket")
+            Remote("s3://bucket").store.mkdir("bucket")
 
     def files(self, below: str = "") -> dict[str, bytes]:
         """All that is in the bucket, by its path there."""

@@ -86,6 +86,10 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
         device_id=device if job.backend.name == "nccl" else None,
         **init_arguments(job.init_method, int(env.get("RANK", "0")), world_size, env),
     )
+    if world_size > 1 and job.backend.name == "gloo":
+        # Gloo connects each pair by itself. Without this barrier, a rank whose job ends at once closes the connections
+        # that a slower rank is still opening, and that rank fails in init_process_group.
+        dist.barrier()
     failed = True
     try:
         yield DDPComm(job.backend, device)
