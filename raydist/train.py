@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 def train_parser() -> Parser:
     """The flags; all other arguments are overrides."""
     # Hydra's parser cannot be used: Python 3.14 rejects one of its help texts, and it stops at flags between overrides.
-    parser = Parser(prog="raydist", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="raydist train", add_help=False, allow_abbrev=False)
     for names, options in FLAGS:
         parser.add_argument(*names, **options)
     parser.add_argument("overrides", nargs="*")

@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "raydist"
 
-PACKAGES = "shared state settings cluster network worker node launch recovery watch run sweeps train tools raydist"
+PACKAGES = "shared state settings cluster network worker node launch recovery watch run sweeps train tools cli raydist"
 """From the ground up: a package imports only from those to its left. The last is the package's own `__init__`."""
 SIDES = ("driver", "pure", "actor", "rank side", "either side")
 FORBIDDEN = {

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 BEGINNING = """\
 raydist runs a training program on every GPU of a Ray cluster.
 
-    raydist [FLAG …] [GROUP=CHOICE …] [SETTING=VALUE …]
+    raydist train [FLAG …] [GROUP=CHOICE …] [SETTING=VALUE …]
 
-    raydist                                     the digits job on this machine
-    raydist scale=2x8 backend=nccl job=train.py     your file on 2 nodes with 8 GPUs each
-    raydist scale=2x8 script=train.py args='--lr 0.1'   a program that runs under torchrun, unmodified
-    raydist --multirun optim.lr=0.1,0.01 scale=1x1,1x2
+    raydist train                                               the digits job on this machine
+    raydist train scale=2x8 backend=nccl job=train.py           your file on 2 nodes with 8 GPUs each
+    raydist train scale=2x8 script=train.py args='--lr 0.1'     a program that runs under torchrun, unmodified
+    raydist train --multirun optim.lr=0.1,0.01 scale=1x1,1x2
 """
 ALSO = {
     "job": "path/to/file.py, path/to/file.py:function, package.module:function, any file in ./jobs",

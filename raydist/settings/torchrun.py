@@ -74,7 +74,7 @@ class TorchrunParser(argparse.ArgumentParser):
 def torchrun_parser(environ: Mapping[str, str]) -> TorchrunParser:
     """torchrun's command line: flags with - or _, then the script, then the script's arguments."""
     parser = TorchrunParser(
-        prog="python -m raydist.tools.launch",
+        prog="raydist launch",
         usage="%(prog)s [torchrun's flags] [raydist's settings, as in scale.cpus=4] script [the script's arguments]",
         description="Runs a torchrun program on the nodes of a Ray cluster. Start it once, on any node of the cluster.",
         allow_abbrev=False,
@@ -125,7 +125,7 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
     own = list(itertools.takewhile(is_override, flags["rest"]))
     program = flags["rest"][len(own) :]
     if not program:
-        example = "python -m raydist.tools.launch [flags] train.py [its arguments]"
+        example = "raydist launch [flags] train.py [its arguments]"
         raise ConfigError(f"no script is named; type {example}", "script", None, example)
     for name, why in REFUSED.items():
         if flags[name] is not None:

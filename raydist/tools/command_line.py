@@ -10,14 +10,14 @@ from raydist.train import Parser, print_error, warn_of_secrets
 
 
 class ToolParser(Parser):
-    """The parser of `python -m raydist.tools.NAME [flags] [overrides]`; errors are ConfigErrors.
+    """The parser of `raydist NAME [flags] [overrides]`; errors are ConfigErrors.
 
     `remainder`: all arguments after the first override are for another program, also those that look like flags.
     """
 
     def __init__(self, name: str, description: str, remainder: bool = False) -> None:
         super().__init__(
-            prog=f"python -m raydist.tools.{name}",
+            prog=f"raydist {name}",
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -27,7 +27,7 @@ class ToolParser(Parser):
             "overrides",
             nargs=argparse.REMAINDER if remainder else "*",
             metavar="OVERRIDE",
-            help="settings as for python -m raydist.train: backend=nccl scale=2x8 job=resnet ...",
+            help="settings as for raydist train: backend=nccl scale=2x8 job=resnet ...",
         )
 
     def positional(self, metavar: str, help: str) -> None:

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The subcommand and its flags."""
-    parser = Parser(prog="python -m raydist.tools.horovod", description=__doc__.split(" (")[0])
+    parser = Parser(prog="raydist horovod", description=__doc__.split(" (")[0])
     commands = parser.add_subparsers(dest="do", required=True)
     commands.add_parser("check", help="run an all-reduce on two ranks of this machine")
     build = commands.add_parser("build", help="build and install Horovod unless it is installed, then check it")

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def warm() -> int:
         parser = Parser(
-            prog="python -m raydist.tools.warm",
+            prog="raydist warm",
             description="Lists the fork servers that stay on this machine, and on the nodes of a running Ray cluster, "
             "for the next run (scale.keep_warm_s). They are this user's only; no run needs them.",
         )

@@ -317,7 +317,5 @@ def test_conf_and_jobs_travel_inside_the_wheel(here: Path) -> None:
     assert f"target: {site}/raydist/jobs/digits.py:job" in done.stdout
 
 
-def test_the_command_is_the_module() -> None:
-    scripts = (ROOT / "pyproject.toml").read_text()
-    assert 'raydist = "raydist.train:entry_point"' in scripts
+def test_the_version() -> None:
     assert python("--version", cwd=ROOT).stdout == f"raydist {raydist.__version__}\n"
