@@ -33,7 +33,7 @@ COMMANDS = (
     Command("horovod", "tools.horovod", "build Horovod for the installed torch"),
 )
 """In the order in which a person meets them."""
-MANUAL = f"""\
+OVERVIEW = f"""\
 raydist {__version__} runs a training program on every GPU of a Ray cluster.
 
     raydist COMMAND [FLAG ...] [SETTING=VALUE ...]
@@ -41,18 +41,18 @@ raydist {__version__} runs a training program on every GPU of a Ray cluster.
 {{commands}}
 
     raydist train                                 digits, on this machine's CPU
-    raydist train job=mine.py scale=2x8           your job on 2 nodes with 8 GPUs
-    raydist launch --nproc-per-node 8 train.py    a program for torchrun, unmodified
+    raydist train job=mine.py scale=2x8           your job on 2 nodes of 8 GPUs
+    raydist launch --nproc-per-node 8 train.py    torchrun's program, unmodified
 
-`raydist COMMAND --help` describes a command, `raydist train --help` each setting.
+`raydist COMMAND --help` describes a command, and that of train each setting.
 `python -m raydist.train` and `python -m raydist.tools.COMMAND` do the same.
 """
 
 
-def manual() -> str:
+def overview() -> str:
     """The text of `raydist --help`."""
     rows = [f"    {command.name:<11}{command.help}" for command in COMMANDS]
-    return MANUAL.format(commands="\n".join(rows))
+    return OVERVIEW.format(commands="\n".join(rows))
 
 
 def select(words: list[str]) -> tuple[Command, list[str]]:
@@ -72,7 +72,7 @@ def main() -> int:
     words = sys.argv[1:]
     try:
         if words in ([], ["--help"], ["-h"], ["help"]):
-            print(manual(), end="")
+            print(overview(), end="")
             return 0
         command, arguments = select(words)
     except ConfigError as error:
@@ -82,12 +82,12 @@ def main() -> int:
         sys.path.insert(0, os.getcwd())  # `python -m` finds modules there; a console script does not
     sys.argv[1:] = arguments
     if "COMP_LINE" in os.environ:
-        complete()
+        complete_command()
     code: int = import_module(f"raydist.{command.module}").main()
     return code
 
 
-def complete() -> None:
+def complete_command() -> None:
     """Complete the command's name for the shell, and leave the rest of the line to Hydra, which knows the settings."""
     program, _, rest = os.environ["COMP_LINE"].partition(" ")
     first, space, settings = rest.partition(" ")

@@ -116,7 +116,7 @@ def defined(file: Path) -> set[str]:
 
 @named
 def test_the_files_and_functions_that_it_names_are_there(page: Path) -> None:
-    for file, names in re.findall(NAMED, page.read_text()):
+    for file, names in re.findall(NAMED, page.read_text().replace("path/to/file.py", "")):
         path = next((each / file for each in (ROOT, ROOT / "raydist", page.parent) if (each / file).exists()), None)
         assert path is not None, f"{page.name} names {file}"
         for name in re.findall(r"(\w+)(?:\(\))?", names):
