@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches, room
 from raydist.cluster.placement import Plan
@@ -174,6 +174,28 @@ def reason_to_avoid(job: Job, cluster: str, node: Node, avoided: bool) -> str:
     return incident_text(node, bad[node.id], avoided) if bad else ""
 
 
+class Offender(NamedTuple):
+    """A node with incidents in several runs."""
+
+    node: str
+    """Ray's node id."""
+    avoided: bool
+    """Whether the job has room without it."""
+    text: str
+
+
+def offenders(job: Job, request: ResourceRequest, nodes: Sequence[Node], cluster: str) -> list[Offender]:
+    """The nodes with incidents in several runs, those that the job avoids first. None with scale.avoid=false."""
+    if not job.scale.avoid or len(nodes) < 2:
+        return []
+    by_id = {node.id: node for node in nodes}
+    bad = repeat_offenders(read_incidents(history_file()), cluster, nodes, time.time())
+    avoided = avoidable(request, nodes, list(bad))
+    return [
+        Offender(id, id in avoided, incident_text(by_id[id], of_node, id in avoided)) for id, of_node in bad.items()
+    ]
+
+
 @contextlib.contextmanager
 def avoiding_offenders(
     job: Job, request: ResourceRequest, nodes: Sequence[Node], cluster: str, events: Events
@@ -185,13 +207,10 @@ def avoiding_offenders(
     would wait for another node even while an avoided one is free.
     """
     by_id = {node.id: node for node in nodes}
-    bad: dict[str, list[NodeIncident]] = {}
-    if job.scale.avoid and len(nodes) > 1:
-        bad = repeat_offenders(read_incidents(history_file()), cluster, nodes, time.time())
-    avoided = avoidable(request, nodes, list(bad))
-    for id, of_node in bad.items():
-        text = incident_text(by_id[id], of_node, id in avoided)
-        events.say("avoid", node=id, avoided=id in avoided, text=text)
+    found = offenders(job, request, nodes, cluster)
+    for each in found:
+        events.say("avoid", node=each.node, avoided=each.avoided, text=each.text)
+    avoided = [each.node for each in found if each.avoided]
     free = {id: math.floor(by_id[id].free.get("CPU", 0) * 1e4) / 1e4 for id in avoided}
     reserved = _reserve_cpus({id: cpus for id, cpus in free.items() if cpus})
     try:

@@ -87,7 +87,7 @@ def steered_group(job: Job, request: ResourceRequest, address: str, events: Even
     """A placement group for this request, without nodes that were lost or slow in other runs if there is room."""
     if ray_private.own_actor():
         remove_orphans()
-    with node_history.avoiding_offenders(job, request, alive_nodes(), address, events) as steered:
+    with node_history.avoiding_offenders(job, request, remaining_nodes(), address, events) as steered:
         held = create_group(request, len(request.bundles))
         if steered:
             held.wait(node_history.PLACE_S)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raydist.cluster import connect, placement
+from raydist.cluster import connect, drain, node_history, placement
 from raydist.cluster.nodes import (
     UNLIMITED,
     Node,
@@ -57,6 +57,8 @@ class ClusterView:
     types: Sequence[NodeType]
     source: str
     """Where the nodes come from, as text."""
+    address: str = ""
+    """Of the running Ray cluster; empty without one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +79,10 @@ def show_plan(job: Job, as_json: bool) -> None:
     job = connect.settle_group(job)
     view = view_cluster(job)
     request = placement.resources_for(job, view.nodes, view.types)
-    plan = placement.assign_ranks(request, place_request(request, view.nodes, view.types))
+    offenders = node_history.offenders(job, request, view.nodes, view.address)
+    avoided = [each.node for each in offenders if each.avoided]
+    nodes = [node for node in view.nodes if node.id not in avoided]
+    plan = placement.assign_ranks(request, place_request(request, nodes, view.types))
     job = replace(job, backend=replace(job.backend, name=request.backend), restart=policy.rule(job))
     leads = {slot.node_rank: expected_facts(job, plan, slot) for slot in plan.slots if slot.local_rank == 0}
     facts = [leads[slot.node_rank] for slot in plan.slots]
@@ -89,9 +94,11 @@ def show_plan(job: Job, as_json: bool) -> None:
     if as_json:
         data = plan_as_data(plan, variables, levers, view) | ({"memory": memory} if memory else {})
         data |= {"mesh": vars(shape)} if divides(job.parallel) else {}
+        data |= {"offenders": [each._asdict() for each in offenders]} if offenders else {}
         print(json.dumps(data, indent=2))
     else:
-        print("\n".join([*plan_as_text(plan, variables, levers, view), *division(job, shape, memory)]))
+        incidents = [f"node {each.text}" for each in offenders]
+        print("\n".join([*incidents, *plan_as_text(plan, variables, levers, view), *division(job, shape, memory)]))
 
 
 def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
@@ -132,11 +139,17 @@ def view_cluster(job: Job) -> ClusterView:
         return ClusterView([inline.inline_node(job)], [], "this machine, without Ray")
     if address := connect.running_address():
         with connected(job):
-            nodes = connect.alive_nodes()
+            nodes, drained = connect.alive_nodes(), drain.draining()
             types = connect.node_types()
             if types is None:
                 types = [NodeType(f"like-{node.host}", node.total, UNLIMITED, node.labels) for node in nodes[-1:]]
-            return ClusterView(nodes, types, f"the Ray cluster at {address} ({counted(len(nodes), 'node')})")
+            hosts = [node.host for node in nodes if node.id in drained]
+            leaving = f"; Ray drains {', '.join(hosts)}" if hosts else ""
+            source = f"the Ray cluster at {address} ({counted(len(nodes), 'node')}{leaving})"
+            # Ray places nothing on a drained node: a job that counts on it waits for another one
+            usable = drain.usable_nodes(job, nodes)
+            nodes = [replace(node, free={}) if node.id in drained else node for node in usable]
+            return ClusterView(nodes, types, source, address)
     node = connect.local_node(job)
     if (n := (job.scale.nodes or 1) + job.scale.spares) == 1:
         return ClusterView([node], [], "this machine; no Ray is running, the run would start its own")
