@@ -9,13 +9,14 @@ from pathlib import Path
 
 NAMES = re.compile(r"mpich_shm_\w+|sm_segment\..+|vader_segment\..+|psm2_shm\..+|Intel_MPI_\w+")
 """Files of MPICH, of Open MPI (5 and 4) and of Intel MPI."""
+INITIAL = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF}
+"""The inodes of the namespaces that a machine boots with (Linux, include/linux/proc_ns.h)."""
 
 
 def remove_leftovers(since: float, folder: Path = Path("/dev/shm"), proc: Path = Path("/proc")) -> None:
-    """Remove the segments of this user that are younger than `since` and that no process maps.
-
-    Only after a run with MPI: processes of another container with the same /dev/shm are not in this /proc.
-    """
+    """Remove the segments of this user that are younger than `since` and that no process maps."""
+    if shares_memory_with_unseen_processes():
+        return
     segments = []
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
@@ -26,6 +27,15 @@ def remove_leftovers(since: float, folder: Path = Path("/dev/shm"), proc: Path =
     for path in segments:
         if path.name not in mapped:
             path.unlink(missing_ok=True)
+
+
+def shares_memory_with_unseen_processes() -> bool:
+    """Return whether this is a container with the host's /dev/shm (--ipc=host, hostIPC) and processes of its own.
+
+    Another container's MPI job may use a segment there, and this /proc does not show its processes.
+    """
+    initial = {kind: os.stat(f"/proc/self/ns/{kind}").st_ino == inode for kind, inode in INITIAL.items()}
+    return initial["ipc"] and not initial["pid"]
 
 
 def mapped_files(folder: Path, proc: Path = Path("/proc")) -> set[str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from raydist.node import mpi_segments
+from tests.conftest import ROOT
 
 
 def test_only_unmapped_segments_are_removed(tmp_path: Path) -> None:
@@ -34,3 +37,21 @@ def test_those_of_others_stay(tmp_path: Path) -> None:
     os.chown(tmp_path / "mpich_shm_1_0", 65534, 65534)
     mpi_segments.remove_leftovers(0, tmp_path)
     assert (tmp_path / "mpich_shm_1_0").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("shared", "kept"),
+    [(["--pid"], True), (["--pid", "--ipc"], False), ([], False)],
+    ids=["a container with the host's memory", "a container with its own", "the host"],
+)
+def test_those_of_unseen_processes_stay(shared: list[str], kept: bool, tmp_path: Path) -> None:
+    if not kept and mpi_segments.shares_memory_with_unseen_processes():
+        pytest.skip("these tests run in a container with the host's memory")
+    (tmp_path / "mpich_shm_1_0").write_bytes(b"x")
+    code = "import sys; from pathlib import Path; from raydist.node import mpi_segments; "
+    code += "mpi_segments.remove_leftovers(0, Path(sys.argv[1]))"
+    inside = ["unshare", *shared, "--fork", "--mount-proc"] if shared else []
+    subprocess.run([*inside, sys.executable, "-c", code, tmp_path], cwd=ROOT, check=True)
+    assert (tmp_path / "mpich_shm_1_0").exists() is kept
