@@ -25,6 +25,7 @@ Gets a Plan and a Job. Gives a worker group: actors on all nodes, warm fork serv
     run_storage.py        A run's storage: reserved before the launch, read for the checkpoint to resume, given the
                           records
     runtime_env.py        Ray's runtime_env of a job: the folder and the packages that its nodes get
+    shard_saver.py        Have the sharded checkpoints written that the ranks ask for while they train
     shared_paths.py       (Job, the paths that each node can't see) -> an error or a warning before a rank starts
     standby.py            Standby nodes: nodes without ranks whose fork servers are warm, as spares or for an elastic
                           job

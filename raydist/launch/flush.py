@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raydist.settings.config import Checkpoint
@@ -35,6 +36,20 @@ class FlushNode:
     """Of its first agent."""
 
 
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint of shards has beside them, and which others stay."""
+
+    keep: int
+    best: str | None
+    """As in config.Checkpoint."""
+    folder: str = ""
+    """As in protocol.WriteShards."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    reported: Mapping[str, Any] = field(default_factory=dict)
+    """As in state.write.Meta."""
+
+
 def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
     """Have the newest state written to the disk, if it is not there yet; why no node could, empty if one has.
 
@@ -60,7 +75,7 @@ def flush_shards(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -
     held = _ask(nodes, dict.fromkeys(range(len(nodes)), protocol.ListShards()), emit)
     chosen = choose_shards({number: each for number, each in held.items() if each is not None})
     if isinstance(chosen, WholeShards):
-        _write(nodes, chosen, settings, emit)
+        have_shards_written(nodes, chosen, Description(settings.keep, settings.best), emit)
     elif chosen:
         emit(event("warning", text=chosen))
 
@@ -84,50 +99,76 @@ def _as_shards(plain: Sequence[Shard]) -> set[Shard]:
     return {(rank, world_size, step) for rank, world_size, step in plain}
 
 
-def _write(nodes: Sequence[FlushNode], chosen: WholeShards, settings: Checkpoint, emit: Emit) -> None:
-    """Each node writes its shards; one that sees all files makes a checkpoint of them."""
-    step, mark = chosen.step, uuid.uuid4().hex[:8]
-    written = _ask(
-        nodes,
-        {number: protocol.WriteShards(step, mark, chosen.world_size, ranks) for number, ranks in chosen.ranks.items()},
-        emit,
-    )
-    files = {number: each.files for number, each in written.items()}
-    if len(files) == len(chosen.ranks) and _commit(nodes, step, mark, files, settings, emit):
-        return
-    _ask(nodes, dict.fromkeys(chosen.ranks, protocol.DropShards(step, mark)), emit)
+def have_shards_written(
+    nodes: Sequence[FlushNode],
+    shards: WholeShards,
+    described: Description,
+    emit: Emit,
+    within_s: float | None = FLUSH_S,
+    wanted: Callable[[], bool] = lambda: True,
+) -> None:
+    """Have each node write its shards, and one make a checkpoint of them all; or all drop what they wrote.
+
+    `within_s`: longest wait for each of these; None: until it is done, or the node is gone. `wanted`: whether the
+    ranks still wait for it.
+    """
+    step, mark, folder, began = shards.step, uuid.uuid4().hex[:8], described.folder, time.perf_counter()
+    path = ""
+    try:
+        requests = {
+            number: protocol.WriteShards(step, mark, shards.world_size, ranks, folder)
+            for number, ranks in shards.ranks.items()
+        }
+        written = _ask(nodes, requests, emit, within_s)
+        files = {number: each.files for number, each in written.items() if each is not None}
+        if (missing := requests.keys() - files.keys()) and folder and wanted():
+            hosts = ", ".join(sorted(nodes[number].host for number in missing))
+            text = f"the checkpoint of step {step} is not complete, and is dropped: no shards from {hosts}"
+            emit(event("warning", text=text))
+        if not missing and wanted():
+            path = _commit(nodes, shards, mark, files, described, emit, within_s)
+    finally:
+        if not path and wanted():
+            _ask(nodes, dict.fromkeys(shards.ranks, protocol.DropShards(step, mark, folder)), emit, within_s)
+    if path:
+        emit(event("saved", rank=0, step=step, path=path, s=time.perf_counter() - began))
 
 
 def _commit(
     nodes: Sequence[FlushNode],
-    step: int,
+    shards: WholeShards,
     mark: str,
     files: Mapping[int, Mapping[str, Mapping[str, Any]]],
-    settings: Checkpoint,
+    described: Description,
     emit: Emit,
-) -> bool:
-    """Have the first of these nodes make a checkpoint of what they have written; whether it could."""
+    within_s: float | None,
+) -> str:
+    """Have the first of these nodes make a checkpoint of what they have written; its path, or empty."""
     first, every = min(files), {name: facts for each in files.values() for name, facts in each.items()}
-    request = protocol.CommitShards(step, mark, every, settings.keep, settings.best)
-    match _ask(nodes, {first: request}, emit).get(first):
-        case protocol.SavedShards(path, s):
-            emit(event("saved", rank=0, step=step, path=path, s=s))
-            return True
+    request = protocol.CommitShards(shards.step, mark, shards.world_size, every, **vars(described))
+    match _ask(nodes, {first: request}, emit, within_s).get(first):
+        case protocol.SavedShards(path):
+            return path
         case protocol.UnseenShards(missing, folder):
             hosts = dict.fromkeys(nodes[number].host for number, own in files.items() if own.keys() & {*missing})
             text = (
-                f"the sharded state of step {step} is not on the disk: {nodes[first].host} does not see what "
+                f"the sharded state of step {shards.step} is not on the disk: {nodes[first].host} does not see what "
                 f"{', '.join(hosts)} wrote to {folder}; set storage=FOLDER, one that all nodes see, or "
                 "storage=s3://BUCKET/FOLDER"
             )
             emit(event("warning", text=text))
-    return False
+    return ""
 
 
-def _ask(nodes: Sequence[FlushNode], requests: Mapping[int, Request[AnyReply]], emit: Emit) -> dict[int, AnyReply]:
+def _ask(
+    nodes: Sequence[FlushNode],
+    requests: Mapping[int, Request[AnyReply]],
+    emit: Emit,
+    within_s: float | None = FLUSH_S,
+) -> dict[int, AnyReply]:
     """Send each of these nodes its request, all at once; the replies by node. A node that is gone has none."""
     calls = {number: nodes[number].ask(request) for number, request in requests.items()}
-    wait(calls.values(), timeout=FLUSH_S)
+    wait(calls.values(), timeout=within_s)
     replies = {}
     for number, call in calls.items():
         error = call.exception() if call.done() else None

@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 from raydist.cluster.placement import Plan, Slot
 from raydist.launch import flush as launch_flush
 from raydist.launch import preload, runtime_env, shared_paths
+from raydist.launch.flush import Description, FlushNode
 from raydist.launch.limits import ANSWER_S, CLOSE_S, IDLE_S, NETWORK_S, OPEN_S, longest
+from raydist.launch.shard_saver import ShardSaver
 from raydist.launch.standby import StandbyNodes
 from raydist.network import binding, checks_node, traffic
 from raydist.network.facts import Facts
@@ -29,9 +31,10 @@ from raydist.node import recorded_end
 from raydist.settings.config import Job, as_dict
 from raydist.shared import arguments as shared_arguments
 from raydist.shared.errors import ConfigError, LaunchError, Stopped, last_line
-from raydist.shared.events import Events
+from raydist.shared.events import Event, Events
 from raydist.shared.outcome import End, Slow
 from raydist.shared.own_path import machine_id
+from raydist.state.shard_choice import WholeShards
 from raydist.worker import protocol
 from raydist.worker.protocol import (
     Opened,
@@ -106,6 +109,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Of ranks that have ended beside an agent that does not answer."""
         self._silent = set[int]()
         """The ranks whose agents do not answer, once the run is over."""
+        self._saver = ShardSaver(events.add)
         self._kept_call: bytes | Awaitable[bytes] | None = None
         """The job's pickled function, as `put` has made it."""
 
@@ -187,6 +191,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             if replaced:
                 self._note_facts()
             self._wait_for_writer()
+            if not replaced:  # otherwise a node that is gone may have a part of it
+                self._saver.rest(launch_flush.FLUSH_S)
             file, store = self._rendezvous_file(job, attempt), None
             if file is None:
                 request = protocol.OpenStore(self._store, self.facts[0].address)
@@ -278,10 +284,26 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Write the last snapshot to the disk; why no node could, empty if one has."""
         return launch_flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
 
+    def save_shards(self, asked: Event) -> None:
+        """Have all nodes write the sharded checkpoint that rank 0 has asked for, while the ranks train."""
+        of_node = {lead.node_rank: number for number, lead in enumerate(self._leads)}
+        ranks: dict[int, tuple[int, ...]] = {}
+        for slot in self.plan.slots:
+            number = of_node[slot.node_rank]
+            ranks[number] = (*ranks.get(number, ()), slot.rank)
+        described = Description(**{name: asked[name] for name in vars(Description(0, None))})
+        nodes = [FlushNode(lead.node.host, partial(self.call, lead.rank)) for lead in self._leads]
+        self._saver.start(nodes, WholeShards(asked["step"], self.plan.world_size, ranks), described)
+
+    def finish_saves(self) -> None:
+        """Wait for the sharded checkpoint that is being written, unless a node that has a part of it is gone."""
+        if not self._silent:
+            self._saver.rest(launch_flush.FLUSH_S)
+
     @property
-    def _flush_nodes(self) -> list[launch_flush.FlushNode]:
+    def _flush_nodes(self) -> list[FlushNode]:
         leads = [slot for slot in self._leads if slot.rank not in self._silent]
-        return [launch_flush.FlushNode(slot.node.host, partial(self.call, slot.rank)) for slot in leads]
+        return [FlushNode(slot.node.host, partial(self.call, slot.rank)) for slot in leads]
 
     def _replace(self, lost: Sequence[int]) -> None:
         """Replace the agents of these ranks by agents on other nodes, and open those."""

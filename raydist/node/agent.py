@@ -506,7 +506,7 @@ class RankAgent:
             self._events[-1] = event
         else:
             self._events.append(event)
-        if kind in ("raised", "joined", "left"):
+        if kind in ("raised", "joined", "left", "save_shards"):
             self._news.set()
 
     async def _wait_end(self, seconds: float) -> None:

@@ -58,7 +58,7 @@ from raydist.node.processes import (
 )
 from raydist.node.recorded_end import record_end
 from raydist.node.rendezvous import store_process
-from raydist.node.snapshots import SnapshotBuffers, run_writer, write_checkpoint
+from raydist.node.snapshots import SnapshotBuffers, ends_save, run_writer, write_checkpoint
 from raydist.node.warm_imports import ImportedFiles, ends_with, import_modules, uses_gpu
 from raydist.worker import main as rank_main
 from raydist.worker import protocol
@@ -123,8 +123,8 @@ class Server:
     mpi_since: float | None = None
     """When the first program of MPI of this claim was started, in seconds since the epoch."""
     forks: int = 0
-    writers: dict[int, SnapshotBuffers] = field(default_factory=dict)
-    """By pid of a process that writes a checkpoint: the memories that it reads."""
+    writers: dict[int, SnapshotBuffers | None] = field(default_factory=dict)
+    """By pid of a process that writes a checkpoint: the memories that its end unlocks."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def serve(self) -> None:
@@ -198,7 +198,7 @@ class Server:
             self.answer(agent, message, fds, number)
         except Exception as error:
             traceback.print_exc()
-            if isinstance(message, WriteCheckpoint):
+            if isinstance(message, WriteCheckpoint | CommitShards | DropShards):
                 self.memories[agent].unlock()  # nothing is being written
             elif isinstance(message, BeginRun):
                 self.disconnect(agent)  # it shows the end of this server's log
@@ -365,8 +365,9 @@ class Server:
 
     def fork_writer(self, agent: socket.socket, request: WriteCheckpoint | ShardsRequest, reply: int = -1) -> None:
         """Fork a process that does this, and sends its events or its reply to the descriptor `reply`."""
-        pid = self.fork_child(lambda: run_writer(self.memories[agent], request, reply))
-        self.owner[pid], self.writers[pid] = agent, self.memories[agent]
+        memories = self.memories[agent]
+        pid = self.fork_child(lambda: run_writer(memories, request, reply))
+        self.owner[pid], self.writers[pid] = agent, memories if ends_save(request) else None
 
     def close_in_child(self) -> None:
         """In a new child: close the server's descriptors."""

@@ -1,12 +1,12 @@
 """Write a sharded state to the disk: each node writes the shards in its memory. (actor)
 
-All of it happens in a writer process, a child of the fork server, for one request of the driver (launch/flush.py).
+All of it happens in a writer process, a child of the fork server, for one request of the driver (launch/flush.py): the
+newest states of a run that can't continue, or those that the ranks have put into SAVE_SLOT while they train.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from raydist.settings.config import Checkpoint
 from raydist.state import checkpoint_files
-from raydist.state.object_store import StoragePath
+from raydist.state.object_store import StoragePath, parse_path
 from raydist.state.run_checkpoints import of_fit
-from raydist.state.snapshot_layout import FIT, PAGE, read_words
+from raydist.state.snapshot_layout import FIT, PAGE, SAVE_SLOT, complete_slots, read_words
 from raydist.state.write import FileFacts, drop
 from raydist.worker.protocol import (
     CommitShards,
@@ -42,7 +42,10 @@ AT_ONCE = 4
 
 def answer_request(descriptors: Descriptors, folder: StoragePath, request: ShardsRequest) -> ShardsReply | None:
     """Do what the driver asks for. `folder`: the checkpoints of the run, as this node sees them."""
-    folder = of_fit(folder, max(map(fit_in, descriptors.values()), default=0))
+    if not isinstance(request, ListShards) and request.folder:
+        folder = parse_path(request.folder)
+    else:
+        folder = of_fit(folder, max(map(fit_in, descriptors.values()), default=0))
     match request:
         case ListShards():
             return list_shards(descriptors, folder)
@@ -90,15 +93,33 @@ def parts_in(descriptors: Descriptors) -> Iterator[tuple[RankPart, int, bool]]:
                     yield RankPart(**own), step, copied
 
 
+def saved_parts(descriptors: Descriptors, step: int) -> list[RankPart]:
+    """The parts of this step that ranks have put into SAVE_SLOT. Their tensors share the memory."""
+    from raydist.state.distributed_checkpoint import RankPart
+    from raydist.state.snapshot import SnapshotBuffer
+
+    pages = {descriptor: os.pread(descriptor, PAGE, 0) for _, descriptor in sorted(descriptors.items())}
+    there = [descriptor for descriptor, page in pages.items() if step in complete_slots(page, (SAVE_SLOT,))]
+    return [RankPart(**SnapshotBuffer(each).read(SAVE_SLOT, clone="none")["own"]) for each in there]
+
+
 def write_shards(descriptors: Descriptors, beside: StoragePath, request: WriteShards) -> WrittenShards:
-    """Write the parts of some ranks."""
+    """Write the parts of some ranks. RuntimeError: their memory holds another step now."""
     from raydist.state.distributed_checkpoint import begin_writing, write_part
 
-    parts = [part for part, step, _ in parts_in(descriptors) if step == request.step]
+    if request.folder:
+        parts = saved_parts(descriptors, request.step)
+    else:
+        parts = [part for part, step, _ in parts_in(descriptors) if step == request.step]
     by_rank = {part.rank: part for part in reversed(parts) if part.world_size == request.world_size}
+    if missing := [rank for rank in request.ranks if rank not in by_rank]:
+        raise RuntimeError(f"the memory has no state of step {request.step} of rank {missing[0]}")
     begin_writing(beside)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        written = pool.map(lambda rank: write_part(beside, by_rank[rank]), request.ranks)
+        written = [*pool.map(lambda rank: write_part(beside, by_rank[rank]), request.ranks)]
+    # a slot loses its step before its first byte changes: the ranks of a later attempt may have saved another one
+    if request.folder and len(saved_parts(descriptors, request.step)) != len(parts):
+        raise RuntimeError(f"the state of step {request.step} was replaced while it was written")
     return WrittenShards({name: asdict(facts) for files in written for name, facts in files.items()})
 
 
@@ -106,8 +127,7 @@ def commit_shards(folder: StoragePath, beside: StoragePath, request: CommitShard
     """Make a checkpoint of the files that all nodes have written, if this node sees them."""
     from raydist.state.distributed_checkpoint import commit
 
-    began, files = time.perf_counter(), {name: FileFacts(**facts) for name, facts in request.files.items()}
-    kept = Checkpoint(keep=request.keep, best=request.best)
-    if missing := commit(folder, beside, request.step, len(files), files, kept):
-        return UnseenShards(missing, str(folder))
-    return SavedShards(str(folder / f"step-{request.step:08d}"), time.perf_counter() - began)
+    files = {name: FileFacts(**facts) for name, facts in request.files.items()}
+    kept, ranks = Checkpoint(keep=request.keep, best=request.best), request.world_size
+    missing = commit(folder, beside, request.step, ranks, files, kept, request.metrics, request.reported)
+    return UnseenShards(missing, str(folder)) if missing else SavedShards(str(folder / f"step-{request.step:08d}"))

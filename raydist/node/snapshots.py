@@ -23,15 +23,25 @@ from raydist.state.snapshot_layout import (
     PAGE,
     REPLICA_SLOTS,
     SAVE_SLOT,
+    SLOT_WORDS,
     SLOTS,
     WORD,
+    at_slot,
     blank_page,
     complete_slots,
     read_words,
     whole_slots,
 )
 from raydist.state.write import SaveRequest
-from raydist.worker.protocol import ListShards, RankSpec, ShardsRequest, WriteCheckpoint, WriterFailed, encode
+from raydist.worker.protocol import (
+    ListShards,
+    RankSpec,
+    ShardsRequest,
+    WriteCheckpoint,
+    WriterFailed,
+    WriteShards,
+    encode,
+)
 
 if TYPE_CHECKING:
     from raydist.state.snapshot import SnapshotBuffer
@@ -86,10 +96,16 @@ class SnapshotBuffers:
         state. Each once at most."""
         if not self.first or len(self.agents) > 1:
             return None
-        if 0 in self.descriptors and read_words(os.pread(self.descriptors[0], PAGE, 0), LOCK, 1)[0] >= 0:
+        if self._owes_checkpoint():
             return WriteCheckpoint(last=False)  # its writer's end unlocks the memory
         self.first = False
         return WriteCheckpoint() if self.has_state() else None
+
+    def _owes_checkpoint(self) -> bool:
+        """Whether rank 0 has asked for a checkpoint of a whole state, which is not on the disk yet."""
+        page = os.pread(self.descriptors[0], PAGE, 0) if 0 in self.descriptors else blank_page()
+        locked = read_words(page, LOCK, 1)[0]
+        return locked >= 0 and bool(read_words(page, at_slot(locked), SLOT_WORDS)[-1])
 
     def has_state(self) -> bool:
         """Whether there is a whole state of the first rank here.
@@ -128,13 +144,28 @@ class SnapshotBuffers:
             self.descriptors.clear()
 
 
+def runs_beside_ranks(request: WriteCheckpoint | ShardsRequest) -> bool:
+    """Whether the ranks train while this is done."""
+    if isinstance(request, WriteCheckpoint):
+        return not request.last
+    return not isinstance(request, ListShards) and bool(request.folder)
+
+
+def ends_save(request: WriteCheckpoint | ShardsRequest) -> bool:
+    """Whether what rank 0 has locked is on the disk, or given up, when this is done.
+
+    The shards of one node are not: those of the others may still be read.
+    """
+    return not isinstance(request, ListShards | WriteShards)
+
+
 def run_writer(memories: SnapshotBuffers, request: WriteCheckpoint | ShardsRequest, reply: int) -> NoReturn:
     """In a new child of the fork server: do this; send the events or the reply to the socket `reply` (-1: to none)."""
     os.setsid()
     try:
+        if runs_beside_ranks(request):
+            os.nice(BESIDE_THEM)
         if isinstance(request, WriteCheckpoint):
-            if not request.last:
-                os.nice(BESIDE_THEM)
             lines = [json.dumps(each).encode() for each in write_checkpoint(memories.descriptors, request.last)]
         else:
             answer = shards.answer_request(memories.descriptors, memories.checkpoints, request)
@@ -142,8 +173,6 @@ def run_writer(memories: SnapshotBuffers, request: WriteCheckpoint | ShardsReque
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         if isinstance(request, WriteCheckpoint):
-            if not request.last:
-                os.nice(BESIDE_THEM)
             lines = [json.dumps(event("warning", text=f"a checkpoint could not be written: {why}")).encode()]
         else:
             lines = [encode(WriterFailed(why))]

@@ -109,6 +109,7 @@ class Attempts:
             return replace(self._past[-1], error=error)
 
     def _flush(self, group: WorkerGroup) -> None:
+        group.finish_saves()
         if why := group.flush():
             self._events.say("warning", text=why)
 
@@ -116,6 +117,7 @@ class Attempts:
         """All attempts as one. If the last one failed, its last state is on the disk when this returns."""
         last = self._past[-1]
         group.give_up({end.rank for end in last.ends if end.gone})
+        group.finish_saves()
         group.report_network()
         if last.error is not None or first_cause(last.ends) is not None:
             self._unwritten = group.flush()

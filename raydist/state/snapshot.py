@@ -159,6 +159,13 @@ class SnapshotBuffer:
         self.settle()
         self.lock(SAVE_SLOT if snapshot < 0 else snapshot)
 
+    def keep_to_save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Put a state where the writer of the node finds it; it must not be writing the one before. NoRoom as in
+        `write`."""
+        self.settle()
+        self.fill(SAVE_SLOT, step, state)
+        self.settle()
+
     def read_request(self, slot: int, snapshot: int | None = None) -> SaveRequest:
         """The request of a slot, its state completed by that of a snapshot (None: of the slot that it names).
 

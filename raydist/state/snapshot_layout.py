@@ -22,7 +22,8 @@ LAST_SLOT = SLOTS
 """A SaveRequest for the last state of an attempt: all but what the newest snapshot holds."""
 
 SAVE_SLOT = LAST_SLOT + 1
-"""The SaveRequest that is being written now: with all of its state, or with what a snapshot lacks."""
+"""The SaveRequest that is being written now: with all of its state, or with what a snapshot lacks. Of a sharded state
+the part of this rank."""
 
 REPLICA_SLOTS = (SAVE_SLOT + 1, SAVE_SLOT + 2)
 """The slots for copies of the states of a rank on another node; they take turns too."""

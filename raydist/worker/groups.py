@@ -14,6 +14,9 @@ from raydist.worker import context
 from raydist.worker.backends import Comm
 from raydist.worker.torch_private import set_timeout
 
+TURN_S = 5.0
+"""Seconds that other ranks wait for rank 0 in one collective."""
+
 
 def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
     """As torch.distributed.new_group, with `backend.timeout_s`.
@@ -38,6 +41,17 @@ def _timeout() -> timedelta | None:
     """That of the job; None in a program that has joined the ranks itself."""
     settings = getattr(context.current().comm, "settings", None)
     return None if settings is None else timedelta(seconds=settings.timeout_s)
+
+
+def wait_for_rank_0(comm: Comm, done: Callable[[float], bool]) -> None:
+    """Wait on all ranks until rank 0 is done. `done`: waits so many seconds at most.
+
+    In turns: the others would otherwise wait in the next collective, which ends the run after `backend.timeout_s`.
+    """
+    waits, first = True, context.rank().rank == 0
+    while waits:
+        waits = first and not done(TURN_S)
+        waits = any(int(each.item()) for each in comm.gather(torch.tensor([int(waits)])))
 
 
 def collective(comm: Comm) -> Callable[[torch.Tensor], list[torch.Tensor]]:

@@ -387,6 +387,9 @@ class WriteShards(Request[WrittenShards]):
     """Names the folder: of all requests that make one checkpoint the same."""
     world_size: int
     ranks: tuple[int, ...]
+    folder: str = ""
+    """The checkpoints' folder of raydist.sharded.save: the ranks wait with what they save next until this is committed
+    or dropped. Empty: the newest kept states of a run that can't continue, in its own folder."""
 
 
 @dataclass(frozen=True)
@@ -394,8 +397,6 @@ class SavedShards:
     """The files of all nodes are a checkpoint."""
 
     path: str
-    s: float
-    """Seconds that the commit took."""
 
 
 @dataclass(frozen=True)
@@ -412,11 +413,17 @@ class CommitShards(Request["SavedShards | UnseenShards"]):
 
     step: int
     mark: str
+    world_size: int
     files: Mapping[str, Mapping[str, Any]]
     """As in `WrittenShards`."""
     keep: int
     best: str | None
     """As in config.Checkpoint."""
+    folder: str = ""
+    """As in WriteShards."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    reported: Mapping[str, Any] = field(default_factory=dict)
+    """As in state.write.Meta."""
 
 
 @dataclass(frozen=True)
@@ -425,6 +432,8 @@ class DropShards(Request[None]):
 
     step: int
     mark: str
+    folder: str = ""
+    """As in WriteShards."""
 
 
 @dataclass(frozen=True)

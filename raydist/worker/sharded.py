@@ -4,7 +4,7 @@
     begin = sharded.load(state)            # the step whose tensors are now in `state`; 0 if nothing was kept
     ...
     sharded.keep(step, state_of_now)       # after a step; the copy travels while the training goes on
-    sharded.save(step, state_of_now)       # now and then: a checkpoint on the disk
+    sharded.save(step, state_of_now)       # now and then: a checkpoint, written while the training goes on
 
 All ranks call them, with the same keys; `raydist.fit` with `parallel=fsdp` or `pp` does. The death of a rank or of a
 node loses nothing: the copies of its shards are on the next node. They go from rank to rank over gloo, as gradients do
@@ -20,6 +20,7 @@ outlives the ranks, nothing is kept.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -49,10 +50,10 @@ from raydist.state.distributed_checkpoint import (
 from raydist.state.object_store import StoragePath
 from raydist.state.shard_choice import Shard, WholeShards, newest_whole
 from raydist.state.snapshot import NoRoom, SnapshotBuffer, rebuilt
-from raydist.state.snapshot_layout import State
-from raydist.state.write import FileFacts, SaveRequest, drop
+from raydist.state.snapshot_layout import SAVE_SLOT, State
+from raydist.state.write import FileFacts, SaveRequest, drop, unloadable
 from raydist.worker import checkpoint, context
-from raydist.worker.groups import new_group
+from raydist.worker.groups import new_group, wait_for_rank_0
 from raydist.worker.reshard import PartsReader
 
 OFFERS = 2
@@ -93,24 +94,37 @@ def save(
     state: Mapping[str, Any],
     metrics: Mapping[str, float] | None = None,
     settings: Checkpoint | None = None,
+    *,
+    wait: bool = False,
 ) -> StoragePath | None:
-    """Save a state as the checkpoint of a step: each rank writes its shards. Return the path, on all ranks.
+    """Save a state as the checkpoint of a step: each node writes the shards of its ranks. Return the path, on all.
 
-    All ranks must call it, with the same step and the same keys. It returns when the checkpoint is complete on the
-    disk or at the URL, in the format of torch.distributed.checkpoint. All nodes must see the folder.
+    All ranks must call it, with the same step and the same keys. The checkpoint is in the format of
+    torch.distributed.checkpoint. All nodes must see the folder.
 
     - `step`: optimizer steps done so far. A checkpoint of the same step is replaced.
     - `state`: as for `keep`.
     - `metrics`: name -> number, for `checkpoint.best=max:NAME`.
     - `settings`: how many checkpoints to keep. None: `checkpoint.keep` and `checkpoint.best` of the run.
+    - `wait`: write before returning.
 
-    If a rank cannot write, as on a full disk, or rank 0 does not see what others wrote, a warning says so, the
-    checkpoints before it stay, and it returns None on all ranks.
+    Over Ray each rank copies its shards in memory, and another process of its node writes them while the training
+    continues; the next `save` and the end of the job wait for it. A checkpoint on the disk is complete. It is written
+    before `save` returns with `wait`, under torchrun, in a program (`script=`), with one rank of `group=inline`, and if
+    the shards of a rank do not fit into memory once more.
+
+    If a rank or node cannot write, as on a full disk, or does not see what others wrote, a warning says so, and the
+    checkpoints before it stay. If it is written before `save` returns, that returns None then, on all ranks.
     """
     context.phase("save")
+    wait_for_rank_0(context.current().comm, rest)
     began, request = time.perf_counter(), checkpoint.save_request(step, {}, metrics, settings)
-    why = _write_together(request, state)
-    if context.rank().rank == 0:
+    me = context.rank()
+    part = RankPart(me.rank, me.world_size, local(state), RankPlanner(me.rank).plan(state))
+    if not wait and _hand_over(request, part):
+        return request.path
+    why = _write_together(request, part)
+    if me.rank == 0:
         if why:
             context.emit_event("warning", text=f"a checkpoint could not be written: {why}")
         else:
@@ -118,10 +132,41 @@ def save(
     return None if why else request.path
 
 
-def _write_together(request: SaveRequest, state: Mapping[str, Any]) -> str:
+def rest(within_s: float = math.inf) -> bool:
+    """Wait until the checkpoint that this rank, if it is rank 0, has asked for is on the disk; whether it is."""
+    memory = checkpoint.own_memory()
+    return memory is None or memory.rest(within_s)
+
+
+def _hand_over(request: SaveRequest, part: RankPart) -> bool:
+    """Have the nodes write a checkpoint of all ranks' parts while the training continues; whether that is possible.
+
+    The part of each rank waits in its memory. Rank 0's is locked until the checkpoint is complete, or given up: only
+    then do all ranks overwrite theirs.
+    """
+    memory = checkpoint.own_memory()
+    fits = memory is not None and next(unloadable(part.state, "state"), None) is None
+    if fits and memory is not None:
+        try:
+            memory.keep_to_save(request.step, {"own": vars(part)})
+        except NoRoom:
+            fits = False
+    if not all(int(each.item()) for each in context.current().comm.gather(torch.tensor([int(fits)]))):
+        if memory is not None:
+            memory.free((SAVE_SLOT,))
+        return False
+    if part.rank == 0 and memory is not None:
+        memory.lock(SAVE_SLOT)
+        context.emit_event(
+            "save_shards", step=request.step, folder=request.checkpoints, keep=request.keep, best=request.best,
+            metrics=request.metrics, reported=request.reported,
+        )  # fmt: skip
+    return True
+
+
+def _write_together(request: SaveRequest, part: RankPart) -> str:
     """Each rank writes its shards, and rank 0 makes a checkpoint of them; why that failed, on all ranks alike."""
     me, own = context.rank(), State()
-    part = RankPart(me.rank, me.world_size, local(state), RankPlanner(me.rank).plan(state))
     mark = _told_by_all({"mark": uuid.uuid4().hex[:8]})[0]["mark"]
     beside = beside_name(request.folder, request.step, mark)
     try:

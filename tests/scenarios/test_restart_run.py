@@ -37,9 +37,9 @@ def train(*words: str, struck: tuple[Fault, ...] = (), group: str = "inline") ->
 
 
 @cache
-def unbroken(backend: str) -> tuple[Any, list[float]]:
+def unbroken(backend: str, *words: str) -> tuple[Any, list[float]]:
     """What a run without a fault ends with, and the loss of each of its steps."""
-    done = train(f"backend={backend}")
+    done = train(f"backend={backend}", *words)
     return done.values, losses(done)
 
 
@@ -264,12 +264,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_full_disk_does_not_stop_the_training(on_ray: Path, small_disk: Path, backend: str) -> None:
-    words = (f"backend={backend}", "checkpoint.every=16", f"hydra.run.dir={small_disk}/run")
+@pytest.mark.parametrize(
+    ("backend", "division"), [("gloo", "ddp"), pytest.param("horovod", "ddp", marks=requires_horovod), ("gloo", "fsdp")]
+)
+def test_a_full_disk_does_not_stop_the_training(on_ray: Path, small_disk: Path, backend: str, division: str) -> None:
+    words = (f"backend={backend}", f"parallel={division}", "checkpoint.every=16", f"hydra.run.dir={small_disk}/run")
     done = train(*words, struck=(Fault("fill", 0, 20),))
     assert done.status == "finished"
-    assert done.values == unbroken(backend)[0]
+    assert done.values == unbroken(backend, f"parallel={division}")[0]
     for word in ("cannot be written (No space left on device)", "a checkpoint could not be written: OSError"):
         assert any(word in text for text in done.warnings), done.warnings
     found = checkpoint_files.newest(done.dir / "checkpoints")

@@ -21,8 +21,7 @@ from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Paral
 from raydist.state import checkpoint_files, write
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import LOCK, WORD, blank_page
-from raydist.worker import context
-from raydist.worker.loop import fit
+from raydist.worker import context, groups
 from raydist.worker.loop.evaluation import accuracy
 from raydist.worker.loop.step import Stepper
 from tests.ranks import Told, run_ranks
@@ -273,7 +272,7 @@ def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(tmp_pa
 
     def learn(job: Job) -> float:
         here = context.current()
-        fit.TURN_S = 0.05
+        groups.TURN_S = 0.05
         gather = type(here.comm).gather
 
         def noted(comm: Any, tensor: torch.Tensor) -> Any:

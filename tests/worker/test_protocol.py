@@ -55,7 +55,7 @@ COLLECTIVE: Collective = {
         WriteCheckpoint(last=False),
         ListShards(),
         WriteShards(5, "mark", 4, (1, 3)),
-        CommitShards(5, "mark", {"a": {"bytes": 1, "xxh3_128": "x"}}, 3, None),
+        CommitShards(5, "mark", 4, {"a": {"bytes": 1, "xxh3_128": "x"}}, 3, None),
         UnseenShards(("a", "b"), "/runs"),
         SignalProcess(7, 9),
         Warm({"torch": "ImportError: no"}, cuda=True),

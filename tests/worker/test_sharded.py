@@ -28,6 +28,7 @@ from raydist.shared.errors import RaydistError, RunFailed
 from raydist.shared.events import read_events
 from raydist.state import checkpoint_files, distributed_checkpoint
 from raydist.state.object_store import StoragePath, parse_path
+from raydist.state.shard_choice import WholeShards
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import PAGE, blank_page, whole_slots
 from raydist.worker import context, sharded
@@ -384,6 +385,32 @@ def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(tmp
     assert loaded["n"] == 7
     launch_flush.flush(nodes, Checkpoint(keep=1), told.append)
     assert told == [saved]  # it is there already
+
+
+@pytest.mark.parametrize(("step", "whole"), [(4, True), (5, False)])
+def test_only_the_step_that_was_asked_for_becomes_a_checkpoint(tmp_path: Path, step: int, whole: bool) -> None:
+    """The ranks of a later attempt may have saved another one: the memories hold step 4."""
+    mine, told = memory(), list[Any]()
+    state = {"x": torch.full((3,), 0.4)}
+    part = distributed_checkpoint.RankPart(0, 1, state, distributed_checkpoint.RankPlanner(0).plan(state))
+    SnapshotBuffer(mine).keep_to_save(4, {"own": vars(part)})
+
+    def ask(request: Any) -> Future[Any]:
+        reply: Future[Any] = Future()
+        try:
+            reply.set_result(shards.answer_request({0: mine}, tmp_path / "another", request))
+        except Exception as error:
+            reply.set_exception(OSError(str(error)))
+        return reply
+
+    description = launch_flush.Description(3, None, str(tmp_path), {"loss": 0.5}, {"epoch": 2})
+    asked = WholeShards(step, 1, {0: (0,)})
+    launch_flush.have_shards_written([launch_flush.FlushNode("host", ask)], asked, description, told.append)
+    found = checkpoint_files.newest(tmp_path)
+    assert (found is not None) == whole
+    assert found is None or (found.step, found.metrics, dict(found.reported)) == (4, {"loss": 0.5}, {"epoch": 2})
+    assert [each["kind"] for each in told] == (["saved"] if whole else ["warning"] * 2)
+    assert not list(tmp_path.glob(".*"))
 
 
 def held(own: str, copies: str = "", disk: int = -1, world: int = 3) -> HeldShards:

@@ -22,7 +22,7 @@ from raydist.state.checkpoint_files import MappedState, Saved
 from raydist.state.device import Mark, device_of
 from raydist.state.snapshot import cloned
 from raydist.state.snapshot_layout import State
-from raydist.worker import checkpoint, context, sharded
+from raydist.worker import checkpoint, context, groups, sharded
 from raydist.worker.backends import Comm
 from raydist.worker.loop import data, models, optim, random_state, shards, sources
 from raydist.worker.loop.evaluation import Metric, evaluate, same_buffers
@@ -106,10 +106,6 @@ def _fit(
         training.counted = sampler.counted
     training.begin(model if model is not None else models.build_model(config.model), loss)
     return training.run()
-
-
-TURN_S = 5.0
-"""Seconds that other ranks wait for rank 0 in one collective."""
 
 
 class Training:
@@ -242,7 +238,7 @@ class Training:
         self.told.rest()
         self._evaluate()
         self._save()
-        self._wait_for_rank_0(self.keeper.rest)
+        groups.wait_for_rank_0(self.comm, self.keeper.rest)
         timed = max(0, self.step - self.resumed - 1)  # without the first step
         context.emit_event("done", spent=self.spent, samples=timed * self.order.global_batch)
         return ({"loss": self.loss.item()} if hasattr(self, "loss") else {}) | self.results
@@ -288,7 +284,7 @@ class Training:
         kept = self.keeper.hold(self.step, self._own, self._state)
         if not all(int(each.item()) for each in self.comm.gather(torch.tensor([int(kept)]))):
             self._save()
-            self._wait_for_rank_0(self.keeper.rest)
+            groups.wait_for_rank_0(self.comm, self.keeper.rest)
         context.current().stop_request.stopped(self.step)
 
     def _state(self) -> State:
@@ -343,11 +339,11 @@ class Training:
 
     def _save_whole(self, metrics: dict[str, float]) -> None:
         """Rank 0 writes the whole state, or has it written."""
-        self._wait_for_rank_0(self.keeper.rest)  # the checkpoint before
+        groups.wait_for_rank_0(self.comm, self.keeper.rest)  # the checkpoint before
         drawn = torch.stack(self.comm.gather(random_state.capture(self.device)))
         beside = {"position": self._position(), "random": drawn, **self.order.owns()}
         if self.me.rank != 0 or self.keeper.to_disk(self.step, self._own, self._state, beside, metrics):
-            self._wait_for_rank_0(lambda within_s: True)
+            groups.wait_for_rank_0(self.comm, lambda within_s: True)
         else:
             self._write({**self._state(), **beside, "config": as_saved(self.job)}, metrics)
 
@@ -361,18 +357,8 @@ class Training:
 
         with ThreadPoolExecutor(1) as pool:
             saving = pool.submit(save)
-            self._wait_for_rank_0(lambda within_s: bool(futures.wait([saving], within_s).done))
+            groups.wait_for_rank_0(self.comm, lambda within_s: bool(futures.wait([saving], within_s).done))
             saving.result()
-
-    def _wait_for_rank_0(self, done: Callable[[float], bool]) -> None:
-        """Wait on all ranks until rank 0 is done. `done`: waits so many seconds at most.
-
-        In turns: the others would otherwise wait in the next collective, which ends the run after `backend.timeout_s`.
-        """
-        waits = True
-        while waits:
-            waits = self.me.rank == 0 and not done(TURN_S)
-            waits = any(int(each.item()) for each in self.comm.gather(torch.tensor([int(waits)])))
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:

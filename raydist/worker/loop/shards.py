@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ class ShardSnapshotter(Snapshotter):
         sharded.keep(step, state())
         self._kept = step
         return None
+
+    def rest(self, within_s: float = math.inf) -> bool:
+        return sharded.rest(within_s)
 
     def hold(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> bool:
         if self.on and self._kept != step:
