@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import raydist
-from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Train
+from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Scale, Train
 from raydist.state import checkpoint_files, write
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import LOCK, WORD, blank_page
@@ -229,6 +229,20 @@ def test_accumulation_of_two_in_one_process(tmp_path: Path) -> None:
     for value, other in zip(small[0].value[0], big[0].value[0], strict=True):
         torch.testing.assert_close(value, other)
     assert small[0].losses == pytest.approx(big[0].losses)
+
+
+def test_the_loss_is_the_mean_over_all_samples_on_every_rank(tmp_path: Path) -> None:
+    """Three ranks have 1 or 2 samples of each pass: the loss of one rank, or a mean by ranks, is another number."""
+
+    def learn(job: Job) -> float:
+        net = nn.Linear(FEATURES, 2)
+        return raydist.fit(job, model=net, train=samples(), loss=F.cross_entropy)["loss"]
+
+    job = replace(with_train(epochs=1, accumulate=2), data=Data(global_batch=10), scale=Scale(max_nodes=2))
+    whole, *three = fine(run_ranks(1, job, learn, tmp_path / "1") + run_ranks(3, job, learn, tmp_path / "3"))
+    assert [told.losses for told in three] == [three[0].losses] * 3
+    assert three[0].losses == pytest.approx(whole.losses, abs=1e-5)
+    assert [told.value for told in three] == [three[0].losses[-1]] * 3
 
 
 def test_ranks_end_with_the_same_parameters(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from importlib.metadata import version
@@ -65,6 +65,9 @@ class Comm(Protocol):
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Enclose optimizer.step() after finish_gradients."""
+
+    def start_mean(self, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to average a loss over all ranks in the background; the function that is returned waits for it."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elementwise sum over all ranks, on every rank."""

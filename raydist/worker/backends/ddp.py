@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,6 +60,19 @@ class DDPComm:
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def start_mean(self, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
+        ranks = dist.get_world_size()
+        if ranks == 1:
+            return lambda: loss
+        total = loss.to(torch.promote_types(loss.dtype, torch.float32), copy=True)
+        work = dist.all_reduce(total, async_op=True)
+
+        def mean() -> torch.Tensor:
+            work.wait()  # with NCCL the stream waits, not the host
+            return total / ranks
+
+        return mean
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.to(self.comm_device, copy=True)

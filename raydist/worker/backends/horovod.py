@@ -8,7 +8,7 @@ data (data.py) are the same for every backend.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -89,6 +89,10 @@ class HorovodComm:
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         return optimizer.skip_synchronize()  # type: ignore[attr-defined, no-any-return]
+
+    def start_mean(self, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
+        handle = hvd.allreduce_async(loss.to(torch.promote_types(loss.dtype, torch.float32)), name="raydist.loss")
+        return lambda: hvd.synchronize(handle)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         # Horovod can't sum integers of less than 32 bits.

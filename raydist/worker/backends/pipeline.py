@@ -134,7 +134,10 @@ class Pipeline(nn.Module):
     def step(
         self, inputs: Sequence[Any], target: torch.Tensor, loss: Callable[..., torch.Tensor], share: float
     ) -> torch.Tensor:
-        """Forward and backward of a batch, in micro-batches; its loss x `share`, on all ranks of the pipeline."""
+        """Forward and backward of a batch, in micro-batches; its loss x `share`, as the mean over the pipeline's ranks.
+
+        The ranks of the last stage, which have the loss, return a multiple of it, all others 0.
+        """
         if self._train is None:
             self._train = self._schedule(self._microbatches, loss, share)
         losses: list[torch.Tensor] = []
@@ -144,10 +147,9 @@ class Pipeline(nn.Module):
         )
         context.phase("forward")
         self._train.step(*self._given(inputs), target=target if self._last else None, losses=losses, **quiet)
-        # in fp32, as the ranks without it receive it
-        total = torch.stack(losses).sum().detach().float() if losses else torch.zeros((), device=self._comm.device)
-        dist.broadcast(total, group=self._group, group_src=self._stages - 1)
-        return total
+        if not losses:
+            return torch.zeros((), device=self._comm.device)
+        return torch.stack(losses).sum().detach().float() * self._stages
 
     def _schedule(self, count: int, loss: Callable[..., torch.Tensor], share: float) -> PipelineScheduleSingle:
         kind = get_schedule_class(self._comm.job.parallel.schedule)

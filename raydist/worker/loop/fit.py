@@ -41,7 +41,7 @@ def fit(
     model: torch.nn.Module | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> dict[str, float]:
-    """Train a model as the settings say; return the last loss of this rank and the last metrics of all ranks.
+    """Train a model as the settings say; return its last loss and its last metrics, which are those of all ranks.
 
     All ranks must call it, with the same data sets. B is the number of samples in one forward pass on one rank:
     `data.batch_size`, or `data.global_batch` / (`train.accumulate` x ranks) where that is set.
@@ -61,12 +61,13 @@ def fit(
     - `metrics`: name -> `(output, target)` -> a tensor of shape [B] with one value per sample, or their mean with
       shape []. They are evaluated on `test`, together with `loss`.
 
-    Returns a dict of floats. `loss`: the training loss of the last optimizer step, the mean over this rank's samples;
-    if no step was left to do, that of the checkpoint, over rank 0's samples. With `test` also `test_loss` and each
-    metric: means over all test samples, equal on all ranks.
+    Returns a dict of floats. `loss`: the training loss of the last optimizer step, the mean over the samples of all
+    ranks; if no step was left to do, that of the checkpoint. With `test` also `test_loss` and each metric: means over
+    all test samples. All of them are equal on all ranks.
 
-    After each optimizer step it reports `loss` (of this rank), `lr`, `steps` (optimizer steps in all), `epoch` (from
-    1), `epochs`, `samples` (training samples used so far by all ranks); after each evaluation the results.
+    After each optimizer step it reports `loss` (the mean over the samples of all ranks), `lr`, `steps` (optimizer steps
+    in all), `epoch` (from 1), `epochs`, `samples` (training samples used so far by all ranks); after each evaluation
+    the results.
 
     It saves checkpoints as `checkpoint.every` says, and continues from a checkpoint or a snapshot if the run has one.
     A job may call it several times, in the same order in each run: the second one has its steps and its checkpoints

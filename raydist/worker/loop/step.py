@@ -84,7 +84,7 @@ class Stepper:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def step(self, batches: Iterator[Any]) -> torch.Tensor:
-        """Make one optimizer step from the next micro-batches; this rank's mean loss, detached, of shape []."""
+        """Make one optimizer step from the next micro-batches; the mean loss of all samples, detached, of shape []."""
         loss = self._gradients(batches)
         self.comm.finish_gradients(self.optimizer)
         if self.settings.clip is not None:
@@ -98,7 +98,7 @@ class Stepper:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
-        return loss
+        return loss()
 
     def rehearse(self, batches: Iterator[Any]) -> None:
         """Run forward and backward without a step, before a state is loaded.
@@ -106,33 +106,41 @@ class Stepper:
         DDP rebuilds its buckets after the first backward, and their layout determines the order in which three or more
         ranks sum gradients. The first real step of a resumed run must have the layout of an uninterrupted run.
         """
-        self._gradients(batches)
+        self._gradients(batches)()
         self.comm.finish_gradients(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _gradients(self, batches: Iterator[Any]) -> torch.Tensor:
-        shares = self.shares or [1 / self.settings.accumulate] * self.settings.accumulate
-        full = sum(self.shares) or 1.0
-        if len(shares) == 1:
-            return self._backward(next_batch(batches), shares[0]) / full
-        with self.comm.accumulating(self.wrapped):
-            total = self._backward(next_batch(batches), shares[0])
-            for share in shares[1:-1]:
-                total += self._backward(next_batch(batches), share)
-        return (total + self._backward(next_batch(batches), shares[-1])) / full
+    def _gradients(self, batches: Iterator[Any]) -> Callable[[], torch.Tensor]:
+        """Forward and backward of a step; what is returned waits for the mean loss of all samples.
 
-    def _backward(self, batch: Any, share: float) -> torch.Tensor:
+        The ranks' losses travel during the last backward pass: a message after it would make each step longer.
+        """
+        *first, last = self.shares or [1 / self.settings.accumulate] * self.settings.accumulate
+        total: torch.Tensor | int = 0
+        with self.comm.accumulating(self.wrapped) if first else nullcontext():
+            for share in first:
+                loss = self._forward(next_batch(batches), share)
+                total = total + loss.detach()
+                self._backward(loss)
+        loss = self._forward(next_batch(batches), last)
+        mean = self.comm.start_mean(total + loss.detach())
+        self._backward(loss)
+        return mean
+
+    def _forward(self, batch: Any, share: float) -> torch.Tensor:
+        """The loss of a batch x `share`. A pipeline makes its backward pass here too."""
         *inputs, target = self._copied(batch)
         if self.pipeline is not None:
             return self.pipeline.step(inputs, target, self.loss, share)
         context.phase("forward")
         with self.cast:
             loss = self.loss(self.wrapped(*inputs), target)
-            if share != 1:
-                loss = loss * share
-        context.phase("backward")
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+            return loss if share == 1 else loss * share
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self.pipeline is None:
+            context.phase("backward")
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def _copied(self, batch: Any) -> Any:
         """A batch on the device. A GPU copies it in a stream of its own, while it still computes the last step."""
