@@ -16,7 +16,7 @@ OLDEST  = $(if $(filter file,$(origin PYTHON)),$(shell python3.10 -c 'print("pyt
 RUN    := $(BIN)/python -m
 PIP    := $(if $(PINS),PIP_CONSTRAINT=$(PINS)) $(BIN)/python -m pip install --quiet
 
-.PHONY: help train test test-all lint types fast lowest horovod bench gpu rig clean
+.PHONY: help train test test-all lint types fast lowest docs horovod bench gpu rig clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -66,6 +66,10 @@ fast: $(VENV)/.tested  ## the tests that need neither Ray nor root
 
 lowest:  ## the main job and the fast tests with the lowest versions that pyproject.toml admits, on Python 3.10 where it is
 	$(MAKE) train fast VENV=$(AWAY:%=%/).venv-lowest PINS=tests/lowest.txt TORCH= PYTHON="$(OLDEST)"
+
+docs: $(VENV)/.installed  ## the documentation as a site, in build/site; a broken link is an error
+	$(PIP) --editable '.[docs]'
+	$(RUN) mkdocs build --quiet --strict
 
 horovod: $(VENV)/.installed  ## build Horovod for the torch that is installed (3 minutes once, then from a cache)
 	$(RUN) raydist.tools.horovod build
