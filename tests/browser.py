@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -23,12 +24,14 @@ PATIENCE_S = 30.0
 
 
 class Browser:
-    """One page of a browser of its own, inside the `with` block."""
+    """A browser inside the `with` block: its first page, then the tab that was last opened or brought to the front."""
 
     def __init__(self, width: int = 1200, height: int = 1000, dark: bool = False) -> None:
         self._size, self._dark = (width, height), dark
         self._loop = asyncio.new_event_loop()
         self._number = 0
+        self.tabs: list[Any] = []
+        """Connections to the tabs, in the order in which they were opened."""
         self.requests: dict[str, str] = {}
         """By Chromium's id: the URL of everything that the page asked for."""
         self.received: dict[str, float] = {}
@@ -45,8 +48,7 @@ class Browser:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         self._loop.run_until_complete(self._connect())
-        for domain in ("Page", "Network", "Runtime", "Log"):
-            self.call(f"{domain}.enable")
+        self._enable()
         self.call("Emulation.setEmulatedMedia", features=[
             {"name": "prefers-color-scheme", "value": "dark" if self._dark else "light"}
         ])  # fmt: skip
@@ -64,18 +66,45 @@ class Browser:
             self._loop.close()
             self._folder.cleanup()
 
-    async def _connect(self) -> None:
-        import aiohttp
+    def _enable(self) -> None:
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
 
+    async def _connect(self) -> None:
         path, end = Path(self._folder.name) / "DevToolsActivePort", time.monotonic() + PATIENCE_S
         while not (path.exists() and path.read_text().count("\n")):
             assert time.monotonic() < end, "Chromium does not answer"
             await asyncio.sleep(0.05)
         self._session = aiohttp.ClientSession()
-        port = path.read_text().split()[0]
-        async with self._session.get(f"http://127.0.0.1:{port}/json/list") as reply:
-            pages = [one for one in await reply.json() if one["type"] == "page"]
-        self._socket = await self._session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=1 << 28)
+        self._address = f"http://127.0.0.1:{path.read_text().split()[0]}/json"
+        async with self._session.get(f"{self._address}/list") as reply:
+            (first,) = [one for one in await reply.json() if one["type"] == "page"]
+        await self._add(first)
+
+    async def _add(self, page: dict[str, str]) -> None:
+        """Drive this tab from now on."""
+        self._socket = await self._session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=1 << 28)
+        self.tabs.append(self._socket)
+
+    async def _open_tab(self) -> None:
+        async with self._session.put(f"{self._address}/new") as reply:
+            await self._add(await reply.json())
+
+    def new_tab(self, url: str) -> None:
+        """Go to an address in a new tab, which hides the others."""
+        self._loop.run_until_complete(self._open_tab())
+        self._enable()
+        self.show_tab(-1)
+        self.open(url)
+
+    def show_tab(self, number: int) -> None:
+        """Bring a tab to the front, and drive it."""
+        self._socket = self.tabs[number]
+        self.call("Page.bringToFront")
+
+    def drive_tab(self, number: int) -> None:
+        """Drive a tab where it is."""
+        self._socket = self.tabs[number]
 
     def call(self, method: str, **params: Any) -> Any:
         """The answer to a command of the protocol; what happens meanwhile is noted."""

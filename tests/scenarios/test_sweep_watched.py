@@ -63,11 +63,16 @@ def swept(ray_address: str) -> Iterator[Swept]:
         program = Program(there, *words, *track, address=ray_address, module="raydist.tools.sweep")
         program.until(lambda: "page  http" in program.screen, "link")
         (link,) = re.findall(r"page  (http\S+)", program.screen)
-        _, running = told(f"{link}trials", lambda _, news: [one["step"] for one in news["trials"]] == [20, 20])
+        _, running = told(f"{link}trials", both_wait)
         (there / "go").touch()
-        _, last = told(f"{link}trials", lambda _, news: news["state"] == "finished")
+        _, last = told(f"{link}trials", lambda name, news: name == "sweep" and news["state"] == "finished")
         assert program.wait() == 0, program.screen
         yield Swept(folder, running, last, env)
+
+
+def both_wait(name: str, news: Any) -> bool:
+    """Whether the page shows two trials at the step at which they wait."""
+    return name == "sweep" and [one["step"] for one in news["trials"]] == [20, 20]
 
 
 def test_the_page_beside_a_sweep(swept: Swept) -> None:

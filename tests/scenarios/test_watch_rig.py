@@ -121,9 +121,9 @@ def test_the_log_of_a_rank_on_another_node_by_the_dashboards_port(tmp_path: Path
                 assert (state["status"], state["world_size"]) == ("running", 2)
                 _, ranks = told(f"{link}stream", lambda name, value: name == "ranks")
                 assert {row[1] for row in ranks["ranks"].values()} == {"host0", "host1"}
-                _, text = told(f"{link}log?rank=1", lambda name, value: "rank 1 says" in value)
-                last = max(int(number) for number in re.findall(r"rank 1 says (\d+)", text))
-                told(f"{link}log?rank=1", lambda name, value: f"rank 1 says {last + 20}\n" in value)
+                _, log = told(f"{link}log?rank=1", lambda name, value: "rank 1 says" in value["text"])
+                last = max(int(number) for number in re.findall(r"rank 1 says (\d+)", log["text"]))
+                told(f"{link}log?rank=1", lambda name, value: f"rank 1 says {last + 20}\n" in value["text"])
                 connections = psutil.Process(program.pid).net_connections("tcp")
                 asked = {each.raddr for each in connections if each.raddr and f":{each.laddr.port}/" not in link}
                 assert asked == {("127.0.0.1", port)}

@@ -195,7 +195,6 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "config as an argument": (["job=mine", "job.args.config=3"], "job.args.config", 3, ""),
     "job file is not Python": (["job=odd.py"], "job", "odd.py", ""),
     "a setting of no likeness": (["zzzz=1"], "zzzz", "1", ""),
-    "unknown part": (["optm.lr=0.1"], "optm.lr", "0.1", "optim.lr=0.1"),
     "without a part": (["batch_size=4"], "batch_size", "4", "data.batch_size=4"),
     "group misspelt": (["bakend=nccl"], "bakend", "nccl", "backend=nccl"),
     "group misspelt, removed": (["~bakend"], "bakend", None, "backend"),

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -490,16 +491,22 @@ def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path)
         assert [*stream.all()][-1]["path"] == str(tmp_path / "checkpoints" / "step-00000016")
 
 
+def paths_given_to(module: ModuleType, function: str, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The paths that this function will have been called with, which still does what it did."""
+    real, paths = getattr(module, function), list[Path]()
+
+    def noted(path: Path) -> Any:
+        paths.append(path)
+        return real(path)
+
+    monkeypatch.setattr(module, function, noted)
+    return paths
+
+
 def test_the_ranks_of_a_node_hash_a_checkpoint_once_in_each_attempt(
     tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, real = list[Path](), object_store.checksum_of
-
-    def noted(path: Path) -> str:
-        read.append(path)
-        return real(path)
-
-    monkeypatch.setattr(object_store, "checksum_of", noted)
+    read = paths_given_to(object_store, "checksum_of", monkeypatch)
     monkeypatch.setenv("RAYDIST_SCRATCH", str(tmp_path / "node"))
     put(1)
     newest = put(2)
@@ -518,13 +525,7 @@ def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(
     tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver read and hashed all of the newest one before each restart, even where memory had a newer state."""
-    hashed, real = list[Path](), checkpoint_files._hashed
-
-    def noted(path: Path) -> str:
-        hashed.append(path)
-        return real(path)
-
-    monkeypatch.setattr(checkpoint_files, "_hashed", noted)
+    hashed = paths_given_to(checkpoint_files, "_hashed", monkeypatch)
     training = run_storage.RunCheckpoints(Job(dir=str(tmp_path / "run")))
     assert [each.value for each in training.variables(lambda text: None)] == [""]
     paths = [put(step) for step in (8, 16, 24)]

@@ -137,8 +137,8 @@ def test_a_log_that_nobody_shows_is_no_longer_followed(tmp_path: Path, monkeypat
 
         async def look() -> None:
             await run.catch_up()
-            async for text in run.log(0, 0.01):
-                if text.endswith("it ends\n"):
+            async for piece in run.log(0, 0.01):
+                if piece.text.endswith("it ends\n"):
                     break
             assert dashboard.streams["logs/rank-0.log"] == 1
             await until(lambda: dashboard.streams["logs/rank-0.log"] == 0, run.catch_up)

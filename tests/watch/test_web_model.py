@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from raydist.shared.events import Event
 from raydist.watch.web import mirror
 from raydist.watch.web.curves import Curve, thinned
-from raydist.watch.web.follow import FollowedRun, Viewer, read_from
+from raydist.watch.web.follow import LOOKED_S, FollowedRun, SameFile, Silence, Viewer, read_from
 from raydist.watch.web.lanes import COLUMNS, Lanes
 from raydist.watch.web.mirror import Mirror, stored
 from raydist.watch.web.model import Model, port_rates
@@ -180,6 +181,58 @@ def test_a_viewer_gets_only_what_is_new(tmp_path: Path) -> None:
     asyncio.run(run.catch_up())
     replaced, (steps, _, _) = json.loads(dict(viewer.news(1.0))["curves"])["loss"]
     assert (replaced, steps) == (True, [1, 2, 3, 4, 5, 6, 7, 8])
+
+
+def test_a_folder_that_is_made_anew_is_another_run(tmp_path: Path) -> None:
+    run = FollowedRun(write(tmp_path / "r", RUN))
+    asyncio.run(run.catch_up())
+    viewer = Viewer(run)
+    assert dict(viewer.news(1.0)).keys() >= {"curves"}
+    again = [happened(30, "run", name="other", dir="x", target="x", pages=0), report(31, 1, accuracy=1.0)]
+    for count in (2, 200):  # shorter than what was read, and longer: in a file that may have the same inode
+        (run.folder / "events.jsonl").unlink()
+        asyncio.run(run.catch_up())  # it is not there: nothing is forgotten yet
+        write(run.folder, [{**each, "t": each["t"] + count} for each in again] + [happened(60, "x")] * count)
+        asyncio.run(run.catch_up())
+        assert (run.model.run["name"], [*run.model.curves]) == ("other", ["accuracy"])
+        assert run.read == (run.folder / "events.jsonl").stat().st_size
+        replaced, (steps, _, _) = json.loads(dict(viewer.news(1.0))["curves"])["accuracy"]
+        assert (replaced, steps) == (True, [1])
+    assert run.files == 3
+
+
+def test_a_file_is_another_one_if_its_beginning_differs_or_it_is_shorter(tmp_path: Path) -> None:
+    path, file = tmp_path / "a", SameFile()
+    path.write_text("one")
+    assert not file.is_another(path, 0)
+    path.write_text("one\ntwo")
+    assert not file.is_another(path, 3)
+    path.write_text("One\ntwo\nthree")
+    assert file.is_another(path, 7)
+    assert not file.is_another(path, 7)
+    path.write_text("One\n")
+    assert file.is_another(path, 7)
+    (tmp_path / "b").write_text("One\ntwo")
+    (tmp_path / "b").replace(path)
+    assert file.is_another(path, 4)
+
+
+def test_silence_does_not_go_by_the_clock_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, wall = 100.0, 5000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: wall)
+    silence = Silence()
+    silence.look(10)
+    assert silence.seconds(last=wall - 70) == 70  # nobody has seen it come
+    assert silence.seconds(last=wall + 300) == 0
+    now += 5
+    silence.look(20)
+    now += 7
+    silence.look(20)
+    assert silence.seconds(last=wall - 3600) == silence.seconds(last=wall + 3600) == 7
+    now += LOOKED_S + 1
+    silence.look(30)  # it may have come at any time since
+    assert silence.seconds(last=wall - 20) == 20
 
 
 def test_a_line_that_a_crash_cut_off_hides_nothing(tmp_path: Path) -> None:

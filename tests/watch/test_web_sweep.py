@@ -11,7 +11,7 @@ import pytest
 
 from raydist.shared.events import Events
 from raydist.watch.web.runs import find_place, list_rows
-from raydist.watch.web.sweep import Axis, FollowedSweep, axes, trials_shown
+from raydist.watch.web.sweep import Axis, FollowedSweep, SweepViewer, axes, trials_shown
 
 
 def record(number: int, state: str, values: dict[str, Any], step: int = 10, **settings: str) -> dict[str, Any]:
@@ -83,6 +83,42 @@ def test_a_trial_under_way_is_as_far_as_its_events_say(tmp_path: Path) -> None:
     steps, values = curves["loss"][1]
     assert len(steps) == len(values) <= 240
     assert (steps[0], steps[-1], values[-1]) == (1, 500, 0.002)
+
+
+def test_a_page_gets_the_curves_of_one_name_and_again_only_those_that_changed(tmp_path: Path) -> None:
+    trials = [record(n, "running", {}, lr=str(n)) for n in range(3)]
+    sweep = FollowedSweep(sweep_json(tmp_path / "s", trials, {"lr": "0,1,2"}))
+    viewer = SweepViewer(sweep)
+    assert news(viewer) == {"name": "", "names": [], "shown": [0, 1, 2], "trials": {}}
+    for number in range(3):
+        say(tmp_path / "s" / str(number), 1, 2)
+    assert news(viewer) == {
+        "name": "loss",
+        "names": ["accuracy", "loss"],
+        "shown": [0, 1, 2],
+        "trials": {number: ([1, 2], [1.0, 0.5]) for number in range(3)},
+    }
+    assert news(viewer) == {}
+    say(tmp_path / "s/1", 4)
+    assert news(viewer)["trials"] == {1: ([1, 2, 4], [1.0, 0.5, 0.25])}
+    say(tmp_path / "s/2", 2)  # a step again, after a restart: as many points as before
+    assert news(viewer)["trials"].keys() == {2}
+    share, found = asyncio.run(SweepViewer(sweep, "accuracy").news(section(sweep)["trials"], -1.0))
+    assert (share, found["name"], found["trials"].keys()) == (0, "accuracy", {0, 1, 2})  # without time: what is there
+
+
+def say(folder: Path, *steps: int) -> None:
+    """Reports of a trial."""
+    with Events(folder / "events.jsonl") as events:
+        for step in steps:
+            events.say("report", rank=0, step=step, values={"loss": 1 / step, "accuracy": 0.5})
+
+
+def news(viewer: SweepViewer) -> Any:
+    """What a page is sent once all trials are read."""
+    share, found = asyncio.run(viewer.news(section(viewer.sweep)["trials"], 60.0))
+    assert share == 1
+    return found
 
 
 def test_a_sweep_is_one_line_of_the_list_and_a_list_of_its_trials(tmp_path: Path) -> None:

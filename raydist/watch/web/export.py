@@ -23,11 +23,11 @@ async def export(run: FollowedRun, to: Path) -> None:
         pass
     failures = run.model.figures.failures.found
     ranks = list(dict.fromkeys([*(failure.cause["rank"] for failure in failures), *sorted(run.model.ranks)]))[:LOGS]
-    names = [*(failure.page for failure in failures), *map(log_name, ranks)]
-    await asyncio.gather(*(run.fetch(name, whole=True) for name in names))
-    pages = {failure.page: run.folder / failure.page for failure in failures}
+    texts = [log_name(rank, of) for rank in ranks for of in ("stacks", "nccl")]
+    names = [*(failure.page for failure in failures), *texts]
+    await asyncio.gather(*(run.fetch(name, whole=True) for name in [*names, *map(log_name, ranks)]))
+    pages = {name: run.folder / name for name in names}
     data = {
-        "now": run.model.figures.ended,
         "sections": {name: json.loads(text) for name, text in Viewer(run).news(1.0)},
         "pages": {name: path.read_text(errors="replace") for name, path in pages.items() if path.exists()},
         "logs": {rank: read_from(run.folder / log_name(rank), -1)[0] for rank in ranks},
@@ -38,9 +38,8 @@ async def export(run: FollowedRun, to: Path) -> None:
 async def export_sweep(sweep: FollowedSweep, to: Path) -> None:
     """Write the page of a sweep as it is now. OSError: the file can't be written."""
     curves, section = await sweep.curves(), await sweep.section()
-    to.write_text(
-        one_file("sweep.html", {"now": section["last"], "sweep": section, "curves": curves}), encoding="utf-8"
-    )
+    data = {"sweep": section, "curves": curves, "name": sweep.first_curve(curves)}
+    to.write_text(one_file("sweep.html", data), encoding="utf-8")
 
 
 def one_file(name: str, data: Mapping[str, object]) -> str:

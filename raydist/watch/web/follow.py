@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +24,10 @@ TAIL = 1 << 17
 """Bytes at the end of a log that a viewer gets before its new lines."""
 MOST_SHOWN = 4 * SHOWN
 """Most points of a curve in a page: beyond, it gets the curve again, thinned."""
+HEAD = 256
+"""Bytes at the beginning of a file that tell it from a later file of the same name."""
+LOOKED_S = 30.0
+"""If nobody has looked for longer than this, it is not known when in that time something new came."""
 FOUND = 300
 """Most lines that a search gives."""
 SHARED = re.compile(r"blame-\d+\.txt|logs/rank-\d+\.(log|nccl|stacks)")
@@ -40,6 +45,63 @@ async def is_here(name: str, whole: bool = False) -> None:
 
 
 @dataclass
+class SameFile:
+    """Tells whether a name still stands for the file that was read so far: a run folder may be made anew."""
+
+    _inode: int = 0
+    """0: no file was seen so far."""
+    _head: bytes = b""
+
+    def is_another(self, path: Path, read: int) -> bool:
+        """Whether it is another file than at the last call, or has fewer bytes than were read.
+
+        The number of an inode is soon used again, so the first bytes are compared too: an event has its time there.
+        """
+        try:
+            with path.open("rb") as file:
+                status, head = os.fstat(file.fileno()), file.read(HEAD)
+        except OSError:  # it may come again
+            return False
+        differs = self._inode and (status.st_ino != self._inode or not head.startswith(self._head))
+        self._inode, self._head = status.st_ino, head
+        return bool(differs) or status.st_size < read
+
+
+@dataclass
+class Silence:
+    """How long nothing new has come, by this machine's clock if somebody has looked meanwhile.
+
+    The clock of the driver, which dates the events, may be wrong.
+    """
+
+    _read: int = 0
+    _looked: float | None = None
+    _came: float | None = None
+    """When the newest event came; None if nobody looked then."""
+
+    def look(self, read: int) -> None:
+        """Note that so many bytes of events were read."""
+        now = time.monotonic()
+        if read != self._read:
+            self._came = now if self._looked is not None and now - self._looked < LOOKED_S else None
+        self._read, self._looked = read, now
+
+    def seconds(self, last: float) -> float:
+        """The seconds. `last`: the time of the newest event."""
+        return max(0.0, time.time() - last) if self._came is None else time.monotonic() - self._came
+
+
+class LogPiece(NamedTuple):
+    """What a viewer of a log has not seen yet."""
+
+    text: str
+    at: int
+    """Where it ends, in bytes."""
+    anew: bool
+    """It does not continue what was sent before: it is the end of the log."""
+
+
+@dataclass
 class FollowedRun:
     """One run folder, and the fold of its events so far."""
 
@@ -48,6 +110,10 @@ class FollowedRun:
     model: Model = field(default_factory=Model)
     read: int = 0
     """Bytes of events.jsonl that were folded."""
+    files: int = 1
+    """Files of that name so far: one more each time that the folder was made anew."""
+    silence: Silence = field(default_factory=Silence)
+    _file: SameFile = field(default_factory=SameFile)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def catch_up(self, turn_s: float = TURN_S) -> float:
@@ -55,13 +121,20 @@ class FollowedRun:
         await self.fetch("events.jsonl")
         path, until = self.folder / "events.jsonl", time.monotonic() + turn_s
         async with self._lock:
+            if self._file.is_another(path, self.read):
+                self.model, self.read, self.files = Model(), 0, self.files + 1
             while (size := file_size(path)) > self.read:
                 if not self._fold(path):
                     break  # the beginning of a line: still being written, or cut off by a crash
                 if time.monotonic() > until:
                     return self.read / size
                 await asyncio.sleep(0)
+            self.silence.look(self.read)
         return 1.0
+
+    def silent_s(self) -> float:
+        """Seconds without a new event."""
+        return self.silence.seconds(self.model.figures.ended)
 
     def _fold(self, path: Path) -> int:
         """Fold the next whole lines; their bytes."""
@@ -87,13 +160,16 @@ class FollowedRun:
             text = f"the page cannot show an event `{event['kind']}`: {type(error).__name__}: {error}"
             self.model.warn(text)
 
-    async def log(self, rank: int, poll_s: float) -> AsyncIterator[str]:
-        """The end of a rank's log, then its new lines; an empty text each time that there are none."""
-        path, at = self.folder / log_name(rank), -1
+    async def log(self, rank: int, poll_s: float, at: int = -1) -> AsyncIterator[LogPiece]:
+        """A rank's log after byte `at`, else its end; then its new lines; an empty text each time there are none."""
+        path, file = self.folder / log_name(rank), SameFile()
         while True:
             await self.fetch(log_name(rank))
+            if file.is_another(path, at):
+                at = -1
+            anew = at < 0
             text, at = read_from(path, at)
-            yield text
+            yield LogPiece(text, at, anew)
             if not text:
                 await asyncio.sleep(poll_s)
 
@@ -116,9 +192,9 @@ class FollowedRun:
         return found
 
 
-def log_name(rank: int) -> str:
-    """A rank's log in the run folder."""
-    return f"logs/rank-{rank}.log"
+def log_name(rank: int, of: str = "log") -> str:
+    """A rank's log in the run folder. `of`: `stacks` for its stacks at the last hang, `nccl` for NCCL's log."""
+    return f"logs/rank-{rank}.{of}"
 
 
 def file_size(path: Path) -> int:

@@ -258,7 +258,7 @@ class Model:
         figures, progress, over = self.figures, self.progress, bool(self.result)
         return {
             "name": self.run.get("name", ""), "dir": self.run.get("dir", ""), "began": figures.began,
-            "last": figures.ended, "status": self.result.get("status", "running"), "attempt": self.attempt,
+            "status": self.result.get("status", "running"), "attempt": self.attempt,
             "step": progress.step, "steps": progress.totals.get("steps"), "position": progress.position(),
             "health": progress.health(), "evaluation": progress.evaluation(),
             "left": [] if over else progress.left(), "waits": self.waits, "world_size": figures.world_size,

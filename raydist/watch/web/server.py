@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raydist.watch.web.follow import SHARED, Fetch, FollowedRun, Viewer, is_here
+from raydist.watch.web.follow import SHARED, TURN_S, Fetch, FollowedRun, Viewer, is_here
 from raydist.watch.web.runs import list_rows, runs_below, sweeps_below
-from raydist.watch.web.sweep import FollowedSweep, is_sweep
+from raydist.watch.web.sweep import FollowedSweep, SweepViewer, is_sweep
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -27,6 +27,8 @@ POLL_S = 0.5
 """Seconds between two looks at a run folder while somebody watches."""
 PING_S = 15.0
 """Seconds of silence after which a stream says that it is alive: proxies close silent connections."""
+CURVES_S = 2.0
+"""Seconds between two looks for new points of a sweep's curves."""
 SEARCH_S = 20.0
 """Limit on the wait of a search for logs from elsewhere; browsers give up after minutes."""
 HEADERS = {
@@ -63,7 +65,7 @@ class PageServer:
             return web.Response(status=404)
         calls: dict[str, Handler] = {
             "runs": self.runs, "stream": self.stream, "curves": self.curves, "file": self.file, "log": self.log,
-            "search": self.search, "trials": self.trials, "trial-curves": self.trial_curves,
+            "search": self.search, "trials": self.trials,
         }  # fmt: skip
         if request.method != "GET":
             return web.Response(status=405, headers=HEADERS)
@@ -113,20 +115,28 @@ class PageServer:
         return self.sweeps[name]
 
     async def trials(self, request: web.Request) -> web.StreamResponse:
-        """News of a sweep, as server-sent events, until the viewer leaves."""
-        return await send_events(request, self._sweep_news(self.sweep(request)))
+        """News of a sweep and of the curves of one reported name, as server-sent events, until the viewer leaves."""
+        viewer = SweepViewer(self.sweep(request), request.query.get("name", ""))
+        return await send_events(request, self._sweep_news(viewer))
 
-    async def _sweep_news(self, sweep: FollowedSweep) -> AsyncIterator[tuple[str, str]]:
-        sent = ""
+    async def _sweep_news(self, viewer: SweepViewer) -> AsyncIterator[tuple[str, str]]:
+        sent, said, looked = "", -math.inf, -math.inf
         while True:
-            text = json.dumps(await sweep.section(), separators=(",", ":"))
-            yield ("sweep", text) if text != sent else ("", "")
-            sent = text
+            section = await viewer.sweep.section()
+            text, now = json.dumps(section, separators=(",", ":")), time.monotonic()
+            if text != sent or now - said > PING_S:
+                said = now
+                yield "file", json.dumps({"silent_s": round(viewer.sweep.silent_s(), 1)})
+            if text != sent:
+                sent = text
+                yield "sweep", text
+            if now - looked > CURVES_S:
+                share, curves = await viewer.news(section["trials"], TURN_S)
+                looked = now if share == 1 else -math.inf
+                if curves:
+                    yield "curves", json.dumps(curves, separators=(",", ":"))
+            yield "", ""
             await asyncio.sleep(POLL_S)
-
-    async def trial_curves(self, request: web.Request) -> web.Response:
-        """The curves of a sweep's trials, by reported name."""
-        return as_json(await self.sweep(request).curves())
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """News of the run, as server-sent events, until the viewer leaves."""
@@ -134,10 +144,14 @@ class PageServer:
         return await send_events(request, self._news(run))
 
     async def _news(self, run: FollowedRun) -> AsyncIterator[tuple[str, str]]:
-        viewer, before = Viewer(run), -1
+        viewer, before, said = Viewer(run), (0, 0), -math.inf
         while True:
             share = await run.catch_up()
-            if (read := run.read) != before or share < 1:
+            has_news = (read := (run.files, run.read)) != before or share < 1
+            if has_news or time.monotonic() - said > PING_S:
+                said = time.monotonic()
+                yield "file", json.dumps({"silent_s": round(run.silent_s(), 1), "number": run.files})
+            if has_news:
                 for name, text in viewer.news(share):
                     yield name, text
             before = read
@@ -170,12 +184,13 @@ class PageServer:
         return web.Response(text=text, headers=HEADERS)
 
     async def log(self, request: web.Request) -> web.StreamResponse:
-        """A rank's log: its end, then its new lines."""
+        """A rank's log: its end, or all after the byte `from`; then its new lines."""
         run, rank = self.run(request), int(query_number(request, "rank", 0))
+        at = int(query_number(request, "from", -1))
 
         async def lines() -> AsyncIterator[tuple[str, str]]:
-            async for text in run.log(rank, POLL_S):
-                yield ("log", json.dumps(text)) if text else ("", "")
+            async for piece in run.log(rank, POLL_S, at):
+                yield ("log", json.dumps(piece._asdict())) if piece.text else ("", "")
 
         return await send_events(request, lines())
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from raydist.watch.web.curves import Curve
 from raydist.watch.web.follow import FollowedRun, file_size
 from raydist.watch.web.model import Section
 
@@ -79,7 +81,6 @@ class FollowedSweep:
         trials = best_first(trials, objectives)
         return {
             "name": self.folder.parent.name, "dir": self.folder.name, "state": summary["state"],
-            "last": max([self._read[0], *(run.model.figures.ended for run in self.runs.values())]),
             "objectives": objectives, "sampler": summary["sampler"], "prune": summary["prune"],
             "importance": summary["importance"], "keys": [*summary["space"]],
             "trials": [vars(trial) for trial in trials], "axes": [vars(axis) for axis in axes(trials, summary)],
@@ -88,9 +89,8 @@ class FollowedSweep:
     async def curves(self) -> Section:
         """By reported name and trial: [steps, values] of the trials that are shown."""
         section, found = await self.section(), dict[str, dict[int, tuple[object, object]]]()
-        shown = sorted(section["trials"], key=lambda trial: trial["state"] != "running")[:TRIALS]
-        for trial in shown:
-            run = self._run(trial["run"])
+        for trial in with_curves(section["trials"]):
+            run = self.run(trial["run"])
             while await run.catch_up() < 1:
                 pass
             for name, curve in run.model.curves.items():
@@ -98,7 +98,18 @@ class FollowedSweep:
                 found.setdefault(name, {})[trial["trial"]] = (piece.steps, piece.values)
         return found
 
-    def _run(self, name: str) -> FollowedRun:
+    def first_curve(self, names: Collection[str]) -> str:
+        """The name whose curves are shown first: of an objective, else the loss; empty without names."""
+        wanted = [*(each["name"] for each in self.summary["objectives"]), "loss", *sorted(names)]
+        return next((name for name in wanted if name in names), "")
+
+    def silent_s(self) -> float:
+        """Seconds without a change of sweep.json, and without a new event of a trial that is followed."""
+        runs = (run.silent_s() for run in self.runs.values())
+        return min([max(0.0, time.time() - self._read[0]), *runs])
+
+    def run(self, name: str) -> FollowedRun:
+        """The run of a trial, by its folder."""
         if name not in self.runs:
             self.runs[name] = FollowedRun(self.folder / name)
         return self.runs[name]
@@ -107,11 +118,56 @@ class FollowedSweep:
         """A trial under way as far as its own events say: sweep.json has it when it ends."""
         if trial.state != "running":
             return trial
-        run = self._run(trial.run)
+        run = self.run(trial.run)
         await run.catch_up()
         metrics = run.model.figures.metrics
         values = {**trial.values, **{name: finite(metrics[name]) for name in names if name in metrics}}
         return replace(trial, step=max(trial.step, run.model.progress.step or 0), values=values)
+
+
+@dataclass
+class SweepViewer:
+    """What one open page has been sent of the curves: those of one reported name."""
+
+    sweep: FollowedSweep
+    name: str = ""
+    """Empty until the trials have reported something."""
+    _sent: dict[int, tuple[Curve, int, int]] = field(default_factory=dict)
+    """By trial: the curve, how often points of it were replaced, and how many it had."""
+    _head: Section = field(default_factory=dict)
+
+    async def news(self, trials: Sequence[Mapping[str, Any]], turn_s: float) -> tuple[float, Section]:
+        """(share of the trials that were read, the curves that have changed); reads for at most so many seconds."""
+        shown, until, read = with_curves(trials), time.monotonic() + turn_s, 0
+        for trial in shown:
+            if time.monotonic() > until or await self.sweep.run(trial["run"]).catch_up() < 1:
+                break
+            read += 1
+        runs = {trial["trial"]: self.sweep.run(trial["run"]) for trial in shown}
+        names = sorted({name for run in runs.values() for name in run.model.curves})
+        self.name = self.name or self.sweep.first_curve(names)
+        head = {"name": self.name, "names": names, "shown": [*runs]}
+        curves = {number: curve for number, run in runs.items() if (curve := run.model.curves.get(self.name))}
+        changed = {number: curve for number, curve in curves.items() if self._is_new(number, curve)}
+        if not changed and head == self._head:
+            return read / max(1, len(shown)), {}
+        self._head = head
+        pieces = {number: curve.piece(most=POINTS) for number, curve in changed.items()}
+        return read / max(1, len(shown)), {
+            **head,
+            "trials": {number: (piece.steps, piece.values) for number, piece in pieces.items()},
+        }
+
+    def _is_new(self, number: int, curve: Curve) -> bool:
+        """Whether the curve of a trial is not what the page has."""
+        before, now = self._sent.get(number), (curve, curve.cuts, len(curve.steps))
+        self._sent[number] = now
+        return before is None or before[0] is not curve or before[1:] != now[1:]
+
+
+def with_curves(trials: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The trials whose curves are shown: those under way, then the best."""
+    return sorted(trials, key=lambda trial: trial["state"] != "running")[:TRIALS]
 
 
 def is_sweep(folder: Path) -> bool:

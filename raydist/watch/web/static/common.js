@@ -3,13 +3,57 @@
 const $ = (id) => document.querySelector(id);
 const query = new URLSearchParams(location.search);
 const data = $("#data") && JSON.parse($("#data").textContent);
-const now = () => data ? data.now : Date.now() / 1000;
 const url = (call, more = {}) => {
   const words = new URLSearchParams(more);
   for (const name of ["run", "sweep"]) if (query.get(name) && !words.has(name)) words.set(name, query.get(name));
   return `${call}?${words}`;
 };
 const json = (call, more) => fetch(url(call, more)).then((reply) => reply.ok ? reply.json() : Promise.reject(reply.status));
+
+// --- news
+
+// Seconds without a new event, as the server sees it: the clock of this machine may be wrong.
+let heard = null;  // [seconds without a new event, when the server said so]
+const hear = (s) => { heard = [s, performance.now()]; };
+const silence = () => heard ? heard[0] + (performance.now() - heard[1]) / 1000 : 0;
+
+const AGAIN_MS = 3000, HIDDEN_MS = 10000;
+// A stream of news while the page is shown; `on`: what takes each kind of news. A browser opens six connections to a server
+// for all tabs together, so a hidden tab closes its own. It opens it from time to time until the news `glance`: for its title.
+function follow(address, on, glance = "") {
+  let source = null, timer = 0, ended = false;
+  const close = () => { clearTimeout(timer); source?.close(); source = null; };
+  const later = (ms) => { timer = setTimeout(open, ms); };
+  const open = () => {
+    close();
+    const mine = source = new EventSource(address());
+    for (const [name, take] of Object.entries(on)) mine.addEventListener(name, (event) => {
+      if (mine !== source) return;
+      take(JSON.parse(event.data));
+      if (document.hidden && name === glance) { close(); later(HIDDEN_MS); }
+    });
+    mine.onerror = () => { if (mine === source) { close(); say($("#link"), "not connected"); later(AGAIN_MS); } };
+  };
+  const turn = () => {
+    heard = null;  // until the server says it again
+    if (ended) return;
+    if (!document.hidden) { open(); return; }
+    close();
+    if (glance) later(HIDDEN_MS);
+  };
+  document.addEventListener("visibilitychange", turn);
+  if (glance || !document.hidden) open();  // a tab that was opened in the background has a title, too
+  return { again: () => { if (source) open(); }, end: () => { ended = true; close(); document.removeEventListener("visibilitychange", turn); } };
+}
+
+// --- keys: one that prints a character is hit by accident or by a voice, too, so that they can be switched off (WCAG 2.1.4)
+
+// A cookie remembers it: other stores are apart for each port, and each server has another one. A framed copy may have none.
+const remember = (text) => { try { if (text) document.cookie = `${text}; path=/; max-age=31536000; SameSite=Strict`; return document.cookie; } catch { return ""; } };
+$("#keys").checked = !remember().includes("raydist_keys=off");
+$("#keys").addEventListener("change", ({ target }) => remember(`raydist_keys=${target.checked ? "on" : "off"}`));
+const isShortcut = (event) => !event.ctrlKey && !event.altKey && !event.metaKey && !/INPUT|SELECT/.test(event.target.tagName)
+  && ($("#keys").checked || event.key.length > 1);
 
 // --- small things
 

@@ -4,8 +4,14 @@
 
 let state = {}, lanes = { times: [], shares: {} }, marks = [], other = null;
 const curves = Object.create(null);  // a metric may be named constructor
+let fileNumber = 0;
 
 const sections = {
+  file({ silent_s: s, number }) {
+    hear(s);
+    if (fileNumber && number !== fileNumber) forget();
+    fileNumber = number;
+  },
   state(news) {
     state = news;
     document.title = `${news.name} · ${news.status}`;
@@ -16,7 +22,7 @@ const sections = {
       ["attempt", news.attempt], ["goodput", share(news.goodput)], ["ranks", news.world_size], ["run time", clock(news.wall_s)]];
     fill($("#state dl"), figures.filter(([, value]) => value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     say($("#alarm"), [news.failure, news.status === "running" ? news.slow : ""].filter(Boolean).join("\n"));
-    tick();
+    tick(); openSeenLog();
   },
   ranks({ ranks }) {
     const rows = Object.entries(ranks);
@@ -26,7 +32,7 @@ const sections = {
     table($("#ranks table"), [["rank"], ["host"], ["state"], ["step", "n"], ["own work", "n"], ["step time", "n"], ["over time"]],
       rows.map(([rank, [step, host, pid, own, whole, how]]) => [
         h("button", { className: "link", title: `process ${pid}: show its log`, onclick: () => { $("#rank").value = rank; openLog(); $("#logs").scrollIntoView(); } }, rank),
-        host, h("span", { className: /^(|started|runs|finished|stopped)$/.test(how) ? "" : "bad" }, how), step || "", ms(own), ms(whole), lane(rank)]),
+        host, [h("span", { className: /^(|started|runs|finished|stopped)$/.test(how) ? "" : "bad" }, how), how === "hangs" ? [" ", stacksLink(rank)] : ""], step || "", ms(own), ms(whole), lane(rank)]),
       rows.map(([rank]) => rank));
   },
   lanes(news) { lanes = news; drawLanes(); },
@@ -36,7 +42,7 @@ const sections = {
       h("p", {}, h("strong", {}, `rank ${one.rank} on ${one.host}, step ${one.step}: ${one.how}`), ` · ${new Date(one.at * 1000).toLocaleString()}`),
       h("p", {}, one.text), h("p", { className: "faint" }, one.reason),
       h("p", {}, one.status === "restarted" && one.s !== null ? `next step after ${four(one.s)} s, ${one.repeated} step${one.repeated === 1 ? "" : "s"} repeated · ` : `${one.status} · `,
-        h("button", { className: "link", onclick: () => openPage(one.page) }, one.page)))) : h("p", { className: "faint" }, "none"));
+        h("button", { className: "link", onclick: () => openPage(one.page) }, one.page), one.how === "hung" ? [" · ", stacksLink(one.rank)] : ""))) : h("p", { className: "faint" }, "none"));
   },
   nodes({ nodes }) {
     const memory = (pair) => pair ? `${bytes(pair[0])} of ${bytes(pair[1])}` : "";
@@ -61,13 +67,18 @@ const sections = {
     redraw();
   },
 };
+// The run folder was made anew: what was read of the run before is no longer true.
+function forget() {
+  for (const name of Object.keys(curves)) delete curves[name];
+  clearCharts();
+}
 // Once a second: what changes without an event.
 function tick() {
   if (!state.status) return;
-  const silent = state.status === "running" && state.last && now() - state.last > state.quiet_s;
+  const silent = state.status === "running" && silence() > state.quiet_s;
   const kind = { running: "busy", finished: "good" }[state.status] || "bad";
   say($("#status"), silent ? "no news" : state.status); $("#status").className = `badge ${silent ? "bad" : kind}`;
-  say($("#waits"), (silent ? `No event for ${clock(now() - state.last)}: the driver has ended without a result, or waits. ` : "")
+  say($("#waits"), (silent ? `No event for ${clock(silence())}: the driver has ended without a result, or waits. ` : "")
     + (state.waits ? `${state.attempt > 1 ? `attempt ${state.attempt}: ` : ""}waits ${state.waits.startsWith("for ") || state.waits.startsWith("until ") ? "" : "for: "}${state.waits}` : ""));
 }
 
@@ -168,27 +179,31 @@ document.querySelectorAll("[name=by]").forEach((button) => button.addEventListen
 $("#other").addEventListener("change", async ({ target }) => {
   other = target.value ? await json("curves", { run: target.value }) : null;
   $("#legend-other").hidden = !other;
-  for (const name of Object.keys(charts)) { charts[name].figure.remove(); charts[name].plot.destroy(); delete charts[name]; }
-  redraw();
+  clearCharts(); redraw();
 });
+function clearCharts() {
+  for (const name of Object.keys(charts)) { charts[name].figure.remove(); charts[name].plot.destroy(); delete charts[name]; }
+}
 
 // --- pages of failures, logs
 
 async function openPage(name) {
-  const text = data ? data.pages[name] : await fetch(url("file", { name })).then((reply) => reply.ok ? reply.text() : `${name} is not there`);
-  fill($("#page pre"), text || `${name} is not in this copy`); $("#page").showModal();
+  const why = { stacks: ": stacks are written when ranks hang", nccl: ": fabric.debug=true has NCCL write it" }[name.split(".").pop()] || "";
+  const text = data ? data.pages[name] : await fetch(url("file", { name })).then((reply) => reply.ok ? reply.text() : `${name} is not there${why}`);
+  fill($("#page pre"), text || `${name} is not in this copy${why}`); $("#page").showModal();
 }
+const stacksLink = (rank) => h("button", { className: "link", title: `stacks of rank ${rank}`, onclick: () => openPage(`logs/rank-${rank}.stacks`) }, "stacks");
+for (const [button, of] of [["#stacks", "stacks"], ["#nccl", "nccl"]]) $(button).addEventListener("click", () => openPage(`logs/rank-${$("#rank").value || 0}.${of}`));
 let log = null;
 const show = (text) => { $("#log").append(text); if ($("#log").textContent.length > 2e6) $("#log").textContent = $("#log").textContent.slice(-1e6);
   if ($("#follow").checked) $("#log").scrollTop = $("#log").scrollHeight; };
 function openLog() {
-  if (log) log.close();
+  if (log) log.end();
   fill($("#log"));
   const rank = $("#rank").value || 0;
   if (data) { show(data.logs[rank] || "this copy has no log of the rank"); return; }
-  log = new EventSource(url("log", { rank }));
-  log.addEventListener("log", ({ data: text }) => show(JSON.parse(text)));
-  log.onopen = () => fill($("#log"));
+  let from = -1;  // a stream that is opened again continues where it was
+  log = follow(() => url("log", { rank, from }), { log({ text, at, anew }) { if (anew) fill($("#log")); from = at; show(text); } });
 }
 $("#rank").addEventListener("change", openLog);
 $("#logs form").addEventListener("submit", async (event) => {
@@ -200,7 +215,9 @@ $("#logs form").addEventListener("submit", async (event) => {
   if (absent) $("#found").append(h("li", { className: "bad" }, `${absent} log${absent === 1 ? " has" : "s have"} not arrived: search again`));
 });
 const searchCopy = (text) => Object.entries(data.logs).flatMap(([rank, lines]) => lines.split("\n").map((line, i) => [rank, i + 1, line])).filter(([, , line]) => line.toLowerCase().includes(text)).slice(0, 300);
-new IntersectionObserver(([seen]) => { if (seen.isIntersecting && !log && state.status) openLog(); }).observe($("#log"));
+let logSeen = false;  // on a large screen it is before the first news
+const openSeenLog = () => { if (logSeen && !log && state.status) openLog(); };
+new IntersectionObserver(([seen]) => { logSeen = seen.isIntersecting; openSeenLog(); }).observe($("#log"));
 
 // --- the list of runs
 
@@ -229,7 +246,7 @@ function showRuns(runs, here) {
 const shown = [...document.querySelectorAll("main > section:not(#runs)")];
 fill($("nav"), shown.map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent)));
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.altKey || event.metaKey || /INPUT|SELECT/.test(event.target.tagName)) return;
+  if (!isShortcut(event)) return;
   if (event.key >= "1" && event.key <= String(shown.length)) shown[event.key - 1].scrollIntoView();
   else if (event.key === "x") $(`[name=by]:not(:checked)`).click();
   else if (event.key === "/") { event.preventDefault(); $("#text").focus(); }
@@ -241,9 +258,7 @@ if (data) {
   for (const [name, section] of Object.entries(data.sections)) sections[name](section);
 } else {
   const stream = () => {
-    const news = new EventSource(url("stream"));
-    for (const name of Object.keys(sections)) news.addEventListener(name, (event) => sections[name](JSON.parse(event.data)));
-    news.onerror = () => { $("#link").textContent = "not connected"; };
+    follow(() => url("stream"), sections, "state");
     setInterval(tick, 1000);
   };
   if (query.get("run")) { stream(); listRuns(); } else listRuns().then((here) => here && stream());

@@ -1,6 +1,6 @@
 // The page of a sweep: its trials as lines over their settings and results, as a table, as curves over each other.
 
-let sweep = null, curves = {}, lit = null, plot = null, zoomed = false;
+let sweep = null, lit = null, plot = null, zoomed = false;
 const brushes = new Map();  // by the name of an axis: the part of it that counts, as [from, to], 0 below and 1 above
 const within = $("#parallel").parentElement;
 const brief = (text) => /^-?\d*\.?\d+(e[-+]?\d+)?$/i.test(text) && text.length > 6 ? four(text) : text;
@@ -139,16 +139,22 @@ $("#trials table").addEventListener("keydown", (event) => {
 
 // --- curves
 
-const chosen = () => curves[$("#metric").value] || {};
+// Only the curves of one reported name are here, but all are in a copy. `among`: the trials whose curves are shown.
+let curves = {}, names = [], metric = "", among = null;
+const chosen = () => curves[metric] || {};
+function takeCurves(part) {
+  if (metric && part.name !== metric) return;  // of the name that was chosen before
+  ({ name: metric, names } = part); among = new Set(part.shown);
+  curves = { [metric]: { ...chosen(), ...part.trials } };
+  drawCurves();
+}
 function drawCurves() {
-  const names = Object.keys(curves).sort(), select = $("#metric"), wanted = select.value || (sweep.objectives[0] || {}).name;
-  if (select.options.length !== names.length) {
-    fill(select, names.map((name) => h("option", { value: name }, name)));
-    select.value = names.includes(wanted) ? wanted : names.includes("loss") ? "loss" : names[0] || "";
-  }
+  const select = $("#metric");
+  if (select.options.length !== names.length) fill(select, names.map((name) => h("option", { value: name }, name)));
+  select.value = metric;
   $("#curves").hidden = !names.length;
-  if (!names.length) return;
-  const trials = sweep.trials.filter((trial) => chosen()[trial.trial]).reverse(), box = $("#chart");
+  const trials = sweep.trials.filter(({ trial }) => chosen()[trial] && (!among || among.has(trial))).reverse(), box = $("#chart");
+  if (!trials.length) return;
   const known = trials.flatMap((trial) => chosen()[trial.trial][1]).filter((v) => v !== null), low = Math.min(...known);
   const log = low > 0 && Math.max(...known) > 100 * low;  // one trial that diverges must not flatten the others
   const before = plot && zoomed ? [plot.scales.x.min, plot.scales.x.max] : null;
@@ -165,7 +171,7 @@ function drawCurves() {
   }, uPlot.join(trials.map((trial) => chosen()[trial.trial])), box);
   trials.forEach((trial, i) => { plot.series[i + 1].trial = trial.trial; });
   if (before) plot.setScale("x", { min: before[0], max: before[1] });
-  fill($("#curves figcaption span"), select.value, log ? " (logarithmic)" : ""); readOut(plot);
+  fill($("#curves figcaption span"), metric, log ? " (logarithmic)" : ""); readOut(plot);
   document.body.dataset.drawn = trials.length;
 }
 function readOut(made) {
@@ -177,19 +183,18 @@ const all = () => { zoomed = false; plot.setScale("x", { min: whole()[0], max: w
 $("#chart").addEventListener("dblclick", () => { zoomed = false; });
 chartKeys($("#chart"), "curves of the trials", { get scales() { return plot.scales; } }, whole, (min, max) => { zoomed = true; plot.setScale("x", { min, max }); }, all);
 new ResizeObserver(() => plot && plot.setSize({ width: $("#chart").clientWidth, height: 320 })).observe($("#chart"));
-$("#metric").addEventListener("change", () => { zoomed = false; drawCurves(); });
+$("#metric").addEventListener("change", () => {
+  metric = $("#metric").value; zoomed = false;
+  if (data) drawCurves(); else stream.again();
+});
 
 // --- the sweep
 
-const silent = () => sweep.state === "running" && now() - sweep.last > 60;
+const silent = () => sweep.state === "running" && silence() > 60;
 function tick() {
   if (!sweep) return;
   say($("#status"), silent() ? "no news" : sweep.state);
   $("#status").className = `badge ${silent() ? "bad" : { running: "busy", finished: "good" }[sweep.state] || "bad"}`;
-}
-let due = 0;
-function refresh() {  // at most every two seconds
-  due ||= setTimeout(async () => { curves = await json("trial-curves"); due = 0; drawCurves(); }, plot ? 2000 : 0);
 }
 function news(section) {
   sweep = section;
@@ -206,23 +211,22 @@ function news(section) {
   tick(); drawTable(); drawParallel();
   if (data) { $("#link").textContent = "a copy"; return; }
   $("#link").textContent = sweep.state === "running" ? "live" : "";
-  refresh();
 }
 
 const parts = [...document.querySelectorAll("main > section")];
 fill($("nav"), parts.map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent)), data || !query.get("sweep") ? [] : h("a", { href: "./" }, "all runs"));
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.altKey || event.metaKey || /INPUT|SELECT/.test(event.target.tagName)) return;
+  if (!isShortcut(event)) return;
   if (event.key >= "1" && event.key <= "4") parts[event.key - 1].scrollIntoView();
   else if (event.key === "Escape" && sweep) { brushes.clear(); drawParallel(); }
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawParallel(); drawCurves(); });
+let stream = null;
 if (data) {
-  curves = data.curves; news(data.sweep); drawCurves();
+  ({ curves, name: metric } = data); names = Object.keys(curves).sort(); news(data.sweep); drawCurves();
 } else {
-  const stream = new EventSource(url("trials"));
-  stream.addEventListener("sweep", (event) => news(JSON.parse(event.data)));
-  stream.onerror = () => { $("#link").textContent = "not connected"; };
+  const on = { file: ({ silent_s: s }) => hear(s), sweep: news, curves: takeCurves };
+  stream = follow(() => url("trials", { name: metric }), on, "sweep");
   setInterval(tick, 1000);
 }
 window.raydist = { get sweep() { return sweep; }, get curves() { return curves; }, get plot() { return plot; } };  // for the browser's console
