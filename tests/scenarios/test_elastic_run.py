@@ -299,22 +299,26 @@ def test_a_spare_takes_the_place_of_a_drained_node(site: Site, tmp_path: Path, w
 
 def test_a_drained_node_leaves_a_run_that_goes_on_with_fewer_and_scales(site: Site, tmp_path: Path) -> None:
     second = site.add()
-    words = ("data.resize=scale", "data.batch_size=16", "optim.scaling=linear", "optim.scaling_batch=32")
-    run = site.start(tmp_path / "run", "scale=1..2x1", *words, "data.global_batch=null", "train.steps=60")
+    words = ("data.resize=scale", "data.batch_size=16", "optim.scaling=linear", "optim.scaling_batch=32",
+             "optim.schedule=linear", "optim.warmup=2", "train.steps=null", "train.epochs=8")  # fmt: skip
+    run = site.start(tmp_path / "run", "scale=1..2x1", *words, "data.global_batch=null")
     run.until_step(3)
     drained(run, site, second)
     ended(run)
     assert sizes(run) == [2, 1]
     assert [(end["how"], end["preempted"]) for end in run.result()["restarts"]] == [("drained", True)]
-    # 16 samples of each rank, and a rate that goes with them: 0.005 is for 32
+    # 16 samples of each rank, and a rate that goes with them: 0.005 is for 32. The schedule goes on from its place: of
+    # the 2048 samples the first 64 are the warm-up
     changed = run.events("failure")[0]["reached"] - run.events("restarted")[0]["repeated"]
     reports = {
         each["step"]: each["values"] for each in run.events("report") if each["rank"] == 0 and "lr" in each["values"]
     }
     for step, values in reports.items():
         assert values["samples"] == 32 * min(step, changed) + 16 * max(0, step - changed)
-        assert values["lr"] == pytest.approx(0.005 if step <= changed else 0.0025)
-    assert max(reports) == 60
+        batch = 32 if step <= changed else 16
+        factor = step / 2 if step <= 2 else 1 - (values["samples"] - batch - 64) / (2048 - 64)
+        assert values["lr"] == pytest.approx(0.005 * batch / 32 * factor)
+    assert reports[max(reports)]["samples"] == 2048
 
 
 def test_a_script_goes_on_from_its_own_checkpoint_at_another_size(site: Site, tmp_path: Path) -> None:

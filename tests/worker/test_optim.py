@@ -60,7 +60,7 @@ def rates(**words: Any) -> list[float]:
     """The rate of each of 12 steps, as the optimizer has it."""
     settings = Optim(**words)
     made = optim.optimizer(settings, [parameter()], 1.0)
-    schedule = optim.schedule(settings, made, steps=12)
+    schedule = optim.schedule(settings, made, optim.Course(12))
     seen = []
     for _ in range(12):
         seen.append(made.param_groups[0]["lr"])
@@ -93,8 +93,8 @@ def test_step_is_a_tenth_at_each_third() -> None:
 def test_steps_past_the_end_have_a_rate_too(shape: str) -> None:
     # torch asks for the rate after the last step, and a resumed run may have been longer.
     settings = Optim(schedule=shape, warmup=3)
-    assert all(0 <= optim.rate_factor(settings, step, 10) <= 1 for step in range(40))
-    assert optim.rate_factor(settings, 0, 1) == pytest.approx(1 / 3)
+    assert all(0 <= optim.rate_factor(settings, step, optim.Course(10)) <= 1 for step in range(40))
+    assert optim.rate_factor(settings, 0, optim.Course(1)) == pytest.approx(1 / 3)
 
 
 def stepped(

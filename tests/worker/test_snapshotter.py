@@ -21,6 +21,7 @@ from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import PAGE, blank_page
 from raydist.worker import context
 from raydist.worker.loop import snapshotter
+from raydist.worker.loop.optim import Course
 from raydist.worker.loop.snapshotter import Offer, Restored, Snapshotter, choose_snapshot, spacing
 from raydist.worker.loop.step import Stepper
 from tests.lagging import Lagging
@@ -116,7 +117,7 @@ def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(tmp
         """After so many steps, from this state on. A tensor on `meta` is on another device, as on a GPU."""
         comm, given = context.current().comm, torch.ones(2, 4, device=device)
         made = Stepper(job, nn.Linear(4, 3), lambda output, _: output.sum(), comm, torch.device(device), 0.1)
-        made.plan(job.optim, 10)
+        made.plan(job.optim, Course(10))
         if kept is not None:
             made.load(kept.state, kept.path)
         for _ in range(steps):

@@ -150,7 +150,7 @@ class Training:
         self.steps = self.job.train.steps or self.step + (after if self.order.epoch < epochs else 0)
         self.epochs = epochs if self.job.train.steps is None else math.ceil(self.steps / per_epoch) if per_epoch else 0
         self.resumed = self.step
-        self.stepper.plan(self.job.optim, self.steps)
+        self.stepper.plan(self.job.optim, self._course(saved.state["position"] if saved is not None else {}))
         # From here on ranks draw different random numbers: equal dropout on all would lose some of its regularization.
         random_state.seed_everything(self._seed(), self.job.deterministic)
         if saved is not None:
@@ -161,6 +161,20 @@ class Training:
         context.emit_event("begin", steps=self.steps, epochs=self.epochs, samples=self.order.size, resumed=self.resumed)
         if self.step == self.steps and self.me.rank == 0 and hasattr(self, "loss"):  # no step will report it
             context.emit_event("recalled", step=self.step, values={"loss": self.loss.item()})
+
+    def _course(self, position: State) -> optim.Course:
+        """The place in the schedule goes by samples: after a change of the global batch it is where it was before.
+
+        With `train.steps` it goes by steps, which stay as many.
+        """
+        batch, warmup = self.order.global_batch, self.job.optim.warmup
+        self.warmed = self.samples + (warmup - self.step) * batch  # the samples at the end of the warm-up
+        if self.step > warmup:
+            self.warmed = position.get("warmed", self.warmed)
+        if self.job.train.steps is not None:
+            return optim.Course(self.steps)
+        steps = self.epochs * self.order.steps_per_epoch
+        return optim.Course(steps, steps - self.steps, self.warmed / batch)
 
     def _seed(self) -> int:
         # other numbers on each stage than on those with the same samples; ranks of a tp group compute the same
@@ -299,7 +313,7 @@ class Training:
         return shards.state_of(self.stepper, {**facts, "config": as_saved(self.job)}, self.loss)
 
     def _position(self) -> State:
-        return {**self.order.place(), "samples": self.samples}
+        return {**self.order.place(), "samples": self.samples, "warmed": self.warmed}
 
     def _own(self) -> State:
         """The part of the state that differs among ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -21,7 +22,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "step": lambda done: 0.1 ** math.floor(3 * done),
 }
-"""By schedule: the factor of the learning rate after the warm-up, from the fraction (0 to 1) of steps done."""
+"""By schedule: the factor of the learning rate after the warm-up, from the share (0 to 1) of the training done."""
 
 
 def learning_rate(settings: Optim, global_batch: int) -> float:
@@ -105,14 +106,25 @@ def copy_host_state(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = each.clone()
 
 
-def rate_factor(settings: Optim, step: int, steps: int) -> float:
+class Course(NamedTuple):
+    """The whole training in optimizer steps of the size that they have now; with `data.resize=scale` it may change."""
+
+    steps: int
+    ahead: int = 0
+    """Added to the number of a step, it gives the place of the step among these."""
+    warmed: float | None = None
+    """The place at which the warm-up ends; None: its number of steps."""
+
+
+def rate_factor(settings: Optim, step: int, course: Course) -> float:
     """The factor of the learning rate at a step: a linear warm-up, then the schedule."""
     if step < settings.warmup:
         return (step + 1) / settings.warmup
-    done = (step - settings.warmup) / max(1, steps - settings.warmup)
-    return SHAPES[settings.schedule](min(1.0, done))
+    begin = settings.warmup if course.warmed is None else course.warmed
+    done = (step + course.ahead - begin) / max(1, course.steps - begin)
+    return SHAPES[settings.schedule](min(1.0, max(0.0, done)))
 
 
-def schedule(settings: Optim, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
-    """The schedule of the learning rate over `steps` optimizer steps."""
-    return LambdaLR(optimizer, lambda step: rate_factor(settings, step, steps))
+def schedule(settings: Optim, optimizer: torch.optim.Optimizer, course: Course) -> LambdaLR:
+    """The schedule of the learning rate over a training."""
+    return LambdaLR(optimizer, lambda step: rate_factor(settings, step, course))

@@ -74,9 +74,9 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(device.type, enabled=half is torch.float16)
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def plan(self, settings: Optim, steps: int) -> None:
+    def plan(self, settings: Optim, course: optim.Course) -> None:
         """Make the schedule of the learning rate, now that the number of steps is known."""
-        self.schedule = optim.schedule(settings, self.optimizer, steps)
+        self.schedule = optim.schedule(settings, self.optimizer, course)
 
     @property
     def rate(self) -> float:
