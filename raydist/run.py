@@ -18,7 +18,7 @@ from raydist.recovery.policy import Retry
 from raydist.settings import compose
 from raydist.settings.config import Job
 from raydist.shared.errors import as_raydist_error
-from raydist.shared.events import Events
+from raydist.shared.events import Events, Reader
 from raydist.shared.outcome import Attempt
 from raydist.shared.signals import stoppable
 from raydist.watch import result
@@ -32,16 +32,26 @@ T = TypeVar("T")
 
 
 @overload
-def run(job: Callable[..., T], *overrides: str, args: Sequence[Any] = (), **kwargs: Any) -> Result[T]: ...
+def run(
+    job: Callable[..., T], *overrides: str, args: Sequence[Any] = (), on_event: Reader | None = None, **kwargs: Any
+) -> Result[T]: ...
 @overload
-def run(job: str, *overrides: str) -> Result[Any]: ...
-def run(job: str | Callable[..., T], *overrides: str, args: Sequence[Any] = (), **kwargs: Any) -> Result[Any]:
+def run(job: str, *overrides: str, on_event: Reader | None = None) -> Result[Any]: ...
+def run(
+    job: str | Callable[..., T],
+    *overrides: str,
+    args: Sequence[Any] = (),
+    on_event: Reader | None = None,
+    **kwargs: Any,
+) -> Result[Any]:
     """Run a job on every rank and return its Result. It blocks until the run is over.
 
     - `job`: a function, or the text after `job=` on a command line.
     - `overrides`: settings as typed after `python -m raydist.train`.
     - `args`, `kwargs`: for a function. It is called on each rank with them, with `config=` if it has a parameter of
       that name, and with `job.args`. They travel by cloudpickle, as does what it returns: `Result.values`, by rank.
+    - `on_event`: called in this process with each event of the run as it happens, a dict with `t`, `kind` and what
+      raydist/shared/events.py lists for its kind. An exception in it is a warning of the run, and does not end it.
 
     ConfigError: a wrong setting, or an argument that cannot be pickled; nothing was started. LaunchError: the cluster,
     a node or a rank could not be started. RunFailed: a rank failed and was not restarted. Stopped: SIGINT or SIGTERM.
@@ -49,15 +59,19 @@ def run(job: str | Callable[..., T], *overrides: str, args: Sequence[Any] = (), 
         raydist.run(train, "scale=2x8", "backend=nccl", args=(0.1,)).values
     """
     if isinstance(job, str):
-        return run_job(compose.compose([f"job={job}", *overrides], claim=True))
-    return run_job(compose.compose(overrides, function=job, claim=True), RemoteCall.of(job, args, kwargs))
+        return run_job(compose.compose([f"job={job}", *overrides], claim=True), on_event=on_event)
+    return run_job(
+        compose.compose(overrides, function=job, claim=True), RemoteCall.of(job, args, kwargs), on_event=on_event
+    )
 
 
-def run_job(job: Job, call: RemoteCall | None = None, many: OneOfMany | None = None) -> Result[Any]:
+def run_job(
+    job: Job, call: RemoteCall | None = None, many: OneOfMany | None = None, on_event: Reader | None = None
+) -> Result[Any]:
     """THE FLOW: run the job, make its Result, write and upload the records. `many`: the run is one of several."""
     folder = Path(job.dir)
     halt, shown = (many.halt, many.reader) if many else (None, None)
-    with stoppable(halt), watching(job, shown) as (events, figures):
+    with stoppable(halt), watching(job, shown, on_event) as (events, figures):
         # Ray is left after the event `result`: what its readers count goes out over that connection.
         with Trackers(job, events) as trackers, ExitStack() as connection:
             try:

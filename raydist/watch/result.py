@@ -104,6 +104,14 @@ class Result(Generic[T]):
         except OSError:
             path.unlink(missing_ok=True)
 
+    def __str__(self) -> str:
+        """Return what a command prints at the end of the run: how it ended, then a line for each figure."""
+        from raydist.watch import wording
+
+        facts = self.to_json()
+        rows = wording.table(wording.summary(facts))
+        return "\n".join([wording.headline(facts, None), *filter(None, [self.failure]), *rows])
+
     def _repr_html_(self) -> str:
         from raydist.watch.notebook import result_html
 

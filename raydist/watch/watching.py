@@ -26,11 +26,14 @@ class Watched(NamedTuple):
 
 
 @contextlib.contextmanager
-def watching(job: Job, shown: Reader | None = None) -> Iterator[Watched]:
-    """Inside the block, all events of the run have their readers. `shown`: one in place of the console."""
+def watching(job: Job, shown: Reader | None = None, also: Reader | None = None) -> Iterator[Watched]:
+    """Inside the block, all events of the run have their readers.
+
+    `shown`: one in place of the console. `also`: a further one, the caller's own.
+    """
     folder, figures = Path(job.dir), Figures()
     console = Console(job.watch, failures=figures.failures) if shown is None else None
-    screen: list[Reader] = [each for each in (shown, console) if each is not None]
+    screen: list[Reader] = [each for each in (shown, console, also) if each is not None]
     metrics = Metrics(run_label(job), figures, lambda text: events.say("warning", text=text))
     readers: tuple[Reader, ...] = (
         figures.add,

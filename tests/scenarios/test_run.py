@@ -43,6 +43,33 @@ def test_values_come_back_by_rank_and_the_ranks_know_each_other(on_ray: Path, gr
     assert done.values == tuple((rank, rank, 3, 7.0, True, "gloo") for rank in range(3))
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_caller_gets_each_event_and_a_result_to_print(on_ray: Path, group: str) -> None:
+    def job() -> None:
+        for step in range(3):
+            raydist.report(step=step, samples=8, loss=1.5)
+
+    seen: list[dict[str, Any]] = []
+    done = raydist.run(job, "scale=1x2", group, QUIET, on_event=seen.append)
+    written = [*read_events(done.dir / "events.jsonl")]
+    assert [event for event in seen if event["kind"] != "output"] == written
+    assert [event["values"]["loss"] for event in seen if event["kind"] == "report" and event["rank"] == 0] == [1.5] * 3
+    lines = str(done).splitlines()
+    assert lines[0] == f"finished in {done.wall_s:.1f} s"
+    assert lines[1].split() == ["loss", "1.5"]
+    assert lines[-1].split() == ["folder", str(done.dir)]
+    assert len(lines) < 12
+
+
+def test_a_callback_that_raises_does_not_end_the_run(on_ray: Path) -> None:
+    def fail(event: dict[str, Any]) -> None:
+        raise ValueError(f"no {event['kind']}")
+
+    done = raydist.run(lambda: 1, "scale=1x2", QUIET, on_event=fail)
+    assert done.values == (1, 1)
+    assert [text for text in done.warnings if "ValueError: no run" in text], done.warnings
+
+
 @pytest.mark.parametrize("init_method", ["env", "tcp", "file"])
 def test_every_init_method_is_really_used(on_ray: Path, init_method: str) -> None:
     def job() -> tuple[str, str]:
