@@ -250,6 +250,12 @@ def copied() -> bool:
     return ring is not None and ring.keeps and not ring.passed
 
 
+def copy_s() -> float:
+    """Seconds that the last copy took to the next node."""
+    ring: Ring | None = context.current().sharded
+    return 0.0 if ring is None else ring.copy_s
+
+
 def _ring() -> Ring | None:
     current = context.current()
     if current.memory is None or current.memory[0] < 0:
@@ -275,6 +281,8 @@ class Ring:
         self._holders = holders([int(row[0]) for row in self._gather(me.node_rank)])
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
+        self.copy_s = 0.0
+        """Seconds that the last copy took to the next node."""
         self.passed = False
         """Whether the memory of a rank has states of a later raydist.fit: the one that runs now has finished."""
 
@@ -317,7 +325,9 @@ class Ring:
         try:
             if self._cuda is not None:  # a thread begins with GPU 0, where a wait would make a context of 0.5 GB
                 torch.cuda.set_device(self._cuda)
+            began = time.perf_counter()
             self._copy(step, slot, why)
+            self.copy_s = time.perf_counter() - began
         except BaseException as error:
             self._failed = error
 

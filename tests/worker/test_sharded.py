@@ -32,6 +32,7 @@ from raydist.state.shard_choice import WholeShards
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import PAGE, blank_page, whole_slots
 from raydist.worker import context, sharded
+from raydist.worker.loop.shards import ShardSnapshotter
 from raydist.worker.protocol import Flush, HeldShards
 from tests.conftest import ROOT
 from tests.lagging import Lagging
@@ -463,6 +464,36 @@ def test_a_state_of_another_number_of_ranks_is_read_as_from_the_disk(tmp_path: P
     told = run_ranks(2, GLOO, fewer, tmp_path)
     assert [each.error for each in told] == ["", ""]
     assert [each.value for each in told] == [(3, [each] * 4, 3, [0.0] * 4) for each in (0.0, 1.0)]
+
+
+def slow_network(job: Job) -> Any:
+    """Two nodes, between which a copy travels as long as some ten steps; the newest step that was kept of 60."""
+    here = context.current()
+    me = here.rank.rank
+    here.rank, here.memory = context.Rank(me, 0, me, 2), (memory(), -1)
+    copy = sharded.Ring._copy
+
+    def travels(ring: Any, *what: Any) -> None:
+        time.sleep(0.3)
+        copy(ring, *what)
+
+    sharded.Ring._copy = travels  # type: ignore[method-assign]
+    keeper, state = ShardSnapshotter(job, here.comm), {"x": torch.zeros(4)}
+    keeper.begin(0)
+    kept = []
+    for step in range(1, 61):
+        time.sleep(0.03)
+        keeper.step(step, dict, lambda: state)
+        kept.append(max(SnapshotBuffer(here.memory[0]).steps))
+    here.sharded.rest()
+    return len({*kept})
+
+
+def test_the_way_of_a_copy_to_the_next_node_is_not_taken_for_the_cost_of_a_snapshot(tmp_path: Path) -> None:
+    """Only the first steps waited for it, and then one in a thousand was kept."""
+    one, other = run_ranks(2, GLOO, slow_network, tmp_path)
+    assert (one.error, other.error) == ("", "")
+    assert min(one.value, other.value) > 5  # four of them are the first ones
 
 
 def no_room(job: Job) -> Any:

@@ -222,10 +222,22 @@ def test_as_often_as_is_asked(tmp_path: Path, every: int, last: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shares", "steps"), [([0.0, 0.004], 1), ([0.01], 1), ([0.0101], 2), ([0.5, 0.02], 50), ([0.0], 1), ([3.0], 300)]
+    ("shares", "copies", "steps"),
+    [
+        ([0.0, 0.004], [0.0, 0.0], 1),
+        ([0.01], [0.0], 1),
+        ([0.0101], [0.0], 2),
+        ([0.5, 0.02], [0.0, 0.0], 50),
+        ([0.0], [0.0], 1),
+        ([3.0], [0.0], 300),
+        ([0.003, 0.004], [10.0, 9.5], 10),  # the network needs as long as ten steps
+        ([0.3, 0.2], [10.0, 9.5], 30),
+    ],
 )
-def test_each_step_is_kept_if_that_takes_a_percent_of_it_at_most(shares: list[float], steps: int) -> None:
-    assert spacing(shares) == steps
+def test_each_step_is_kept_if_that_takes_a_percent_of_it_at_most(
+    shares: list[float], copies: list[float], steps: int
+) -> None:
+    assert spacing(shares, copies) == steps
 
 
 def scarce(last: int) -> Any:
@@ -268,5 +280,6 @@ def test_steps_that_take_no_time_are_not_all_kept_and_all_ranks_agree(tmp_path: 
     one, other = run_ranks(2, GLOO, rhythm(None, 0.0), tmp_path)
     assert (one.error, other.error) == ("", "")
     assert one.value == other.value
-    assert one.value[7] == 8  # until it is known what one costs
+    assert one.value[3] == 4  # until it is known what one costs
+    assert one.value[7] < 8
     assert one.value[-1] < 29

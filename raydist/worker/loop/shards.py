@@ -56,6 +56,12 @@ class ShardSnapshotter(Snapshotter):
             sharded.begin_fit()
         self.go_on()
 
+    def _wait_for_copy(self) -> None:
+        sharded.copied()
+
+    def _copy_s(self) -> float:
+        return sharded.copy_s()
+
     def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
         sharded.keep(step, state())
         self._kept = step

@@ -26,10 +26,12 @@ from raydist.worker.backends import Comm
 
 SHARE = 0.01
 """The share of a step's time that snapshots may take, unless `snapshot.every` is set."""
-FIRST_LOOK = 8
-"""Steps after which the cost of a snapshot is measured first; again after 16, 32, …"""
-MEASURED = 64
-"""Most steps of which the time is kept."""
+FIRST_LOOK = 4
+"""Steps after which the cost of a snapshot is known first, and reckoned with; again after 8, 16, …"""
+FETCHING = 3
+"""Snapshots that fetch and page-lock the memory of their slots: they cost more than those that follow."""
+COSTS, MEASURED = 8, 64
+"""Most snapshots and most steps of which the time is kept."""
 PIECE = 1 << 26
 """Bytes of a state that all ranks pass on at a time to nodes that lack it: a rank never holds all of it besides."""
 OFFERS = 2
@@ -87,10 +89,10 @@ class Snapshotter:
         self._clone: Cloned = "host" if current.rank.device.type == "cuda" else "all"
         """What of a state that is read must be copied: a GPU has its own copy of the rest as soon as it is loaded."""
         self._device = device_of(current.rank.device)
-        self._costs: deque[tuple[Mark, Mark]] = deque(maxlen=FIRST_LOOK)
+        self._costs: deque[tuple[Mark, Mark]] = deque(maxlen=COSTS)
         """The beginning and the end of the last snapshots, and below of the last steps, in the queue of the device."""
         self._steps: deque[tuple[Mark, Mark]] = deque(maxlen=MEASURED)
-        self._count, self._look = 0, FIRST_LOOK
+        self._count, self._kept_count, self._look = 0, 0, FIRST_LOOK
         self._since = self._device.mark()
 
     def begin(self, step: int) -> None:
@@ -121,12 +123,23 @@ class Snapshotter:
         began = self._device.mark()
         self._steps.append((self._since, began))
         if step % self._every == 0:
+            self._wait_for_copy()
+            began = self._device.mark()
             self._keep(step, own, state)
-            self._costs.append((began, self._device.mark()))
+            self._kept_count += 1
+            if self._kept_count > FETCHING:
+                self._costs.append((began, self._device.mark()))
         self._count += 1
         if self._count == self._look:
             self._reckon()
         self.go_on()
+
+    def _wait_for_copy(self) -> None:
+        """Wait until what goes on with the snapshot before is done: no part of the cost of one, if they are spaced."""
+
+    def _copy_s(self) -> float:
+        """Seconds for which that went on beside the steps."""
+        return 0.0
 
     def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
         """Keep a state now; return its slot, or None if there is too little memory."""
@@ -247,9 +260,9 @@ class Snapshotter:
         """Set the spacing of snapshots from their measured cost, the same on all ranks."""
         self._device.mark().wait()
         cost, took = median_s(self._costs), median_s(self._steps)
-        mine = cost / took if cost else 0.0
-        shares = self._comm.gather(torch.tensor([mine], dtype=torch.float64))
-        self._every = spacing([float(share) for share in shares])
+        mine = [cost / took if cost else 0.0, self._copy_s() / took if took else 0.0]
+        rows = self._comm.gather(torch.tensor(mine, dtype=torch.float64))
+        self._every = spacing([float(row[0]) for row in rows], [float(row[1]) for row in rows])
         self._look *= 2
         self._steps.clear()
 
@@ -259,9 +272,12 @@ def median_s(spans: Sequence[tuple[Mark, Mark]]) -> float:
     return statistics.median(end.seconds_since(begin) for begin, end in spans) if spans else 0.0
 
 
-def spacing(shares: Sequence[float]) -> int:
-    """Steps between snapshots, from the cost of one on each rank as a share of a step; at least 1."""
-    return max(1, math.ceil(max(shares) / SHARE))
+def spacing(shares: Sequence[float], copies: Sequence[float] = (0.0,)) -> int:
+    """Steps between snapshots, from the cost of one on each rank as a share of a step; at least 1.
+
+    `copies`: for how many steps each is copied beside them, at least so many: the next one would wait for it.
+    """
+    return max(1, math.ceil(max(shares) / SHARE), math.ceil(max(copies)))
 
 
 def of_step(offers: Sequence[Offer], step: int) -> Offer:
