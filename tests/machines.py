@@ -132,6 +132,8 @@ def build(root: Path, box: Box) -> Path:
     (root / "dev/shm").mkdir(parents=True)
     for name, text in box.files.items():
         write(root / name, text)
+        if text.startswith("#!"):
+            (root / name).chmod(0o755)
     return root
 
 
@@ -304,6 +306,20 @@ def vm_box() -> Box:
         Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i + 2}.0", (Link(counters=None),), -1, virtual=True) for i in range(2)
     )
     return Box(cards, tuple((f"pci0000:00/0000:00:1{i}.0", -1) for i in range(2)))
+
+
+def mig_box(tool: bool = True) -> Box:
+    """Two GPUs, of which the second has two MIG instances; `tool`: nvidia-smi is there, with its list as of R570."""
+    gpus = tuple((f"pci0000:00/0000:0{i}:00.0", 0) for i in (1, 2))
+    listed = """#!/bin/sh
+cat << END
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0000:01:00.0)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-0000:02:00.0)
+  MIG 3g.40gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
+  MIG 3g.40gb     Device  1: (UUID: MIG-0f5b0a2e-3c5d-5a8f-9d5e-6f0c8f1d7b11)
+END"""
+    files = {"proc/driver/nvidia/capabilities/gpu1/mig/gi1/access": "DeviceFileMinor: 12"}
+    return Box(gpus=gpus, files={**files, **({"usr/bin/nvidia-smi": listed} if tool else {})})
 
 
 def plain_box() -> Box:

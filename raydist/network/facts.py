@@ -116,6 +116,8 @@ class Gpu:
     model: str = ""
     uuid: str = ""
     """`GPU-…`, by which Ray and CUDA may name it."""
+    instances: tuple[str, ...] = ()
+    """The names of its MIG instances: `MIG-…`."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,13 @@ from raydist.network.names import MALLOC, RANK_FOLDER, EnvVar
 from raydist.settings.config import Job
 from raydist.settings.run_folder import run_folder
 from raydist.shared import env_names
+from raydist.shared.errors import ConfigError
 
 LATER = "<chosen when it starts>"
 RECORDS_COLLECTIVES = (2, 14)
 """A torch whose flight recorder is on by default; that of 2.8 is off."""
+SHARES_GPU = (2, 30)
+"""The first NCCL version with NCCL_MULTI_RANK_GPU_ENABLE."""
 NCCL_LOG = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
 
 
@@ -102,6 +105,7 @@ def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> 
         *recorder_variables(node),
         *connection_variables(job, plan),
         *devices.device_settings(job, node, len(plan.nodes)),
+        *mig_variables(plan, facts, lead),
         *mpi_network(job, node),
     ]
     yield from (unless_set(var, node) for var in chosen)
@@ -180,6 +184,26 @@ def gpu_variables(plan: Plan, facts: Sequence[Facts], slot: Slot) -> Iterator[En
     if ids:
         order = EnvVar("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "Ray counts GPUs in this order, CUDA the fastest first")
         yield unless_set(order, node)
+
+
+def mig_variables(plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[EnvVar]:
+    """The variable by which NCCL admits ranks with MIG instances of one GPU. ConfigError: this NCCL has none."""
+    node = facts[lead.rank]
+    parent = {instance: gpu.uuid for gpu in node.devices for instance in gpu.instances}
+    held = [gpu for gpu in binding.assigned_gpus(facts, lead) if gpu.startswith("MIG-")]
+    gpus = [parent.get(instance, "") for instance in held]
+    if plan.request.backend != "nccl" or len(held) < 2 or ("" not in gpus and len({*gpus}) == len(gpus)):
+        return
+    version = version_numbers(node.versions.get("nccl", ""))
+    if not version or version >= SHARES_GPU:
+        why = "ranks may have MIG instances of one GPU, for which NCCL takes them all; without it NCCL refuses them"
+        yield EnvVar("NCCL_MULTI_RANK_GPU_ENABLE", "1", why)
+    elif "" not in gpus:
+        cause = (
+            f"ranks on {node.hostname} have MIG instances of one GPU, which NCCL {node.versions['nccl']} refuses "
+            "(2.30 does not)"
+        )
+        raise ConfigError.of("backend", "nccl", cause, "backend=gloo")
 
 
 def unless_set(var: EnvVar, node: Facts) -> EnvVar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,12 @@ from raydist.cluster import placement
 from raydist.cluster.nodes import Node
 from raydist.cluster.placement import Plan
 from raydist.network import devices, variables
+from raydist.network.facts import Gpu
 from raydist.network.names import RANK_FOLDER, EnvVar
 from raydist.network.variables import Rendezvous
 from raydist.node.probe import Facts
 from raydist.settings.config import Backend, Fabric, Job, Restart, Scale
+from raydist.shared.errors import ConfigError
 
 MEET = Rendezvous(address="10.0.0.1", port=41234)
 
@@ -177,6 +180,41 @@ def test_each_rank_has_a_mig_instance_of_its_own() -> None:
     each = [facts(1, gpus=own) for own in (("MIG-b",), ("MIG-a",))]
     values, _ = planned(job(), plan(node(1, gpu=8), per_node=2, gpus=1), *each)
     assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == ["MIG-b", "MIG-a"]
+
+
+@pytest.mark.parametrize(
+    ("held", "known", "nccl", "expected"),
+    [
+        (("MIG-a", "MIG-b"), True, "2.30.7", "1"),
+        (("MIG-a", "MIG-c"), True, "2.30.7", None),  # each of a GPU of its own
+        (("MIG-a", "MIG-c"), True, "2.28.3", None),
+        (
+            ("MIG-a", "MIG-b"),
+            True,
+            "2.28.3",
+            "ranks on node-1 have MIG instances of one GPU, which NCCL 2.28.3 refuses",
+        ),
+        (("MIG-a", "MIG-b"), True, "", "1"),
+        (("MIG-a", "MIG-b"), False, "2.30.7", "1"),
+        (("MIG-a", "MIG-b"), False, "2.28.3", None),  # nobody knows: NCCL says so itself
+        (("MIG-a",), True, "2.28.3", None),
+        (("0", "1"), True, "2.30.7", None),
+    ],
+)
+def test_nccl_admits_ranks_on_mig_instances_of_one_gpu_or_the_run_is_refused(
+    held: tuple[str, ...], known: bool, nccl: str, expected: str | None
+) -> None:
+    gpus = (Gpu("0000:1b:00.0", uuid="GPU-x", instances=("MIG-a", "MIG-b")), Gpu("0000:1c:00.0", uuid="GPU-y",
+            instances=("MIG-c",))) if known else ()  # fmt: skip
+    each = [facts(1, gpus=(own,), devices=gpus, versions={"nccl": nccl}) for own in held]
+    where, asked = plan(node(1, gpu=8), per_node=len(held), gpus=1), job(backend=Backend("nccl"))
+    if expected not in ("1", None):
+        with pytest.raises(ConfigError, match=re.escape(str(expected))) as refused:
+            planned(asked, where, *each)
+        assert "backend=gloo" in str(refused.value)
+        return
+    values, _ = planned(asked, where, *each)
+    assert [own.get("NCCL_MULTI_RANK_GPU_ENABLE") for own in values] == [expected] * len(held)
 
 
 def test_gpus_are_counted_as_ray_does_and_amds_have_their_own_variable() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from raydist.node.probe import hca
 from tests import machines
 from tests.machines import Box, Card, Link, build
@@ -30,6 +32,14 @@ def test_the_gpus_of_a_dgx_and_where_they_hang(tmp_path: Path) -> None:
     assert [one.bdf for one in found] == [f"00{i}4:00:00.0" for i in range(8)]
     assert found[6].pci.startswith("pci0060:00/0060:00:01.0/0061:00:00.0/")
     assert (found[6].numa, found[6].model) == (1, "NVIDIA H100 80GB HBM3")
+
+
+def test_the_mig_instances_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    whole, cut = hca.read_gpus(build(tmp_path / "a", machines.mig_box()))
+    names = ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-0f5b0a2e-3c5d-5a8f-9d5e-6f0c8f1d7b11")
+    assert (whole.instances, cut.instances) == ((), names)
+    assert [gpu.instances for gpu in hca.read_gpus(build(tmp_path / "b", machines.mig_box(tool=False)))] == [(), ()]
 
 
 def test_hdr_is_half_of_ndr_and_a_half_is_kept(tmp_path: Path) -> None:

@@ -477,7 +477,7 @@ def slow_network(job: Job) -> Any:
         time.sleep(0.3)
         copy(ring, *what)
 
-    sharded.Ring._copy = travels  # type: ignore[method-assign]
+    sharded.Ring._copy = travels  # type: ignore[assignment,method-assign]
     keeper, state = ShardSnapshotter(job, here.comm), {"x": torch.zeros(4)}
     keeper.begin(0)
     kept = []

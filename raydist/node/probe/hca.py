@@ -1,4 +1,4 @@
-"""The RDMA devices and GPUs, and their user-space libraries, read without any tool or library. (actor)
+"""The RDMA devices and GPUs, and their user-space libraries, read from files; nvidia-smi tells MIG instances. (actor)
 
 Source: Documentation/ABI/stable/sysfs-class-infiniband, drivers/infiniband/core/sysfs.c.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +21,8 @@ GAP = 16
 """A GID table has 256 entries, used from the first one: after this many empty entries the rest is empty too."""
 LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib", "lib64", "lib",
              "usr/local/lib")  # fmt: skip
+LISTING_S = 10.0
+"""Longest wait for nvidia-smi: a driver without persistence takes seconds."""
 DMABUF_KERNEL = (5, 12)
 
 
@@ -106,16 +110,40 @@ def opens(node: Path) -> bool:
 def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
     """All NVIDIA GPUs of the machine, in PCI order."""
     folder, bus = root / "proc/driver/nvidia/gpus", root / "sys/bus/pci/devices"
+    instances = read_instances(root)
     return tuple(
         Gpu(
             bdf=name,
             pci=sysfs.pci_path(bus / name, root),
             numa=sysfs.read_number(bus / name / "numa_node", -1),
             model=_field(information := sysfs.read_text(folder / name / "information"), "Model"),
-            uuid=_field(information, "GPU UUID"),
+            uuid=(uuid := _field(information, "GPU UUID")),
+            instances=instances.get(uuid, ()),
         )
         for name in sorted(sysfs.names(folder))
     )
+
+
+def read_instances(root: Path = Path("/")) -> dict[str, tuple[str, ...]]:
+    """The MIG instances of each GPU, by its uuid. Only nvidia-smi tells them, which is asked where there are any."""
+    if not any(root.glob("proc/driver/nvidia/capabilities/gpu*/mig/gi*")):
+        return {}
+    folders = [root / folder.lstrip("/") for folder in os.environ.get("PATH", os.defpath).split(os.pathsep)]
+    tool = shutil.which("nvidia-smi", path=os.pathsep.join(map(str, folders)))
+    if tool is None:
+        return {}
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=LISTING_S)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    instances: dict[str, tuple[str, ...]] = {}
+    gpu = ""
+    for name in re.findall(r"\(UUID: ([^)]+)\)", listed.stdout):  # each GPU, followed by its instances
+        if name.startswith("MIG-"):
+            instances[gpu] = (*instances.get(gpu, ()), name)
+        else:
+            gpu = name
+    return instances
 
 
 def _field(information: str, name: str) -> str:
