@@ -75,10 +75,16 @@ def gpu_ids(plan: Plan, facts: Sequence[Facts], lead: Slot) -> list[str]:
 
 
 def assigned_gpus(facts: Sequence[Facts], slot: Slot) -> list[str]:
-    """The GPUs that Ray has assigned to the ranks of a slot's node: by number, then the others by name."""
-    first = slot.rank - slot.local_rank
-    ids = {gpu for rank in range(first, first + slot.local_world_size) for gpu in facts[rank].gpus or ()}
-    return sorted(ids, key=lambda gpu: (not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0, gpu))
+    """The GPUs that Ray has assigned to the ranks of a slot's node: by number, then the others by name.
+
+    Where each rank has several, neighbours are of one rank, and the first ones of all ranks come first: a program that
+    takes the GPU of its LOCAL_RANK, as torch does by itself, has the first one of its own.
+    """
+    first, ranks = slot.rank - slot.local_rank, slot.local_world_size
+    found = {gpu for rank in range(first, first + ranks) for gpu in facts[rank].gpus or ()}
+    ids = sorted(found, key=lambda gpu: (not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0, gpu))
+    each = len(ids) // ranks if len(ids) % ranks == 0 else 1
+    return [ids[rank * each + place] for place in range(each) for rank in range(ranks)] if each > 1 else ids
 
 
 def gpu_homes(node: Facts, ids: Sequence[str], ranks: int) -> list[int] | None:
@@ -88,7 +94,7 @@ def gpu_homes(node: Facts, ids: Sequence[str], ranks: int) -> list[int] | None:
     """
     named = {gpu.uuid: gpu.numa for gpu in node.devices} | {str(i): gpu.numa for i, gpu in enumerate(node.devices)}
     known = {each.number for each in node.numa}
-    homes = [named.get(ids[i * len(ids) // ranks], -1) for i in range(ranks)] if ids else []
+    homes = [named.get(ids[i % len(ids)], -1) for i in range(ranks)] if ids else []
     return homes if homes and known.issuperset(homes) else None
 
 

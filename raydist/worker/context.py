@@ -43,6 +43,8 @@ class Rank:
     def device(self) -> torch.device:
         """This rank's device: the GPU of its local rank where the job has GPUs, the CPU otherwise.
 
+        With fewer GPUs than ranks they share them in turn, as torch assumes where a program names no device.
+
         RaydistError: raydist gave this rank GPUs, and torch finds none. It would train on the CPU for hours.
         """
         import torch
@@ -55,8 +57,7 @@ class Rank:
                 why = f"torch {torch.__version__} finds no GPU, and this rank has CUDA_VISIBLE_DEVICES={gpus}"
                 raise RaydistError(f"{why}: install a torch with CUDA on its node, or set scale.gpus=0")
             return torch.device("cpu")
-        each = torch.cuda.device_count() / self.local_world_size
-        return torch.device("cuda", int(self.local_rank * each))
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Rank:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node
@@ -18,6 +19,7 @@ from raydist.network.variables import Rendezvous
 from raydist.node.probe import Facts
 from raydist.settings.config import Backend, Fabric, Job, Restart, Scale
 from raydist.shared.errors import ConfigError
+from raydist.worker.context import Rank
 
 MEET = Rendezvous(address="10.0.0.1", port=41234)
 
@@ -162,7 +164,7 @@ def test_an_interface_that_was_asked_for_is_the_reason() -> None:
     [
         ([("1",), ("0",)], "0,1"),
         ([("10",), ("9",)], "9,10"),
-        ([("3", "2"), ("1", "0")], "0,1,2,3"),
+        ([("3", "2"), ("1", "0")], "0,2,1,3"),
         ([("0",), ("0",)], "0"),
         ([("GPU-b",), ("GPU-a",)], "GPU-a,GPU-b"),
     ],
@@ -173,6 +175,44 @@ def test_all_ranks_of_a_node_see_all_its_gpus_in_one_order(held: list[tuple[str,
     each = [facts(1, gpus=own, environment={"CUDA_VISIBLE_DEVICES": own[0]}) for own in held]
     values, _ = planned(job(), where, *each)
     assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == [visible, visible]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "horovod", "mpi"])
+@pytest.mark.parametrize(
+    "held",
+    [
+        [("0",), ("1",), ("2",)],
+        [("5",), ("3",)],
+        [("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")],
+        [("10", "9", "8"), ("3", "2", "1")],
+        [("MIG-b",), ("MIG-a",)],
+    ],
+    ids=str,
+)
+def test_a_program_that_takes_the_gpu_of_its_local_rank_has_the_one_that_raydist_means(
+    monkeypatch: pytest.MonkeyPatch, held: list[tuple[str, ...]], backend: str
+) -> None:
+    """nccl2 without `device_id` takes LOCAL_RANK modulo the GPUs that it sees; "Duplicate GPU detected" otherwise."""
+    where = plan(node(1, gpu=12), per_node=len(held), gpus=len(held[0]))
+    where = replace(where, request=replace(where.request, backend=backend))
+    each = [facts(1, gpus=own, versions={"nccl": "2.30.7"}) for own in held]
+    values, _ = planned(job(backend=Backend(backend)), where, *each)
+    taken = []
+    for own in values:
+        visible = own["CUDA_VISIBLE_DEVICES"].split(",")
+        seen = visible[:1] if visible[0].startswith("MIG") else visible  # CUDA's rule
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: len(seen))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        device = Rank.from_env(own).device
+        assert device.index == int(own["LOCAL_RANK"]) % len(seen)
+        assert own.get("HOROVOD_LOCAL_RANK", own["LOCAL_RANK"]) == own["LOCAL_RANK"]
+        taken.append({seen[place] for place in range(device.index, len(seen), len(held))})
+    if len(held[0]) > 1:  # neighbours are of one rank
+        count = len(held[0])
+        ordered = sorted(int(gpu) for own in held for gpu in own)
+        assert taken == [{str(gpu) for gpu in ordered[i : i + count]} for i in range(0, len(ordered), count)]
+    assert sum(map(len, taken)) == len(set().union(*taken))
 
 
 def test_each_rank_has_a_mig_instance_of_its_own() -> None:

@@ -58,9 +58,9 @@ def test_a_rank_whose_gpus_torch_does_not_find_fails_rather_than_train_on_the_cp
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "ranks", "gpus", "index"), [(0, 2, 2, 0), (1, 2, 2, 1), (1, 2, 4, 2), (3, 4, 2, 1)]
+    ("local_rank", "ranks", "gpus", "index"), [(0, 2, 2, 0), (1, 2, 2, 1), (1, 2, 4, 1), (3, 4, 2, 1), (1, 2, 1, 0)]
 )
-def test_the_device_is_the_local_ranks_share_of_the_gpus(
+def test_the_device_is_that_of_the_local_rank_as_torch_takes_it(
     monkeypatch: pytest.MonkeyPatch, local_rank: int, ranks: int, gpus: int, index: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
