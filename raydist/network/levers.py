@@ -98,6 +98,27 @@ def collection(job: Job, ranks: int) -> Lever:
     return Lever(name, True, f"train.gc={every}: a full collection on all ranks after each {every} optimizer steps")
 
 
+def tf32(job: Job, gpus: bool) -> Lever:
+    """fp32 matrix products in TF32."""
+    if not gpus:
+        return Lever("TF32", False, "the ranks have no GPU")
+    name = "train.fast" if job.train.fast and not job.train.tf32 else "train.tf32"
+    on = job.train.tf32 or job.train.fast
+    return Lever("TF32", on, f"{name}=true" if on else "it rounds the factors of fp32 products: train.tf32=true")
+
+
+def cudnn_search(job: Job, gpus: bool) -> Lever:
+    """cuDNN's search for the fastest algorithm of a convolution."""
+    name, train = "cuDNN search", job.train
+    if not gpus:
+        return Lever(name, False, "the ranks have no GPU")
+    if job.deterministic:
+        return Lever(name, False, "deterministic=true: it may find other algorithms in the next run")
+    if train.cudnn_search or train.fast:
+        return Lever(name, True, f"train.{'cudnn_search' if train.cudnn_search else 'fast'}=true")
+    return Lever(name, False, "each new shape of a convolution takes longer once: train.cudnn_search=true")
+
+
 def loop_levers(job: Job, gpus: bool) -> Iterator[Lever]:
     """The levers of raydist.fit."""
     train = job.train
@@ -113,6 +134,8 @@ def loop_levers(job: Job, gpus: bool) -> Iterator[Lever]:
     if not images:
         name = "train.fast" if gpus else "convolutions on a CPU are no faster: train.channels_last"
     yield Lever("channels-last images", images, f"{name}=true")
+    yield tf32(job, gpus)
+    yield cudnn_search(job, gpus)
     half = train.precision != "fp32"
     why = f"train.precision={train.precision}" if half else "it changes the numbers: train.precision=bf16"
     yield Lever("half precision", half, why)

@@ -221,12 +221,17 @@ class Train:
     """Use torch.compile for the model, or for each of its blocks where they are sharded."""
     channels_last: bool = False
     """Images in channels-last memory order; parallel=ddp only."""
+    tf32: bool = False
+    """Compute fp32 matrix products on GPUs in TF32, which has 10 bits of mantissa instead of 23."""
+    cudnn_search: bool = False
+    """On GPUs, time cuDNN's algorithms for each new shape of a convolution and take the fastest. It may be another one
+    in another run, so not with deterministic=true."""
     gc: int = at_least(0, 0)
     """Optimizer steps between full garbage collections of Python, which all ranks make at the same step; 0: each rank
     when Python decides. Also for script= and loops of your own, if they use torch.optim."""
     fast: bool = False
     """Switch on what speeds up training without a change of meaning: gc=100; in raydist.fit optim.fused, and on GPUs
-    channels_last."""
+    channels_last, tf32 and cudnn_search."""
     evaluate_every: int = at_least(0, 1)
     """Epochs between evaluations; 0: evaluate at the end only."""
 

@@ -63,6 +63,7 @@ def validate(job: Job) -> Job:
         _check_horovod(job.backend, job.init_method)
     _check_size(job)
     _check_sweep(job.sweep)
+    _check_repeatable(job)
     _check_parallel(job)
     fused_choice(job, gpus=False)
     batch, passes = job.data.global_batch, job.train.accumulate
@@ -197,6 +198,12 @@ def _check_batch(job: Job, max_nodes: int) -> None:
         cause = f"{batch} samples per step are too few for {ranks} {own}"
         key, _, size = size_override(job.scale).partition("=")
         raise ConfigError.of(key, size, cause, f"data.global_batch={ranks}", "data.resize=scale")
+
+
+def _check_repeatable(job: Job) -> None:
+    if job.deterministic and job.train.cudnn_search:
+        cause = "the algorithms that it finds may be others in the next run, but deterministic=true"
+        raise ConfigError.of("train.cudnn_search", "true", cause, "train.cudnn_search=false", "deterministic=false")
 
 
 def _check_parallel(job: Job) -> None:

@@ -109,6 +109,18 @@ def test_the_plan_says_of_each_lever_whether_it_is_on() -> None:
     assert all(f"train.{name}" in listed[lever][1] for name, lever in [("compile=true", "torch.compile"),
                ("precision=bf16", "half precision"), ("gc=50", "garbage collection")])  # fmt: skip
     assert "optim.fused=true" in listed["fused optimizer"][1]  # sgd on a GPU
+    for train, deterministic, tf32, search in (
+        (Train(), False, False, False),
+        (Train(tf32=True), True, True, False),
+        (Train(cudnn_search=True), False, False, True),
+        (Train(fast=True), False, True, True),
+        (Train(fast=True), True, True, False),
+    ):
+        _, of_gpu = look(Job(train=train, deterministic=deterministic))
+        assert (of_gpu["TF32"][0], of_gpu["cuDNN search"][0]) == (tf32, search)
+    _, of_cpu = look(Job(train=Train(fast=True)), gpus=0)
+    assert not of_cpu["TF32"][0]
+    assert not of_cpu["cuDNN search"][0]
     for job, fused, why in (
         (Job(), True, "sgd: weights have the same bits"),
         (Job(optim=Optim("adamw")), False, "adamw: it rounds the last bits otherwise: optim.fused=true"),

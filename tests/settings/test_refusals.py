@@ -232,6 +232,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         [0, 0],
         "backend.horovod.process_sets=[[0,1],[2,3]]",
     ),
+    "a search that is not deterministic": (
+        ["deterministic=true", "train.cudnn_search=true"],
+        "train.cudnn_search",
+        "true",
+        "train.cudnn_search=false",
+    ),
     "least more than most": (["scale.nodes=3", "scale.max_nodes=2"], "scale.nodes", "3..2", "scale.nodes=2..3"),
     "spares beside max_nodes": (["scale=1..2x2", "scale.spares=1"], "scale.spares", 1, "scale.spares=0"),
     "spares of the whole cluster": (

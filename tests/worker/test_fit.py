@@ -23,7 +23,7 @@ from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import LOCK, WORD, blank_page
 from raydist.worker import context, groups
 from raydist.worker.loop.evaluation import accuracy
-from raydist.worker.loop.step import Stepper
+from raydist.worker.loop.step import Stepper, speed_up_gpu
 from tests.ranks import Told, run_ranks
 
 SIZE, FEATURES = 96, 6
@@ -493,6 +493,28 @@ def test_ranks_that_find_different_checkpoints_are_an_error(unbroken: tuple[Path
     path = unbroken[0] / "checkpoints" / "step-00000010"
     told = run_ranks(2, BASE, blind, unbroken[0] / "fourth", {"RAYDIST_RESUME": str(path)})
     assert all("rank 0: step 10, rank 1: none" in one.error for one in told)
+
+
+@pytest.mark.parametrize(
+    ("words", "deterministic", "precision", "search"),
+    [
+        ({}, False, "highest", False),
+        ({"tf32": True}, True, "high", False),
+        ({"cudnn_search": True}, False, "highest", True),
+        ({"fast": True}, False, "high", True),
+        ({"fast": True}, True, "high", False),
+    ],
+)
+def test_fp32_on_a_gpu_is_as_fast_as_the_settings_say(
+    words: dict[str, bool], deterministic: bool, precision: str, search: bool, tmp_path: Path
+) -> None:
+    def switched(job: Job) -> tuple[str, bool]:
+        speed_up_gpu(replace(job, train=Train(fast=not words)), torch.device("cuda"))  # an earlier fit had others
+        speed_up_gpu(job, torch.device("cuda"))
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+    job = replace(BASE, train=Train(**words), deterministic=deterministic)  # type: ignore[arg-type]
+    assert fine(run_ranks(1, job, switched, tmp_path))[0].value == (precision, search)
 
 
 def test_channels_last_reaches_the_model(tmp_path: Path) -> None:

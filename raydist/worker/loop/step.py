@@ -32,6 +32,15 @@ def channels_last(job: Job, model: torch.nn.Module, device: torch.device) -> boo
     return job.train.channels_last or fast
 
 
+def speed_up_gpu(job: Job, device: torch.device) -> None:
+    """Switch TF32 and cuDNN's search on or off, as the settings say."""
+    if device.type != "cuda":
+        return
+    train = job.train
+    torch.set_float32_matmul_precision("high" if train.tf32 or train.fast else "highest")
+    torch.backends.cudnn.benchmark = (train.cudnn_search or train.fast) and not job.deterministic
+
+
 class Stepper:
     """A model with its optimizer, schedule and precision."""
 
@@ -48,6 +57,7 @@ class Stepper:
         """`shares`: the weight of each micro-batch, if their sizes differ among ranks."""
         self.shares = shares
         self.settings, self.device, self.loss, self.comm = job.train, device, loss, comm
+        speed_up_gpu(job, device)
         last = not comm.sharded and channels_last(job, model, device)  # shards are contiguous
         self.format = torch.channels_last if last else torch.preserve_format
         if not comm.sharded and on_meta(model):
