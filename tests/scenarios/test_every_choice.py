@@ -1,4 +1,4 @@
-"""Every choice of every group in conf/, with 1 to 4 ranks, as a person types it.
+"""Every choice of every group in conf/, and every command of the pages, with 1 to 4 ranks, as a person types them.
 
 Each runs to its end, or is refused with exit code 2 before a rank is started.
 """
@@ -6,17 +6,24 @@ Each runs to its end, or is refused with exit code 2 before a rank is started.
 from __future__ import annotations
 
 import re
+import shlex
+import signal
+import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from raydist import cli
+from tests import commands
 from tests.conftest import ROOT
 from tests.horovod_ranks import requires_horovod
 from tests.mpi_programs import SUM, requires_openmpi
 from tests.programs import Program
 from tests.scenarios.test_jobs import write_folder, write_mnist
+from tests.watch.test_web_mirror import write_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, requires_horovod, requires_openmpi]
 
@@ -39,22 +46,88 @@ REFUSED = {
     r"backend=ucc": "torch has no UCC",
     r"^[34] ranks: parallel=pp$": "the model of the digits has two blocks",
     r"^[34] ranks: parallel=tp job=gpt": "four heads, two heads of keys and values",
+    r"^[13] ranks: .*parallel\.[pt]p=2": "2 does not divide the ranks",
+    r"^[124] ranks: .*parallel\.shard=3": "3 does not divide the ranks",
+    r"^[123] ranks: .*process_sets": "the sets name four ranks",
+    r"scale\.spares=1": "the spare is a second node, and this Ray has one",
+    r"trian\.": "the page shows how a wrong setting is refused",
+    r"fabric\.interface=ib0": "this machine has no ib0",
+    r"tools\.launch$": "a sentence names the command, without a program",
 }
-"""Choices that must be refused with 2: a pattern for `N ranks: WORDS`, and why."""
+"""Choices and commands that must be refused with 2: a pattern for `N ranks: WORDS`, and why."""
 FAILS = {
     r"job=cifar10": "torchvision knows the checksums of its files, which can't be made",
     r"^[234] ranks: parallel=tp$": "a job may plan the layers of its model: only the ranks know whether it does",
 }
 """What the ranks refuse themselves, as REFUSED: the run fails with 1, and names the setting."""
 
+NOT_HERE = {
+    r"s3://": "no bucket; tests/scenarios/test_storage_rig.py has one",
+    r"tools\.submit|--job|--address": "no dashboard; tests/scenarios/test_submit_rig.py and test_watch_rig.py have one",
+    r"_sweep$": "the folder of a sweep; tests/scenarios/test_sweep.py resumes one, test_sweep_watched.py shows one",
+    r"-m bench": "the figures of a whole machine; tests/test_bench.py",
+}
+"""Commands of the pages that can't be typed here: a pattern, why, and which test types one like it."""
+
+MADE_SMALL = {
+    r"'?scale(\.nodes)?=\d*\.\.\d+(x\d+)?'?": "scale=1..2x{ranks}",
+    r"scale=(\d+x\d+|cluster)(?![\w,])": "scale=1x{ranks}",
+    r"--nnodes 2 --nproc-per-node 8|--nproc-per-node [28]": "--nproc-per-node {ranks}",
+    r"scale\.per_node=1": "scale.per_node={ranks}",
+    r"/mnt/shared/runs": "shared",
+    r"model\.size=1b": "model.size=1m",
+    r"context=2048": "context=64 job.args.sample=1",
+    r"=(COMMAND|nvidia-smi)$": "=./command",
+    r"train\.(epochs=5|steps=10000)": "train.steps=2",
+    r"FOLDER": "runs",
+    r"sweep\.trials=\d+": "sweep.trials=2",
+    r"sweep\.min_steps=\d+": "sweep.min_steps=1",
+    r"optim\.lr=0\.1,0\.03,0\.01": "optim.lr=0.1",
+    r"tools\.bandwidth(?= |$)": "tools.bandwidth --iters 1",
+    r"--max 1G": "--max 2M",
+}
+"""What a command has on one node with 4 CPUs in place of what it has on a page."""
+OF_RANKS = ("raydist.train", "raydist.tools.sweep", "raydist.tools.bandwidth", "raydist.tools.doctor")
+"""Commands that start ranks, as many as `scale=` says, on this machine if it is not typed."""
+NO_RANKS = r"tools\.plan|--cfg|trian|backend=nccl"
+"""Commands that start no ranks, though they have `scale=`."""
+SERVES = r"tools\.watch(?!.*--(export|trace))"
+"""A command that goes on until Ctrl-C."""
+
 TRAIN = """
+import os
 import torch
 import torch.distributed as dist
+import raydist
 
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-dist.destroy_process_group()
+def job(config):
+    data = torch.utils.data.TensorDataset(torch.randn(256, 4), torch.randint(2, (256,)))
+    net, loss = torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy
+    return raydist.fit(config, model=net, train=data, test=data, loss=loss)
+
+def main():
+    if "HOROVOD_RANK" in os.environ:
+        import horovod.torch as hvd
+        hvd.init()
+        hvd.allreduce(torch.ones(1))
+    else:
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
 """
+"""A program and a job, as the pages call both train.py."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Trackers keep caches and settings in the home, and would use an account that is found there."""
+    with pytest.MonkeyPatch.context() as on:
+        on.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        on.setenv("WANDB_MODE", "offline")
+        yield
 
 
 def choices() -> Iterator[tuple[str, ...]]:
@@ -69,14 +142,20 @@ def choices() -> Iterator[tuple[str, ...]]:
 def run(folder: Path, address: str, words: tuple[str, ...], ranks: int) -> Program:
     """Type a command in a folder that has the files it names."""
     write_files(folder)
-    size = f"scale.per_node={ranks}" if words[0].startswith("scale=") else f"scale=1x{ranks}"
-    short = () if any(word.startswith("script=") for word in words) else SHORT
-    return Program(folder, *words, size, *short, address=address)
+    module, *rest = (word.replace("{ranks}", str(ranks)) for word in words)
+    return Program(folder, *rest, module=module, address=address)
 
 
 def write_files(folder: Path) -> None:
-    (folder / "train.py").write_text(TRAIN)
-    (folder / "solve.py").write_text(SUM)
+    (example,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    programs = dict.fromkeys(("FILE.py", "package/module.py", "pkg/train.py", "train.py"), TRAIN)
+    programs |= {"mine.py": example, "solve.py": SUM, "command": "#!/bin/sh\necho rank $RANK\n"}
+    programs["a.out"] = f"#!{sys.executable}\n{SUM.replace('sys.argv[1:]', '[]')}"
+    for name, text in programs.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
     write_mnist(folder / "mnist")
     write_folder(folder / "images")
 
@@ -113,5 +192,66 @@ def started(program: Program) -> bool:
 @pytest.mark.parametrize("words", [*choices()], ids="_".join)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_choice(words: tuple[str, ...], ranks: int, tmp_path: Path, ray_address: str) -> None:
-    program = run(tmp_path, ray_address, words, ranks)
+    program = run(tmp_path, ray_address, short("raydist.train", *words), ranks)
     assert_ends(program, expected_code(words, ranks))
+
+
+def typed() -> Iterator[tuple[tuple[str, ...], int]]:
+    """The commands of the pages that can be typed here, each with each number of ranks; one without ranks once."""
+    seen = {frozenset(short("raydist.train", *words)) for words in choices()}
+    for shown in commands.shown():
+        if any(re.search(pattern, shlex.join(shown)) for pattern in NOT_HERE):
+            continue
+        words = short(*small(shown))
+        if frozenset(words) not in seen:
+            seen.add(frozenset(words))
+            has_ranks = "{ranks}" in str(words) and not re.search(NO_RANKS, " ".join(words))
+            yield from ((words, ranks) for ranks in (RANKS if has_ranks else (3,)))
+
+
+def small(words: tuple[str, ...]) -> tuple[str, ...]:
+    """What follows `python -m`: the command as it is typed here, with {ranks} for the number of ranks."""
+    text = shlex.join(words)
+    for pattern, instead in MADE_SMALL.items():
+        text = re.sub(pattern, instead, text)
+    match shlex.split(text):
+        case ["python", "-m", *rest]:
+            return tuple(rest)
+        case ["python", script, *rest]:
+            return (script.removesuffix(".py"), *rest)
+        case ["raydist", *rest]:
+            command, rest = cli.select(rest)
+            return (f"raydist.{command.module}", *rest)
+        case ["torchrun", *rest]:
+            return ("torch.distributed.run", *rest)
+    raise AssertionError(words)
+
+
+def short(module: str, *words: str) -> tuple[str, ...]:
+    """A command of ranks, for {ranks} ranks that take two steps."""
+    if module not in OF_RANKS or "--help" in words or "--cfg" in words:
+        return (module, *words)
+    scales = [word for word in words if word.startswith("scale=")]
+    size = {"scale=local": "scale.per_node={ranks}", "scale=cluster": "scale.per_node={ranks}"}
+    scale = [size[word] for word in scales if word in size] if scales else ["scale=1x{ranks}"]
+    trains = module in OF_RANKS[:2] and not any(word.startswith("script=") for word in words)
+    return (module, *words, *scale, *(SHORT if trains else ()))
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"), [*typed()], ids=lambda value: value if isinstance(value, int) else "_".join(value)
+)
+def test_a_command_of_the_pages(words: tuple[str, ...], ranks: int, tmp_path: Path, ray_address: str) -> None:
+    if "raydist.tools.watch" in words:
+        write_run(tmp_path / "runs/digits/2026-11-22_18-57-42")
+    program = run(tmp_path, ray_address, words, ranks)
+    if re.search(SERVES, " ".join(words)):
+        program.until(lambda: "http://" in program.screen, "link")
+        program.signal(signal.SIGINT)
+    assert_ends(program, expected_code(words, ranks))
+
+
+def test_what_is_left_out_or_made_small_is_on_the_pages() -> None:
+    shown = [shlex.join(words) for words in commands.shown()]
+    patterns = [*NOT_HERE, *MADE_SMALL, SERVES]
+    assert [pattern for pattern in patterns if not any(re.search(pattern, text) for text in shown)] == []
