@@ -83,7 +83,7 @@ MADE_SMALL = {
     r"sweep\.trials=\d+": "sweep.trials=2",
     r"sweep\.min_steps=\d+": "sweep.min_steps=1",
     r"optim\.lr=0\.1,0\.03,0\.01": "optim.lr=0.1",
-    r"tools\.bandwidth(?= |$)": "tools.bandwidth --iters 1",
+    r"tools\.bandwidth(?= |$)": "tools.bandwidth --max 64K",
     r"--max 1G": "--max 2M",
 }
 """What a command has on one node with 4 CPUs in place of what it has on a page."""
