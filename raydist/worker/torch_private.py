@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 
 class Recorder(NamedTuple):
@@ -87,6 +88,15 @@ def set_timeout(group: Any, limit: timedelta) -> None:
     # public since torch 2.15
     change = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
     change(limit, group)
+
+
+def gpipe(stage: PipelineStage, count: int) -> ScheduleGPipe:
+    """A schedule of so many micro-batches. Fewer than stages are refused by torch 2.8 as it makes the schedule only."""
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    made = ScheduleGPipe(stage, max(count, stage.num_stages))
+    made._n_microbatches = count
+    return made
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +25,7 @@ from raydist.worker.backends import ddp, stages
 from raydist.worker.backends.sharded import ShardedComm
 from raydist.worker.groups import new_group, new_mesh
 from raydist.worker.loop.meta import on_meta
+from raydist.worker.torch_private import gpipe
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 """What a model may give, by the number that the ranks tell each other."""
@@ -174,7 +175,7 @@ class Pipeline(nn.Module):
         shapes = [(each.shape, each.dtype) for each in inputs]
         if self._evaluate is None or self._evaluate[0] != shapes:  # its buffers have these shapes
             count = self._microbatches if len(inputs[0]) % self._microbatches == 0 else 1
-            self._evaluate = shapes, ScheduleGPipe(self._new_stage(), count)
+            self._evaluate = shapes, gpipe(self._new_stage(), count)
         with torch.no_grad():
             return self._evaluate[1].step(*self._given(inputs))
 

@@ -71,7 +71,8 @@ class ShardedComm(DDPComm):
         """
         here, inside = {*part.modules()}, {inner for block in blocks for inner in block.modules()}
         layers, empty = divided_layers(model) if self.shape.tp > 1 else {}, on_meta(model)
-        data = self.mesh["shard"] if self.shape.replicate == 1 else self.mesh["replicate", "shard"]
+        # of all ranks: torch 2.8 makes no submesh of a submesh
+        data = self.everyone["shard"] if self.shape.replicate == 1 else self.everyone["replicate", "shard"]
         half = torch.bfloat16 if self.job.train.precision == "bf16" else None
         sums = torch.float32 if half else None
         free = self.shape.pp == 1  # a stage is gathered once in a step, not for each micro-batch
@@ -95,7 +96,7 @@ class ShardedComm(DDPComm):
         make_values(model, part, self.device, self.job.seed)
         for module in part:
             if module in layers:
-                parallelize_module(module, self.mesh["tp"], layers[module])
+                parallelize_module(module, self.everyone["tp"], layers[module])
 
     def _same_on_copies(self, part: torch.nn.Module) -> None:
         """Copy what was made to all ranks that have the same part of it, from the first of them.
@@ -109,7 +110,7 @@ class ShardedComm(DDPComm):
                 placed = zip(value.device_mesh.mesh_dim_names or (), value.placements, strict=True)
                 divided = {name for name, each in placed if not each.is_replicate()}
             for dim in ("replicate", "shard", "tp"):
-                if own.numel() and dim not in divided and self.mesh[dim].size() > 1:
+                if own.numel() and dim not in divided and self.everyone[dim].size() > 1:
                     dist.broadcast(own, group=self.mesh.get_group(dim), group_src=0)
 
     @contextmanager
