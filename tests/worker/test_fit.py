@@ -495,6 +495,13 @@ def test_ranks_that_find_different_checkpoints_are_an_error(unbroken: tuple[Path
     assert all("rank 0: step 10, rank 1: none" in one.error for one in told)
 
 
+def switched(job: Job) -> tuple[str, bool]:
+    """What torch has after an earlier fit with the opposite settings, and one with these. It needs no GPU."""
+    speed_up_gpu(replace(job, train=Train(fast=not job.train.fast)), torch.device("cuda"))
+    speed_up_gpu(job, torch.device("cuda"))
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+
 @pytest.mark.parametrize(
     ("words", "deterministic", "precision", "search"),
     [
@@ -508,11 +515,6 @@ def test_ranks_that_find_different_checkpoints_are_an_error(unbroken: tuple[Path
 def test_fp32_on_a_gpu_is_as_fast_as_the_settings_say(
     words: dict[str, bool], deterministic: bool, precision: str, search: bool, tmp_path: Path
 ) -> None:
-    def switched(job: Job) -> tuple[str, bool]:
-        speed_up_gpu(replace(job, train=Train(fast=not words)), torch.device("cuda"))  # an earlier fit had others
-        speed_up_gpu(job, torch.device("cuda"))
-        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-
     job = replace(BASE, train=Train(**words), deterministic=deterministic)  # type: ignore[arg-type]
     assert fine(run_ranks(1, job, switched, tmp_path))[0].value == (precision, search)
 
