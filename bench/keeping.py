@@ -33,6 +33,7 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
     from raydist.worker.loop.snapshotter import Snapshotter
 
     here, real, seconds = context.current(), Snapshotter.step, [0.0] * (2 * blocks + 3)
+    device = here.rank.device
     beat, began, spent = here.beat, time.perf_counter(), 0.0
 
     def timed(self: Snapshotter, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:
@@ -44,6 +45,8 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
         else:
             self.go_on()
         if (step + 1) % BLOCK == 0:
+            if device.type == "cuda":  # the host runs ahead of it, and the next block would pay for that
+                torch.cuda.synchronize(device)
             now = time.perf_counter()
             seconds[step // BLOCK], began = now - began, now
             here.beat = beat if (step + 1) // BLOCK % 2 else lambda step, phase: None

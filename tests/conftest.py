@@ -21,6 +21,8 @@ from tests import programs
 from tests.leftovers import Session
 
 ROOT = Path(__file__).parent.parent
+CPUS = 4
+"""Of the cluster that tests share."""
 SESSION = pytest.StashKey[Session]()
 LEFT = pytest.StashKey[list[str]]()
 KEPT = pytest.StashKey[list[str]]()
@@ -128,7 +130,7 @@ def ray_address() -> Iterator[str]:
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # as ray.init does: slots and this process have one limit
-    cluster = Cluster(initialize_head=True, head_node_args={**programs.HEAD, "num_cpus": 4})
+    cluster = Cluster(initialize_head=True, head_node_args={**programs.HEAD, "num_cpus": CPUS})
     yield cluster.address
     ray.shutdown()
     cluster.shutdown()

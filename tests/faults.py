@@ -18,6 +18,8 @@ from torch.utils.data import TensorDataset
 import raydist
 from raydist.worker import checkpoint, context
 
+SAMPLES = 256
+"""Of the training."""
 _due: list[Fault] = []
 """What goes wrong in this rank."""
 
@@ -35,8 +37,10 @@ class Fault:
     """In which attempts it happens; empty: in all."""
 
     def due(self, step: int) -> bool:
+        """A GPU's steps may be reported two at a time: one of them is then passed over."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return (self.rank, self.step) == (raydist.rank().rank, step) and attempt in (self.attempts or (attempt,))
+        mine = self.rank == raydist.rank().rank and attempt in (self.attempts or (attempt,))
+        return mine and step >= self.step
 
     def strike(self) -> None:
         """Do it, to this very process."""
@@ -83,9 +87,9 @@ def suffer(*faults: Fault) -> None:
 
 def strike(step: int) -> None:
     """Let happen what is due now that so many steps are done."""
-    for fault in _due:
-        if fault.due(step):
-            fault.strike()
+    for fault in [each for each in _due if each.due(step)]:
+        _due.remove(fault)
+        fault.strike()
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -98,7 +102,8 @@ def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) ->
     """A small training with dropout and momentum; what it ends with, to the last bit. 16 steps an epoch on 2 ranks."""
     suffer(*struck)
     generator = torch.Generator().manual_seed(1)
-    inputs, targets = torch.randn(256, 10, generator=generator), torch.randint(3, (256,), generator=generator)
+    inputs = torch.randn(SAMPLES, 10, generator=generator)
+    targets = torch.randint(3, (SAMPLES,), generator=generator)
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 3))
     model.tp_plan = {"0": "colwise_rep"}

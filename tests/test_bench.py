@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu
-from tests.conftest import ROOT
+from bench import gpu, keeping
+from raydist.cluster import placement
+from raydist.cluster.nodes import Node
+from raydist.settings.compose import compose
+from tests import faults
+from tests.conftest import CPUS, ROOT
+from tests.scenarios import test_gpu
 
 
 def test_without_a_gpu_each_line_of_the_report_says_so(tmp_path: Path) -> None:
@@ -22,6 +27,35 @@ def test_without_a_gpu_each_line_of_the_report_says_so(tmp_path: Path) -> None:
     cells = [re.split(r" *\| *", line)[1:-1] for line in lines if line.startswith("|")][2:]
     assert [what for what, *_ in cells] == [part.what for part in gpu.PARTS.values()]
     assert {(figure, verdict[:9]) for _, figure, _, verdict in cells} == {("", "not run: ")}
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("words", [(), ("scale=1x1", "train.epochs=3")], ids=str)
+def test_the_trainings_of_the_gpu_tests_have_room_and_reach_their_faults(gpus: int, words: tuple[str, ...]) -> None:
+    """On 8 GPUs each test was refused, for want of CPUs, and the fault was to come after the last step."""
+    job = compose([f"job={ROOT}/tests/faults.py:training", *test_gpu.words_of_training(*words, gpus=gpus)])
+    have = {"CPU": float(CPUS), "GPU": float(gpus)}
+    asked = placement.resources_for(job, [Node("id", "10.0.0.1", "node", have, have)])
+    assert asked.world_size == (1 if words else gpus)
+    per_epoch = faults.SAMPLES // (job.data.batch_size * asked.world_size)
+    assert per_epoch * job.train.epochs > test_gpu.STRUCK
+
+
+def test_keeping_on_gpus_makes_as_few_steps_as_the_bench_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It made 840,042 of them."""
+    called: list[int] = []
+
+    class Done:
+        values = ([[(1.0, 1.0)], 0.0],)
+
+    def run(job: object, *words: str, args: tuple[int]) -> Done:
+        called.extend(args)
+        return Done()
+
+    monkeypatch.setattr("raydist.run", run)
+    monkeypatch.setattr(gpu, "begin_ray", lambda: None)
+    gpu.keeping(3)
+    assert keeping.BLOCK * (2 * called[0] + 3) < 15_000
 
 
 def test_a_part_that_hangs_or_fails_or_lacks_a_gpu_costs_its_line_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,10 +64,9 @@ EXAMINE_S = 0.6
 """Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a second."""
 STOP_S = 3.0
 """Longest wait for the end of a rank after SIGKILL: the driver gives up after 5 s (launch.limits.SILENT_S)."""
-DYING_S = 45.0
-"""Longest wait for the end of the previous attempt's process, after the wait of a stop. The driver gives a start 60 s
-(launch.limits.ANSWER_S). To free much memory takes a process seconds; one that waits for a dead disk or GPU never ends.
-"""
+DYING_S = protocol.DYING_S
+"""Longest wait for the end of the previous attempt's process, after the wait of a stop. The driver gives a start longer
+than both (launch.limits.ANSWER_S)."""
 SERVER_S = 10.0
 """Seconds after which a fork server that does not answer is ended, if it is needed."""
 ANSWER_S = 3.0

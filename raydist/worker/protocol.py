@@ -30,6 +30,9 @@ Reply = TypeVar("Reply", covariant=True)
 AnyReply = TypeVar("AnyReply")
 PACKET = 1 << 17
 """Largest message to a fork server in bytes: below Linux's default socket buffer of 208 KiB."""
+DYING_S = 45.0
+"""Longest wait of an agent, and of the driver, for the end of a process that was sent SIGKILL. To free much memory
+takes seconds; one that waits for a dead disk or a dead GPU never ends."""
 TAG = "protocol"
 """The key of a message's type in its JSON. No event has a key of this name."""
 StoreKind = Literal["tcp", "horovod"]

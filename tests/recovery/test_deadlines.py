@@ -7,7 +7,9 @@ import signal
 import pytest
 
 from raydist.cluster.drain import DrainNotice
-from raydist.launch.limits import SILENT_S
+from raydist.launch.limits import ANSWER_S, SILENT_S
+from raydist.node import agent
+from raydist.recovery import deadlines
 from raydist.recovery.deadlines import (
     VICTIM_S,
     Deadlines,
@@ -81,3 +83,8 @@ def test_agents_answer_less_often_in_long_runs_and_with_many_ranks(
 ) -> None:
     assert answer_interval(running_s, ranks) == pytest.approx(seconds)
     assert answer_interval(running_s, ranks) <= longest_interval(ranks)
+
+
+def test_the_driver_waits_as_long_as_the_agent_for_a_process_that_does_not_end() -> None:
+    assert deadlines.DYING_S == agent.DYING_S
+    assert agent.STOP_S + agent.DYING_S < ANSWER_S, "the driver would take the agent for silent"

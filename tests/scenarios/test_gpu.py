@@ -26,9 +26,10 @@ from tests.programs import Program
 GPUS = torch.cuda.device_count()
 WORDS = ("backend=nccl", f"scale=1x{max(GPUS, 1)}", "group=inline")
 MIG = "MIG" in subprocess.getoutput("nvidia-smi -L")
-ON_RAY = ("backend=nccl", f"scale=1x{max(GPUS, 1)}", "group=ray", "scale.cpus=0.1", "watch.progress=none")
+ON_RAY = ("backend=nccl", "group=ray", "scale.cpus=0.1", "watch.progress=none")
 # With 8 GPUs the training has 8 steps, and the cluster of the tests 4 CPUs.
 TRAINING = ("train.epochs=2", "data.batch_size=8", "snapshot.every=1", "seed=5")
+STRUCK = 4
 several = pytest.mark.skipif(GPUS < 2, reason=f"two GPUs are needed, here are {GPUS}")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")]
 
@@ -69,8 +70,14 @@ def test_bandwidth_on_gpus_is_right(
     assert all(row["wrong"] == 0 and row["seconds"] > 0 for row in rows)
 
 
+def words_of_training(*words: str, gpus: int = GPUS, optim: str = "sgd") -> tuple[str, ...]:
+    """The settings of a training on so many GPUs, unless `words` have a `scale=`."""
+    size = () if any(word.startswith("scale=") for word in words) else (f"scale=1x{max(gpus, 1)}",)
+    return (*ON_RAY, *TRAINING, f"optim={optim}", *size, *words)
+
+
 def train(*words: str, struck: tuple[Fault, ...] = (), optim: str = "sgd") -> Result[Any]:
-    return raydist.run(faults.training, *ON_RAY, *TRAINING, f"optim={optim}", *words, struck=struck)
+    return raydist.run(faults.training, *words_of_training(*words, optim=optim), struck=struck)
 
 
 def kinds(done: Result[Any], kind: str) -> list[dict[str, Any]]:
@@ -101,7 +108,7 @@ def test_copies_to_page_locked_memory_are_whole_and_end_when_the_gpu_says_so() -
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])  # Adam keeps its `step` on the host
 def test_a_killed_rank_goes_on_from_memory_and_loses_one_step_at_most(ray_address: str, optim: str) -> None:
-    whole, done = train(optim=optim), train(optim=optim, struck=(kill(0, 4),))
+    whole, done = train(optim=optim), train(optim=optim, struck=(kill(0, STRUCK),))
     (back,) = kinds(done, "restarted")
     assert back["repeated"] <= 1
     steps = [event["step"] for event in kinds(done, "report") if event["rank"] == 0 and "loss" in event]
@@ -112,7 +119,7 @@ def test_a_killed_rank_goes_on_from_memory_and_loses_one_step_at_most(ray_addres
 
 
 def test_a_model_in_shards_goes_on_from_memory(ray_address: str) -> None:
-    done = train("parallel=fsdp", struck=(kill(0, 4),))
+    done = train("parallel=fsdp", struck=(kill(0, STRUCK),))
     (back,) = kinds(done, "restarted")
     assert back["repeated"] <= 2  # the copy of the newest step may not be complete
 
@@ -132,7 +139,7 @@ def own_gpu() -> tuple[str, int, str]:
 
 
 def test_each_rank_has_a_gpu_or_a_mig_instance_of_its_own(ray_address: str) -> None:
-    found = [value for value in raydist.run(own_gpu, *ON_RAY).values if value]
+    found = [value for value in raydist.run(own_gpu, *ON_RAY, f"scale=1x{GPUS}").values if value]
     assert len({uuid for uuid, _, _ in found}) == GPUS
     assert all(device.startswith("cuda") for _, _, device in found)
     if MIG:
@@ -146,6 +153,8 @@ def test_a_job_whose_import_uses_cuda_trains_on_gpus_all_the_same(tmp_path: Path
         "    raydist.report(step=1, loss=float(torch.ones(1, device=raydist.rank().device).sum()))\n"
         "    assert raydist.rank().device.type == 'cuda'\n"
     )
-    program = Program(tmp_path, "job=early.py", *WORDS, "group=ray", "watch.progress=lines", alone=True)
+    program = Program(
+        tmp_path, "job=early.py", *WORDS, "group=ray", "scale.cpus=0.1", "watch.progress=lines", alone=True
+    )
     assert program.wait(300) == 0, program.screen
     assert any("CUDA" in event["text"] for event in program.events("warning")), program.screen
