@@ -47,7 +47,7 @@ def run(
     """Run a job on every rank and return its Result. It blocks until the run is over.
 
     - `job`: a function, or the text after `job=` on a command line.
-    - `overrides`: settings as typed after `python -m raydist.train`.
+    - `overrides`: settings as typed after `raydist train`.
     - `args`, `kwargs`: for a function. It is called on each rank with them, with `config=` if it has a parameter of
       that name, and with `job.args`. They travel by cloudpickle, as does what it returns: `Result.values`, by rank.
     - `on_event`: called in this process with each event of the run as it happens, a dict with `t`, `kind` and what

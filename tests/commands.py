@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from raydist import cli
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -31,7 +32,10 @@ def lines(page: str) -> Iterator[str]:
 
 
 def words(line: str) -> tuple[str, ...]:
-    """The words of the first command of a line, as a shell splits them, without what stands for any or no word."""
+    """The words of the first command of a line, as a shell splits them, without what stands for any or no word.
+
+    `raydist COMMAND` is given as `python -m` of its module.
+    """
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     found = []
@@ -39,4 +43,8 @@ def words(line: str) -> tuple[str, ...]:
         if set(word) <= set("|&;<>"):
             break
         found.append(word)
-    return tuple(word for word in found if word not in ("…", "[RUN]"))
+    found = [word for word in found if word not in ("…", "[RUN]")]
+    if found[0] == "raydist":
+        command, rest = cli.select(found[1:])
+        found = ["python", "-m", f"raydist.{command.module}", *rest]
+    return tuple(found)

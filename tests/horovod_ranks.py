@@ -19,7 +19,7 @@ from tests import ranks
 from tests.ranks import Told
 
 requires_horovod = pytest.mark.skipif(
-    find_spec("horovod") is None, reason="Horovod is not built: python -m raydist.tools.horovod build"
+    find_spec("horovod") is None, reason="Horovod is not built: raydist horovod build"
 )
 
 

@@ -125,7 +125,7 @@ def entry(shown: str, module: str, name: str, level: int = 3) -> str:
     if isinstance(node, ast.ClassDef) and name in ("Result", "Saved", *RETURNED) and (own := list(fields(node))):
         lines += ["", *own]
     if name == "Job":
-        lines += ["", "Its fields are the settings: `python -m raydist.train --help` lists them."]
+        lines += ["", "Its fields are the settings: `raydist train --help` lists them."]
     return "\n".join(lines) + "\n"
 
 

@@ -39,7 +39,7 @@ from tests.conftest import ROOT
 GOLDEN = Path(__file__).parent / "golden"
 Main = Callable[[Sequence[str]], int]
 COMMANDS: dict[str, Main] = {
-    "raydist": train.main,
+    "train": train.main,
     "launch": launch.main,
     "submit": submit.main,
     "plan": plan.main,
@@ -55,8 +55,8 @@ COMMANDS: dict[str, Main] = {
 
 
 def settings(here: Path) -> str:
-    """`raydist --help`; how many models torchvision has is torchvision's business."""
-    return re.sub(r"\d+ image models", "N image models", said("raydist --help"))
+    """`raydist train --help`; how many models torchvision has is torchvision's business."""
+    return re.sub(r"\d+ image models", "N image models", said("train --help"))
 
 
 def tools(here: Path) -> str:
@@ -183,67 +183,67 @@ def wrong_files(here: Path) -> None:
 
 
 REFUSED = """
-raydist optm.lr=0.1
-raydist lr=0.1
-raydist optim.epochs=3
-raydist optim.lr
-raydist =3
-raydist nccl
-raydist jobs/mine.py
-raydist train=3
-raydist dir=x
-raydist train.epochs=abc
-raydist optim.lr=fast
-raydist data.shuffle=maybe
-raydist env=5
-raydist optim.lr=-1
-raydist train.precision=fp8
-raydist backend=ncl
-raydist job=[digits,mnist]
-raydist model=resnet81
-raydist optim=broken
-raydist optim=unknown
-raydist optim=nested
-raydist job=jobs/mien.py
-raydist job=digit
-raydist job=jobs/mine.py:jbo
-raydist job=jsn.tool:main
-raydist job=mine job.args.hiden=1
-raydist job=jobs/mine.py:needs
-raydist scale=0x2
-raydist scale=axb
-raydist scale=4
-raydist scale=2x8 scale=1x2
-raydist scale.nodes=3 scale.max_nodes=2
-raydist scale.spares=1 restart.max=0
-raydist data.global_batch=10 train.accumulate=4
-raydist optim.lr=0.1,0.2
-raydist optim.lr=[1
-raydist name=a=b
-raydist +optim.lr=1
-raydist ~optim.lr
-raydist 'name=${nme}'
-raydist resume=/nope/x
-raydist resume=ftpp://x
-raydist storage=s3://
-raydist checkpoint.best=accuracy
-raydist watch.output=first
-raydist env_file=odd.env
-raydist working_dir=nope
-raydist pip=[nope.txt]
-raydist script=nope.py
-raydist script=jobs/mine.py 'args={rnk}'
-raydist backend=horovod init_method=tcp
-raydist parallel.pp=3 scale=1x4
-raydist parallel=pp data.batch_size=7 scale=1x2
-raydist fabric=ethernet fabric.strict=true
-raydist hydra.run.dir=jobs/mine.py/x
-raydist --multrun
-raydist --cfg jobb
-raydist --multirun --cfg job
-raydist --resolve
-raydist --config-name nope
-raydist --config-dir cnf
+train optm.lr=0.1
+train lr=0.1
+train optim.epochs=3
+train optim.lr
+train =3
+train nccl
+train jobs/mine.py
+train train=3
+train dir=x
+train train.epochs=abc
+train optim.lr=fast
+train data.shuffle=maybe
+train env=5
+train optim.lr=-1
+train train.precision=fp8
+train backend=ncl
+train job=[digits,mnist]
+train model=resnet81
+train optim=broken
+train optim=unknown
+train optim=nested
+train job=jobs/mien.py
+train job=digit
+train job=jobs/mine.py:jbo
+train job=jsn.tool:main
+train job=mine job.args.hiden=1
+train job=jobs/mine.py:needs
+train scale=0x2
+train scale=axb
+train scale=4
+train scale=2x8 scale=1x2
+train scale.nodes=3 scale.max_nodes=2
+train scale.spares=1 restart.max=0
+train data.global_batch=10 train.accumulate=4
+train optim.lr=0.1,0.2
+train optim.lr=[1
+train name=a=b
+train +optim.lr=1
+train ~optim.lr
+train 'name=${nme}'
+train resume=/nope/x
+train resume=ftpp://x
+train storage=s3://
+train checkpoint.best=accuracy
+train watch.output=first
+train env_file=odd.env
+train working_dir=nope
+train pip=[nope.txt]
+train script=nope.py
+train script=jobs/mine.py 'args={rnk}'
+train backend=horovod init_method=tcp
+train parallel.pp=3 scale=1x4
+train parallel=pp data.batch_size=7 scale=1x2
+train fabric=ethernet fabric.strict=true
+train hydra.run.dir=jobs/mine.py/x
+train --multrun
+train --cfg jobb
+train --multirun --cfg job
+train --resolve
+train --config-name nope
+train --config-dir cnf
 plan scale=3x8
 plan scale=2x8 scale.gpus=1.5
 plan scale=1x2 scale.gpus=0.5 backend=nccl
@@ -323,7 +323,7 @@ def said(
             code = COMMANDS[name](words)
         except SystemExit as ended:  # argparse's own
             code = int(ended.code or 0)
-    prompt = line if name == "raydist" else f"python -m raydist.tools.{line}"
+    prompt = f"raydist {line}"
     return f"$ {prompt}\n{shown.getvalue()}" + (f"-> {code}\n" if code else "")
 
 

@@ -43,7 +43,7 @@ def _different_networks(nodes: Sequence[Facts]) -> Iterator[Finding]:
     yield from odd_nodes(
         "interface", "note", [node for node, _ in networks],
         [f"network {', '.join(sorted(subnets))}" for _, subnets in networks],
-        "python -m raydist.tools.doctor tests the connection",
+        "raydist doctor tests the connection",
     )  # fmt: skip
 
 

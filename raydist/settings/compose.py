@@ -196,7 +196,7 @@ class Loader(ConfigLoaderImpl):
         if wrong := next((text for text in overrides if text.lstrip("+").startswith("sweep.")), None):
             key, _, value = wrong.partition("=")
             cause = "a sweep has this setting, one run does not"
-            raise ConfigError.of(key, value, cause, f"python -m raydist.tools.sweep {wrong}")
+            raise ConfigError.of(key, value, cause, f"raydist sweep {wrong}")
         return self.load_configuration(name, self.with_target(self.translate(overrides)), RunMode.RUN)
 
     def with_target(self, overrides: list[str]) -> list[str]:

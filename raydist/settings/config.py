@@ -133,7 +133,7 @@ class Scale:
     """Avoid nodes that were lost or slow in two runs of the last week, if there is room without them."""
     keep_warm_s: float = at_least(0, 300.0)
     """Seconds that the fork server of each node stays after a run, with torch imported, for the user's next run in the
-    same environment; 0: it ends with the run. `python -m raydist.tools.warm` lists and ends them."""
+    same environment; 0: it ends with the run. `raydist warm` lists and ends them."""
     wait_s: float = at_least(0, 600.0)
     """Seconds to wait for nodes that the autoscaler, or a person, is starting."""
 
@@ -330,7 +330,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Many runs with different settings (`python -m raydist.tools.sweep`)."""
+    """Many runs with different settings (`raydist sweep`)."""
 
     sampler: str = one_of("auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2", "qmc")
     """Who proposes the settings of a trial: grid (every combination), random, or a sampler of Optuna; auto: grid if the

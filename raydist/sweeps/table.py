@@ -128,5 +128,5 @@ def summary_facts(
         facts.append(("importance", ", ".join(f"{key} {share:.2f}" for key, share in shares.items())))
     unfinished = [trial for trial in trials if trial.state in ("waiting", "running", "stopped")]
     if unfinished:
-        facts.append(("go on", f"python -m raydist.tools.sweep sweep.resume={folder}"))
+        facts.append(("go on", f"raydist sweep sweep.resume={folder}"))
     return [*facts, ("folder", folder), ("records", "sweep.json, sweep.csv")]

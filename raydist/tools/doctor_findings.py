@@ -207,7 +207,7 @@ def check_loaded_libraries(
         for name, answer in (reply or {}).items():
             variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}[name]
             planned = f"env.{variable}={'=' * (name == 'nccl')}{host.interface}"
-            fix = f"'{planned}'; python -m raydist.tools.plan shows where {variable} comes from"
+            fix = f"'{planned}'; raydist plan shows where {variable} comes from"
             if "error" in answer:
                 yield Finding(name, "fail", (host.name,), f"{name} can't start: {answer['error']}", fix)
             elif host.address not in answer["addresses"]:

@@ -202,7 +202,7 @@ def finding_lines(report: Report, width: int) -> Iterator[str]:
         if len(findings) > FINDINGS_SHOWN:
             yield f"\n... and {len(findings) - FINDINGS_SHOWN} more of level {SHOWN[level]}: --json has all"
     if report.gpus and not report.broken:
-        yield "\nnext  python -m raydist.tools.bandwidth with the same overrides measures the network that NCCL uses"
+        yield "\nnext  raydist bandwidth with the same overrides measures the network that NCCL uses"
 
 
 def finding_text(report: Report, finding: Finding) -> str:

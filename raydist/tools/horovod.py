@@ -24,7 +24,7 @@ from raydist.tools.command_line import run_tool
 from raydist.tools.horovod_build import Recipe
 from raydist.train import Parser
 
-COMMAND = "python -m raydist.tools.horovod build"
+COMMAND = "raydist horovod build"
 """The command that installs Horovod."""
 
 FACTS = """

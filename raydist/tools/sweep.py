@@ -13,10 +13,10 @@ from raydist.tools.command_line import ToolParser, run_tool
 DESCRIPTION = """\
 Runs a job once for each combination of settings, as many at a time as the cluster has room for.
 
-    python -m raydist.tools.sweep optim.lr=0.1,0.01 model=mlp,small_cnn job=digits
-    python -m raydist.tools.sweep 'optim.lr=tag(log,interval(1e-4,1e-1))' sweep.trials=40 \\
+    raydist sweep optim.lr=0.1,0.01 model=mlp,small_cnn job=digits
+    raydist sweep 'optim.lr=tag(log,interval(1e-4,1e-1))' sweep.trials=40 \\
         sweep.objective=min:test_loss sweep.prune=asha sweep.sampler=tpe
-    python -m raydist.tools.sweep sweep.resume=runs/digits/DATE_sweep
+    raydist sweep sweep.resume=runs/digits/DATE_sweep
 """
 
 

@@ -61,7 +61,7 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     ),
     (
         is_victim,
-        "read the logs of ranks that are not named here, and test the network: python -m raydist.tools.doctor",
+        "read the logs of ranks that are not named here, and test the network: raydist doctor",
     ),
     (
         lambda end: (

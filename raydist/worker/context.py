@@ -225,7 +225,7 @@ def enter(context: Context | None) -> None:
 def rank() -> Rank:
     """Return the Rank of this process: its number, its local rank, its device, the run folder.
 
-    It works under `python -m raydist.train`, under torchrun (from torchrun's variables), and in a plain process, which
+    It works under `raydist train`, under torchrun (from torchrun's variables), and in a plain process, which
     is rank 0 of 1.
     """
     return current().rank

@@ -155,7 +155,7 @@ def test_a_slow_rank_is_named_and_who_waits_for_it_is_not(
     from raydist.run import run_job
 
     if how == "horovod":
-        pytest.importorskip("horovod.torch", reason="Horovod is not built: python -m raydist.tools.horovod build")
+        pytest.importorskip("horovod.torch", reason="Horovod is not built: raydist horovod build")
     monkeypatch.setattr(straggler, "CHECK_S", 0.5)
     (on_ray / "slow.py").write_text(OWN if how == "script" else FIT)
     words = {

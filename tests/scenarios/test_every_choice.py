@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from raydist import cli
 from tests import commands
 from tests.conftest import ROOT
 from tests.horovod_ranks import requires_horovod
@@ -219,9 +218,6 @@ def small(words: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(rest)
         case ["python", script, *rest]:
             return (script.removesuffix(".py"), *rest)
-        case ["raydist", *rest]:
-            command, rest = cli.select(rest)
-            return (f"raydist.{command.module}", *rest)
         case ["torchrun", *rest]:
             return ("torch.distributed.run", *rest)
     raise AssertionError(words)

@@ -61,7 +61,7 @@ def test_the_bytes_are_on_the_network_that_was_asked_for(
     rig: Rig, backend: str, words: tuple[str, ...], used: str
 ) -> None:
     if backend == "horovod":
-        pytest.importorskip("horovod.torch", reason="Horovod is not built: python -m raydist.tools.horovod build")
+        pytest.importorskip("horovod.torch", reason="Horovod is not built: raydist horovod build")
     sent, screen, result = trained(rig, f"backend={backend}", *words)
     assert result["status"] == "finished", screen
     # 30 steps of 8 MiB over three hosts: a ring sends 4/3 of it from each

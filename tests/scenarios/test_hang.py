@@ -116,7 +116,7 @@ def test_ranks_that_disagree_on_a_shape_are_told_as_that(on_ray: Path, backend: 
 
 
 def test_horovods_ranks_too(on_ray: Path) -> None:
-    pytest.importorskip("horovod.torch", reason="Horovod is not built: python -m raydist.tools.horovod build")
+    pytest.importorskip("horovod.torch", reason="Horovod is not built: raydist horovod build")
 
     def job() -> None:
         import horovod.torch as hvd

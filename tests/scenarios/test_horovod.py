@@ -337,7 +337,7 @@ def test_ranks_of_torchrun_are_told_that_horovod_needs_another_start(tmp_path: P
 
 def test_without_horovod_the_command_that_builds_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"backend=horovod: .*python -m raydist.tools.horovod build"):
+    with pytest.raises(ConfigError, match=r"backend=horovod: .*raydist horovod build"):
         backends.check_installed("horovod")
     backends.check_installed("gloo")
     with pytest.raises(ConfigError, match=r"backend=horovd: .*did you mean backend=horovod\?"):

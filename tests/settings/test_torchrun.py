@@ -105,7 +105,7 @@ def test_arguments_arrive_as_they_stand(arg: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "key", "value", "suggestion"),
     [
-        ("", "script", None, "python -m raydist.tools.launch [flags] train.py [its arguments]"),
+        ("", "script", None, "raydist launch [flags] train.py [its arguments]"),
         ("--nodes 2 train.py", "--nodes", None, "--nnodes"),
         ("--nnodes two train.py", "--nnodes", "two", "--nnodes 2"),
         ("--nproc-per-node all train.py", "--nproc-per-node", "all", "--nproc-per-node auto"),

@@ -38,7 +38,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 
 def test_help_says_how_and_what(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "--help")
-    assert "usage: python -m raydist.tools.doctor" in text
+    assert "usage: raydist doctor" in text
     assert "\n  rendezvous  every node reaches the store" in text
 
 

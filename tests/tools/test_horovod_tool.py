@@ -1,4 +1,4 @@
-"""`python -m raydist.tools.horovod`: what it decides, what it says is missing, how builds fail, the real check."""
+"""`raydist horovod`: what it decides, what it says is missing, how builds fail, the real check."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_ranks_that_never_end_are_ended() -> None:
 def test_without_horovod_the_check_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod, "installed", lambda: "")
     assert main(["check"]) == 2
-    with pytest.raises(ConfigError, match=r"not installed: python -m raydist\.tools.horovod build"):
+    with pytest.raises(ConfigError, match=r"not installed: raydist horovod build"):
         horovod.check_command()
 
 

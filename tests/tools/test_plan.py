@@ -221,7 +221,7 @@ def test_it_refuses_as_train_does(capsys: pytest.CaptureFixture[str], words: lis
 
 
 def test_help_says_how(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "usage: python -m raydist.tools.plan" in told(capsys, "--help")
+    assert "usage: raydist plan" in told(capsys, "--help")
 
 
 def test_a_cluster_that_is_gone_is_not_waited_for(

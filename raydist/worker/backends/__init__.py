@@ -83,7 +83,7 @@ def check_installed(name: str, script: str = "") -> None:
     if name not in ("auto", "script", *BACKENDS):
         raise ConfigError.unknown("backend", name, BACKENDS)
     if name == "horovod" and find_spec("horovod") is None:
-        build = "python -m raydist.tools.horovod build"
+        build = "raydist horovod build"
         raise ConfigError(f"backend=horovod: Horovod is not installed here; run {build}", "backend", "horovod", build)
     if name in ("mpi", "ucc") and not (name == "mpi" and script) and not torch_has(name):
         cause = f"torch {version('torch')} was built without {name.upper()}, as on PyPI"

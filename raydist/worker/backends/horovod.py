@@ -142,14 +142,12 @@ def find_process_set(ranks: tuple[int, ...]) -> hvd.ProcessSet:
 def join(job: Job, env: Mapping[str, str]) -> Iterator[HorovodComm]:
     """Join Horovod's ranks; leaving the block leaves them."""
     if "HOROVOD_RANK" not in env and int(env.get("WORLD_SIZE", "1")) > 1:
-        cause = "torchrun has no rendezvous of Horovod; start it with python -m raydist.train"
+        cause = "torchrun has no rendezvous of Horovod; start it with raydist train"
         raise ConfigError.of("backend", "horovod", cause, "backend=gloo")
     device = context.rank().device
     if device.type == "cuda":
         if not hvd.nccl_built():
-            cause = (
-                "Horovod was built for CPUs, and the ranks have GPUs; run python -m raydist.tools.horovod build --cuda"
-            )
+            cause = "Horovod was built for CPUs, and the ranks have GPUs; run raydist horovod build --cuda"
             raise ConfigError.of("backend", "horovod", cause, "scale.gpus=0")
         torch.cuda.set_device(device)
     sets = [hvd.ProcessSet(ranks) for ranks in job.backend.horovod.process_sets]
