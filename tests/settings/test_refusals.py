@@ -277,7 +277,7 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "resume from an unknown store": (["resume=ftpp://x"], "resume", "ftpp://x", "resume=s3://BUCKET/FOLDER"),
     "no bucket": (["storage=s3://"], "storage", "s3://", "storage=s3://BUCKET/FOLDER"),
     "password in a URL": (["storage=s3://me:pw@bucket/x"], "storage", "s3://…", "storage=s3://bucket/x"),
-    "unknown setting in a part": (["train={foo: 3}"], "train.foo", None, "train.fast"),
+    "unknown setting in a part": (["train={foo: 3}"], "train.foo", None, "train.tf32"),
     "a range without --multirun": (
         ["train.epochs=range(1,3)"],
         "train.epochs",
