@@ -48,6 +48,9 @@ def save(
     `wait`, under torchrun, in a program (`script=`), with one rank of `group=inline`, and if the state has tensors that
     are sharded, sparse or Parameters, or does not fit into memory.
 
+    While rank 0 writes or waits, the other ranks wait for it in their next collective, for `backend.timeout_s` seconds
+    at most: set it above the time that a checkpoint takes. `raydist.fit` needs no such setting.
+
     TypeError: the state has a value of another type; the message names it. OSError: the disk is full, if rank 0 writes
     before returning. An error of a write in the background is a warning; the checkpoints before it stay. An object
     store that cannot be reached is a warning too: the checkpoint is then in the run folder on rank 0's node.
