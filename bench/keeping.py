@@ -29,8 +29,8 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
     import raydist
     from raydist.settings.config import Checkpoint, Data, Job, Train
     from raydist.state.snapshot_layout import State
+    from raydist.training.snapshotter import Snapshotter
     from raydist.worker import context
-    from raydist.worker.loop.snapshotter import Snapshotter
 
     here, real, seconds = context.current(), Snapshotter.step, [0.0] * (2 * blocks + 3)
     device = here.rank.device

@@ -53,7 +53,7 @@ def until_all(program: str, ranks: int, launch: Callable[[Path, str], None]) -> 
 
 def by_run(backend: str, ranks: int, script: Path, folder: str) -> None:
     """In this process: what a notebook or a sweep does."""
-    from raydist.run import run_job
+    from raydist.flow import run_job
     from raydist.settings import compose
 
     words = [f"script={script}", f"args={folder}", f"backend={backend}", f"scale=1x{ranks}"]

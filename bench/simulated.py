@@ -18,12 +18,26 @@ from typing import Any
 
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan, assign_ranks
+from raydist.messages.agent import (
+    Examine,
+    FindUnreachablePaths,
+    GetLoad,
+    GetNews,
+    IsOpen,
+    Open,
+    Opened,
+    RankActivity,
+    RankEnd,
+    RankNews,
+    StartRank,
+    StopRank,
+)
+from raydist.messages.request import Answer, AnyReply, NodeRequest, Request, Transport
+from raydist.messages.server import OpenStore, StoreAddress, Warm
 from raydist.network.facts import Facts
 from raydist.node import actor
 from raydist.node.actor import AgentHost
 from raydist.shared.events import Event, event
-from raydist.worker import protocol
-from raydist.worker.protocol import Answer, AnyReply, NodeRequest, RankActivity, RankEnd, RankNews, Request
 
 STEP_S = 0.1
 """Seconds of a step; rank 0 reports each."""
@@ -61,31 +75,31 @@ class SimulatedAgent:
     async def handle(self, request: Request[Any]) -> Any:
         """The reply of a healthy agent."""
         match request:
-            case protocol.Open():
+            case Open():
                 self.rank = request.rank
                 facts = Facts(request.node_id, request.node_ip, "eth0", request.node_ip) if request.lead else None
-                store = protocol.StoreAddress(29500, "") if request.store else None
-                return protocol.Opened(facts, time.time(), protocol.Warm(), store, {} if request.lead else None)
-            case protocol.OpenStore():
-                return protocol.StoreAddress(29500, "")
-            case protocol.FindUnreachablePaths():
+                store = StoreAddress(29500, "") if request.store else None
+                return Opened(facts, time.time(), Warm(), store, {} if request.lead else None)
+            case OpenStore():
+                return StoreAddress(29500, "")
+            case FindUnreachablePaths():
                 return {}
-            case protocol.IsOpen():
+            case IsOpen():
                 return True
-            case protocol.StartRank():
+            case StartRank():
                 self.rank, self.started, self.told, self.end = request.rank, time.monotonic(), 0, None
                 self.due.clear()
                 return 1000 + self.rank
-            case protocol.GetNews():
+            case GetNews():
                 return await self.news(ORDERS.hasty or request.patience)
-            case protocol.Examine():
+            case Examine():
                 await asyncio.sleep(0.6)
                 state = "T" if self.rank == 5 else "S"
                 return RankActivity(1000 + self.rank, state, 0.0, STACK, (), self.beat())
-            case protocol.StopRank():
+            case StopRank():
                 ORDERS.stopped.append(time.monotonic())
                 self.over(RankEnd(0, signal.SIGKILL, time.time(), told=True))
-            case protocol.GetLoad():
+            case GetLoad():
                 return {"cpu": 0.5, "memory": (1 << 34, 1 << 38), "gpus": [], "ports": {"mlx5_0/1": (1 << 40, 1 << 40)}}
         return None
 
@@ -210,7 +224,7 @@ def many_nodes(nodes: int, ranks: int) -> Plan:
     return assign_ranks(ResourceRequest("gloo", nodes * ranks, ({},) * nodes, ranks, "STRICT_SPREAD", {}), each)
 
 
-def transport(plan: Plan, simulation: Simulation, mail: Any) -> protocol.Transport:
+def transport(plan: Plan, simulation: Simulation, mail: Any) -> Transport:
     """Sends requests to the simulated agents as launch.actors does to real ones."""
     boxes = [mail.box(simulation.exchange(node)) for node in range(len(plan.nodes))]
 

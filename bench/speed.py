@@ -24,7 +24,7 @@ def made(name: str, batch: int) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     from torch.nn import functional as F
     from torch.utils.data import TensorDataset
 
-    from raydist.worker.loop.gpt import GPT
+    from raydist.training.gpt import GPT
 
     torch.manual_seed(0)
     samples = 2 * batch * (STEPS + WARM)

@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 import raydist
 from raydist import models
 from raydist.settings.mesh import mesh_shape
-from raydist.worker.loop.evaluation import sum_over_ranks
-from raydist.worker.loop.flops import utilization
-from raydist.worker.loop.gpt import GPT
-from raydist.worker.loop.tokenizer import BytePairs, byte_pairs, encode_together
+from raydist.training.evaluation import sum_over_ranks
+from raydist.training.flops import utilization
+from raydist.training.gpt import GPT
+from raydist.training.tokenizer import BytePairs, byte_pairs, encode_together
 
 TEXT = {".py", ".txt", ".md", ".rst"}
 LEFT_OUT = {"site-packages", "test", "tests"}

@@ -131,7 +131,7 @@ def warn_of_secrets(overrides: Sequence[str]) -> None:
 
 def show_time(entered: float) -> None:
     """Print where the time of this process went, which is about to end. `entered`: when main() was called."""
-    from raydist.watch.command_time import time_line
+    from raydist.reporting.command_time import time_line
 
     print(time_line(Path(_run_dir), entered), flush=True)
 
@@ -194,7 +194,7 @@ def run_every_combination(typed: argparse.Namespace) -> None:
 def run_composed(job: Job) -> None:
     """One run, in the folder that Hydra has created for it."""
     with uncollected():
-        from raydist.run import run_job
+        from raydist.flow import run_job
 
     global _run_dir
     _run_dir = job.dir

@@ -10,11 +10,13 @@ from typing import Any
 
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node
+from raydist.messages.checkup import Trip
 from raydist.network import checks_node
 from raydist.network.facts import Facts
 from raydist.network.finding import Finding
 from raydist.node import probe
 from raydist.recovery import blame, hang_verdict, policy, straggler
+from raydist.reporting.result import make_result
 from raydist.settings.config import Backend, Job, Scale
 from raydist.shared.errors import LaunchError, RaydistError, Stopped
 from raydist.shared.events import Event
@@ -22,10 +24,8 @@ from raydist.shared.outcome import Attempt, End, Slow
 from raydist.tools import doctor_findings as found
 from raydist.tools.doctor_findings import Host
 from raydist.tools.doctor_report import Report
-from raydist.watch.result import make_result
-from raydist.worker.protocol import Trip
 from tests import machines
-from tests.watch.folds import fold_figures
+from tests.reporting.folds import fold_figures
 
 FOLDER = "/data/runs/digits/2026-11-21_02-30-00"
 INTERFACES = {"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "10.0.0.2")}

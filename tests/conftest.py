@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     marks: dict[Path, set[str]] = defaultdict(set)
     for item in items:
         marks[item.path] |= {item.path.parent.name, *(mark.name for mark in item.iter_markers())}
-    items.sort(key=lambda item: [name not in marks[item.path] for name in ("root", "ray", "worker")])
+    items.sort(key=lambda item: [name not in marks[item.path] for name in ("root", "ray", "worker", "training")])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -23,8 +23,8 @@ from typing import TypeVar
 
 import psutil
 
+from raydist.messages.server import Claim, Claimed
 from raydist.node import kept_server
-from raydist.worker.protocol import Claim, Claimed
 from tests.rig.namespaces import MOUNT, enter
 
 PREFIX = "rdtest-"

@@ -25,14 +25,14 @@ from raydist.cluster import connect
 from raydist.cluster.nodes import Node, NodeType
 from raydist.launch import warm_server
 from raydist.node import probe
+from raydist.reporting import wording
+from raydist.reporting.console import Console
+from raydist.reporting.failures import Failures
+from raydist.reporting.page_files import Pages
 from raydist.settings.config import Watch
 from raydist.sweeps.table import SweepScreen, summary_facts, sweep_headline, table_rows
 from raydist.sweeps.trial import Trial, WatchedTrial, objectives, unreported_objective
 from raydist.tools import bandwidth, doctor, horovod, launch, plan, submit, sweep, warm
-from raydist.watch import wording
-from raydist.watch.console import Console
-from raydist.watch.failures import Failures
-from raydist.watch.page_files import Pages
 from tests import canned, machines
 from tests.conftest import ROOT
 

@@ -20,7 +20,10 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "raydist"
 
-PACKAGES = "shared state settings cluster network worker node launch recovery watch run sweeps train tools cli raydist"
+PACKAGES = (
+    "shared state settings cluster network messages worker training node launch recovery reporting watch"
+    " flow sweeps train tools cli raydist"
+)
 """From the ground up: a package imports only from those to its left. The last is the package's own `__init__`."""
 SIDES = ("driver", "pure", "actor", "rank side", "either side")
 FORBIDDEN = {
@@ -107,7 +110,7 @@ def test_the_root_is_the_way_of_a_job() -> None:
     entries = {path.name for path in PACKAGE.iterdir() if path.name not in ("conf", "jobs", "__pycache__", "py.typed")}
     expected = {name if (PACKAGE / name).is_dir() else f"{name}.py" for name in PACKAGES.split()[:-1]}
     assert entries == expected | {"__init__.py"}
-    assert len(entries) <= 16
+    assert len(entries) <= 19
 
 
 @pytest.mark.parametrize("name", modules())
@@ -204,15 +207,14 @@ def functions() -> list[tuple[str, int]]:
 
 def test_sizes() -> None:
     sizes = {path: len(path.read_text().splitlines()) for path in modules().values()}
-    del sizes[PACKAGE / "worker" / "protocol.py"]  # a list of all messages, with hardly any code
-    assert max(sizes.values()) <= 530, max(sizes.items(), key=lambda item: item[1])
+    assert max(sizes.values()) <= 600, max(sizes.items(), key=lambda item: item[1])
     longest = sorted(functions(), key=lambda item: item[1])
     counts = [count for _, count in longest]
     assert longest[-1][1] <= 60, longest[-1]
     assert statistics.median(counts) <= 7
     assert counts[int(len(counts) * 0.9)] <= 25
-    screen = (PACKAGE / "run.py").read_text().splitlines()
-    assert len(screen) <= 145, "run.py is the flow: it fits one screen"
+    screen = (PACKAGE / "flow.py").read_text().splitlines()
+    assert len(screen) <= 145, "flow.py is the flow: it fits one screen"
 
 
 def test_few_dictionaries_have_values_of_any_type() -> None:
@@ -246,18 +248,13 @@ def after(statement: str) -> set[str]:
     ("statement", "unwanted"),
     [
         ("import raydist", {"torch", "ray", "horovod", "omegaconf", "hydra", "numpy", "rich", "psutil"}),
-        ("import raydist.run", {"torch", "ray", "numpy", "torchvision"}),
+        ("import raydist.flow", {"torch", "ray", "numpy", "torchvision"}),
         ("import raydist.train", {"torch", "ray", "numpy"}),
         ("import raydist.node.actor", {"torch", "omegaconf", "hydra", "psutil", "rich"}),
     ],
 )
 def test_importing_is_cheap(statement: str, unwanted: set[str]) -> None:
     assert not after(statement) & unwanted
-
-
-def test_raydist_run_stays_a_function_whatever_was_imported_before() -> None:
-    code = "import raydist.run, raydist; from raydist.run import run_job; assert callable(raydist.run), raydist.run"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_public_name_that_is_not_there_says_which_are() -> None:

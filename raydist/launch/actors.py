@@ -12,11 +12,11 @@ from raydist.cluster import ray_private
 from raydist.cluster.placement import Plan
 from raydist.launch.limits import OPEN_S, longest
 from raydist.launch.mailbox import Mail, Mailbox
+from raydist.messages.request import Answer, AnyReply, NodeRequest, Request
 from raydist.node.actor import MpiNodeActor, NodeActor
 from raydist.shared import signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
-from raydist.worker.protocol import Answer, AnyReply, NodeRequest, Request
 
 T = TypeVar("T")
 Key = tuple[int, int]

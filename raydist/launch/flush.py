@@ -9,12 +9,21 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raydist.messages.agent import Flush
+from raydist.messages.request import AnyReply, Request
+from raydist.messages.shards import (
+    CommitShards,
+    DropShards,
+    HeldShards,
+    ListShards,
+    SavedShards,
+    UnseenShards,
+    WriteShards,
+)
 from raydist.settings.config import Checkpoint
 from raydist.shared.errors import last_line
 from raydist.shared.events import Event, event
 from raydist.state.shard_choice import Shard, WholeShards, newest_whole
-from raydist.worker import protocol
-from raydist.worker.protocol import AnyReply, HeldShards, Request
 
 FLUSH_S = 600.0
 """Longest wait for a state to be written; a second signal ends it sooner."""
@@ -22,7 +31,7 @@ Emit = Callable[[Event], None]
 
 
 class Ask(Protocol):
-    """Sends a request to an agent, as protocol.Transport."""
+    """Sends a request to an agent, as Transport."""
 
     def __call__(self, request: Request[AnyReply]) -> Future[AnyReply]: ...
 
@@ -44,7 +53,7 @@ class Description:
     best: str | None
     """As in config.Checkpoint."""
     folder: str = ""
-    """As in protocol.WriteShards."""
+    """As in WriteShards."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     reported: Mapping[str, Any] = field(default_factory=dict)
     """As in state.write.Meta."""
@@ -58,7 +67,7 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
     failed: list[str] = []
     for node in nodes:
         try:
-            for each in node.ask(protocol.Flush()).result(FLUSH_S):
+            for each in node.ask(Flush()).result(FLUSH_S):
                 emit(each)
             break
         except Exception as error:  # that node is gone: another one has the same
@@ -72,7 +81,7 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
 
 def flush_shards(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> None:
     """The same, of a sharded state: each node writes the shards that it has."""
-    held = _ask(nodes, dict.fromkeys(range(len(nodes)), protocol.ListShards()), emit)
+    held = _ask(nodes, dict.fromkeys(range(len(nodes)), ListShards()), emit)
     chosen = choose_shards({number: each for number, each in held.items() if each is not None})
     if isinstance(chosen, WholeShards):
         have_shards_written(nodes, chosen, Description(settings.keep, settings.best), emit)
@@ -116,8 +125,7 @@ def have_shards_written(
     path = ""
     try:
         requests = {
-            number: protocol.WriteShards(step, mark, shards.world_size, ranks, folder)
-            for number, ranks in shards.ranks.items()
+            number: WriteShards(step, mark, shards.world_size, ranks, folder) for number, ranks in shards.ranks.items()
         }
         written = _ask(nodes, requests, emit, within_s)
         files = {number: each.files for number, each in written.items() if each is not None}
@@ -129,7 +137,7 @@ def have_shards_written(
             path = _commit(nodes, shards, mark, files, described, emit, within_s)
     finally:
         if not path and wanted():
-            _ask(nodes, dict.fromkeys(shards.ranks, protocol.DropShards(step, mark, folder)), emit, within_s)
+            _ask(nodes, dict.fromkeys(shards.ranks, DropShards(step, mark, folder)), emit, within_s)
     if path:
         emit(event("saved", rank=0, step=step, path=path, s=time.perf_counter() - began))
 
@@ -145,11 +153,11 @@ def _commit(
 ) -> str:
     """Have the first of these nodes make a checkpoint of what they have written; its path, or empty."""
     first, every = min(files), {name: facts for each in files.values() for name, facts in each.items()}
-    request = protocol.CommitShards(shards.step, mark, shards.world_size, every, **vars(described))
+    request = CommitShards(shards.step, mark, shards.world_size, every, **vars(described))
     match _ask(nodes, {first: request}, emit, within_s).get(first):
-        case protocol.SavedShards(path):
+        case SavedShards(path):
             return path
-        case protocol.UnseenShards(missing, folder):
+        case UnseenShards(missing, folder):
             hosts = dict.fromkeys(nodes[number].host for number, own in files.items() if own.keys() & {*missing})
             text = (
                 f"the sharded state of step {shards.step} is not on the disk: {nodes[first].host} does not see what "

@@ -16,9 +16,9 @@ from raydist.cluster.connect import alive_nodes
 from raydist.cluster.nodes import ResourceRequest
 from raydist.launch.actors import Actors
 from raydist.launch.limits import longest
+from raydist.messages.agent import IsOpen
 from raydist.shared.events import Reader
 from raydist.shared.signals import Halt
-from raydist.worker.protocol import IsOpen
 
 ANSWER_S = 5.0
 """Longest wait for the actors of a gang that is to be used again."""

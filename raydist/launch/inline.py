@@ -22,6 +22,7 @@ from raydist.launch.mailbox import Mail
 from raydist.launch.payload import RemoteCall
 from raydist.launch.vitals import Pace, Vitals
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.request import AnyReply, Request, Transport
 from raydist.network import binding, checks_node
 from raydist.network import variables as network_variables
 from raydist.network.names import RANK_FOLDER
@@ -35,7 +36,6 @@ from raydist.shared.outcome import Attempt, End
 from raydist.state.object_store import environment
 from raydist.worker import backends, context, target
 from raydist.worker.context import exception_facts
-from raydist.worker.protocol import AnyReply, Request, Transport
 
 LOOPBACK = "127.0.0.1"
 

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from raydist.launch.limits import CLOSE_S
-from raydist.worker.protocol import Answer, AnyReply, GetNews, NodeRequest, Request
+from raydist.messages.agent import GetNews
+from raydist.messages.request import Answer, AnyReply, NodeRequest, Request
 
 LINGER_S = 0.001
 """Seconds that a request waits for others to the same node: a Ray call costs both sides 1.5 to 3 ms."""

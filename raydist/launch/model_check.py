@@ -12,16 +12,17 @@ import time
 from typing import IO
 
 from raydist.launch import warm_server
+from raydist.messages.server import ImportModules, LookAtModel
+from raydist.messages.wire import PACKET, encode
 from raydist.settings.config import Job
 from raydist.settings.mesh import MeshShape, divides, mesh_shape
 from raydist.shared.errors import ConfigError
-from raydist.worker.protocol import PACKET, ImportModules, LookAtModel, encode
 
 AT_ONCE_S = 0.5
 """Longest wait before anything is started. A server that is warm answers in this time."""
 LATER_S = 30.0
 """Longest wait for a server that still imports torch, as the ranks will need."""
-MEMORY = "raydist.worker.loop.memory"
+MEMORY = "raydist.training.memory"
 """The module that looks at the model."""
 
 

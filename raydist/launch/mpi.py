@@ -14,19 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.agent import ProcessEnd
+from raydist.messages.mpirun import DaemonRequest, EndLaunchAgent, MpirunEnded, NextDaemons, RunDaemon, RunMpirun
+from raydist.messages.request import Request
 from raydist.network import mpi as network_mpi
 from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError, last_line
-from raydist.worker.protocol import (
-    DaemonRequest,
-    EndLaunchAgent,
-    MpirunEnded,
-    NextDaemons,
-    ProcessEnd,
-    Request,
-    RunDaemon,
-    RunMpirun,
-)
 
 Reply = TypeVar("Reply")
 

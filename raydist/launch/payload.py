@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raydist.messages.agent import RankValue
 from raydist.shared.errors import ConfigError
-from raydist.worker.protocol import RankValue
 
 
 @dataclass(frozen=True)

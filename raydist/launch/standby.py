@@ -14,10 +14,10 @@ from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches
 from raydist.cluster.placement import Plan
 from raydist.cluster.shortage import describe_shortage
 from raydist.launch.actors import POLL_S, Actors, Waiting
+from raydist.messages.agent import Close, Open, Opened
 from raydist.settings.config import Scale
 from raydist.shared.events import Events
 from raydist.shared.rank_names import counted
-from raydist.worker.protocol import Close, Open, Opened
 
 PENDING = 8
 """Most bundles that wait for a node at a time: each is a placement group of its own."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from raydist.cluster.placement import Plan
 from raydist.launch.limits import LOAD_S, longest
+from raydist.messages.agent import GetLoad, NodeLoad
+from raydist.messages.request import Transport
 from raydist.shared.events import Events
-from raydist.worker.protocol import GetLoad, NodeLoad, Transport
 
 EVERY_S = 10.0
 """Seconds between two events of a kind, in a run of a few nodes."""

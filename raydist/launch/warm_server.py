@@ -14,10 +14,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from raydist.messages.agent import WarmServer
+from raydist.messages.server import ImportModules
 from raydist.node import kept_server
 from raydist.node.fork_launcher import ALWAYS, END_S, ForkServer, heritage, node_folder
 from raydist.settings.config import Job, Scale
-from raydist.worker.protocol import ImportModules, WarmServer
 
 IDLE_S = 300.0
 """Seconds without a run after which a server ends that is not kept: a notebook may stay open for days."""

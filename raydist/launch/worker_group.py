@@ -23,6 +23,24 @@ from raydist.launch.flush import Description, FlushNode
 from raydist.launch.limits import ANSWER_S, CLOSE_S, IDLE_S, NETWORK_S, OPEN_S, longest
 from raydist.launch.shard_saver import ShardSaver
 from raydist.launch.standby import StandbyNodes
+from raydist.messages.agent import (
+    Close,
+    FindUnreachablePaths,
+    GetNetworkUse,
+    GetValue,
+    IsOpen,
+    KeepCall,
+    Open,
+    Opened,
+    RankValue,
+    RecordedEnd,
+    StartRank,
+    StopRank,
+    WaitForWriter,
+    WarmServer,
+)
+from raydist.messages.request import Request, Transport
+from raydist.messages.server import OpenStore, StoreAddress, StoreKind
 from raydist.network import binding, checks_node, traffic
 from raydist.network.facts import Facts
 from raydist.network.names import EnvVar
@@ -35,18 +53,6 @@ from raydist.shared.events import Event, Events
 from raydist.shared.outcome import End, Slow
 from raydist.shared.own_path import machine_id
 from raydist.state.shard_choice import WholeShards
-from raydist.worker import protocol
-from raydist.worker.protocol import (
-    Opened,
-    RankValue,
-    RecordedEnd,
-    Request,
-    StartRank,
-    StoreAddress,
-    StoreKind,
-    Transport,
-    WarmServer,
-)
 
 Reply = TypeVar("Reply")
 T = TypeVar("T")
@@ -79,7 +85,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         job that has or may get some. `record_attempt`: takes the first cause of an attempt and its stragglers, for the
         node history. `reachable`: returns those of these nodes that accept connections; Ray itself finds out that one
         is gone. `put`: puts bytes where each node fetches them once. `on_node`: takes a rank, a function and its
-        arguments, and calls the function on the node of the rank. `ray_stays`: as in protocol.Open.
+        arguments, and calls the function on the node of the rank. `ray_stays`: as in Open.
         """
         self.plan = plan
         self.first_world_size = plan.world_size
@@ -121,7 +127,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """
         began = time.time()
         file = self._rendezvous_file(job, attempt)
-        self._request = protocol.Open(
+        self._request = Open(
             run=uuid.uuid4().hex[:8], start=job.start, modules=tuple(modules), env=job.env,
             interface=job.fabric.interface, threads=max(1, int(job.scale.cpus)), mpirun=job.backend.mpi.mpirun,
             secret=secrets.token_hex(32), keep_s=job.scale.keep_warm_s, installed=preload.lasting(modules),
@@ -195,7 +201,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
                 self._saver.rest(launch_flush.FLUSH_S)
             file, store = self._rendezvous_file(job, attempt), None
             if file is None:
-                request = protocol.OpenStore(self._store, self.facts[0].address)
+                request = OpenStore(self._store, self.facts[0].address)
                 store = self.call(0, request).result(ANSWER_S)
             self._set_rendezvous(store, file, attempt)
         except (ConfigError, Stopped):
@@ -210,7 +216,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _wait_for_writer(self) -> None:
         """Wait for the checkpoint that rank 0's node writes."""
         try:
-            self.call(0, protocol.WaitForWriter()).result(launch_flush.FLUSH_S)
+            self.call(0, WaitForWriter()).result(launch_flush.FLUSH_S)
         except Exception as error:  # the attempt then starts from an older checkpoint
             host = self.plan.slots[0].node.host
             why = f"{type(error).__name__}: {last_line(error)}"
@@ -223,9 +229,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         after 20 s, in which Ray calls its actors temporarily unavailable.
         """
         nodes = {self.plan.slots[rank].node.id for rank in gone}
-        asked = {
-            slot.rank: self.call(slot.rank, protocol.IsOpen()) for slot in self.plan.slots if slot.node.id not in nodes
-        }
+        asked = {slot.rank: self.call(slot.rank, IsOpen()) for slot in self.plan.slots if slot.node.id not in nodes}
         wait(asked.values(), timeout=longest(IDLE_S, len(asked)))
         is_open = {
             rank for rank, reply in asked.items() if reply.done() and reply.exception() is None and reply.result()
@@ -243,7 +247,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def values(self) -> list[RankValue]:
         """What each rank returned or raised, pickled; an empty RankValue for an agent that is gone."""
         ranks = range(self.plan.world_size)
-        calls = {rank: self.call(rank, protocol.GetValue()) for rank in ranks if rank not in self._known_values}
+        calls = {rank: self.call(rank, GetValue()) for rank in ranks if rank not in self._known_values}
         wait(calls.values(), timeout=longest(ANSWER_S, len(calls)))
         answers = {rank: each.result() for rank, each in calls.items() if each.done() and each.exception() is None}
         return [self._known_values.get(rank) or answers.get(rank, RankValue()) for rank in ranks]
@@ -368,7 +372,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def _find_unreachable(self, files: Mapping[str, str]) -> list[Future[dict[str, str]]]:
         """Ask each node which of these files it can't see; their replies."""
-        request = protocol.FindUnreachablePaths(dict(files), self._job.env)
+        request = FindUnreachablePaths(dict(files), self._job.env)
         return [self.call(slot.rank, request) for slot in self._leads]
 
     def require_visible(self, setting: str, file: str, why: str) -> None:
@@ -418,7 +422,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         if self._kept_call is None:
             self._kept_call = self._put(call)
         ranks = [slot.rank for slot in self._leads]
-        self.call_each([protocol.KeepCall(self._kept_call)] * len(ranks), ranks=ranks)
+        self.call_each([KeepCall(self._kept_call)] * len(ranks), ranks=ranks)
 
     def _run_of(self, slot: Slot) -> str:
         """The name of the fork server of a node."""
@@ -429,7 +433,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         if len(self.plan.nodes) < 2 or self._silent:
             return
         try:
-            replies = self.call_each([protocol.GetNetworkUse()] * self.plan.world_size, NETWORK_S)
+            replies = self.call_each([GetNetworkUse()] * self.plan.world_size, NETWORK_S)
         except LaunchError:
             return
         nodes = [
@@ -452,7 +456,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def stop(self, ranks: Iterable[int], grace: float) -> None:
         """Send these ranks SIGTERM, and SIGKILL after `grace` seconds. Does not wait: GetNews reports their ends."""
         for rank in ranks:
-            self.call(rank, protocol.StopRank(grace))
+            self.call(rank, StopRank(grace))
 
     def call_each(
         self, requests: Sequence[Request[Reply]], limit_s: float = ANSWER_S, ranks: Sequence[int] | None = None
@@ -480,7 +484,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def __exit__(self, *_: object) -> None:
         standby = self.standby.close() if self.standby else []
-        closing = [*standby, *(self.call(slot.rank, protocol.Close()) for slot in self.plan.slots)]
+        closing = [*standby, *(self.call(slot.rank, Close()) for slot in self.plan.slots)]
         wait(closing, timeout=longest(CLOSE_S, len(closing)))
 
     def _note_facts(self) -> None:

@@ -11,8 +11,6 @@ with a fix. It reads no files and starts no processes.
                           with a fix
     checks_site.py        (settings, facts of one node) -> problems with variables that the site set, and with lists of
                           HCAs
-    devices.py            (settings, facts of one node) -> its interface, HCAs, and their variables, each with its
-                          reason
     facts.py              Facts of one node as plain data: interfaces, HCAs, GPUs, limits, versions, variables of the
                           site
     finding.py            Result of a check: the problem, the hosts that have it, and what to type to fix it
@@ -21,6 +19,8 @@ with a fix. It reads no files and starts no processes.
     mpi.py                mpirun's command line, and the variables that keep MPI on the planned network
     names.py              Environment variables as data, and the values that planner and agents must agree on
     nccl_log.py           NCCL's own log -> the transport between each pair of ranks, and why NCCL took no better one
+    rdma.py               (settings, facts of one node) -> its interface, HCAs, and their variables, each with its
+                          reason
     traffic.py            Port counters before and after a run, and NCCL's logs -> which network carried the run, in one
                           line
     variables.py          (settings, facts of all nodes) -> each rank's environment variables, each with its reason

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from raydist.network import devices
+from raydist.network import rdma
 from raydist.network.facts import Facts, Gid, Hca, Nic
 from raydist.network.finding import Finding
 from raydist.settings.config import Job
@@ -49,7 +49,7 @@ def _different_networks(nodes: Sequence[Facts]) -> Iterator[Finding]:
 
 def check_same_fabric(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
     """Nodes whose chosen HCAs differ from the others' in number, link layer or speed."""
-    fabrics = [_fabric(devices.choose_devices(job, node).hcas) for node in nodes]
+    fabrics = [_fabric(rdma.choose_devices(job, node).hcas) for node in nodes]
     fix = "fabric.hca=[...] with HCAs that all nodes have, or fabric.kind=ethernet"
     yield from odd_nodes("same fabric", "fail", nodes, fabrics, fix)
 
@@ -75,7 +75,7 @@ def _nic(node: Facts) -> Nic | None:
 def check_roce(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
     """RoCE ports whose IP family or MTU differs between nodes. A packet longer than the other end's MTU is lost."""
     gids_of = [(node, gids) for node in nodes if (gids := _gids(job, node))]
-    families = [" and ".join(sorted({devices.family(gid) for gid in gids})) for _, gids in gids_of]
+    families = [" and ".join(sorted({rdma.family(gid) for gid in gids})) for _, gids in gids_of]
     yield from odd_nodes("roce gid", "fail", [node for node, _ in gids_of],
                          [f"{family} GIDs on its RoCE ports" for family in families],
                          "addresses of one family on all nodes, or NCCL_IB_ADDR_FAMILY")  # fmt: skip
@@ -90,7 +90,7 @@ def check_roce(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _gids(job: Job, node: Facts) -> list[Gid]:
-    return [gid for hca in devices.choose_devices(job, node).hcas if (gid := devices.best_gid(hca))]
+    return [gid for hca in rdma.choose_devices(job, node).hcas if (gid := rdma.best_gid(hca))]
 
 
 def check_gpu_versions(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:

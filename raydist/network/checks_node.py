@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from raydist.cluster.placement import Plan
 from raydist.network import checks_cluster, checks_site
-from raydist.network.devices import (
+from raydist.network.facts import Facts, Hca, version_numbers
+from raydist.network.finding import Finding, fold_findings
+from raydist.network.rdma import (
     EFA,
     LOUD,
     best_gid,
@@ -17,8 +19,6 @@ from raydist.network.devices import (
     share_bridge,
     vendor_plugin,
 )
-from raydist.network.facts import Facts, Hca, version_numbers
-from raydist.network.finding import Finding, fold_findings
 from raydist.settings.config import Job
 from raydist.shared.errors import LaunchError
 

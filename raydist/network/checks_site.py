@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from raydist.network import devices
+from raydist.network import rdma
 from raydist.network.facts import Facts
 from raydist.network.finding import Finding
 from raydist.settings.config import Job
@@ -31,7 +31,7 @@ def check_site(job: Job, node: Facts) -> Iterator[Finding]:
             level = "fail" if job.fabric.strict and name in NO_RDMA else "warn"
             yield _site_finding(node, level, f"{name}={value} is set in {origin}",
                                 f"remove it there, or override it: env.{name}=...")  # fmt: skip
-        if name == "NCCL_IB_GID_INDEX" and devices.nccl_finds_gid(node):
+        if name == "NCCL_IB_GID_INDEX" and rdma.nccl_finds_gid(node):
             yield _site_finding(node, "warn", f"{name}={value} is set in {origin}: since 2.21 NCCL itself finds each "
                                 "HCA's index", f"remove it there, or override it: env.{name}=-1")  # fmt: skip
         if name == "NCCL_SOCKET_IFNAME" and (problem := _nccl_interface_problem(value, node)):
@@ -69,7 +69,7 @@ def _gloo_interface_problem(value: str, node: Facts) -> str:
 
 def check_hcas(job: Job, node: Facts) -> Iterator[Finding]:
     """Lists of HCAs that a person wrote: NCCL_IB_HCA (of the job or of the site), and fabric.hca."""
-    usual = devices.choose_devices(replace(job, fabric=replace(job.fabric, hca=[])), node)
+    usual = rdma.choose_devices(replace(job, fabric=replace(job.fabric, hca=[])), node)
     reasons = dict(usual.aside)
     best = ",".join(hca.name for hca in usual.hcas or node.hcas if hca.active)
     settings = dict(site_settings(job, node))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from raydist.cluster.placement import Plan, Slot
-from raydist.network import binding, devices, levers
+from raydist.network import binding, levers, rdma
 from raydist.network import horovod as network_horovod
 from raydist.network import mpi as network_mpi
 from raydist.network.facts import Facts, version_numbers
@@ -104,7 +104,7 @@ def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> 
         *levers.allocator_variables(job, node, gpus),
         *recorder_variables(node),
         *connection_variables(job, plan),
-        *devices.device_settings(job, node, len(plan.nodes)),
+        *rdma.device_settings(job, node, len(plan.nodes)),
         *mig_variables(plan, facts, lead),
         *mpi_network(job, node),
     ]
@@ -130,7 +130,7 @@ def mpi_network(job: Job, node: Facts) -> Iterator[EnvVar]:
     """Variables that keep MPI on the chosen interface and HCAs, if the node has MPI."""
     if not node.mpi or job.fabric.kind == "site":
         return
-    choice, fabric = devices.choose_devices(job, node), job.fabric
+    choice, fabric = rdma.choose_devices(job, node), job.fabric
     chosen = choice.hcas if choice.aside or fabric.hca else ()
     ports = [f"{hca.name}:{hca.active[0].number}" for hca in chosen if hca.active]
     yield from network_mpi.network_options(node.mpi, node.interface, ports, fabric.kind == "ethernet", fabric.strict)
@@ -143,7 +143,7 @@ def nccl_log_variables(job: Job, plan: Plan, slot: Slot, node: Facts) -> Iterato
         why = "fabric.debug: NCCL logs which network it chose, and why"
         variables = (
             EnvVar("NCCL_DEBUG", "INFO", why),
-            EnvVar("NCCL_DEBUG_SUBSYS", devices.SUBSYSTEMS, why),
+            EnvVar("NCCL_DEBUG_SUBSYS", rdma.SUBSYSTEMS, why),
             EnvVar("NCCL_DEBUG_FILE", file, "becomes logs/rank-N.nccl, beside the rank's own log"),
         )
         yield from (unless_set(var, node) for var in variables)

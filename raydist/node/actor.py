@@ -9,10 +9,11 @@ import traceback
 from collections.abc import Sequence
 
 from raydist.cluster import ray_private
+from raydist.messages.agent import Close, GetNews
+from raydist.messages.request import Answer, NodeRequest
 from raydist.node.agent import RankAgent
 from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.errors import LaunchError
-from raydist.worker.protocol import Answer, Close, GetNews, NodeRequest
 
 HOLD_S = 0.02
 """Longest time that news wait for those of the node's other ranks."""

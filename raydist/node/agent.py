@@ -22,6 +22,46 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raydist.messages.agent import (
+    DYING_S,
+    Close,
+    Examine,
+    FindUnreachablePaths,
+    Flush,
+    GetLoad,
+    GetNetworkUse,
+    GetNews,
+    GetValue,
+    IsOpen,
+    KeepCall,
+    NetworkUse,
+    Open,
+    Opened,
+    ProcessEnd,
+    RankActivity,
+    RankEnd,
+    RankNews,
+    RankValue,
+    RecordedError,
+    StartRank,
+    StopRank,
+    WaitForWriter,
+)
+from raydist.messages.checkup import CheckupRequest
+from raydist.messages.rank import Activity, Holding, HoldRank, RankMessage, ReleaseRank, StopAfter, TellActivity
+from raydist.messages.request import Request
+from raydist.messages.server import (
+    BeginRun,
+    ImportModules,
+    OpenStore,
+    SignalProcess,
+    StoreAddress,
+    StoreOpened,
+    Warm,
+    WriteCheckpoint,
+)
+from raydist.messages.shards import CommitShards, DropShards, ListShards, WriteShards
+from raydist.messages.wire import Message, encode
 from raydist.network import nccl_log as network_nccl_log
 from raydist.node import counters, kept_server, nccl_output, oom, rank_spec, recorded_end
 from raydist.node.fork_client import ForkClient
@@ -32,26 +72,7 @@ from raydist.node.output_file import OutputFile
 from raydist.node.processes import main_stack, process_state, recorded_error
 from raydist.node.writer import Writer, read_messages, read_reply
 from raydist.shared.errors import LaunchError
-from raydist.worker import protocol
 from raydist.worker.heartbeat import BEAT_PAGE, STACKS_SIGNAL, heartbeat_page, read_beat, read_compute_time, read_pauses
-from raydist.worker.protocol import (
-    Activity,
-    CheckupRequest,
-    Holding,
-    HoldRank,
-    OpenStore,
-    RankActivity,
-    RankEnd,
-    RankMessage,
-    RankNews,
-    RankValue,
-    Request,
-    SignalProcess,
-    StartRank,
-    StoreAddress,
-    TellActivity,
-    WriteCheckpoint,
-)
 
 if TYPE_CHECKING:
     from raydist.network.facts import Facts
@@ -64,9 +85,6 @@ EXAMINE_S = 0.6
 """Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a second."""
 STOP_S = 3.0
 """Longest wait for the end of a rank after SIGKILL: the driver gives up after 5 s (launch.limits.SILENT_S)."""
-DYING_S = protocol.DYING_S
-"""Longest wait for the end of the previous attempt's process, after the wait of a stop. The driver gives a start longer
-than both (launch.limits.ANSWER_S)."""
 SERVER_S = 10.0
 """Seconds after which a fork server that does not answer is ended, if it is needed."""
 ANSWER_S = 3.0
@@ -117,52 +135,52 @@ class RankAgent:
     async def handle(self, request: Request[Any]) -> Any:
         """Answer a request of the driver; the type of the reply is the parameter of the request's type."""
         match request:
-            case protocol.Open():
+            case Open():
                 return await self.open(request)
             case OpenStore():
                 return await self.open_store(request)
-            case protocol.FindUnreachablePaths():
+            case FindUnreachablePaths():
                 from raydist.node import path_check  # it imports the object store
 
                 return await path_check.find_unreachable_paths(request)
-            case protocol.KeepCall():
+            case KeepCall():
                 return await self.keep_call(request)
             case StartRank():
                 return await self.start(request)
-            case protocol.GetNews():
+            case GetNews():
                 try:
                     return await self.news(request.patience)
                 except Exception as error:
                     return self._end_without_news(error)
-            case protocol.Examine():
+            case Examine():
                 return await self.examine()
             case HoldRank():
                 return await self.hold(request)
-            case protocol.StopAfter() | protocol.ReleaseRank():
+            case StopAfter() | ReleaseRank():
                 return self.tell_rank(request)
-            case protocol.GetValue():
+            case GetValue():
                 return self.value()
-            case protocol.IsOpen():
+            case IsOpen():
                 return await self.is_open()
-            case protocol.WaitForWriter():
+            case WaitForWriter():
                 return await self._writer.wait() if self._writer is not None else None
-            case protocol.Flush():
+            case Flush():
                 return await self.flush()
-            case protocol.ListShards() | protocol.WriteShards() | protocol.CommitShards() | protocol.DropShards():
+            case ListShards() | WriteShards() | CommitShards() | DropShards():
                 return await self._writer.ask(request) if self._writer is not None and self.pid else None
-            case protocol.StopRank():
+            case StopRank():
                 return await self.stop(request.grace)
-            case protocol.GetNetworkUse():
+            case GetNetworkUse():
                 return self.network_use()
-            case protocol.GetLoad():
+            case GetLoad():
                 return await asyncio.to_thread(self._load.read)
             case CheckupRequest():
                 return await self.check_up(request)
-            case protocol.Close():
+            case Close():
                 return await self.close()
         raise TypeError(f"an agent can't answer {request}")
 
-    async def open(self, request: protocol.Open) -> protocol.Opened:
+    async def open(self, request: Open) -> Opened:
         """Round 1: read the facts of the machine, start or join the fork server, open the rendezvous store."""
         self.rank, self._lead = request.rank, request.lead
         self.folder = recorded_end.run_folder_here(request.run, request.node_id)
@@ -181,10 +199,10 @@ class RankAgent:
         if request.lead:
             raylet = int(os.environ.get("RAY_RAYLET_PID", "0")) if request.ray_stays else 0
             keep_s = min(request.keep_s, kept_server.most_s())
-            self._server.send(protocol.BeginRun(str(self.folder), keep_s, raylet))
-        warm = await self._server.ask(protocol.ImportModules(modules), protocol.Warm)
+            self._server.send(BeginRun(str(self.folder), keep_s, raylet))
+        warm = await self._server.ask(ImportModules(modules), Warm)
         opened = await self.open_store(OpenStore(request.store, facts.address)) if facts and request.store else None
-        return protocol.Opened(
+        return Opened(
             facts=facts, born=self.born, warm=warm, store=opened,
             ports=counters.read_counters() if request.lead else None,
         )  # fmt: skip
@@ -198,13 +216,13 @@ class RankAgent:
             with its:
                 self._store_pid, _ = await self._server.fork(request, [its.fileno()])
             opened = await read_reply(ours)
-        if not isinstance(opened, protocol.StoreOpened):
+        if not isinstance(opened, StoreOpened):
             raise OSError(f"the process of the rendezvous store ended: {self._server.log_end()}")
         if opened.error:
             raise OSError(f"the rendezvous store could not listen on {request.address}: {opened.error}")
         return StoreAddress(opened.port, opened.secret)
 
-    async def keep_call(self, request: protocol.KeepCall) -> None:
+    async def keep_call(self, request: KeepCall) -> None:
         """Write the pickled function of the job to the node's folder, where all its ranks read it.
 
         A run has one function: if the file is there, it stays. The disk may be full by now.
@@ -361,7 +379,7 @@ class RankAgent:
     def tell_rank(self, message: RankMessage) -> None:
         """Send a message to the rank, if it listens."""
         if self._to_rank is not None:
-            self._to_rank.write(protocol.encode(message) + b"\n")
+            self._to_rank.write(encode(message) + b"\n")
 
     def value(self) -> RankValue:
         """What the job returned or raised, pickled; it travels over Ray's authenticated channel."""
@@ -393,12 +411,12 @@ class RankAgent:
             self._server.end_server()
             await self._wait_end(1)
 
-    def network_use(self) -> protocol.NetworkUse:
+    def network_use(self) -> NetworkUse:
         """The counters of this node's network ports (from its first agent), and the rank's channels in NCCL's log."""
         nccl_file, rank_log = (self.folder / f"rank-{self.rank}.{kind}" for kind in ("nccl", "log"))
         text = nccl_output.read_nccl_output(nccl_file, rank_log)
         ports = counters.read_counters() if self._lead else None
-        return protocol.NetworkUse(ports, network_nccl_log.parse_nccl_log(text))
+        return NetworkUse(ports, network_nccl_log.parse_nccl_log(text))
 
     async def check_up(self, request: CheckupRequest[Any]) -> Any:
         """Answer a request of the doctor's check-up."""
@@ -451,11 +469,11 @@ class RankAgent:
         if self._running:
             self._server.send(SignalProcess(self.pid, signal.SIGKILL))
         beat, message = read_beat(self._beat), f"its agent can't read its news: {error}"
-        recorded = protocol.RecordedError(type(error).__name__, message, traceback.format_exc())
+        recorded = RecordedError(type(error).__name__, message, traceback.format_exc())
         end = RankEnd(1, 0, time.time(), step=beat[0], phase=beat[1], error=recorded)
         return RankNews((), b"", b"", beat, 0.0, (0, 0.0, 0.0), 0.0, end, sent=time.time())
 
-    async def _await_end(self, pid: int, ended: asyncio.Future[protocol.ProcessEnd]) -> None:
+    async def _await_end(self, pid: int, ended: asyncio.Future[ProcessEnd]) -> None:
         either: set[asyncio.Future[Any]] = {ended, *filter(None, [self._event_reader])}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         while not ended.done():  # the rank has closed its socket, as its end does: the server should tell of it
@@ -478,7 +496,7 @@ class RankAgent:
     def _note_connection(self, to_rank: asyncio.StreamWriter) -> None:
         self._to_rank = to_rank
 
-    def _handle_reply(self, message: protocol.Message) -> None:
+    def _handle_reply(self, message: Message) -> None:
         if isinstance(message, Activity):
             self._activity = message
         elif isinstance(message, Holding) and self._holding:

@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raydist.node import cache_folder, peers
-from raydist.node.peers import Listener
-from raydist.worker.protocol import (
+from raydist.messages.checkup import (
     CallPeers,
     CheckHost,
     CheckupRequest,
@@ -26,6 +24,8 @@ from raydist.worker.protocol import (
     ReachStore,
     TryLibraries,
 )
+from raydist.node import cache_folder, peers
+from raydist.node.peers import Listener
 
 SHM_BYTES = 1 << 20
 """Bytes that are written to /dev/shm: a batch of a DataLoader."""

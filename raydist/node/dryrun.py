@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from raydist.worker.protocol import LibraryTrial
+from raydist.messages.checkup import LibraryTrial
 
 LIMIT_S = 120.0
 """Longest time for one library: importing torch from a cold network file system takes a minute."""

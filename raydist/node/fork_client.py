@@ -14,27 +14,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from raydist.worker.protocol import (
-    PACKET,
+from raydist.messages.agent import ProcessEnd
+from raydist.messages.server import (
     Busy,
     Ended,
     Failed,
     Forked,
     InFile,
-    Message,
     OpenStore,
     Ping,
     Pong,
-    ProcessEnd,
     ProgramSpec,
     RankSpec,
     ServerMessage,
     Warm,
-    decode,
-    encode,
-    numbered,
-    split_number,
 )
+from raydist.messages.wire import PACKET, Message, decode, encode, numbered, split_number
 
 Kind = TypeVar("Kind")
 PING_S = 2.0

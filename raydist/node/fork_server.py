@@ -6,7 +6,7 @@ It imports these modules at once, and those that agents name later. KEEP: 0, or 
 node.kept_server): 1, or as long as the process of this id lives.
 
 It is exec'ed, not forked from a Ray worker, whose threads and gRPC would not survive a fork. It has one thread, and
-never uses CUDA. Agents send it messages of worker.protocol over a Unix socket, one per packet, with descriptors:
+never uses CUDA. Agents send it messages of messages.server over a Unix socket, one per packet, with descriptors:
 
     Claim            the new lifeline             -> Claimed
     BeginRun
@@ -44,6 +44,30 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from raydist.messages.server import (
+    BeginRun,
+    Busy,
+    Claim,
+    Claimed,
+    Ended,
+    Failed,
+    Forked,
+    GetNewestState,
+    ImportModules,
+    InFile,
+    LookAtModel,
+    NewestState,
+    OpenStore,
+    Ping,
+    Pong,
+    ProgramSpec,
+    RankSpec,
+    SignalProcess,
+    Warm,
+    WriteCheckpoint,
+)
+from raydist.messages.shards import CommitShards, DropShards, ListShards, ShardsRequest, WriteShards
+from raydist.messages.wire import PACKET, Message, decode, encode, numbered, split_number
 from raydist.node import fork_launcher, huge_pages, mpi_segments, spawn
 from raydist.node.left_folders import lock_folder
 from raydist.node.processes import (
@@ -61,20 +85,6 @@ from raydist.node.rendezvous import store_process
 from raydist.node.snapshots import SnapshotBuffers, ends_save, run_writer, write_checkpoint
 from raydist.node.warm_imports import ImportedFiles, ends_with, import_modules, uses_gpu
 from raydist.worker import main as rank_main
-from raydist.worker import protocol
-from raydist.worker.protocol import (
-    PACKET,
-    BeginRun,
-    CommitShards,
-    DropShards,
-    ListShards,
-    RankSpec,
-    ShardsRequest,
-    SignalProcess,
-    Warm,
-    WriteCheckpoint,
-    WriteShards,
-)
 
 PR_SET_CHILD_SUBREAPER = 36
 DESCRIPTORS = 16
@@ -187,13 +197,13 @@ class Server:
         if not packet:
             self.disconnect(agent)
             return
-        message: protocol.Message | None = None
-        number, packet = protocol.split_number(packet)
+        message: Message | None = None
+        number, packet = split_number(packet)
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise ValueError("a message was cut off")
-            message = protocol.decode(packet)
-            if isinstance(message, protocol.InFile):
+            message = decode(packet)
+            if isinstance(message, InFile):
                 message = read_message(fds.pop())
             self.answer(agent, message, fds, number)
         except Exception as error:
@@ -203,14 +213,14 @@ class Server:
             elif isinstance(message, BeginRun):
                 self.disconnect(agent)  # it shows the end of this server's log
             elif not isinstance(message, ShardsRequest | SignalProcess):  # these get no reply here
-                send_message(agent, protocol.Failed(f"{type(error).__name__}: {error}"), number)
+                send_message(agent, Failed(f"{type(error).__name__}: {error}"), number)
         for fd in fds:
             os.close(fd)
 
-    def answer(self, agent: socket.socket, message: protocol.Message, fds: list[int], number: int) -> None:
+    def answer(self, agent: socket.socket, message: Message, fds: list[int], number: int) -> None:
         """Do what a message of an agent asks for. `number`: of the message, for the reply."""
         match message:
-            case protocol.Claim():
+            case Claim():
                 self.claim(agent, fds)
             case BeginRun() if self.lifeline < 0:  # the owner has died since
                 self.disconnect(agent)
@@ -218,27 +228,27 @@ class Server:
                 self.begin_run(folder, keep_s)
                 if guard:
                     self.stay_with(guard)
-            case protocol.Ping():
-                send_message(agent, protocol.Pong())
-            case protocol.ImportModules(modules):
+            case Ping():
+                send_message(agent, Pong())
+            case ImportModules(modules):
                 send_message(agent, self.warm_up(modules, agent), number)
             case RankSpec() as spec:
                 pid = self.fork_rank(spec, fds, agent)
                 self.ranks[pid] = spec.value, os.dup(fds[2])
                 self.note_fork(pid, agent, number)
-            case protocol.ProgramSpec() as program:
+            case ProgramSpec() as program:
                 self.mpi_since = self.mpi_since or time.time()
                 self.note_fork(self.fork(lambda: rank_main.run_program(program, *fds)), agent, number)
-            case protocol.LookAtModel() as asked:
-                self.note_fork(self.fork(lambda: rank_main.look_at_model(asked, *fds)), agent, number)
-            case protocol.OpenStore(kind, address):
+            case LookAtModel() as asked:
+                self.note_fork(self.fork(lambda: look_at_model(asked, *fds)), agent, number)
+            case OpenStore(kind, address):
                 self.note_fork(self.fork_child(lambda: store_process(kind, address, *fds)), agent, number)
             case WriteCheckpoint() | ListShards() | WriteShards() | CommitShards() | DropShards() as request:
                 if self.memories[agent].wants_writer(request):
                     self.fork_writer(agent, request, *fds)
-            case protocol.GetNewestState(run):
+            case GetNewestState(run):
                 held = [each.newest_step() for each in self.memories.values() if str(each.run) == run]
-                send_message(agent, protocol.NewestState(max(held, default=-1)), number)
+                send_message(agent, NewestState(max(held, default=-1)), number)
             case SignalProcess(pid, signal_number) if self.owner.get(pid) is agent:
                 kill(pid, signal_number)
 
@@ -276,12 +286,12 @@ class Server:
         missing = self.start == "fork" and any(sys.modules.get(name) is None for name in modules)
         others = [agent for agent in self.agents() if missing and agent is not asking]
         for agent in others:
-            send_message(agent, protocol.Busy())
+            send_message(agent, Busy())
         ends = ends_with(self.lifeline, folders) if self.lifeline >= 0 else contextlib.nullcontext()
         with ends, self.files.noted() if missing else contextlib.nullcontext():
             warm = import_modules(modules if self.start == "fork" else ())
         for agent in others:
-            send_message(agent, protocol.Pong())
+            send_message(agent, Pong())
         if warm.cuda:  # ranks that are forked from here would have no GPU
             self.start = "spawn"
         return warm
@@ -302,13 +312,13 @@ class Server:
         """
         free = self.lifeline < 0
         if free and fds:
-            send_message(claimant, protocol.Busy())  # thousands of files: seconds on a network file system
+            send_message(claimant, Busy())  # thousands of files: seconds on a network file system
             if uses_gpu() or self.files.changed():
                 free, self.idle_s = False, 0.0  # it ends when the claimant has gone
         if free and fds:
             self.lifeline = fds.pop()
             self.selector.register(self.lifeline, selectors.EVENT_READ)
-        send_message(claimant, protocol.Claimed(free))
+        send_message(claimant, Claimed(free))
 
     def let_go(self) -> None:
         """The claim has ended: the server waits for another one."""
@@ -327,7 +337,7 @@ class Server:
     def note_fork(self, pid: int, agent: socket.socket, number: int) -> None:
         self.forks += 1
         self.owner[pid], self.serials[pid] = agent, self.forks
-        send_message(agent, protocol.Forked(pid, self.forks), number)
+        send_message(agent, Forked(pid, self.forks), number)
 
     def disconnect(self, agent: socket.socket) -> None:
         """An agent has disconnected: SIGKILL its ranks, because a rank in a collective does not handle SIGTERM."""
@@ -394,7 +404,7 @@ class Server:
                 record_end(value, code, number, beat)
                 os.close(beat)
             if agent is not None and agent.fileno() >= 0 and serial is not None:
-                send_message(agent, protocol.Ended(pid, code, number, time.time(), serial))
+                send_message(agent, Ended(pid, code, number, time.time(), serial))
             if not self.owner:  # there may be a next run; the first must not wait for this
                 self.scattered = huge_pages.scattered()
         if self.leaving and not self.owner and kill_children():
@@ -459,18 +469,25 @@ class Server:
                 os.write(self.lifeline, b".")
 
 
-def send_message(agent: socket.socket, message: protocol.Message, number: int = 0) -> None:
+def send_message(agent: socket.socket, message: Message, number: int = 0) -> None:
     """Send a message. `number`: of the request to which it replies, if that has one."""
-    packet = protocol.encode(message)
+    packet = encode(message)
     with contextlib.suppress(OSError):  # the agent has disconnected; its packet of zero bytes is still to be read
-        agent.send(protocol.numbered(number, packet) if number else packet)
+        agent.send(numbered(number, packet) if number else packet)
 
 
-def read_message(descriptor: int) -> protocol.Message:
+def read_message(descriptor: int) -> Message:
     """The message in a file, which is closed."""
     with open(descriptor, "rb") as file:
         file.seek(0)
-        return protocol.decode(file.read())
+        return decode(file.read())
+
+
+def look_at_model(request: LookAtModel, reply_fd: int) -> NoReturn:
+    """In a child: write why the model cannot be divided. Only the child imports what builds models."""
+    from raydist.training import memory
+
+    memory.reply_to_check(request, reply_fd)
 
 
 def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *modules: str) -> None:

@@ -19,25 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from raydist.messages.agent import Open
+from raydist.messages.server import BeginRun, Busy, Claim, Claimed, ImportModules, Pong, ServerMessage
+from raydist.messages.wire import PACKET, Message, decode, encode
 from raydist.node.fork_launcher import ForkServer, boot_id, heritage, node_folder, own_search_path
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
 from raydist.shared.own_path import own_folder
 from raydist.shared.version import __version__
-from raydist.worker.protocol import (
-    PACKET,
-    BeginRun,
-    Busy,
-    Claim,
-    Claimed,
-    ImportModules,
-    Message,
-    Open,
-    Pong,
-    ServerMessage,
-    decode,
-    encode,
-)
 
 CLAIM_S = 1.0
 """Longest wait for a server's answer: one that imports modules is another run's."""

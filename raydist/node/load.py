@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from raydist.cluster import ray_private
+from raydist.messages.agent import GpuLoad, NodeLoad
 from raydist.node.counters import read_counters
-from raydist.worker.protocol import GpuLoad, NodeLoad
 
 FIRST_S = 0.2
 """Seconds over which the first CPU share is taken; each later one is the mean since the one before."""

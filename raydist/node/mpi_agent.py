@@ -20,11 +20,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from raydist.messages.agent import Open, Opened, ProcessEnd, RankEnd, StartRank
+from raydist.messages.mpirun import DaemonRequest, EndLaunchAgent, MpirunEnded, NextDaemons, RunDaemon, RunMpirun
+from raydist.messages.request import Request
+from raydist.messages.server import ProgramSpec, SignalProcess
+from raydist.messages.wire import PACKET
 from raydist.node import mpi_child, mpi_install, mpi_segments
 from raydist.node.agent import RankAgent
 from raydist.shared.errors import LaunchError
-from raydist.worker import protocol
-from raydist.worker.protocol import PACKET, DaemonRequest, ProcessEnd, ProgramSpec, RankEnd, Request, StartRank
 
 ABANDONED_S = 1.0
 """Seconds until a rank is killed that neither ended nor was stopped after mpirun ended its child."""
@@ -74,19 +77,19 @@ class MpiRankAgent(RankAgent):
     async def handle(self, request: Request[Any]) -> Any:
         """Answer a request of the driver, also those about mpirun."""
         match request:
-            case protocol.RunMpirun():
+            case RunMpirun():
                 return await self.run_mpirun(request)
-            case protocol.RunDaemon():
+            case RunDaemon():
                 return await self.run_daemon(request)
-            case protocol.NextDaemons():
+            case NextDaemons():
                 return await self.next_daemons()
-            case protocol.EndLaunchAgent():
+            case EndLaunchAgent():
                 return self.end_launch_agent(request)
-            case protocol.MpirunEnded():
+            case MpirunEnded():
                 return self.note_mpirun_ended(request.why)
         return await super().handle(request)
 
-    async def open(self, request: protocol.Open) -> protocol.Opened:
+    async def open(self, request: Open) -> Opened:
         """Open as any agent, find the node's MPI (its first agent), and listen for mpirun's processes."""
         self._secret = request.secret
         opened = await super().open(request)
@@ -118,7 +121,7 @@ class MpiRankAgent(RankAgent):
         self._mpi_fds = []
         return pid
 
-    async def run_mpirun(self, request: protocol.RunMpirun) -> ProcessEnd:
+    async def run_mpirun(self, request: RunMpirun) -> ProcessEnd:
         """Run mpirun to its end."""
         agent = self.folder / "agent"
         agent.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{mpi_child.__file__}" agent "$@"\n')
@@ -130,7 +133,7 @@ class MpiRankAgent(RankAgent):
         argv = [self._install.mpirun, *(word.replace("{agent}", str(agent)) for word in request.argv)]
         return await self._execute(argv, request.env)
 
-    async def run_daemon(self, request: protocol.RunDaemon) -> ProcessEnd:
+    async def run_daemon(self, request: RunDaemon) -> ProcessEnd:
         """Run mpirun's daemon for this node to its end. LaunchError: mpirun never needs a second one."""
         argv, variables = mpi_install.daemon(request.argv, self._install, self._interface)
         if self._has_daemon:
@@ -145,7 +148,7 @@ class MpiRankAgent(RankAgent):
             daemons.append(self._daemons.get_nowait())
         return [daemon for daemon in daemons if daemon is not None]
 
-    def end_launch_agent(self, request: protocol.EndLaunchAgent) -> None:
+    def end_launch_agent(self, request: EndLaunchAgent) -> None:
         """End a launch agent as the daemon ended that it requested."""
         sock = self._launch_agents.pop(request.agent)
         end_child(sock, request.end)
@@ -228,7 +231,7 @@ class MpiRankAgent(RankAgent):
         await self._wait_end(ABANDONED_S if "PMIX_RANK" in self._mpi_env else ABANDONED_S / 4)
         if self._end is None and self.pid:
             self._abandoned = True
-            self._server.send(protocol.SignalProcess(self.pid, signal.SIGKILL))
+            self._server.send(SignalProcess(self.pid, signal.SIGKILL))
 
 
 def last_output(path: Path) -> str:

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Mapping
 
+from raydist.messages.agent import FindUnreachablePaths
 from raydist.state import object_store
 from raydist.state.object_store import Remote, parse_path
-from raydist.worker.protocol import FindUnreachablePaths
 
 CHECK_S = 60.0
 """Longest check of a path: calls on a network file system that is down block."""

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from raydist.worker.protocol import Peer, Trip
+from raydist.messages.checkup import Peer, Trip
 
 LENGTH, CLOCK = struct.Struct("!I"), struct.Struct("!d")
 PINGS = 3

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from raydist.messages.agent import RecordedError
 from raydist.worker.heartbeat import STACKS_SIGNAL
-from raydist.worker.protocol import RecordedError
 
 SIGNAL_S = 0.2
 """Seconds that a rank's signal handler has for its stack."""

@@ -8,13 +8,14 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from raydist.messages.agent import StartRank
+from raydist.messages.server import RankSpec
 from raydist.network.names import RANK_FOLDER
 from raydist.node import cache_folder
 from raydist.node.fork_launcher import rank_search_path
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
 from raydist.shared.own_path import machine_id, of_others
-from raydist.worker.protocol import RankSpec, StartRank
 
 CALL = "call"
 """The file of the pickled function, in the folder of the node."""

@@ -9,11 +9,12 @@ import os
 import time
 from pathlib import Path
 
+from raydist.messages.agent import RankEnd, RankValue, RecordedEnd
+from raydist.messages.server import GetNewestState, NewestState
 from raydist.node import kept_server
 from raydist.node.fork_launcher import node_folder
 from raydist.node.processes import recorded_error
 from raydist.worker.heartbeat import BEAT_PAGE, read_beat
-from raydist.worker.protocol import GetNewestState, NewestState, RankEnd, RankValue, RecordedEnd
 
 
 def run_folder_here(run: str, node_id: str) -> Path:

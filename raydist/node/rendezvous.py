@@ -9,7 +9,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from raydist.worker.protocol import StoreAddress, StoreOpened, encode
+from raydist.messages.server import StoreAddress, StoreOpened
+from raydist.messages.wire import encode
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from raydist.worker.protocol import StoreAddress
+from raydist.messages.server import StoreAddress
 
 HOLD_S = 1.0
 """Longest wait of a GET for a missing key: it saves further requests, and 10 ms before each."""

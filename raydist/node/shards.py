@@ -12,13 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from raydist.settings.config import Checkpoint
-from raydist.state import checkpoint_files
-from raydist.state.object_store import StoragePath, parse_path
-from raydist.state.run_checkpoints import of_fit
-from raydist.state.snapshot_layout import FIT, PAGE, SAVE_SLOT, complete_slots, read_words
-from raydist.state.write import FileFacts, drop
-from raydist.worker.protocol import (
+from raydist.messages.shards import (
     CommitShards,
     DropShards,
     HeldShards,
@@ -30,6 +24,12 @@ from raydist.worker.protocol import (
     WriteShards,
     WrittenShards,
 )
+from raydist.settings.config import Checkpoint
+from raydist.state import checkpoint_files
+from raydist.state.object_store import StoragePath, parse_path
+from raydist.state.run_checkpoints import of_fit
+from raydist.state.snapshot_layout import FIT, PAGE, SAVE_SLOT, complete_slots, read_words
+from raydist.state.write import FileFacts, drop
 
 if TYPE_CHECKING:
     from raydist.state.distributed_checkpoint import RankPart
@@ -42,7 +42,7 @@ AT_ONCE = 4
 
 def answer_request(descriptors: Descriptors, folder: StoragePath, request: ShardsRequest) -> ShardsReply | None:
     """Do what the driver asks for. `folder`: the checkpoints of the run, as this node sees them."""
-    if not isinstance(request, ListShards) and request.folder:
+    if isinstance(request, WriteShards | CommitShards | DropShards) and request.folder:
         folder = parse_path(request.folder)
     else:
         folder = of_fit(folder, max(map(fit_in, descriptors.values()), default=0))

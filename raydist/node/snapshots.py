@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from raydist.messages.server import RankSpec, WriteCheckpoint
+from raydist.messages.shards import CommitShards, DropShards, ListShards, ShardsRequest, WriterFailed, WriteShards
+from raydist.messages.wire import encode
 from raydist.node import shards
 from raydist.shared import env_names
 from raydist.shared.events import Event, event
@@ -33,15 +36,6 @@ from raydist.state.snapshot_layout import (
     whole_slots,
 )
 from raydist.state.write import SaveRequest
-from raydist.worker.protocol import (
-    ListShards,
-    RankSpec,
-    ShardsRequest,
-    WriteCheckpoint,
-    WriterFailed,
-    WriteShards,
-    encode,
-)
 
 if TYPE_CHECKING:
     from raydist.state.snapshot import SnapshotBuffer
@@ -148,7 +142,7 @@ def runs_beside_ranks(request: WriteCheckpoint | ShardsRequest) -> bool:
     """Whether the ranks train while this is done."""
     if isinstance(request, WriteCheckpoint):
         return not request.last
-    return not isinstance(request, ListShards) and bool(request.folder)
+    return isinstance(request, WriteShards | CommitShards | DropShards) and bool(request.folder)
 
 
 def ends_save(request: WriteCheckpoint | ShardsRequest) -> bool:

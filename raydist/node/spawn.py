@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from raydist.worker import protocol
+from raydist.messages.server import RankSpec
+from raydist.messages.wire import encode
 from raydist.worker.main import die_with_parent, redirect
-from raydist.worker.protocol import RankSpec
 
 
 def fork_child(close: Callable[[], None], become: Callable[[], NoReturn]) -> int:
@@ -55,7 +55,7 @@ def write_spec(spec: RankSpec) -> Path:
     path = Path(f"{spec.value}.spec")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds the environment
     with os.fdopen(descriptor, "wb") as file:
-        file.write(protocol.encode(spec))
+        file.write(encode(spec))
     return path
 
 

@@ -16,8 +16,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from raydist.messages.server import Warm
 from raydist.shared.imports import uncollected
-from raydist.worker.protocol import Warm
 
 GPU_DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
 """A process has one of these open once it has used CUDA or ROCm, even if only to ask whether there is a GPU. NVML, by

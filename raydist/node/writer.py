@@ -9,10 +9,11 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from raydist.messages.server import WriteCheckpoint
+from raydist.messages.shards import ShardsReply, ShardsRequest, WriterFailed
+from raydist.messages.wire import PACKET, TAG, Message, decode, from_json
 from raydist.node.fork_client import ForkClient
 from raydist.shared.events import Event
-from raydist.worker import protocol
-from raydist.worker.protocol import Message, ShardsReply, ShardsRequest, WriteCheckpoint
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -50,7 +51,7 @@ class Writer:
         await self.wait()
         self._reply = None
         await asyncio.wait({self.start(request)})
-        if isinstance(self._reply, protocol.WriterFailed):
+        if isinstance(self._reply, WriterFailed):
             raise OSError(self._reply.error)
         return self._reply
 
@@ -63,9 +64,9 @@ async def read_reply(sock: socket.socket) -> Message | None:
     """The only message that a process sends before it closes its end; None if it sends none."""
     sock.setblocking(False)
     text = b""
-    while part := await asyncio.get_running_loop().sock_recv(sock, protocol.PACKET):
+    while part := await asyncio.get_running_loop().sock_recv(sock, PACKET):
         text += part
-    return protocol.decode(text) if text else None
+    return decode(text) if text else None
 
 
 async def read_messages(
@@ -80,8 +81,8 @@ async def read_messages(
     with contextlib.suppress(OSError, ValueError):
         while line := await reader.readline():
             received = json.loads(line)
-            if protocol.TAG in received:
-                take(protocol.from_json(received))
+            if TAG in received:
+                take(from_json(received))
             else:
                 add_event(received)
     writer.close()

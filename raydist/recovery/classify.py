@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from raydist.cluster.drain import DrainNotice
+from raydist.messages.agent import RankEnd
 from raydist.recovery.blame import is_victim, last_words
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.recovery.pace import Beat
 from raydist.shared.errors import last_line, out_of_memory
 from raydist.shared.events import Event
 from raydist.shared.outcome import End
-from raydist.worker.protocol import RankEnd
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from raydist.cluster.drain import DrainNotice
 from raydist.launch.limits import SILENT_S, longest
+from raydist.messages.agent import DYING_S as DYING_S
 from raydist.recovery.blame import is_victim
 from raydist.shared.outcome import End, StopReason
-from raydist.worker import protocol
 
 VICTIM_S = 0.5
 """Seconds that a failure which another rank may have caused waits for that rank's own failure."""
@@ -21,8 +21,6 @@ ANSWER_S = (0.5, 1.0)
 the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
 AGENT_S = 10.0
 """Seconds after its time within which an agent, or a fork server, must answer."""
-DYING_S = protocol.DYING_S
-"""Seconds after a stop's grace period within which the process of a rank whose agent answers must end."""
 NODE_S = 30.0
 """Seconds within which a node tells how a rank has ended: a worker of Ray may have to start there, and has a low
 priority (Ray's worker_niceness is 15)."""

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from raydist.launch.limits import EXAMINE_S, longest
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.agent import Examine, RankActivity
 from raydist.recovery import deadlines, hang_verdict
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
 from raydist.recovery.pace import Beat, StallCheck
 from raydist.settings.config import Hang
 from raydist.shared.events import Events
-from raydist.worker.protocol import Examine, RankActivity
 
 CHECK_S = 0.25
 """Seconds between two checks whether a rank is silent."""

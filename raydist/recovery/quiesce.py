@@ -7,8 +7,9 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.rank import HoldRank, ReleaseRank, StopAfter
+from raydist.messages.request import AnyReply, Request
 from raydist.shared.events import Event
-from raydist.worker.protocol import AnyReply, HoldRank, ReleaseRank, Request, StopAfter
 
 REPLY_S = 60.0
 """Longest wait for the steps of all ranks. They come from a thread of each rank, so within milliseconds."""

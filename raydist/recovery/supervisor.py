@@ -16,6 +16,7 @@ from pathlib import Path
 from raydist.cluster.drain import DrainNotice
 from raydist.launch.vitals import Pace, Vitals
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.agent import GetNews, RankEnd, RankNews, RecordedEnd
 from raydist.recovery import classify, deadlines, straggler
 from raydist.recovery.arrival import Arrival, RestartCost
 from raydist.recovery.classify import AttemptRecord, RankRecord
@@ -35,7 +36,6 @@ from raydist.shared import signals
 from raydist.shared.errors import Stopped
 from raydist.shared.events import Event, Events
 from raydist.shared.outcome import End, Slow, StopReason
-from raydist.worker.protocol import GetNews, RankEnd, RankNews, RecordedEnd
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ Every event has `t` (seconds since the epoch, on the driver's clock) and `kind`;
     hang       text, ranks, certain, s           ranks are silent for `s` seconds, and which ranks they wait for
     slow       text, ranks                       slow ranks: rank, host, own_s, others_s, step_s, share
     pace       ranks                             of each rank: [newest step, seconds of its own work per step, per step]
-    nodes      nodes                             of each host: cpu, memory, gpus, ports (worker.protocol.NodeLoad)
+    nodes      nodes                             of each host: cpu, memory, gpus, ports (messages.agent.NodeLoad)
     work       ranks                             at the end, of each rank: [seconds of its own work per step, per step]
     network    text, nodes                       what carried a run of several nodes: port counters, NCCL's log
     notice     text, ranks, hosts, s             nodes will be taken away in `s` seconds

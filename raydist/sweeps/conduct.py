@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
+from raydist.flow import run_job
 from raydist.launch import run_storage
 from raydist.launch.gangs import Gangs, OneOfMany
 from raydist.launch.payload import RemoteCall
-from raydist.run import run_job
+from raydist.reporting.result import Result
 from raydist.settings.compose import save_settings
 from raydist.settings.config import Job, Sweep
 from raydist.shared import signals
@@ -35,7 +36,6 @@ from raydist.sweeps.samplers import Sampler
 from raydist.sweeps.space import Space
 from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import Objective, Trial, WatchedTrial, unreported_objective
-from raydist.watch.result import Result
 
 END_S = 60.0
 """Longest wait for trials to end after an error of raydist itself."""

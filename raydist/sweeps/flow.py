@@ -11,6 +11,7 @@ from typing import Any
 
 from raydist.cluster import connect
 from raydist.launch.payload import RemoteCall
+from raydist.reporting.result import Result
 from raydist.settings.compose import CONFIG, SweepConfig
 from raydist.settings.config import Job, Sweep
 from raydist.settings.overrides import Override
@@ -25,7 +26,6 @@ from raydist.sweeps.folder import Folder, read_summary, read_trials
 from raydist.sweeps.space import Space
 from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import OPEN, Objective, State, Trial, best_trials, objectives, values_of
-from raydist.watch.result import Result
 from raydist.watch.web.beside import PageBeside
 
 MAY_CHANGE = ("sweep.", "watch.", "env.", "env=", "env_file=")

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TextIO
 
+from raydist.reporting import wording
+from raydist.reporting.console import screen
+from raydist.reporting.progress import number_text
 from raydist.settings.config import Watch
 from raydist.shared.events import Event
 from raydist.shared.rank_names import counted
 from raydist.sweeps.trial import Objective, Trial, WatchedTrial, best_trials
-from raydist.watch import wording
-from raydist.watch.console import screen
-from raydist.watch.progress import number_text
 
 STYLES = {"finished": "green", "failed": "red", "paused": "dim", "ended": "dim"}
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raydist.reporting.progress import PROGRESS_NAMES
+from raydist.reporting.result import strict_json
 from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.events import Event
-from raydist.watch.progress import PROGRESS_NAMES
-from raydist.watch.result import strict_json
 
 State = Literal["waiting", "running", "stopped", "paused", "finished", "failed", "ended"]
 """`paused`: worse than others at a milestone, and may still go on. `ended`: for the same reason, for good. `stopped`:

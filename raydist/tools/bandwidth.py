@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raydist.run import run
+from raydist.flow import run
+from raydist.reporting import wording
+from raydist.reporting.result import Result
 from raydist.shared.errors import ConfigError
 from raydist.shared.events import read_events
 from raydist.tools import bandwidth_figures as figures
 from raydist.tools.bandwidth_figures import OPS, Pair, RankMeasurement, Row
 from raydist.tools.bandwidth_plot import plot
 from raydist.tools.command_line import ToolParser, number, run_tool
-from raydist.watch import wording
-from raydist.watch.result import Result
 
 DESCRIPTION = """\
 Measures the collectives of torch.distributed (or Horovod's) on the ranks that a job with these overrides would have,

@@ -18,6 +18,7 @@ from raydist.launch import inline, placement_group, preload
 from raydist.launch.worker_group import WorkerGroup
 from raydist.network.finding import Finding
 from raydist.recovery.attempts import settled
+from raydist.reporting import wording
 from raydist.settings import compose
 from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError, RaydistError, Stopped
@@ -30,7 +31,6 @@ from raydist.tools.command_line import ToolParser, number, run_tool
 from raydist.tools.doctor_findings import CHECKS
 from raydist.tools.doctor_report import Report
 from raydist.tools.doctor_rounds import Rounds
-from raydist.watch import wording
 from raydist.worker import backends
 
 DESCRIPTION = """\

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from raydist.messages.checkup import Trip
 from raydist.network.finding import Finding
 from raydist.shared.rank_names import HOSTS_NAMED, joined_names
-from raydist.worker.protocol import Trip
 
 FAR_S = 0.01
 """A longer round trip than any network of one site has."""

@@ -10,11 +10,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from raydist.cluster.placement import Plan
+from raydist.messages.checkup import Trip
 from raydist.network.finding import LEVELS, Finding, fold_findings
+from raydist.reporting import wording
 from raydist.shared.rank_names import counted, joined_names
 from raydist.tools.doctor_findings import CHECKS, Host
-from raydist.watch import wording
-from raydist.worker.protocol import Trip
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,6 +12,9 @@ from typing import TypeVar
 
 from raydist.launch import preload
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.agent import FindUnreachablePaths
+from raydist.messages.checkup import CallPeers, CheckHost, ListenForPeers, ReachStore, TryLibraries
+from raydist.messages.request import Request
 from raydist.network import checks_node
 from raydist.network import variables as network_variables
 from raydist.network.finding import CHECKS
@@ -22,15 +25,6 @@ from raydist.shared.errors import last_line
 from raydist.tools import doctor_findings
 from raydist.tools.doctor_findings import Host
 from raydist.tools.doctor_report import Report
-from raydist.worker.protocol import (
-    CallPeers,
-    CheckHost,
-    FindUnreachablePaths,
-    ListenForPeers,
-    ReachStore,
-    Request,
-    TryLibraries,
-)
 
 Reply = TypeVar("Reply")
 

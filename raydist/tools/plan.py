@@ -33,6 +33,7 @@ from raydist.network.names import EnvVar
 from raydist.network.variables import Rendezvous
 from raydist.node import probe
 from raydist.recovery import policy
+from raydist.reporting import wording
 from raydist.settings import compose
 from raydist.settings.config import Job, as_dict
 from raydist.settings.mesh import MeshShape, divides, mesh_shape
@@ -40,7 +41,6 @@ from raydist.settings.secrets import masked
 from raydist.shared.errors import ConfigError
 from raydist.shared.rank_names import counted
 from raydist.tools.command_line import ToolParser, run_tool
-from raydist.watch import wording
 
 DESCRIPTION = """\
 Prints where each rank would run, its environment variables with the reason for each, and each lever of speed: on or
@@ -109,7 +109,7 @@ def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
     if not divides(job.parallel) or "_target_" not in job.model:
         return {}
     asked = {"job": as_dict(job), "ranks": plan.world_size, "per_node": plan.slots[0].local_world_size}
-    command = [sys.executable, "-m", "raydist.worker.loop.memory"]
+    command = [sys.executable, "-m", "raydist.training.memory"]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
     found = json.loads(done.stdout) if done.returncode == 0 else {}
     if "refused" in found:

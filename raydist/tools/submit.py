@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from raydist import train
 from raydist.cluster import connect as cluster_connect
 from raydist.cluster import gcs, ray_private
+from raydist.reporting.job_metadata import OVERRIDES
 from raydist.settings import compose, targets
 from raydist.settings.lookup import missing_path
 from raydist.settings.references import mask_override
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.state import object_store
 from raydist.tools.command_line import ToolParser, run_tool
-from raydist.watch.job_metadata import OVERRIDES
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raydist.cluster import ray_private
+from raydist.reporting.trace import trace_of
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
 from raydist.shared.events import read_events
@@ -21,7 +22,6 @@ from raydist.shared.signals import stoppable
 from raydist.state import object_store
 from raydist.tools import command_line, submit
 from raydist.tools.command_line import ToolParser, run_tool
-from raydist.watch.trace import trace_of
 from raydist.watch.web.export import export, export_sweep
 from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
 from raydist.watch.web.mirror import Mirror, Read, stored

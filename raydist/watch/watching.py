@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from raydist.reporting.console import Console
+from raydist.reporting.job_metadata import JobMetadata
+from raydist.reporting.log_link import LogLink
+from raydist.reporting.metrics import Metrics
+from raydist.reporting.page_files import Pages
+from raydist.reporting.result import Figures
 from raydist.settings.config import Job
 from raydist.shared.events import Events, Reader
-from raydist.watch.console import Console
-from raydist.watch.job_metadata import JobMetadata
-from raydist.watch.log_link import LogLink
-from raydist.watch.metrics import Metrics
-from raydist.watch.page_files import Pages
-from raydist.watch.result import Figures
 from raydist.watch.web.beside import PageBeside
 
 

@@ -14,13 +14,9 @@ states. Never imports Ray.
     groups.py             Process groups and meshes next to the default group, with its timeout: torch would take its
                           own
     heartbeat.py          The heartbeat page and the signal that a rank and its agent share beside messages
-    loop/                 The training loop of raydist.fit: samples, steps, precision, schedules, evaluation
     main.py               Start and end of a rank process: become the rank, run the job, report how it ended
     program.py            Runs an existing program (script=) in a rank's process, as a shell would
-    protocol.py           The messages among driver, agents, fork servers and ranks
-    reshard.py            Shards, or a whole state, in the memories of ranks, read by any number of ranks: torch divides
-                          them
-    sharded.py            Sharded states (FSDP) in memory: each rank keeps its own shards, the next node a copy of them
+    random_state.py       Seeds, captures and restores all random generators of a rank
     stacks.py             What a hung rank reports: the stacks of its threads, and its last collectives
     standalone.py         Runs a job's file as a program: `python jobs/digits.py …`, `torchrun jobs/digits.py …`
     step_timer.py         Measures a rank's compute time in each step apart from its waits for other ranks, in any loop

@@ -11,10 +11,11 @@ import threading
 import time
 from collections import deque
 
+from raydist.messages.rank import Activity, Holding, HoldRank, RankReply, ReleaseRank, StopAfter, TellActivity
+from raydist.messages.wire import Message, decode, encode
 from raydist.shared.events import Event, event
-from raydist.worker import context, protocol, stacks
+from raydist.worker import context, stacks
 from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time, write_pauses
-from raydist.worker.protocol import Activity, Holding, HoldRank, ReleaseRank, StopAfter, TellActivity
 
 FLUSH_S = 0.1
 """Longest time that a report waits in the rank before it is sent."""
@@ -95,9 +96,9 @@ class Channel:
                 self._pending = b""
         return True
 
-    def reply(self, message: protocol.RankReply) -> None:
+    def reply(self, message: RankReply) -> None:
         """Send a message, after all queued events."""
-        self._queue.append(protocol.encode(message))
+        self._queue.append(encode(message))
         self.flush()
 
     def shut(self) -> None:
@@ -113,13 +114,13 @@ class Channel:
                 data = self._sock.recv(4096)
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._handle(protocol.decode(line))
+                    self._handle(decode(line))
                 if not data:
                     readable = []  # the agent is gone
             if self._queue or self._pending:
                 self.flush()
 
-    def _handle(self, message: protocol.Message) -> None:
+    def _handle(self, message: Message) -> None:
         current = context.current()
         match message:
             case TellActivity():

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from raydist.messages.server import ProgramSpec, RankSpec
+from raydist.messages.wire import decode
 from raydist.settings import config
-from raydist.shared.errors import ConfigError
-from raydist.worker import backends, context, garbage, program, protocol, stacks, target
+from raydist.worker import backends, context, garbage, program, stacks, target
 from raydist.worker.channel import Channel
-from raydist.worker.protocol import LookAtModel, ProgramSpec, RankSpec
 
 PR_SET_PDEATHSIG = 1
 
@@ -170,19 +170,6 @@ def watch_steps(job: config.Job, channel: Channel) -> None:
         garbage.collect_together(job.train.gc)
 
 
-def look_at_model(asked: LookAtModel, reply_fd: int) -> NoReturn:
-    """In a child of the fork server: write why the model cannot be divided, or nothing."""
-    sys.path[:] = asked.sys_path
-    from raydist.worker.loop import memory
-
-    with os.fdopen(reply_fd, "w") as reply:
-        try:
-            memory.check_model(asked.model, asked.blocks, asked.stages, asked.tp)
-        except ConfigError as error:
-            json.dump({"message": error.message, **error.facts}, reply)
-    os._exit(0)
-
-
 def frames_of_job(frames: TracebackType | None) -> TracebackType | None:
     """A traceback without raydist's frames before the job's own."""
     own_files = (__file__, target.__file__, program.__file__, runpy.__file__, "<frozen runpy>")
@@ -233,7 +220,7 @@ def main() -> NoReturn:
     """Run a rank that was spawned, not forked: its spec is a file, its descriptors are inherited."""
     path, server, *fds = sys.argv[1:]
     die_with_parent(int(server))  # again: the kernel forgets it if the interpreter has capabilities of its own
-    spec = protocol.decode(Path(path).read_bytes())
+    spec = decode(Path(path).read_bytes())
     assert isinstance(spec, RankSpec), spec
     run_rank(spec, *map(int, fds))
 

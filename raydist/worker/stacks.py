@@ -9,8 +9,8 @@ import traceback
 from types import FrameType
 from typing import TextIO
 
+from raydist.messages.rank import Collective
 from raydist.worker.heartbeat import STACKS_SIGNAL
-from raydist.worker.protocol import Collective
 from raydist.worker.torch_private import flight_recorder
 
 LAST = 8

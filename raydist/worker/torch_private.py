@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from raydist.worker.protocol import Collective
+from raydist.messages.rank import Collective
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -15,21 +15,11 @@ import pytest
 from raydist.launch import mailbox
 from raydist.launch.inline import loop_in_thread
 from raydist.launch.mailbox import Mail, Mailbox
+from raydist.messages.agent import Close, Examine, GetNews, IsOpen, RankEnd, RankNews, StopRank
+from raydist.messages.request import Answer, NodeRequest, Request
 from raydist.node import actor
 from raydist.node.actor import AgentHost
 from raydist.shared.errors import ConfigError, LaunchError
-from raydist.worker.protocol import (
-    Answer,
-    Close,
-    Examine,
-    GetNews,
-    IsOpen,
-    NodeRequest,
-    RankEnd,
-    RankNews,
-    Request,
-    StopRank,
-)
 
 PATIENCE_S = 20.0
 RANKS, ROUNDS = 8, 8

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from raydist.flow import run_job
 from raydist.launch import mpi
 from raydist.launch.worker_group import WorkerGroup
 from raydist.node.probe import Facts
-from raydist.run import run_job
+from raydist.reporting.result import Result
 from raydist.settings.compose import compose
 from raydist.shared.errors import ConfigError, LaunchError, RunFailed
-from raydist.watch.result import Result
 from tests.mpi_programs import (
     HOROVOD_MPI,
     MPICH,

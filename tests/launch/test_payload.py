@@ -11,8 +11,8 @@ import pytest
 
 import raydist
 from raydist.launch.payload import RemoteCall, unpack_all
+from raydist.messages.agent import RankValue
 from raydist.shared.errors import ConfigError
-from raydist.worker.protocol import RankValue
 
 
 def test_a_function_is_pickled_with_its_arguments() -> None:

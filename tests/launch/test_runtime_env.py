@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from raydist.flow import run_job
 from raydist.launch import runtime_env
-from raydist.run import run_job
+from raydist.reporting.result import Result
 from raydist.settings import compose
 from raydist.settings.config import Job
 from raydist.shared.errors import LaunchError
-from raydist.watch.result import Result
 
 SEES = """
 import os, pathlib, sys

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from raydist.launch import shared_paths
+from raydist.messages.agent import FindUnreachablePaths
 from raydist.node.path_check import find_unreachable_paths
 from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError, LaunchError
-from raydist.worker.protocol import FindUnreachablePaths
 
 JOB = Job(name="digits", dir="/home/me/runs/digits/now")
 HOSTS = ["host1", "host2"]

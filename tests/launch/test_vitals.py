@@ -13,9 +13,9 @@ from raydist.cluster import placement
 from raydist.cluster.placement import Plan
 from raydist.launch import vitals
 from raydist.launch.vitals import Pace, Rhythm, Vitals
+from raydist.messages.request import Request
 from raydist.node.load import LoadReader, gpu_loads
 from raydist.shared.events import Event, Events
-from raydist.worker.protocol import Request
 from tests.cluster.test_placement import node
 from tests.recovery.fake_group import job
 

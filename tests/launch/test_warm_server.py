@@ -15,10 +15,11 @@ import pytest
 
 import raydist
 from raydist.launch import preload, warm_server
+from raydist.messages.server import ImportModules, Warm
+from raydist.messages.wire import decode, encode
 from raydist.node import fork_launcher, kept_server
 from raydist.settings.config import Job, Target
 from raydist.shared.events import read_events
-from raydist.worker import protocol
 from tests.leftovers import alive, ended, folders_of, gone
 
 pytestmark = pytest.mark.ray
@@ -79,8 +80,8 @@ def test_the_end_of_a_program_waits_for_no_server_that_is_stopped(
     monkeypatch.setattr(warm_server, "_servers", {})
     server = warm_server.acquire(Job(job=Target(target="json:dumps")))
     assert server is not None
-    warm = kept_server.ask(Path(server.folder), protocol.ImportModules(()))
-    assert isinstance(warm, protocol.Warm)
+    warm = kept_server.ask(Path(server.folder), ImportModules(()))
+    assert isinstance(warm, Warm)
     os.kill(warm.pid, signal.SIGSTOP)
     warm_server.end_all()
     assert f"({server.folder}/server.log)" in capsys.readouterr().err
@@ -104,8 +105,8 @@ def test_a_server_with_an_agent_is_not_idle(tmp_path: Path) -> None:
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect(str(one.folder / "fork"))
     line.settimeout(1)
-    line.send(protocol.encode(protocol.ImportModules(("json",))))
-    assert isinstance(protocol.decode(line.recv(1 << 16)), protocol.Warm)
+    line.send(encode(ImportModules(("json",))))
+    assert isinstance(decode(line.recv(1 << 16)), Warm)
     with pytest.raises(TimeoutError):
         line.recv(1)
     assert one.alive()
@@ -118,9 +119,9 @@ def test_a_server_imports_what_the_job_needs_while_the_driver_goes_on(tmp_path: 
     warm_server.prepare(job := Job(job=Target(target=f"{tmp_path}/train.py:job")))
     server = warm_server.acquire(job)
     assert server
-    while (answer := kept_server.ask(Path(server.folder), protocol.ImportModules(()))) is None:
+    while (answer := kept_server.ask(Path(server.folder), ImportModules(()))) is None:
         pass  # it imports torch; it answers after it has done what it was told before
-    assert isinstance(answer, protocol.Warm)
+    assert isinstance(answer, Warm)
     assert "/_curses." in Path(f"/proc/{answer.pid}/maps").read_text()
 
 

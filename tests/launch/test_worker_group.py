@@ -18,14 +18,7 @@ from raydist.launch import worker_group
 from raydist.launch.run_storage import RunCheckpoints
 from raydist.launch.standby import StandbyNodes
 from raydist.launch.worker_group import WorkerGroup
-from raydist.network import checks_node
-from raydist.network.facts import Facts
-from raydist.network.names import EnvVar
-from raydist.recovery import attempts, policy
-from raydist.settings.config import Backend, Job, Restart, Target
-from raydist.shared.errors import ConfigError, LaunchError
-from raydist.shared.events import Events, read_events
-from raydist.worker.protocol import (
+from raydist.messages.agent import (
     Close,
     FindUnreachablePaths,
     GetNetworkUse,
@@ -34,16 +27,21 @@ from raydist.worker.protocol import (
     KeepCall,
     Open,
     Opened,
-    OpenStore,
     RankValue,
-    Request,
     StartRank,
     StopRank,
-    StoreAddress,
     WaitForWriter,
-    Warm,
     WarmServer,
 )
+from raydist.messages.request import Request
+from raydist.messages.server import OpenStore, StoreAddress, Warm
+from raydist.network import checks_node
+from raydist.network.facts import Facts
+from raydist.network.names import EnvVar
+from raydist.recovery import attempts, policy
+from raydist.settings.config import Backend, Job, Restart, Target
+from raydist.shared.errors import ConfigError, LaunchError
+from raydist.shared.events import Events, read_events
 
 JOB = Job(name="digits", backend=Backend(name="gloo"), job=Target(target="json:dumps"))
 

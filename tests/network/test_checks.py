@@ -17,7 +17,7 @@ from raydist.settings.config import Backend, Fabric, Job, Scale
 from raydist.shared.errors import LaunchError
 from tests import machines
 from tests.machines import Box, Card, Link
-from tests.network.test_devices import facts
+from tests.network.test_rdma import facts
 
 
 def look(

@@ -12,7 +12,7 @@ import torch
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node
 from raydist.cluster.placement import Plan
-from raydist.network import devices, variables
+from raydist.network import rdma, variables
 from raydist.network.facts import Gpu
 from raydist.network.names import RANK_FOLDER, EnvVar
 from raydist.network.variables import Rendezvous
@@ -99,13 +99,13 @@ def test_everything_that_torchrun_exports_is_there() -> None:
 
 def test_the_facts_of_a_node_are_read_once_however_many_ranks_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """For 1,024 ranks it took 16 s of the driver's time, at each attempt."""
-    read, own = list[str](), devices.device_settings
+    read, own = list[str](), rdma.device_settings
 
     def counted(job: Job, node: Facts, nodes: int) -> Any:
         read.append(node.hostname)
         return own(job, node, nodes)
 
-    monkeypatch.setattr(devices, "device_settings", counted)
+    monkeypatch.setattr(rdma, "device_settings", counted)
     each = [facts(i) for i in (1, 2) for _ in range(8)]
     values, _ = planned(job(), plan(node(1), node(2), per_node=8), *each)
     assert len(values) == 16

@@ -19,6 +19,25 @@ from typing import Any, TypeVar
 import cloudpickle
 import pytest
 
+from raydist.messages.agent import (
+    Close,
+    Examine,
+    GetNews,
+    GetValue,
+    IsOpen,
+    KeepCall,
+    Open,
+    Opened,
+    RankActivity,
+    RankEnd,
+    RankValue,
+    RecordedError,
+    StartRank,
+    StopRank,
+    WarmServer,
+)
+from raydist.messages.request import Request
+from raydist.messages.server import OpenStore, SignalProcess
 from raydist.node import rank_spec
 from raydist.node.agent import RankAgent
 from raydist.node.fork_client import ForkClient
@@ -28,26 +47,6 @@ from raydist.node.processes import recorded_error
 from raydist.settings.config import Backend, Job, as_dict
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Event
-from raydist.worker.protocol import (
-    Close,
-    Examine,
-    GetNews,
-    GetValue,
-    IsOpen,
-    KeepCall,
-    Open,
-    Opened,
-    OpenStore,
-    RankActivity,
-    RankEnd,
-    RankValue,
-    RecordedError,
-    Request,
-    SignalProcess,
-    StartRank,
-    StopRank,
-    WarmServer,
-)
 from tests.leftovers import alive, ended
 from tests.node.test_fork_server import GATED
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from raydist.messages.checkup import CallPeers, CheckHost, HostCheck, ListenForPeers, ReachStore, TryLibraries
 from raydist.node import checkup
 from raydist.node.agent import RankAgent
 from raydist.node.checkup import Checkup
-from raydist.worker.protocol import CallPeers, CheckHost, HostCheck, ListenForPeers, ReachStore, TryLibraries
 from tests.conftest import ROOT
 
 SECRET = b"only this check-up knows"

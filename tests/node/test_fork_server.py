@@ -23,16 +23,7 @@ import psutil
 import pytest
 
 import raydist
-from raydist.node import kept_server
-from raydist.node.fork_client import ForkClient
-from raydist.node.fork_launcher import ForkServer
-from raydist.node.warm_imports import ends_with, uses_gpu
-from raydist.settings.config import Job, as_dict
-from raydist.state import checkpoint_files
-from raydist.state.snapshot_layout import LAST_SLOT
-from raydist.worker.heartbeat import BEAT_PAGE, read_beat
-from raydist.worker.protocol import (
-    PACKET,
+from raydist.messages.server import (
     Ended,
     Failed,
     Forked,
@@ -47,11 +38,16 @@ from raydist.worker.protocol import (
     StoreOpened,
     Warm,
     WriteCheckpoint,
-    decode,
-    encode,
-    numbered,
-    split_number,
 )
+from raydist.messages.wire import PACKET, decode, encode, numbered, split_number
+from raydist.node import kept_server
+from raydist.node.fork_client import ForkClient
+from raydist.node.fork_launcher import ForkServer
+from raydist.node.warm_imports import ends_with, uses_gpu
+from raydist.settings.config import Job, as_dict
+from raydist.state import checkpoint_files
+from raydist.state.snapshot_layout import LAST_SLOT
+from raydist.worker.heartbeat import BEAT_PAGE, read_beat
 from tests.leftovers import alive, ended
 from tests.node.test_huge_pages import can_collapse, huge_of
 
@@ -670,7 +666,9 @@ def test_a_reply_belongs_to_its_request_whatever_the_order(tmp_path: Path) -> No
         numbers = {}
         for _ in asking:
             number, packet = split_number(await asyncio.to_thread(server.recv, PACKET))
-            numbers[decode(packet).modules[0]] = number  # type: ignore[union-attr]
+            message = decode(packet)
+            assert isinstance(message, ImportModules)
+            numbers[message.modules[0]] = number
         asking[1].cancel()  # nobody takes its reply
         await asyncio.sleep(0)
         for name in ("d", "b", "c"):

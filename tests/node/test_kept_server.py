@@ -17,30 +17,21 @@ from pathlib import Path
 
 import pytest
 
+from raydist.messages.agent import Open, WarmServer
+from raydist.messages.server import BeginRun, Busy, Claim, ImportModules, Pong, Warm
+from raydist.messages.wire import PACKET, decode, encode
 from raydist.node import kept_server
 from raydist.node.fork_launcher import ForkServer, heritage
 from raydist.node.kept_server import KeptServer
 from raydist.shared.errors import ConfigError, LaunchError
-from raydist.worker.protocol import (
-    PACKET,
-    BeginRun,
-    Busy,
-    Claim,
-    ImportModules,
-    Open,
-    Pong,
-    Warm,
-    WarmServer,
-    decode,
-    encode,
-)
 from tests.leftovers import ended
 from tests.node import test_fork_server
 
 OWNER = """
 import socket, time
 from raydist.node import kept_server
-from raydist.worker.protocol import ImportModules, encode
+from raydist.messages.server import ImportModules
+from raydist.messages.wire import encode
 
 server = kept_server.obtain(1, {}, 60)
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from raydist.messages.agent import Open, ProcessEnd, StartRank
+from raydist.messages.mpirun import EndLaunchAgent, MpirunEnded, RunDaemon
 from raydist.node import mpi_child
 from raydist.node.mpi_agent import MpiRankAgent, last_output
 from raydist.shared.errors import LaunchError
-from raydist.worker.protocol import EndLaunchAgent, MpirunEnded, Open, ProcessEnd, RunDaemon, StartRank
 from tests.mpi_programs import requires_openmpi
 
 pytestmark = requires_openmpi

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 import pytest
 
+from raydist.messages.checkup import Peer, Trip
 from raydist.node import peers
 from raydist.node.peers import Listener, call_all, call_peer
-from raydist.worker.protocol import Peer, Trip
 
 T = TypeVar("T")
 

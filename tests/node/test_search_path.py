@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from raydist.messages.agent import StartRank
+from raydist.messages.server import RankSpec
 from raydist.node.fork_launcher import safe_search_path
 from raydist.node.rank_spec import complete_spec
 from raydist.settings.config import Job, as_dict
 from raydist.shared.arguments import seen_from
 from raydist.shared.errors import ConfigError
 from raydist.shared.own_path import machine_id, of_others
-from raydist.worker.protocol import RankSpec, StartRank
 from tests.rig import requires_root
 
 OTHER = 65534

@@ -13,6 +13,8 @@ from typing import Any, cast
 
 from raydist.cluster import placement
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.agent import GetNews, RankEnd, RankNews, RecordedEnd
+from raydist.messages.request import Request
 from raydist.network.variables import Rendezvous
 from raydist.recovery.blame import first_cause
 from raydist.recovery.policy import Retry
@@ -20,7 +22,6 @@ from raydist.recovery.supervisor import Supervisor
 from raydist.settings.config import Backend, Job, Scale, Target
 from raydist.shared.events import Event, Events
 from raydist.shared.outcome import End
-from raydist.worker.protocol import GetNews, RankEnd, RankNews, RecordedEnd, Request
 from tests.cluster.test_placement import node
 
 PATIENCE_S = 10.0

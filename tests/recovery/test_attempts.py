@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.agent import RankValue
 from raydist.recovery import attempts, policy
 from raydist.recovery.arrival import RestartCost
 from raydist.recovery.attempts import Attempts
@@ -24,7 +25,6 @@ from raydist.shared.events import Event, Events
 from raydist.shared.outcome import Attempt, End
 from raydist.state import checkpoint_files
 from raydist.state.write import SaveRequest
-from raydist.worker.protocol import RankValue
 
 JOB = Job(restart=Restart(max=3))
 KILLED = End(1, "b", "killed", 1.0, step=5, signal=9)
@@ -174,7 +174,7 @@ def test_a_run_that_ends_by_an_error_that_is_not_raydists_has_a_result(
     def lose(*_: Any) -> Attempt:
         raise KeyError("id-3")
 
-    run_flow = import_module("raydist.run")
+    run_flow = import_module("raydist.flow")
     monkeypatch.setattr(run_flow, "attempt_job", lose)
     with pytest.raises(LaunchError, match="KeyError: 'id-3'") as ended:
         run_flow.run_job(replace(JOB, dir=str(tmp_path), group="inline"))

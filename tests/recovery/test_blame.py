@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from raydist.recovery import blame
 from raydist.recovery.blame import blame_reason, failure_text, first_cause, is_victim, last_words
+from raydist.reporting.advice import advice_for
 from raydist.shared.outcome import End, EndKind
 from raydist.shared.rank_names import rank_ranges
-from raydist.watch.advice import advice_for
 
 TAIL = "Check the logs of the remote worker before reporting an error. GLHF! \U0001f3d6\ufe0f"
 PAIR = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from raydist.cluster.drain import DrainNotice
+from raydist.messages.agent import RankEnd, RecordedError
 from raydist.recovery.classify import AttemptRecord, RankRecord, classify_end, classify_lost, lost_at
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
 from raydist.shared.outcome import End
-from raydist.worker.protocol import RankEnd, RecordedError
 
 RAISED = {"t": 90.0, "kind": "raised", "type": "ValueError", "message": "nan", "traceback": "line 31", "step": 7}
 CLOSED = "[/pytorch/gloo/transport/tcp/pair.cc:561] Connection closed by peer [192.0.2.2]:684"

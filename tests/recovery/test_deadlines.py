@@ -8,8 +8,8 @@ import pytest
 
 from raydist.cluster.drain import DrainNotice
 from raydist.launch.limits import ANSWER_S, SILENT_S
+from raydist.messages.agent import DYING_S
 from raydist.node import agent
-from raydist.recovery import deadlines
 from raydist.recovery.deadlines import (
     VICTIM_S,
     Deadlines,
@@ -85,6 +85,5 @@ def test_agents_answer_less_often_in_long_runs_and_with_many_ranks(
     assert answer_interval(running_s, ranks) <= longest_interval(ranks)
 
 
-def test_the_driver_waits_as_long_as_the_agent_for_a_process_that_does_not_end() -> None:
-    assert deadlines.DYING_S == agent.DYING_S
-    assert agent.STOP_S + agent.DYING_S < ANSWER_S, "the driver would take the agent for silent"
+def test_a_start_waits_longer_than_the_agent_for_a_process_that_does_not_end() -> None:
+    assert agent.STOP_S + DYING_S < ANSWER_S, "the driver would take the agent for silent"

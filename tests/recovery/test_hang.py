@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.agent import Examine, RankActivity
 from raydist.recovery import hang, hang_verdict
 from raydist.recovery.hang import HangMonitor
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.settings.config import Hang
 from raydist.shared.events import Event, Events
-from raydist.worker.protocol import Examine, RankActivity
 from tests.recovery.fake_group import PATIENCE_S, FakeGroup
 from tests.recovery.test_hang_verdict import JOB, WAITS, entry, stack
 

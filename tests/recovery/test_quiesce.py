@@ -11,12 +11,13 @@ from typing import Any, cast
 import pytest
 
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.rank import HoldRank, ReleaseRank, StopAfter
+from raydist.messages.request import Request
 from raydist.recovery import quiesce as quiesce_module
 from raydist.recovery.quiesce import Quiesce
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import event
 from raydist.worker.context import StopRequest
-from raydist.worker.protocol import HoldRank, ReleaseRank, Request, StopAfter
 from tests.recovery.test_resize import planned
 
 SEVERAL = 3
@@ -150,7 +151,8 @@ def quiesce(script: bool = False, ended: bool = False) -> tuple[Quiesce, Recorde
     return Quiesce(cast("WorkerGroup", group), script), group
 
 
-HOLD = [(0, HoldRank()), (1, HoldRank())]
+HOLD: list[tuple[int, Request[Any]]] = [(0, HoldRank()), (1, HoldRank())]
+AFTER_8: list[tuple[int, Request[Any]]] = [(0, StopAfter(8)), (1, StopAfter(8))]
 
 
 def test_a_program_can_be_stopped_at_once() -> None:
@@ -175,7 +177,7 @@ def test_fit_is_stopped_after_the_largest_step_that_a_rank_is_making(sooner: boo
     assert not one.note(0, event("begin", steps=9))
     assert not (not sooner and one.request())
     assert group.asked.wait(10)
-    assert group.sent == [*HOLD, (0, StopAfter(8)), (1, StopAfter(8))]
+    assert group.sent == [*HOLD, *AFTER_8]
     assert not one.note(0, event("saved", step=3))
     assert not one.note(1, event("left", step=8))
     assert one.note(0, event("left", step=8))
@@ -187,7 +189,7 @@ def test_a_second_request_asks_nothing_again() -> None:
     one.request()
     one.request()
     assert group.asked.wait(10)
-    assert group.sent == [*HOLD, (0, StopAfter(8)), (1, StopAfter(8))]
+    assert group.sent == [*HOLD, *AFTER_8]
 
 
 def test_no_rank_is_told_a_step_where_one_has_ended() -> None:

@@ -23,7 +23,7 @@ from raydist.settings.overrides import spread
 from raydist.settings.validate import validate
 from raydist.shared.errors import ConfigError
 from raydist.shared.outcome import Attempt, End
-from raydist.worker.loop import data
+from raydist.training import data
 from tests.cluster.test_placement import node
 
 

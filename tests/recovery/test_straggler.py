@@ -151,8 +151,8 @@ for step in range(200):
 def test_a_slow_rank_is_named_and_who_waits_for_it_is_not(
     on_ray: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from raydist.flow import run_job
     from raydist.recovery import straggler
-    from raydist.run import run_job
 
     if how == "horovod":
         pytest.importorskip("horovod.torch", reason="Horovod is not built: raydist horovod build")

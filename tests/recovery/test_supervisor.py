@@ -14,26 +14,17 @@ from typing import Any
 
 import pytest
 
+from raydist.messages.agent import Examine, GetNews, RankActivity, RankEnd, RankNews, RankValue, RecordedEnd
+from raydist.messages.rank import HoldRank, StopAfter
+from raydist.messages.request import Request
 from raydist.recovery import deadlines, drain_monitor, hang, resize, straggler
 from raydist.recovery.policy import Retry
 from raydist.recovery.silences import Silences
 from raydist.shared.events import Event, event
 from raydist.shared.outcome import Attempt, End
 from raydist.shared.signals import stoppable
-from raydist.worker.protocol import (
-    Examine,
-    GetNews,
-    HoldRank,
-    RankActivity,
-    RankEnd,
-    RankNews,
-    RankValue,
-    RecordedEnd,
-    Request,
-    StopAfter,
-)
 from tests.recovery.fake_group import Trial
-from tests.watch.folds import fold_figures
+from tests.reporting.folds import fold_figures
 
 PEER_GONE = "[/gloo/transport/tcp/pair.cc:561] Connection closed by peer [::1]:1."
 

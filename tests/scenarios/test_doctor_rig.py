@@ -133,7 +133,7 @@ while True:
 CHECK_HOST = """
 import asyncio, json, sys
 from raydist.node.checkup import Checkup
-from raydist.worker.protocol import CheckHost
+from raydist.messages.checkup import CheckHost
 request = CheckHost("/", sys.argv[1], json.loads(sys.argv[2]))
 print(asyncio.run(Checkup().handle(request)).lookup_s)
 """

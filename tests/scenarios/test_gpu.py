@@ -13,12 +13,12 @@ import torch
 
 import raydist
 from raydist.network import nccl_log
+from raydist.reporting.result import Result
 from raydist.shared.events import read_events
 from raydist.state.device import CudaDevice
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import blank_page
 from raydist.tools import bandwidth, doctor
-from raydist.watch.result import Result
 from tests import faults
 from tests.faults import Fault, kill
 from tests.programs import Program

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import raydist
+from raydist.flow import run_job
 from raydist.recovery import hang_verdict, pace
 from raydist.recovery.hang_verdict import RankState
-from raydist.run import run_job
 from raydist.settings import compose
 from raydist.shared.errors import RunFailed
 from raydist.shared.events import Event, read_events

@@ -22,7 +22,7 @@ from raydist.shared.errors import ConfigError
 from raydist.worker import backends, context
 from tests.horovod_ranks import requires_horovod, run_horovod
 from tests.ranks import Told, run_ranks
-from tests.worker.test_fit import BASE, fine, stop_after, train
+from tests.training.test_loop import BASE, fine, stop_after, train
 
 pytestmark = requires_horovod
 HOROVOD = replace(BASE, backend=Backend(name="horovod", timeout_s=30))

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import raydist
+from raydist.reporting.result import Result
 from raydist.shared.errors import RunFailed
 from raydist.shared.events import Event, read_events
 from raydist.state import checkpoint_files
-from raydist.watch.result import Result
 from raydist.worker import checkpoint
 from tests import faults
 from tests.faults import Fault, kill

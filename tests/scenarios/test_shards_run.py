@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import raydist
+from raydist.reporting.result import Result
 from raydist.shared.events import read_events
 from raydist.state import checkpoint_files
-from raydist.watch.result import Result
 from raydist.worker import context
 from tests import faults
 from tests.faults import Fault, kill

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import raydist
-from raydist.watch.result import Result
+from raydist.reporting.result import Result
 from tests import faults
 from tests.faults import Fault, kill
 from tests.scenarios.test_restart_run import losses
-from tests.worker.test_sources import SIZE, Net, Placed, plain_loader, tensors
+from tests.training.test_sources import SIZE, Net, Placed, plain_loader, tensors
 
 pytestmark = pytest.mark.ray
 WORDS = ("scale=1x2", "backend=gloo", "watch.progress=none", "train.steps=20", "data.batch_size=6", "snapshot.every=1")

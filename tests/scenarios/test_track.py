@@ -25,10 +25,10 @@ import psutil
 import pytest
 
 import raydist
+from raydist.reporting.result import Result
 from raydist.shared.errors import ConfigError, RunFailed
 from raydist.shared.events import read_events
 from raydist.watch import track
-from raydist.watch.result import Result
 from raydist.worker import context
 from tests import trackers
 from tests.faults import Fault, training

@@ -53,12 +53,12 @@ class Ran:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     ran = Ran()
-    module = ModuleType("raydist.run")
+    module = ModuleType("raydist.flow")
     module.run_job = ran  # type: ignore[attr-defined]
     from raydist.cluster import connect
     from raydist.sweeps import conduct, room
 
-    monkeypatch.setitem(sys.modules, "raydist.run", module)
+    monkeypatch.setitem(sys.modules, "raydist.flow", module)
     monkeypatch.setattr(conduct, "run_job", ran)
     monkeypatch.setattr(connect, "connect", lambda job, events: contextlib.nullcontext())
     monkeypatch.setattr(room, "check_can_ever_fit", lambda job: None)

@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from raydist.launch import run_storage
+from raydist.reporting.result import Result
 from raydist.settings.config import Checkpoint, Job
 from raydist.shared.errors import ConfigError
 from raydist.shared.events import Event, Events
 from raydist.state import checkpoint_files, object_store, run_checkpoints, write
-from raydist.watch.result import Result
 from raydist.worker import checkpoint, context
 
 

@@ -22,7 +22,8 @@ from raydist.shared.errors import RaydistError
 from raydist.state import distributed_checkpoint, object_store
 from raydist.state.distributed_checkpoint import ADMITTED, METADATA, RankPart, RankPlanner, load_into
 from raydist.state.write import META, Meta, complete
-from raydist.worker import context, sharded
+from raydist.training import sharded
+from raydist.worker import context
 from tests.ranks import run_ranks
 
 GLOO = Job(backend=Backend("gloo"))

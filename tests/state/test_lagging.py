@@ -12,9 +12,10 @@ import torch
 
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import blank_page
+from raydist.training import loop as fit
+from raydist.training import snapshotter
+from raydist.training.snapshotter import OFFERS, Offer, choose_snapshot
 from raydist.worker import context
-from raydist.worker.loop import fit, snapshotter
-from raydist.worker.loop.snapshotter import OFFERS, Offer, choose_snapshot
 from tests.lagging import Lagging, TurnHost
 
 AHEAD = 6

@@ -16,6 +16,7 @@ import pytest
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node
 from raydist.launch import inline
+from raydist.messages.checkup import CheckHost, CheckupRequest
 from raydist.node.checkup import Checkup
 from raydist.node.probe import Facts
 from raydist.settings import compose
@@ -24,7 +25,6 @@ from raydist.shared.events import Events
 from raydist.tools import doctor, doctor_rounds
 from raydist.tools.doctor_report import Report
 from raydist.tools.doctor_rounds import Rounds
-from raydist.worker.protocol import CheckHost, CheckupRequest
 from tests.conftest import ROOT
 from tests.leftovers import gone
 from tests.stores import store

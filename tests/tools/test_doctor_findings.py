@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from raydist.messages.checkup import Trip
 from raydist.network.finding import Finding
 from raydist.tools import doctor_findings as found
 from raydist.tools.doctor_findings import Host
-from raydist.worker.protocol import Trip
 
 FINE = Trip("fine", "", 1e-4)
 SILENT = Trip("silent", "no answer within 3 s")

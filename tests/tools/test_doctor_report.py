@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from raydist.messages.checkup import Trip
 from raydist.network.finding import Finding
 from raydist.tools import doctor_findings as found
 from raydist.tools import doctor_report
 from raydist.tools.doctor_findings import CHECKS, Host
 from raydist.tools.doctor_report import Report
-from raydist.worker.protocol import Trip
 from tests.programs import plain
 
 FINE, SILENT = Trip("fine", "", 1e-4), Trip("silent", "no answer within 3 s")

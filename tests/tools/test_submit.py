@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from raydist.cluster import ray_private
+from raydist.reporting import job_metadata
+from raydist.reporting.result import Result
 from raydist.settings.config import Watch
 from raydist.shared.errors import ConfigError
 from raydist.tools import submit
-from raydist.watch import job_metadata
-from raydist.watch.result import Result
 
 
 class Recorder:

@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from raydist.reporting.trace import trace_of
 from raydist.shared.events import event, read_events
 from raydist.tools import watch
-from raydist.watch.trace import trace_of
 from raydist.watch.web import mirror
 from raydist.watch.web.export import export
 from raydist.watch.web.follow import FollowedRun

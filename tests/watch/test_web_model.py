@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from raydist.reporting.curves import Curve, thinned
 from raydist.shared.events import Event
 from raydist.watch.web import mirror
-from raydist.watch.web.curves import Curve, thinned
 from raydist.watch.web.follow import LOOKED_S, FollowedRun, SameFile, Silence, Viewer, read_from
 from raydist.watch.web.lanes import COLUMNS, Lanes
 from raydist.watch.web.mirror import Mirror, stored

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from raydist.messages.rank import HoldRank, ReleaseRank
+from raydist.messages.wire import encode
 from raydist.shared.events import Event, event
-from raydist.worker import context, protocol
+from raydist.worker import context
 from raydist.worker.channel import Channel
 from raydist.worker.heartbeat import BEAT_PAGE, PHASES, read_beat, read_compute_time, read_pauses
 
@@ -82,7 +84,7 @@ def test_a_rank_that_holds_continues_when_it_is_released(line: Line) -> None:
     context.enter(None)  # a new one
     request = context.current().stop_request
     request.begin(4)
-    line.socket.sendall(protocol.encode(protocol.HoldRank()) + b"\n")
+    line.socket.sendall(encode(HoldRank()) + b"\n")
     assert line.receive()["step"] == 5
     steps: list[int] = []
 
@@ -93,7 +95,7 @@ def test_a_rank_that_holds_continues_when_it_is_released(line: Line) -> None:
 
     rank = threading.Thread(target=train, daemon=True)
     rank.start()
-    line.socket.sendall(protocol.encode(protocol.ReleaseRank()) + b"\n")
+    line.socket.sendall(encode(ReleaseRank()) + b"\n")
     rank.join(10)
     assert steps == [*range(5, 10)]
 

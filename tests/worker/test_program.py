@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import raydist
-from raydist.run import run_job
+from raydist.flow import run_job
+from raydist.reporting.result import Result
 from raydist.settings import compose
 from raydist.shared.errors import RunFailed
-from raydist.watch.result import Result
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 INLINE = ("group=inline", "watch.progress=none", "watch.output=none")
@@ -248,7 +248,7 @@ def test_a_command_has_the_signals_that_a_shell_gives_it(tmp_path: Path) -> None
     (log := tmp_path / "log").touch()
     spec = f"ProgramSpec({tuple(ask)}, dict(os.environ), '/')"
     code = (
-        "import os; from raydist.worker import main; from raydist.worker.protocol import ProgramSpec;"
+        "import os; from raydist.worker import main; from raydist.messages.server import ProgramSpec;"
         f"os.fork() or main.run_program({spec}, os.open({str(log)!r}, os.O_WRONLY)); os.wait()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

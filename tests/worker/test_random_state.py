@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from raydist.worker.loop import random_state
+from raydist.worker import random_state
 
 CPU = torch.device("cpu")
 
@@ -111,7 +111,7 @@ def test_deterministic_refuses_what_is_not(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_another_process_draws_the_same() -> None:
     source = (
-        "from raydist.worker.loop.random_state import *; seed_everything(4); "
+        "from raydist.worker.random_state import *; seed_everything(4); "
         "print(random.random(), np.random.rand(), torch.rand(()).item())"
     )
     told = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout.split()

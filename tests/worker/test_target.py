@@ -56,7 +56,7 @@ def test_what_a_file_imports_is_read_without_running_it(tmp_path: Path) -> None:
     found = preload.modules(f"{file}:job", "gloo")
     assert found[: len(fork_launcher.ALWAYS)] == list(fork_launcher.ALWAYS)
     assert "sklearn.datasets" in found
-    assert "raydist.worker.loop.fit" not in found
+    assert "raydist.training.loop" not in found
 
 
 def test_a_file_that_uses_raydist_gets_the_loop_warm(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from raydist.messages.rank import Collective, TellActivity
+from raydist.messages.wire import encode
 from raydist.settings.config import Backend, Job
 from raydist.worker import stacks, torch_private
 from raydist.worker.channel import Channel
-from raydist.worker.protocol import Collective, TellActivity, encode
 from tests.ranks import run_ranks
 from tests.worker.test_channel import Line
 

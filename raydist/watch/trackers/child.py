@@ -22,9 +22,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from raydist.reporting.points import Points, node_numbers
+from raydist.reporting.progress import Progress
 from raydist.shared.events import Event, parse_event
-from raydist.watch.points import Points, node_numbers
-from raydist.watch.progress import Progress
 from raydist.watch.trackers import END_S, Ending, Ledger, Measured, Task, Tracker
 
 CLASSES = {"tensorboard": "TensorBoard", "mlflow": "Mlflow", "wandb": "Wandb", "trackio": "Trackio",

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from raydist.watch.points import numbers
-from raydist.watch.progress import Progress
+from raydist.reporting.points import numbers
+from raydist.reporting.progress import Progress
 from raydist.watch.trackers import Ending, Measured, Task
 
 URL, TOKEN, CA = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "TOKEN", "CA_CERT"))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from raydist.reporting.curves import SHOWN, Curve, Piece
 from raydist.shared.events import parse_event
-from raydist.watch.web.curves import SHOWN, Curve, Piece
 from raydist.watch.web.model import Model
 
 SLICE = 1 << 19

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypedDict
 
+from raydist.reporting.curves import Curve, add_report
+from raydist.reporting.failures import Failure
+from raydist.reporting.progress import Progress
+from raydist.reporting.result import Figures
 from raydist.shared.events import Event
-from raydist.watch.failures import Failure
-from raydist.watch.progress import Progress
-from raydist.watch.result import Figures
-from raydist.watch.web.curves import Curve, add_report
 from raydist.watch.web.lanes import LANES, Lanes
 
 RATE_S = 1.0

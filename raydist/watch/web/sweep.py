@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from raydist.watch.web.curves import Curve
+from raydist.reporting.curves import Curve
 from raydist.watch.web.follow import FollowedRun, file_size
 from raydist.watch.web.model import Section
 

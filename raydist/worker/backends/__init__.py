@@ -29,8 +29,8 @@ BACKENDS = {
 }
 """By backend: a module with a function `join(job, env)`, a context manager that gives this rank's `Comm`."""
 
-SHARDED = "raydist.worker.backends.sharded"
-PIPELINE = "raydist.worker.backends.pipeline"
+SHARDED = "raydist.training.parallel"
+PIPELINE = "raydist.training.pipeline"
 
 
 def module_of(name: str, parallel: Parallel) -> str:
@@ -110,7 +110,7 @@ def torch_has(name: str) -> bool:
 @contextmanager
 def join(name: str, job: Job, env: Mapping[str, str]) -> Iterator[Comm]:
     """Join the ranks of this job, with equal seeds on all; leaving the block leaves them."""
-    from raydist.worker.loop import random_state
+    from raydist.worker import random_state
 
     check_installed(name)
     random_state.seed_everything(job.seed, job.deterministic)

@@ -1,0 +1,212 @@
+"""Agent and fork server: fork, signal and watch processes. (either side)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raydist.messages.request import Request
+from raydist.messages.wire import Message
+
+StoreKind = Literal["tcp", "horovod"]
+
+
+class ServerMessage(Message):
+    """Goes to a fork server."""
+
+
+class ServerReply(Message):
+    """Is the reply of a fork server."""
+
+
+@dataclass(frozen=True)
+class RankSpec(ServerMessage):
+    """Everything that a process needs to become a rank."""
+
+    rank: int
+    env: dict[str, str]
+    job: str
+    argv: tuple[str, ...]
+    script: str
+    cwd: str
+    sys_path: tuple[str, ...]
+    value: str
+    """The file for the return value. Beside it: `.error`, `.stacks`, `.spec`."""
+    call: str | None = None
+    """The file of the pickled function, if the job is one."""
+    cpus: tuple[int, ...] | None = None
+    """The CPUs to which the rank is bound, by raydist or by mpirun; None: it is not."""
+
+
+@dataclass(frozen=True)
+class ProgramSpec(ServerMessage):
+    """A program of mpirun, run as a child of the fork server."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    cwd: str
+
+
+@dataclass(frozen=True)
+class LookAtModel(ServerMessage):
+    """Build the model that `model=` names without values, and write to the descriptor why it cannot be divided.
+
+    That is JSON of the arguments of a ConfigError, or nothing.
+    """
+
+    model: Mapping[str, Any]
+    blocks: str
+    stages: int
+    tp: int
+    sys_path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WriteCheckpoint(ServerMessage):
+    """Fork a writer process for a checkpoint; its events go to the descriptor."""
+
+    last: bool = True
+    """Write the newest snapshot, if no checkpoint on the disk is as new; else what the first rank asks for."""
+
+
+@dataclass(frozen=True)
+class GetNewestState(ServerMessage):
+    """Reply with NewestState, of the run whose agents have this folder."""
+
+    run: str
+
+
+@dataclass(frozen=True)
+class NewestState(ServerReply):
+    """The step of the newest state that the memories of a run hold on this node; -1: they hold none."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class SignalProcess(ServerMessage):
+    """Send a signal to a process that was forked for this agent; SIGKILL goes to its whole process group."""
+
+    pid: int
+    signal: int
+
+
+@dataclass(frozen=True)
+class Claim(ServerMessage):
+    """Serve the process that has the other end of the socket sent along, until that closes; reply with Claimed.
+
+    Without a socket it only asks whether the server would.
+    """
+
+
+@dataclass(frozen=True)
+class Claimed(ServerReply):
+    """Whether the server serves this process: not if it serves another one, or a file that it imported has changed."""
+
+    ok: bool
+
+
+@dataclass(frozen=True)
+class BeginRun(ServerMessage):
+    """Make the folder of a run, with a link to the server, and remove it when the claim ends.
+
+    A server that stays does so for `keep_s` seconds afterwards, and no longer than the process `guard`; 0: none.
+    """
+
+    folder: str
+    keep_s: float
+    guard: int = 0
+
+
+@dataclass(frozen=True)
+class ImportModules(ServerMessage):
+    """Import these modules before the next fork, and reply with Warm."""
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Warm(ServerReply):
+    """The fork server has imported the modules that ranks need."""
+
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Modules that could not be imported, each with the error."""
+    cuda: bool = False
+    """A module has initialised CUDA, which no fork survives."""
+    pid: int = 0
+    """Of the fork server."""
+
+
+@dataclass(frozen=True)
+class Ping(ServerMessage):
+    """Reply with Pong."""
+
+
+@dataclass(frozen=True)
+class Pong(ServerReply):
+    """The fork server handles messages."""
+
+
+@dataclass(frozen=True)
+class Forked(ServerReply):
+    """A process was forked."""
+
+    pid: int
+    serial: int = 0
+    """Its number among the forks of this server: the kernel uses pids again."""
+
+
+@dataclass(frozen=True)
+class Busy(ServerReply):
+    """The fork server imports modules, or looks whether their files have changed, before it handles messages again."""
+
+
+@dataclass(frozen=True)
+class StoreOpened(ServerReply):
+    """What the process of a store writes to the descriptor that came with OpenStore: its port, or why it has none."""
+
+    port: int = 0
+    secret: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Ended(Message):
+    """A process that was forked for this agent has ended."""
+
+    pid: int
+    code: int
+    signal: int
+    at: float
+    serial: int = 0
+    """As in Forked."""
+
+
+@dataclass(frozen=True)
+class InFile(ServerMessage):
+    """The message is in the file whose descriptor comes last: it is larger than PACKET."""
+
+
+@dataclass(frozen=True)
+class Failed(ServerReply):
+    """A request could not be carried out."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """The address of the rendezvous store of an attempt, on rank 0's node."""
+
+    port: int
+    secret: str
+    """Horovod's store requires it; empty for a TCPStore."""
+
+
+@dataclass(frozen=True)
+class OpenStore(Request[StoreAddress], ServerMessage):
+    """Replace the rendezvous store by a new one. The agent passes it to the fork server."""
+
+    kind: StoreKind
+    address: str

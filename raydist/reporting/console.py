@@ -1,0 +1,183 @@
+"""Shows a run from its events: a live line in a terminal or a notebook, plain lines elsewhere. (driver)"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TextIO
+
+from raydist.reporting import wording
+from raydist.reporting.cell import Cell, in_notebook
+from raydist.reporting.failures import Failures
+from raydist.reporting.lines import Lines
+from raydist.reporting.output import Output
+from raydist.reporting.page import page_lines
+from raydist.reporting.progress import Progress
+from raydist.settings.config import Watch
+from raydist.shared.events import Event
+from raydist.shared.outcome import StopReason
+from raydist.shared.rank_names import of_ranks
+
+if TYPE_CHECKING:
+    from raydist.reporting.terminal import Terminal
+
+
+class Console(AbstractContextManager["Console"]):
+    """A reader of events that writes to the screen. The driver calls it for each event, so it redraws seldom."""
+
+    def __init__(self, settings: Watch, stream: TextIO | None = None, failures: Failures | None = None) -> None:
+        """`failures`: reads each event before this does; without it no page of a failure is named."""
+        self._quiet = settings.progress == "none"
+        self._screen = screen(settings, sys.stdout if stream is None else stream)
+        self._progress = Progress()
+        self._output = Output(settings.output)
+        self._warned: set[str] = set()
+        self._failures = Failures() if failures is None else failures
+        self._pending: Event | None = None
+
+    def __call__(self, event: Event) -> None:
+        kind = event["kind"]
+        if not self._quiet or kind in ("warning", "output", "result"):
+            # Kinds without a method are not shown.
+            getattr(self, f"_on_{kind}", _ignore)(event)
+
+    def __exit__(self, *_: object) -> None:
+        self._screen.close()
+
+    def link(self, page: str) -> None:
+        """Show the address of the run's page, if it has one. It has a token: it is in no event."""
+        if page:
+            self._screen.say(f"page  {page}")
+
+    def _on_run(self, event: Event) -> None:
+        self._screen.say(f"run   {event['name']}, in {event['dir']}", "bold")
+
+    def _on_cluster(self, event: Event) -> None:
+        self._screen.say(wording.cluster_line(event))
+
+    def _on_track(self, event: Event) -> None:
+        self._screen.say(f"track {event['text']}")
+
+    def _on_wait(self, event: Event) -> None:
+        self._show_pending()
+        self._screen.say(f"wait  {event['text']}", "yellow")
+
+    def _on_avoid(self, event: Event) -> None:
+        self._screen.say(f"node  {event['text']}", "yellow")
+
+    def _on_plan(self, event: Event) -> None:
+        self._screen.say(wording.plan_line(event))
+        self._screen.table(wording.slot_rows(event))
+
+    def _on_phase(self, event: Event) -> None:
+        self._screen.phase(event["name"], event["s"])
+
+    def _on_warning(self, event: Event) -> None:
+        text = event["text"]
+        if text in self._warned:
+            return  # shown once; the summary has its ranks and how often it came
+        self._warned.add(text)
+        rank = event.get("rank")
+        self._screen.say(f"warning: {text if rank is None else of_ranks(text, {rank})}", "yellow")
+
+    def _on_begin(self, event: Event) -> None:
+        if event.get("rank") == 0:
+            self._progress.begin(event)
+            if event.get("resumed"):
+                self._screen.say(f"resumes after step {event['resumed']}")
+
+    def _on_report(self, event: Event) -> None:
+        if event.get("rank") == 0:
+            self._screen.draw(self._progress, event["t"], self._progress.report(event))
+
+    def _on_saved(self, event: Event) -> None:
+        self._screen.saved(self._progress, event["t"])
+
+    def _on_output(self, event: Event) -> None:
+        for line in self._output.lines(event["rank"], event["output"]):
+            self._screen.say(line)
+
+    def _on_hang(self, event: Event) -> None:
+        self._screen.say(f"hang  silent for {event['s']:.0f} s: {event['text']}", "yellow")
+
+    def _on_notice(self, event: Event) -> None:
+        self._screen.say(f"notice {event['text']}", "yellow")
+
+    def _on_slow(self, event: Event) -> None:
+        self._screen.say(f"slow  {event['text']}", "yellow")
+
+    def _on_restart(self, event: Event) -> None:
+        self._show_pending()
+        self._pending = event
+
+    def _on_restarted(self, event: Event) -> None:
+        if event.get("resized"):
+            self._screen.say(f"resize: {wording.restart_cost(event)}", "green")
+            return
+        failure = f" {self._pending['text']};" if self._pending else ""
+        self._pending = None
+        self._screen.say(f"restart {event['number']}:{failure} {wording.restart_cost(event)}{self._page()}", "yellow")
+
+    def _show_pending(self) -> None:
+        """Show the pending restart on its own line, before an event that comes between it and the next step."""
+        if self._pending is not None:
+            self._screen.say(f"restart {self._pending['number']}: {self._pending['text']}", "yellow")
+        self._pending = None
+
+    def _page(self) -> str:
+        return f" ({self._failures.found[-1].page})" if self._failures.found else ""
+
+    def _on_resize(self, event: Event) -> None:
+        self._show_pending()
+        self._screen.say(wording.resize_line(event), "yellow")
+        self._screen.table(wording.slot_rows(event))
+
+    def _on_takeover(self, event: Event) -> None:
+        self._show_pending()
+        self._screen.say(f"{event['host']} ({event['ip']}) takes over the ranks of {event['of']}", "yellow")
+
+    def _on_stop(self, event: Event) -> None:
+        if event.get("cause") != StopReason.FAILURE.value:  # the text of a failure follows in another event
+            self._screen.say(f"stop  {event['reason']}", "yellow")
+
+    def _on_result(self, event: Event) -> None:
+        for line in self._output.rest():
+            self._screen.say(line)
+        self._show_pending()
+        self._screen.close()
+        style = "bold green" if event["status"] == "finished" else "bold red"
+        self._screen.say(wording.headline(event, self._progress.step), style)
+        # An error from outside the ranks is raised to the caller, who prints it.
+        if event.get("failure") and not event.get("error"):
+            first, _, rest = event["failure"].partition("\n")
+            self._screen.say(first, "red")
+            for line in [*filter(None, [rest]), *self._more(event)]:
+                self._screen.say(line)
+        self._screen.facts(wording.summary(event, self._progress.evaluated, brief=self._quiet))
+        for text in () if self._quiet else event.get("warnings", ()):
+            self._screen.say(f"  warning: {text}", "yellow")
+
+    def _more(self, event: Event) -> list[str]:
+        """The lines of the last failure's page that its own text does not have."""
+        last = self._failures.found[-1:] if event["status"] == "failed" else []
+        return [f"  {line}" for failure in last for line in page_lines(failure, event["dir"])]
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+def screen(settings: Watch, stream: TextIO) -> Lines | Terminal:
+    """The screen for these settings and this stream."""
+    if hasattr(stream, "reconfigure"):
+        # A stream that is not UTF-8 shows \u…; the run must not end with a UnicodeEncodeError.
+        stream.reconfigure(errors="backslashreplace")
+    alive = stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
+    if settings.progress in ("auto", "bar") and stream is sys.stdout and in_notebook():
+        return Cell(stream, settings.every_s)
+    if settings.progress == "bar" or (settings.progress == "auto" and alive):
+        from raydist.reporting.terminal import Terminal
+
+        return Terminal(stream)
+    return Lines(stream, settings.every_s)

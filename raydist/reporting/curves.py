@@ -1,0 +1,91 @@
+"""Reports -> curves: each step once across attempts, thinned to what a screen can show. (pure)"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from raydist.reporting.progress import PROGRESS_NAMES
+from raydist.shared.events import Event
+
+SHOWN = 1200
+"""Most points of a curve that a page gets: more than a chart has pixels."""
+
+Point = tuple[int, float, float | None]
+"""(step, seconds since the epoch, value); None: the value is no finite number."""
+
+
+class Piece(NamedTuple):
+    """Points that a page gets, as columns."""
+
+    steps: list[int]
+    times: list[float]
+    values: list[float | None]
+
+
+@dataclass
+class Curve:
+    """One value over steps. Steps only grow: a step that is reported again replaces it and all that came after it."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    times: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+    cuts: int = 0
+    """How often points were replaced: until it changes, a reader needs only what was added."""
+
+    def add(self, step: int, t: float, value: float) -> None:
+        """Take in a point."""
+        if self.steps and step <= self.steps[-1]:
+            at = bisect_left(self.steps, step)
+            del self.steps[at:], self.times[at:], self.values[at:]
+            self.cuts += 1
+        self.steps.append(step)
+        self.times.append(t)
+        self.values.append(value)
+
+    def piece(self, low: float = -math.inf, high: float = math.inf, by: str = "step", most: int = SHOWN) -> Piece:
+        """The points between two steps (`by="time"`: times), thinned to `most`: of each stretch its extremes."""
+        column: Sequence[float] = self.times if by == "time" else self.steps
+        first, last = bisect_left(column, low), bisect_right(column, high)
+        return self._columns(thinned(self.values, first, last, most))
+
+    def since(self, count: int) -> Piece:
+        """All points from this index on."""
+        return self._columns(range(count, len(self.steps)))
+
+    def _columns(self, chosen: Sequence[int]) -> Piece:
+        values = (self.values[i] for i in chosen)
+        return Piece(
+            [self.steps[i] for i in chosen],
+            [round(self.times[i], 2) for i in chosen],
+            [float(f"{value:.6g}") if math.isfinite(value) else None for value in values],
+        )
+
+
+def add_report(curves: dict[str, Curve], report: Event, step: int) -> None:
+    """Take in what rank 0 has reported of a step: every number that does not measure progress has a curve."""
+    for name, value in report["values"].items():
+        if name not in PROGRESS_NAMES and isinstance(value, int | float):
+            curves.setdefault(name, Curve()).add(step, report["t"], float(value))
+
+
+def thinned(values: Sequence[float], first: int, last: int, most: int) -> Sequence[int]:
+    """At most `most` indices from `first` to `last`: of each stretch its lowest, its highest, one that is no number."""
+    if last - first <= most:
+        return range(first, last)
+    size = math.ceil((last - first) / (most // 3))
+    chosen = {first, last - 1}
+    for begin in range(first, last, size):
+        part = values[begin : min(begin + size, last)]
+        if math.isfinite(sum(part)):
+            chosen |= {begin + part.index(min(part)), begin + part.index(max(part))}
+        else:
+            finite = [value for value in part if math.isfinite(value)]
+            edges = {min(finite), max(finite)} if finite else set()
+            chosen |= {begin + part.index(edge) for edge in edges}
+            chosen.add(begin + next(i for i, value in enumerate(part) if not math.isfinite(value)))
+    return sorted(chosen)

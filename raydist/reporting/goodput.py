@@ -1,0 +1,117 @@
+"""Events of a run -> seconds of its parts: training steps, launch, failures, evaluation, saves, rest. (pure)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from raydist.reporting.failures import Failures
+from raydist.shared.events import Event
+
+NAMES = {"evaluate": "evaluation", "save": "saves", "data": "waiting for data"}
+"""The loop's name of an activity outside of steps -> its name in a Result."""
+
+
+@dataclass
+class Spent:
+    """Adds up the time of a run, event by event. Only rank 0's events count."""
+
+    failures: Failures = field(default_factory=Failures)
+    launch_s: float = 0.0
+    earlier_s: float = 0.0
+    """Seconds in steps of earlier attempts."""
+    repeated_s: float = 0.0
+    """The part of earlier_s in steps that a later attempt repeated."""
+    counted_s: float | None = None
+    """Seconds in steps of this attempt after the first, as the loop counted them; None if it has not reported them."""
+    beside: dict[str, float] = field(default_factory=dict)
+    """Seconds outside of steps in earlier attempts, by activity."""
+    steps: tuple[Event, ...] = ()
+    """The first and the last report of a step in this attempt."""
+    now: dict[str, float] = field(default_factory=dict)
+    """Seconds outside of steps in this attempt, by activity."""
+    between_s: float = 0.0
+    """The part of `now` between the two reports."""
+    waiting_s: float = 0.0
+    """The part of `now` since the last report."""
+    step_mean_s: float = 0.0
+    """Mean seconds of a step in the previous attempt."""
+
+    def add(self, event: Event) -> None:
+        """Take in one event."""
+        self.failures.add(event)
+        first = event.get("rank", 0) == 0
+        match event["kind"]:
+            case "phase" if not self.failures.found:  # later ones are part of a restart
+                self.launch_s += event["s"]
+            case "report" if first and "step" in event:
+                self._step(event)
+            case "spent" if first:
+                self.now[event["what"]] = self.now.get(event["what"], 0.0) + event["s"]
+                self.waiting_s += event["s"] if self.steps else 0.0
+            case "done" if first and "step" in (event.get("spent") or {}):
+                self.counted_s = float(event["spent"]["step"])
+                self.now = {what: s for what, s in event["spent"].items() if what != "step"}
+            case "restart" | "regroup":
+                self._end_attempt()
+            case "restarted":
+                self.repeated_s += min(self.earlier_s, event["repeated"] * self.step_mean_s)
+
+    def _step(self, report: Event) -> None:
+        # a second report of one step is an evaluation: its time is no time of a step
+        if not self.steps or report["step"] != self.steps[-1]["step"]:
+            self.steps = (*self.steps[:1], report)
+            self.between_s, self.waiting_s = self.between_s + self.waiting_s, 0.0
+
+    def _end_attempt(self) -> None:
+        """Move this attempt's times to those of earlier attempts."""
+        done = self.steps[-1]["step"] - self.steps[0]["step"] if self.steps else 0
+        self.step_mean_s = self._attempt_s() / done if done > 0 else 0.0
+        self.earlier_s += self._attempt_s()
+        for what, s in self.now.items():
+            self.beside[what] = self.beside.get(what, 0.0) + s
+        self.steps, self.now, self.counted_s, self.between_s, self.waiting_s = (), {}, None, 0.0, 0.0
+
+    def _attempt_s(self) -> float:
+        """Seconds in steps of this attempt: as the loop counted them, else the time between reports."""
+        return max(0.0, apart(self.steps) - self.between_s) if self.counted_s is None else self.counted_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds in training steps, without steps that were repeated later."""
+        return max(0.0, self.earlier_s - self.repeated_s) + self._attempt_s()
+
+    def parts(self, wall_s: float, end: float) -> dict[str, float]:
+        """Seconds of each part of a run; `rest` is the difference to the whole.
+
+        `wall_s`: seconds of the run. `end`: its end in seconds since the epoch.
+        """
+        beside = {what: self.beside.get(what, 0.0) + self.now.get(what, 0.0) for what in {**self.beside, **self.now}}
+        known = {
+            "steps": min(wall_s, self.step_s),
+            "launch": self.launch_s,
+            "failures": sum(self.failure_times(end)),
+            "steps done again": self.repeated_s,
+            **{NAMES.get(what, what): s for what, s in beside.items()},
+        }
+        return {**known, "rest": max(0.0, wall_s - sum(known.values()))}
+
+    def failure_times(self, end: float) -> list[float]:
+        """Seconds of each failure: until the next step, the next failure, or the end of the run."""
+        failures = self.failures.found
+        ends = [*(failure.at for failure in failures), end][1:]
+        return [max(0.0, at - each.at) if each.s is None else each.s for each, at in zip(failures, ends, strict=True)]
+
+    @property
+    def recovery(self) -> dict[str, float]:
+        """Seconds of each part of a recovery (detect, kill, place, fork, ...), summed over all failures."""
+        total: dict[str, float] = {}
+        for failure in self.failures.found:
+            for part, s in failure.parts.items():
+                total[part] = total.get(part, 0.0) + s
+        return total
+
+
+def apart(events: Sequence[Event]) -> float:
+    """Seconds between the first and the last of these events."""
+    return max(0.0, events[-1]["t"] - events[0]["t"]) if events else 0.0

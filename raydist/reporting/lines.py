@@ -1,0 +1,68 @@
+"""A screen of plain lines for logs: no control characters, at a limited rate. (driver)"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TextIO
+
+from raydist.reporting.progress import Progress, duration
+from raydist.reporting.wording import clean, flat, table
+
+SAVED_S = 1.0
+"""Shortest time between two lines about checkpoints: small jobs save many times a second."""
+
+
+class Lines:
+    """Writes whole lines to a stream. `every_s`: seconds between lines of progress."""
+
+    def __init__(self, stream: TextIO, every_s: float) -> None:
+        self._stream = stream
+        self._every_s = every_s
+        self._began: float | None = None
+        self._drawn = self._saved = -math.inf
+
+    def say(self, text: str, style: str = "") -> None:
+        """Write one or more lines. `style` is for screens with colours."""
+        self._stream.write(clean(text) + "\n")
+        self._stream.flush()
+
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Write a table; the first row is its headings."""
+        self.say("\n".join(table(rows)))
+
+    def show(self, rows: Sequence[Sequence[str]], t: float) -> None:
+        """Do nothing: a table that changes is for terminals."""
+
+    def facts(self, facts: Sequence[tuple[str, str]]) -> None:
+        """Write (name, value) rows, aligned."""
+        width = max(len(name) for name, _ in facts)
+        self.say("\n".join(f"  {name:{width}}  {value}" for name, value in facts))
+
+    def phase(self, name: str, seconds: float) -> None:
+        """Write the time of a part of the launch."""
+        self.say(f"launch: {name} {seconds:.2f} s")
+
+    def draw(self, progress: Progress, t: float, moment: str) -> None:
+        """Write a line of progress for the first step, the last, an evaluation, and every `every_s` seconds.
+
+        `t`: time of the event. `moment`: as Progress.report returns it.
+        """
+        if moment == "step" and abs(t - self._drawn) < self._every_s:
+            return
+        self._drawn = t
+        parts = progress.evaluation() if moment == "evaluation" else [*progress.health(), *progress.left()]
+        self._progress_line(progress, t, parts)
+
+    def saved(self, progress: Progress, t: float) -> None:
+        """Write that a checkpoint is on disk."""
+        if abs(t - self._saved) >= SAVED_S:
+            self._saved = t
+            self._progress_line(progress, t, ["checkpoint saved"])
+
+    def _progress_line(self, progress: Progress, t: float, parts: Sequence[str]) -> None:
+        self._began = t if self._began is None else self._began
+        self.say(f"[{duration(max(0.0, t - self._began))}] " + flat(", ".join([*progress.position(), *parts])))
+
+    def close(self) -> None:
+        """Do nothing: plain lines stay."""

@@ -1,0 +1,182 @@
+"""Figures of a run for Prometheus: Ray's node agents serve them, and its `/api/prometheus/sd` lists those. (driver)
+
+Ray's agent drops a gauge that was not set for two report intervals (20 s), and an alert needs it for longer. So all
+gauges are set again each second while the run goes on, and none after its result: a gauge that is there is one of a run
+that goes on. Counters stay until Ray ends, also those of a driver that has left: there are few of them.
+docs/monitoring.md says what each is for; deploy/monitoring/ has a board and alerts of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from raydist.recovery.straggler import own_shares
+from raydist.reporting.points import numbers
+from raydist.reporting.progress import Progress
+from raydist.reporting.result import Figures
+from raydist.shared.events import Event
+
+AGAIN_S = 1.0
+"""Seconds after which all gauges are set again: Ray's shortest report interval (`metrics_report_interval_ms`)."""
+VALUES = 100
+"""The most names of `value`, each of which is a series: a job may make a name of each step."""
+CAUSES = ("killed", "oom", "raised", "exited", "hung", "lost", "drained", "ended")
+"""How the rank ended that failed first (shared.outcome.End.how), and whether memory ran out."""
+GAUGES = {
+    "step": ("newest step", ()),
+    "steps": ("steps in all, if the loop says so", ()),
+    "steps_per_second": ("over the last half minute", ()),
+    "samples_per_second": ("of all ranks, over the last half minute, if the loop counts samples", ()),
+    "step_timestamp_seconds": ("when the newest step was reported, since the epoch", ()),
+    "value": ("newest value of each name that rank 0 reported", ("name",)),
+    "goodput_ratio": ("share of the time since the start in steps that counted", ()),
+    "slow_ratio": ("share of a step that others wait for this rank, once it was named", ("rank", "host")),
+    "hang_seconds": ("how long ranks have been silent, at the last alarm; 0 after the next step", ()),
+    "kept_timestamp_seconds": ("when the newest state was kept, since the epoch", ("where",)),
+    "port_received_bytes": ("of each NIC and HCA port, since its driver was loaded", ("host", "port")),
+    "port_sent_bytes": ("of each NIC and HCA port, since its driver was loaded", ("host", "port")),
+}
+COUNTERS = {
+    "runs": ("runs that have ended", ("status",)),
+    "restarts": ("failures that were followed by a restart", ("cause",)),
+}
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+"""The name of a gauge, and its labels."""
+
+
+class Metrics(AbstractContextManager["Metrics"]):
+    """A reader of events. Without Ray there is nobody who would serve the figures: it does nothing then."""
+
+    def __init__(self, run: str, figures: Figures, warn: Callable[[str], None]) -> None:
+        """`run`: the label of all series. `figures`: reads each event before this does. `warn`: says a warning."""
+        self._run, self._figures, self._warn = run, figures, warn
+        self._made: dict[str, Any] = {}
+        self._gauges: dict[Series, float] = {}
+        """The newest value of each, which the thread sets again."""
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="raydist-metrics", daemon=True)
+        self._progress = Progress()
+        self._names = set[str]()
+        """The names of `value` that have a series."""
+        self._full = False
+        self._failed = CAUSES[0]
+        self._slow: dict[int, str] = {}
+        """The ranks that were named as slow since the last restart, and their hosts."""
+
+    def __call__(self, event: Event) -> None:
+        if event["kind"] == "cluster" and event["address"]:
+            self._begin()
+        elif self._made:
+            getattr(self, f"_on_{event['kind']}", lambda event: None)(event)
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _begin(self) -> None:
+        from ray.util import metrics
+
+        for kind, names in ((metrics.Gauge, GAUGES), (metrics.Counter, COUNTERS)):
+            for name, (what, tags) in names.items():
+                self._made[name] = kind(f"raydist_{name}", what, ("run", *tags))
+        self._set("hang_seconds", 0)
+        self._thread.start()
+
+    def _end(self) -> None:
+        """Set no gauge any more: the driver is about to leave Ray, or goes on without this run."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _repeat(self) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(AGAIN_S)
+            with self._lock:
+                gauges = list(self._gauges.items())
+            for (name, labels), value in gauges:
+                self._made[name].set(value, {"run": self._run, **dict(labels)})
+
+    def _set(self, name: str, value: float, /, **labels: str) -> None:
+        with self._lock:
+            self._gauges[name, tuple(labels.items())] = value
+
+    def _count(self, name: str, /, **labels: str) -> None:
+        self._made[name].inc(1, {"run": self._run, **labels})
+
+    def _on_begin(self, event: Event) -> None:
+        if event.get("rank") == 0:
+            self._progress.begin(event)
+
+    def _on_report(self, event: Event) -> None:
+        if event.get("rank") != 0:
+            return
+        self._progress.report(event)
+        for name, value in numbers(event["values"]).items():
+            if self._has_room(name):
+                self._set("value", value, name=name)
+        if "step" in event:
+            self._set_step(event)
+
+    def _has_room(self, name: str) -> bool:
+        """Whether this name of a value has a series; the first that has none is a warning."""
+        if len(self._names) < VALUES:
+            self._names.add(name)
+        elif name not in self._names and not self._full:
+            self._full = True
+            self._warn(f"Prometheus gets {VALUES} names of reported values, and {name!r} is one more: it is left out")
+        return name in self._names
+
+    def _set_step(self, event: Event) -> None:
+        steps_per_s, samples_per_s = self._progress.rates()
+        found = {"step": event["step"], "steps": self._progress.totals.get("steps"),
+                 "step_timestamp_seconds": event["t"], "steps_per_second": steps_per_s,
+                 "samples_per_second": samples_per_s, "goodput_ratio": self._figures.goodput,
+                 "hang_seconds": 0}  # fmt: skip
+        for name, value in found.items():
+            if value is not None:
+                self._set(name, value)
+        if event.get("kept"):
+            self._set("kept_timestamp_seconds", event["t"], where="memory")
+
+    def _on_saved(self, event: Event) -> None:
+        self._set("kept_timestamp_seconds", event["t"], where="disk")
+
+    def _on_hang(self, event: Event) -> None:
+        self._set("hang_seconds", event["s"])
+
+    def _on_slow(self, event: Event) -> None:
+        for each in event["ranks"]:
+            if "share" in each:  # not one whose garbage collector takes long
+                self._slow[each["rank"]] = each["host"]
+                self._set("slow_ratio", each["share"], rank=str(each["rank"]), host=each["host"])
+
+    def _on_pace(self, event: Event) -> None:
+        """A rank is named as slow once: how slow it is now, or that it is no more, is in each `pace`."""
+        if self._slow:
+            shares = own_shares({int(rank): (int(own[0]), *own[1:]) for rank, own in event["ranks"].items()})
+            for rank in self._slow.keys() & shares.keys():
+                self._set("slow_ratio", shares[rank], rank=str(rank), host=self._slow[rank])
+
+    def _on_failure(self, event: Event) -> None:
+        self._failed = "oom" if event["cause"].get("oom") else event["cause"]["how"]
+
+    def _on_restart(self, event: Event) -> None:
+        self._count("restarts", cause=self._failed)
+        self._set("hang_seconds", 0)
+        for rank, host in self._slow.items():
+            self._set("slow_ratio", 0, rank=str(rank), host=host)
+        self._slow.clear()
+
+    def _on_nodes(self, event: Event) -> None:
+        for host, load in event["nodes"].items():
+            for port, (received, sent) in load["ports"].items():
+                self._set("port_received_bytes", received, host=host, port=port)
+                self._set("port_sent_bytes", sent, host=host, port=port)
+
+    def _on_result(self, event: Event) -> None:
+        self._end()
+        self._count("runs", status=event["status"])

@@ -1,0 +1,87 @@
+"""The rich form of a Result in a notebook: the summary, and a small curve of each reported value. (driver)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from raydist.reporting import wording
+from raydist.reporting.curves import Curve, add_report
+from raydist.reporting.progress import number_text
+from raydist.shared.events import Event, read_events
+
+WIDTH, HEIGHT, PAD = 240, 60, 4
+"""Of a curve, in pixels."""
+CURVES = 8
+"""The most curves that are shown."""
+POINTS = 480
+"""The most points of a curve that are drawn."""
+Line = list[tuple[int, float]]
+"""(step, value) of each point."""
+
+
+def result_html(facts: Mapping[str, Any]) -> str:
+    """A table of the summary, and the curves as SVG. No script, no colors of its own: it fits light and dark.
+
+    `facts`: the content of result.json.
+    """
+    rows = "".join(
+        f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
+        for name, value in wording.summary(facts)
+    )
+    curves: dict[str, Line] = {}
+    restarts: list[int] = []
+    with suppress(OSError, json.JSONDecodeError):  # the folder may be gone
+        curves, restarts = curves_of(read_events(Path(facts["dir"]) / "events.jsonl"))
+    shown = [svg(name, curve, restarts) for name, curve in list(curves.items())[:CURVES]]
+    failure = f"<pre>{escape(facts['failure'])}</pre>" if facts["failure"] else ""
+    head = f"<b>{escape(wording.headline(facts, None))}</b>"
+    return f"<div>{head}{failure}<table>{rows}</table>{''.join(shown)}</div>"
+
+
+def curves_of(events: Iterable[Event]) -> tuple[dict[str, Line], list[int]]:
+    """The curve of each reported value as the page of the run has it, without what is no number; and its restarts."""
+    curves, restarts = dict[str, Curve](), list[int]()
+    for event in events:
+        if event["kind"] == "restart":
+            restarts.append(event.get("step") or 0)
+        elif event["kind"] == "report" and event.get("rank") == 0 and event.get("step") is not None:
+            add_report(curves, event, event["step"])
+    found: dict[str, Line] = {}
+    for name, curve in curves.items():
+        piece = curve.piece(most=POINTS)
+        if line := [(step, value) for step, value in zip(piece.steps, piece.values, strict=True) if value is not None]:
+            found[name] = line
+    return found, restarts
+
+
+def svg(name: str, curve: Line, restarts: Sequence[int] = ()) -> str:
+    """A curve over its steps, its newest value as text; restarts are dashed lines."""
+    low, high = min(value for _, value in curve), max(value for _, value in curve)
+    first, last = curve[0][0], curve[-1][0]
+
+    def x(step: int) -> str:
+        return f"{PAD + (WIDTH - 2 * PAD) * (step - first) / max(1, last - first):.1f}"
+
+    def y(value: float) -> str:
+        return f"{HEIGHT - PAD - (HEIGHT - 2 * PAD) * ((value - low) / (high - low) if high > low else 0.5):.1f}"
+
+    line = " ".join(f"{x(step)},{y(value)}" for step, value in curve)
+    marks = "".join(
+        f"<line x1='{x(step)}' x2='{x(step)}' y1='0' y2='{HEIGHT}' stroke='currentColor' stroke-dasharray='2' "
+        "opacity='0.5'/>"
+        for step in restarts
+        if first <= step <= last
+    )
+    dot = f"<circle cx='{x(last)}' cy='{y(curve[-1][1])}' r='2' fill='currentColor'/>"
+    label = f"{escape(name)} {number_text(curve[-1][1])}"
+    span = f"{label}: steps {first} to {last}, from {number_text(low)} to {number_text(high)}"
+    return (
+        f"<figure style='display:inline-block;margin:4px'><figcaption>{label}</figcaption>"
+        f"<svg width='{WIDTH}' height='{HEIGHT}' role='img' aria-label='{span}'><title>{span}</title>"
+        f"<polyline points='{line}' fill='none' stroke='currentColor'/>{dot}{marks}</svg></figure>"
+    )

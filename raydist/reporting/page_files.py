@@ -1,0 +1,34 @@
+"""Writes a page for each failure into the run folder: blame-1.txt for people, blame-1.json for programs. (driver)"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from raydist.reporting.failures import Failure, Failures
+from raydist.reporting.page import page
+from raydist.shared.events import Event
+
+
+class Pages:
+    """A reader of events. It writes a page when a failure is known, and again when its consequences are."""
+
+    def __init__(self, folder: Path, failures: Failures) -> None:
+        """`failures`: reads each event before this does."""
+        self._folder, self._failures = folder, failures
+
+    def __call__(self, event: Event) -> None:
+        if (failure := self._failures.changed) is not None:
+            self._write(failure)
+
+    def _write(self, failure: Failure) -> None:
+        path = self._folder / failure.page
+        text = json.dumps(failure.to_json(), indent=2, default=str)
+        path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+        path.write_text(page(failure, str(self._folder)), encoding="utf-8")
+
+
+def last_page(folder: Path) -> int:
+    """The highest number of a page in this folder, from earlier runs; 0 without one."""
+    numbers = (path.stem.partition("-")[2] for path in folder.glob("blame-*.json"))
+    return max((int(number) for number in numbers if number.isdigit()), default=0)

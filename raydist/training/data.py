@@ -1,0 +1,303 @@
+"""The order of the samples, and each rank's share of every batch. (rank side)
+
+The order is a function of the seed and of the position in samples, never of the number of ranks:
+
+    epoch e             a permutation of all samples, from (seed, e)
+    optimizer step      the next `global_batch` samples of it
+    micro-batch         one of `accumulate` equal parts of these
+    rank                one of `world_size` equal portions of a micro-batch
+
+If the number of ranks may change while the global batch stays, portions differ by at most one sample, and each is
+weighted by its size.
+
+The end of an epoch that does not fill a global batch is dropped, as in most training loops; in the next epoch's order
+these are other samples.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+from raydist.settings.config import Data
+from raydist.shared.errors import ConfigError
+from raydist.state.snapshot_layout import State
+from raydist.training.tokens import TokenFiles as TokenFiles
+from raydist.worker import random_state
+
+T = TypeVar("T")
+
+
+class Portion(NamedTuple):
+    """The samples that one rank loads at once."""
+
+    indices: np.ndarray
+    """Their indices, int64, of shape [B], in memory of their own.
+
+    Not a tensor: torch.multiprocessing would move its whole storage, here the order of all samples, to /dev/shm.
+    """
+    seed_key: tuple[int, ...] | None
+    """The seed of random augmentation is derived from it; None: no augmentation."""
+
+
+@dataclass
+class Order:
+    """A rank's portions of the training samples from a position on; a DataLoader's batch_sampler."""
+
+    size: int
+    global_batch: int
+    accumulate: int
+    rank: int
+    world_size: int
+    seed: int
+    shuffle: bool
+    epoch: int = 0
+    position: int = 0
+    """Samples of this epoch that all ranks together have used."""
+
+    @property
+    def portion(self) -> int:
+        """Samples of one forward pass on one rank; the larger number if portions differ by one."""
+        return math.ceil(self.global_batch / (self.accumulate * self.world_size))
+
+    @property
+    def even(self) -> bool:
+        """Whether all portions have the same size."""
+        return self.global_batch % (self.accumulate * self.world_size) == 0
+
+    @property
+    def shares(self) -> list[float]:
+        """The weight of each micro-batch of this rank in the average over all ranks."""
+        return [(last - first) * self.world_size / self.global_batch for first, last in self.cuts()]
+
+    def cuts(self) -> Iterator[tuple[int, int]]:
+        """The begin and end of each portion of this rank in the global batch."""
+        parts = self.accumulate * self.world_size
+        for micro in range(self.accumulate):
+            part = micro * self.world_size + self.rank
+            yield self.global_batch * part // parts, self.global_batch * (part + 1) // parts
+
+    kind = "map"  # of the source: one of waits.ADVICE
+
+    @property
+    def more(self) -> bool:
+        """Whether the epoch has another step."""
+        return self.steps_left > 0
+
+    def next_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def place(self) -> State:
+        """The position, which is equal on all ranks, for a state that is kept."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def own(self) -> State:
+        """What a kept state needs of this rank besides."""
+        return {}
+
+    def owns(self) -> State:
+        """What it needs of all ranks. A collective."""
+        return {}
+
+    def go_on(self, place: State, own: State | None) -> None:
+        """Continue at a place. `own`: what was kept of this rank; None: nothing was."""
+        self.epoch, self.position = place["epoch"], place["position"]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.size // self.global_batch
+
+    @property
+    def steps_left(self) -> int:
+        """Optimizer steps from `position` to the end of the epoch."""
+        return (self.size - self.position) // self.global_batch
+
+    def permutation(self) -> torch.Tensor:
+        """The indices of all samples, in this epoch's order."""
+        if not self.shuffle:
+            return torch.arange(self.size)
+        generator = torch.Generator().manual_seed(random_state.derive(self.seed, self.epoch))
+        return torch.randperm(self.size, generator=generator)
+
+    def __iter__(self) -> Iterator[Portion]:
+        order, cuts = self.permutation(), list(self.cuts())
+        for begin in range(self.position, self.size - self.global_batch + 1, self.global_batch):
+            for first, last in cuts:
+                indices = order[begin + first : begin + last].numpy().copy()
+                yield Portion(indices, (self.seed, self.epoch, begin + first))
+
+    def __len__(self) -> int:
+        return self.steps_left * self.accumulate
+
+
+@dataclass(frozen=True)
+class EvalSampler:
+    """A rank's portions of the test samples: each sample belongs to exactly one rank."""
+
+    size: int
+    batch_size: int
+    rank: int
+    world_size: int
+    together: bool = False
+    """All ranks have as many portions as rank 0, since a forward pass needs all of them: more of the first sample."""
+
+    @property
+    def counted(self) -> int:
+        """Portions of this rank's own samples; others come after them."""
+        return math.ceil(len(range(self.rank, self.size, self.world_size)) / self.batch_size)
+
+    def __iter__(self) -> Iterator[Portion]:
+        own = np.arange(self.rank, self.size, self.world_size)
+        parts = [own[first : first + self.batch_size].copy() for first in range(0, len(own), self.batch_size)]
+        return (Portion(part, None) for part in [*parts, *[np.array([0])] * (len(self) - len(parts))])
+
+    def __len__(self) -> int:
+        return replace(self, rank=0).counted if self.together else self.counted
+
+
+class Portions(Dataset[Any]):
+    """A data set that returns a whole portion as one batch."""
+
+    def __init__(self, samples: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self.samples = samples
+        self.collate = collate
+
+    def __getitems__(self, portion: Portion) -> Any:
+        # One gather makes the batch; one look-up for each sample and a stack would take 20 times as long.
+        if type(self.samples) is TensorDataset and self.collate is collate_samples:
+            indices = torch.from_numpy(portion.indices)
+            return [tensor[indices] for tensor in self.samples.tensors]
+        with self._seeded(portion.seed_key):
+            return self.collate(self._samples(portion.indices.tolist()))
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        if hasattr(self.samples, "__getitems__"):
+            return list(self.samples.__getitems__(indices))
+        return [self.samples[index] for index in indices]
+
+    @staticmethod
+    def _seeded(seed_key: tuple[int, ...] | None) -> AbstractContextManager[None]:
+        return nullcontext() if seed_key is None else random_state.seeded(random_state.derive(*seed_key))
+
+
+def keep_batch(batch: Any) -> Any:
+    """Return a batch as it is: a portion is collated already."""
+    return batch
+
+
+def by_column(batch: Any) -> Any:
+    """A batch as (input, …, target): the values of a dict of columns in its order, anything else as it is."""
+    return list(batch.values()) if isinstance(batch, Mapping) else batch
+
+
+def collate_samples(samples: list[Any]) -> Any:
+    """A batch of samples, as torch makes it."""
+    return by_column(default_collate(samples))
+
+
+def loader(
+    samples: Dataset[Any],
+    portions: Order | EvalSampler,
+    settings: Data,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> DataLoader[Any]:
+    """A DataLoader of `samples` in the order of `portions`; its workers stay from epoch to epoch."""
+    return DataLoader(
+        Portions(samples, collate or collate_samples),
+        batch_sampler=portions,  # type: ignore[arg-type]  # torch passes its items on, whatever their type
+        collate_fn=keep_batch,
+        num_workers=settings.workers,
+        persistent_workers=settings.workers > 0,
+        pin_memory=settings.pin_memory and torch.cuda.is_available(),
+        multiprocessing_context=worker_start(settings.workers),
+        # Without its own generator each new iterator draws a number from the rank's: a resumed run would draw one more
+        # than an uninterrupted one.
+        generator=torch.Generator(),
+    )
+
+
+def worker_start(workers: int) -> str | None:
+    """How loader workers start: forked, unless the program has chosen a way; None: as it has, or there are no workers.
+
+    Python's own default is forkserver from 3.14 on, which only takes samples that can be pickled.
+    """
+    return "fork" if workers and multiprocessing.get_start_method(allow_none=True) is None else None
+
+
+def indexed(samples: Any) -> bool:
+    """Whether it is a map-style data set: it has a length and an index."""
+    # torch's IterableDataset inherits an index that raises
+    own_index = not isinstance(samples, IterableDataset) and hasattr(samples, "__getitem__")
+    return own_index and hasattr(samples, "__len__")
+
+
+def size_of(samples: Any, name: str) -> int:
+    """The number of samples. ConfigError: the data set has no length or no index. `name`: as in messages."""
+    if not indexed(samples):
+        raise ConfigError(
+            f"{name}={type(samples).__name__} has no length or no index: it must be a map-style Dataset "
+            f"(__len__ and __getitem__){'' if name == 'test' else ', or a stream or a loader (__iter__)'}"
+        )
+    return len(samples)
+
+
+def on_disk(make: Callable[[], T], root: Path, files: str) -> T:
+    """Make a data set of files; nothing is downloaded.
+
+    - `make`: makes it, as `lambda: torchvision.datasets.MNIST(root)`.
+    - `root`: the folder of the files.
+    - `files`: the files it needs, as the error describes them.
+
+    Returns what `make` returns. ConfigError: it raised RuntimeError or FileNotFoundError, since files are missing.
+    """
+    try:
+        return make()
+    except (RuntimeError, FileNotFoundError) as error:
+        cause = f"{files} not found, or damaged, in {root.absolute()} on this node, and nothing is downloaded"
+        raise ConfigError.of("data.root", str(root), cause, "data.root=/path/to/files") from error
+
+
+def global_batch(settings: Data, accumulate: int, world_size: int, even: bool = True) -> int:
+    """Samples of one optimizer step over all ranks. `even`: ranks must have equal portions, else ConfigError."""
+    each = accumulate * world_size
+    if settings.global_batch is None:
+        return settings.batch_size * each
+    if settings.global_batch % each if even else settings.global_batch < each:
+        near = max(1, round(settings.global_batch / each)) * each
+        passes = f" x train.accumulate={accumulate}" if accumulate > 1 else ""
+        cause = f"it cannot be split evenly over {world_size} ranks{passes}"
+        raise ConfigError.of("data.global_batch", settings.global_batch, cause, f"data.global_batch={near}")
+    return settings.global_batch
+
+
+def order(
+    samples: Sequence[Any] | Dataset[Any],
+    settings: Data,
+    *,
+    accumulate: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+    even: bool = True,
+) -> Order:
+    """The order of the training samples. ConfigError: they do not fill one step."""
+    size, batch = size_of(samples, "train"), global_batch(settings, accumulate, world_size, even)
+    if size < batch:
+        fits = size // (accumulate * world_size)
+        cause = (
+            f"{size} training samples do not fill a step of {batch} (train.accumulate={accumulate}, {world_size} ranks)"
+        )
+        key, value = ("data.global_batch", batch) if settings.global_batch else ("data.batch_size", settings.batch_size)
+        right = f"{key}={fits * accumulate * world_size if settings.global_batch else fits}"
+        raise ConfigError.of(key, value, cause, right if fits else f"scale=1x{max(1, size // accumulate)}")
+    return Order(size, batch, accumulate, rank, world_size, seed, settings.shuffle)

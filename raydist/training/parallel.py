@@ -1,0 +1,201 @@
+"""A model in shards over torch's DeviceMesh: fully_shard by blocks, tensor parallel by a plan. (rank side)"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from raydist.settings.config import Job
+from raydist.settings.mesh import MeshShape, mesh_shape
+from raydist.shared.errors import ConfigError
+from raydist.training.blocks import find_blocks
+from raydist.training.heads import check_heads
+from raydist.training.meta import make_values, on_meta, take_values
+from raydist.worker import context
+from raydist.worker.backends import ddp
+from raydist.worker.backends.ddp import DDPComm
+from raydist.worker.groups import new_mesh
+
+
+@dataclass(frozen=True)
+class ShardedComm(DDPComm):
+    """The Comm of a model whose parameters are DTensors."""
+
+    job: Job
+    shape: MeshShape
+    sharded: ClassVar[bool] = True
+
+    @property
+    def everyone(self) -> DeviceMesh:
+        """All ranks, in their order."""
+        return self.mesh
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks that share these parameters: replicate x shard x tp."""
+        shape = self.shape
+        return new_mesh(self.device.type, replicate=shape.replicate, shard=shape.shard, tp=shape.tp)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.shard(model, self.prepare(model), model)
+        return model
+
+    def prepare(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        """The blocks of the model, whose parameters are rank 0's unless they are on meta."""
+        blocks = find_blocks(model, self.job.parallel.blocks)
+        same_as_rank0(model, self)
+        check_heads(model, self.shape.tp)
+        if self.job.train.compile:
+            for block in blocks:
+                block.compile()
+        return blocks
+
+    def shard(
+        self, part: torch.nn.Module, blocks: Sequence[torch.nn.Module], model: torch.nn.Module, last: bool = True
+    ) -> None:
+        """Divide the parameters of a part of the model among the ranks of the mesh; those on meta are made.
+
+        `blocks`: those of the whole model. `last`: this part gives the output.
+        """
+        here, inside = {*part.modules()}, {inner for block in blocks for inner in block.modules()}
+        layers, empty = divided_layers(model) if self.shape.tp > 1 else {}, on_meta(model)
+        # of all ranks: torch 2.8 makes no submesh of a submesh
+        data = self.everyone["shard"] if self.shape.replicate == 1 else self.everyone["replicate", "shard"]
+        half = torch.bfloat16 if self.job.train.precision == "bf16" else None
+        sums = torch.float32 if half else None
+        free = self.shape.pp == 1  # a stage is gathered once in a step, not for each micro-batch
+        for block in (each for each in blocks if each in here):
+            self._make(model, [*block.modules()], layers)
+            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums)
+            fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=free)
+        # all of them on each stage: the model's own reset_parameters may draw one after another
+        self._make(model, [each for each in model.modules() if each not in inside], layers)
+        take_values(part, model)
+        # the loss is in fp32
+        whole = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums, output_dtype=sums if last else None)
+        fully_shard(part, mesh=data, mp_policy=whole)
+        if empty:
+            self._same_on_copies(part)
+
+    def _make(
+        self, model: torch.nn.Module, part: Sequence[torch.nn.Module], layers: Mapping[torch.nn.Module, ParallelStyle]
+    ) -> None:
+        """Make the values of these modules that are on meta, and divide the layers among them as tp's plan says."""
+        make_values(model, part, self.device, self.job.seed)
+        for module in part:
+            if module in layers:
+                parallelize_module(module, self.everyone["tp"], layers[module])
+
+    def _same_on_copies(self, part: torch.nn.Module) -> None:
+        """Copy what was made to all ranks that have the same part of it, from the first of them.
+
+        They have drawn the same numbers, unless their GPUs differ or a reset_parameters has a generator of its own.
+        """
+        for value in (*part.parameters(), *part.buffers()):
+            own, divided = value.detach(), set[str]()
+            if isinstance(value, DTensor):
+                own = value.to_local().detach()
+                placed = zip(value.device_mesh.mesh_dim_names or (), value.placements, strict=True)
+                divided = {name for name, each in placed if not each.is_replicate()}
+            for dim in ("replicate", "shard", "tp"):
+                if own.numel() and dim not in divided and self.everyone[dim].size() > 1:
+                    dist.broadcast(own, group=self.mesh.get_group(dim), group_src=0)
+
+    @contextmanager
+    def accumulating(self, model: torch.nn.Module) -> Iterator[None]:
+        # Each pass reduces its gradients among the ranks that share the parameters: else each rank would hold those of
+        # the whole model between passes. Copies of the model average theirs, which are in shards, in the last pass.
+        root = cast("FSDPModule", model)
+        root.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            root.set_requires_all_reduce(True)
+
+    def clip(self, model: torch.nn.Module, norm: float) -> None:
+        # One sum over all ranks, each with its parts of the gradients, and a part that several have divided by their
+        # number. torch's clip_grad_norm_ takes DTensors of one mesh only; layers that tp divides have another.
+        alike: dict[int, list[torch.Tensor]] = {}
+        trained = (
+            (name, cast("DTensor", each.grad)) for name, each in model.named_parameters() if each.grad is not None
+        )
+        for name, gradient in trained:
+            cut = (dim for dim, placed in enumerate(gradient.placements) if not placed.is_replicate())
+            parts = math.prod(gradient.device_mesh.size(dim) for dim in cut)
+            alike.setdefault(self.holders(name) // parts, []).append(gradient.to_local())
+        own = [torch.nn.utils.get_total_norm(parts) ** 2 / copies for copies, parts in alike.items()]
+        total = self.sum(sum(own, torch.zeros((), device=self.device))).sqrt()
+        torch._foreach_mul_([part for parts in alike.values() for part in parts], (norm / (total + 1e-6)).clamp(max=1))
+
+    def holders(self, name: str) -> int:
+        """Ranks that have this parameter, or a part of it."""
+        return dist.get_world_size()
+
+
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+"""The words of a plan, as Hugging Face's models use them; `_rep`: it gives, or takes, whole activations."""
+
+
+def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
+    """The model's plan: by name of a module, with * for any part of it, how its layer is divided.
+
+    ConfigError: there is no plan, a name matches no module, or a word is unknown.
+    """
+    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    kind, names = type(model).__name__, [name for name, _ in model.named_modules()]
+    if not plan:
+        cause = f"{kind} has no plan of its layers: set model.tp_plan = {{'blocks.*.up': 'colwise', …}} in the job"
+        raise ConfigError.of("parallel.tp", None, cause, "parallel=fsdp")
+    for name, word in plan.items():
+        if not fnmatch.filter(names, name):
+            raise ConfigError.of("parallel.tp", None, f"{kind}.tp_plan has {name!r}, but no module has this name")
+        if isinstance(word, str) and word not in STYLES:
+            raise ConfigError.unknown(f"tp_plan[{name!r}]", word, STYLES)
+    return {name: STYLES[word]() if isinstance(word, str) else word for name, word in plan.items()}
+
+
+def divided_layers(model: torch.nn.Module) -> dict[torch.nn.Module, ParallelStyle]:
+    """The layers that the model's plan names, with how each is divided. ConfigError: as of `styles`."""
+    found = {}
+    for pattern, style in styles(model).items():
+        words = pattern.split(".")
+        for name, module in model.named_modules():
+            path = name.split(".")  # a * stands for one part of the name, as in parallelize_module
+            if len(path) == len(words) and all(map(fnmatch.fnmatch, path, words)):
+                found[module] = style
+    return found
+
+
+def same_as_rank0(model: torch.nn.Module, comm: DDPComm) -> None:
+    """Copy rank 0's parameters and buffers to all ranks, as DDP does: a job may have made others on each rank."""
+    with torch.no_grad():
+        for value in (each for each in (*model.parameters(), *model.buffers()) if not each.is_meta):
+            sent = value.to(comm.comm_device).contiguous()
+            dist.broadcast(sent, 0)
+            value.copy_(sent)
+
+
+@contextmanager
+def join(job: Job, env: Mapping[str, str]) -> Iterator[ShardedComm]:
+    """As ddp.join. ConfigError: `parallel=` does not fit the number of ranks."""
+    me = context.rank()
+    shape = mesh_shape(job.parallel, me.world_size, me.local_world_size)
+    with ddp.join(job, env) as comm:
+        yield ShardedComm(comm.settings, comm.device, job, shape)

@@ -1,0 +1,215 @@
+"""A model in stages over torch.distributed.pipelining; the ranks of a stage share it as in sharded.py. (rank side)"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from raydist.settings.config import Job
+from raydist.settings.mesh import check_microbatches, mesh_shape, microbatches
+from raydist.shared.errors import ConfigError
+from raydist.training import stages
+from raydist.training.meta import on_meta
+from raydist.training.parallel import ShardedComm
+from raydist.worker import context
+from raydist.worker.backends import ddp
+from raydist.worker.groups import new_group, new_mesh
+from raydist.worker.torch_private import gpipe
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+"""What a model may give, by the number that the ranks tell each other."""
+MOST_DIMS = 8
+"""The most dimensions of it."""
+
+
+@dataclass(frozen=True)
+class PipelineComm(ShardedComm):
+    """The Comm of a model in stages. The ranks of a stage are consecutive."""
+
+    tied: dict[str, Tied] = field(default_factory=dict)
+    """Parameters of this rank that other stages have as well, by their names in this stage."""
+    pipelined: ClassVar[bool] = True
+
+    @cached_property
+    def everyone(self) -> DeviceMesh:
+        shape = self.shape
+        return new_mesh(self.device.type, pp=shape.pp, replicate=shape.replicate, shard=shape.shard, tp=shape.tp)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks of this stage: replicate x shard x tp."""
+        return self.everyone["replicate", "shard", "tp"]
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        blocks, empty = self.prepare(model), on_meta(model)
+        parts, stage = stages.cut_model(model, blocks, self.shape.pp), self.everyone.get_local_rank("pp")
+        part, names = parts[stage], Names.of(model, parts[stage])
+        tied = stages.shared(model, parts)
+        self.shard(part, blocks, model, last=stage == self.shape.pp - 1)
+        stages.forget_others(model, part)
+        groups, here = self._groups_of({*tied.values()}), {whole: name for name, whole in names.first.items()}
+        for whole, held in tied.items():  # in the order of the model: stages that share a group use it in one order
+            if whole in here and whole in names.trained:
+                self.tied[here[whole]] = Tied(part.get_parameter(here[whole]), held, groups[held])
+        for each in self.tied.values() if empty else ():
+            each.take_from_first()
+        pipeline = Pipeline(part, self, names)
+        model.forward = pipeline.everywhere
+        return pipeline
+
+    def _groups_of(self, tied: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+        """By stages, the group of their ranks that have this rank's position in a stage. A collective of all ranks."""
+        size, found = self.mesh.size(), dict[tuple[int, ...], Any]()
+        for held in sorted(tied):
+            for position in range(size):
+                ranks = [stage * size + position for stage in held]
+                group = new_group(ranks)
+                if dist.get_rank() in ranks:
+                    found[held] = group
+        return found
+
+    @contextmanager
+    def accumulating(self, model: nn.Module) -> Iterator[None]:
+        yield  # a schedule always ends with the sum over the ranks of a stage
+
+    def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        for each in self.tied.values():
+            dist.all_reduce(cast("DTensor", each.parameter.grad).to_local(), group=each.group)
+
+    def holders(self, name: str) -> int:
+        return self.mesh.size() * (len(self.tied[name].stages) if name in self.tied else 1)
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several stages have: the sum of their gradients is its gradient."""
+
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+    group: Any
+    """Of the ranks of these stages that have the same position in them."""
+
+    def take_from_first(self) -> None:
+        """Take the values that the first of these stages has made."""
+        dist.broadcast(cast("DTensor", self.parameter).to_local().detach(), group=self.group, group_src=0)
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of parameters in the whole model, in its order, of those that are trained."""
+
+    trained: list[str]
+    first: dict[str, str]
+    """By its name in a stage the first name of a parameter: a tied one has several."""
+
+    @classmethod
+    def of(cls, model: nn.Module, part: nn.Module) -> Names:
+        by_id = {id(value): name for name, value in model.named_parameters()}
+        trained = [name for name, value in model.named_parameters() if value.requires_grad]
+        return cls(trained, {name: by_id[id(value)] for name, value in part.named_parameters()})
+
+
+class Pipeline(nn.Module):
+    """This rank's stage, and the schedule by which it works with the others."""
+
+    def __init__(self, part: nn.Module, comm: PipelineComm, names: Names) -> None:
+        super().__init__()
+        self.part, self.names = part, names
+        self._comm, self._group = comm, comm.everyone.get_group("pp")
+        self._stage, self._stages = comm.everyone.get_local_rank("pp"), comm.shape.pp
+        self._microbatches = microbatches(comm.job, comm.shape)
+        self._train: PipelineScheduleSingle | None = None
+        self._evaluate: tuple[Any, PipelineScheduleSingle] | None = None
+
+    def step(
+        self, inputs: Sequence[Any], target: torch.Tensor, loss: Callable[..., torch.Tensor], share: float
+    ) -> torch.Tensor:
+        """Forward and backward of a batch, in micro-batches; its loss x `share`, as the mean over the pipeline's ranks.
+
+        The ranks of the last stage, which have the loss, return a multiple of it, all others 0.
+        """
+        if self._train is None:
+            self._train = self._schedule(self._microbatches, loss, share)
+        losses: list[torch.Tensor] = []
+        # where torch knows the word, outputs are not kept to the end of the step
+        quiet: Any = (
+            {"return_outputs": False} if "return_outputs" in inspect.signature(self._train.step).parameters else {}
+        )
+        context.phase("forward")
+        self._train.step(*self._given(inputs), target=target if self._last else None, losses=losses, **quiet)
+        if not losses:
+            return torch.zeros((), device=self._comm.device)
+        return torch.stack(losses).sum().detach().float() * self._stages
+
+    def _schedule(self, count: int, loss: Callable[..., torch.Tensor], share: float) -> PipelineScheduleSingle:
+        kind = get_schedule_class(self._comm.job.parallel.schedule)
+
+        def part_of_loss(output: Any, target: Any) -> torch.Tensor:
+            return loss(output, target) * (share / count)
+
+        return cast("PipelineScheduleSingle", kind(self._new_stage(), count, part_of_loss, scale_grads=False))
+
+    def _new_stage(self) -> PipelineStage:
+        return PipelineStage(self.part, self._stage, self._stages, self._comm.device, group=self._group)
+
+    def _given(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        return inputs if self._stage == 0 else ()
+
+    @property
+    def _last(self) -> bool:
+        return self._stage == self._stages - 1
+
+    def forward(self, *inputs: Any) -> Any:
+        """The model's output, on the ranks of the last stage; None on all others. All must call it."""
+        shapes = [(each.shape, each.dtype) for each in inputs]
+        if self._evaluate is None or self._evaluate[0] != shapes:  # its buffers have these shapes
+            count = self._microbatches if len(inputs[0]) % self._microbatches == 0 else 1
+            self._evaluate = shapes, gpipe(self._new_stage(), count)
+        with torch.no_grad():
+            return self._evaluate[1].step(*self._given(inputs))
+
+    def everywhere(self, *inputs: Any) -> torch.Tensor:
+        """The model's output, a tensor, on all ranks. All must call it."""
+        output = self(*inputs)
+        facts = torch.zeros(2 + MOST_DIMS, dtype=torch.int64)  # numbers: torch's collectives of objects unpickle them
+        if self._last:
+            facts[: 2 + output.dim()] = torch.tensor([DTYPES.index(output.dtype), output.dim(), *output.shape])
+        facts = facts.to(self._comm.comm_device)
+        dist.broadcast(facts, group=self._group, group_src=self._stages - 1)
+        dtype, dims, *shape = facts.tolist()
+        empty = torch.empty(shape[:dims], dtype=DTYPES[dtype], device=self._comm.device)
+        told = output.contiguous() if self._last else empty
+        dist.broadcast(told, group=self._group, group_src=self._stages - 1)
+        return told
+
+    def same_buffers(self) -> None:
+        """Copy the buffers of a stage's first rank to all its ranks."""
+        for buffer in self.part.buffers():
+            for dim in self._comm.mesh.mesh_dim_names or ():
+                dist.broadcast(buffer, group=self._comm.mesh.get_group(dim), group_src=0)
+
+
+@contextmanager
+def join(job: Job, env: Mapping[str, str]) -> Iterator[ShardedComm]:
+    """As ddp.join. ConfigError: `parallel=` or the batch does not fit the number of ranks."""
+    me = context.rank()
+    shape = mesh_shape(job.parallel, me.world_size, me.local_world_size)
+    check_microbatches(job, shape)
+    if shape.pp > 1 and me.device.type == "cuda" and job.backend.name == "gloo":
+        cause = "it cannot send what is on a GPU to the next stage"
+        raise ConfigError.of("backend", job.backend.name, cause, "backend=nccl", "parallel=fsdp parallel.pp=1")
+    with ddp.join(job, env) as comm:
+        kind = PipelineComm if shape.pp > 1 else ShardedComm
+        yield kind(comm.settings, comm.device, job, shape)

@@ -1,0 +1,196 @@
+"""The state of a model in shards: what of it is kept in memory and saved, and how a training finds it. (rank side)"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raydist.shared.errors import ConfigError, RaydistError
+from raydist.state.checkpoint_files import Saved, read_state
+from raydist.state.object_store import StoragePath
+from raydist.state.snapshot import rebuilt
+from raydist.state.snapshot_layout import State
+from raydist.training import sharded
+from raydist.training.reshard import divide, from_bytes, to_bytes
+from raydist.training.snapshotter import Snapshotter
+from raydist.worker import checkpoint, context, random_state
+
+if TYPE_CHECKING:
+    from raydist.training.step import Stepper
+
+RANDOM = "random"
+"""The key of the random generators, a row for each rank."""
+STATES = ("optimizer", "state")
+"""The keys of the optimizer's state by parameter: one that never got a gradient has none."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A state that was found. Its tensors are in the model and in the optimizer already."""
+
+    step: int
+    state: State
+    """What is not a tensor: the position in the data, the schedule, the settings of the run that saved it."""
+    loss: torch.Tensor
+    generators: torch.Tensor | None
+    path: StoragePath = Path("a state in shards")
+
+    def random(self, rank: int, world_size: int) -> torch.Tensor | None:
+        """The state of this rank's random generators; None if another number of ranks has saved them."""
+        return self.generators
+
+
+class ShardSnapshotter(Snapshotter):
+    """The snapshots of one rank of a model in shards: each rank keeps its own, and the next node a copy of them."""
+
+    _kept = -1
+
+    def begin(self, step: int) -> None:
+        if self.on:
+            sharded.begin_fit()
+        self.go_on()
+
+    def _wait_for_copy(self) -> None:
+        sharded.copied()
+
+    def _copy_s(self) -> float:
+        return sharded.copy_s()
+
+    def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
+        sharded.keep(step, state())
+        self._kept = step
+        return None
+
+    def rest(self, within_s: float = math.inf) -> bool:
+        return sharded.rest(within_s)
+
+    def hold(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> bool:
+        if self.on and self._kept != step:
+            self._keep(step, own, state)
+        return self.on and sharded.copied()
+
+
+def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
+    """The state for raydist.sharded, in the form of torch.distributed.checkpoint.state_dict.get_state_dict.
+
+    That function would make the state of a new optimizer by a step, which Adam counts. `facts`: what is no tensor; as
+    one value, of which DCP would make many, and expect as many when it loads.
+    """
+    mesh = getattr(stepper.comm, "mesh", None)
+    return {
+        "model": _on_mesh(stepper.model.state_dict(), mesh),
+        "optimizer": _on_mesh(_by_name(stepper, _names(stepper), stepper.optimizer.state_dict()), mesh),
+        "loss": loss, RANDOM: _row_of_each(stepper), "training": to_bytes({**facts, "scaler": {}}),
+    }  # fmt: skip
+
+
+def _by_name(stepper: Stepper, names: Sequence[str], kept: State) -> State:
+    """The state of an optimizer by names, in place of numbers, of its parameters. `names`: of these, in its order."""
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in kept["param_groups"]]
+    if stepper.pipeline is not None:
+        (group,) = groups
+        group["params"] = [*stepper.pipeline.names.trained]  # a checkpoint has the state of the whole model
+    for group in groups:
+        group.pop("initial_lr", None)  # the schedule's
+    state = {names[index]: of_one for index, of_one in kept["state"].items() if of_one}
+    return {"state": state, "param_groups": groups}
+
+
+def _on_mesh(value: Any, mesh: Any) -> Any:
+    """The value with each DTensor on this mesh, of all ranks or of a stage: without tp a layer is alike on its ranks.
+
+    The tensors share their memory with those of the model and of the optimizer.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(value, DTensor):
+        return rebuilt(value, lambda inner: _on_mesh(inner, mesh))
+    placed = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements, strict=True))
+    everywhere = [placed.get(name, Replicate()) for name in mesh.mesh_dim_names]
+    return DTensor.from_local(
+        value.to_local(), mesh, everywhere, run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
+def _names(stepper: Stepper) -> list[str]:
+    """The names of the optimizer's parameters, in its order."""
+    names = [name for name, value in stepper.model.named_parameters() if value.requires_grad]
+    return [stepper.pipeline.names.first[name] for name in names] if stepper.pipeline is not None else names
+
+
+def _row_of_each(stepper: Stepper) -> torch.Tensor:
+    """The states of the random generators of all ranks, [ranks, n], of which each rank of a mesh has its own row."""
+    own, me = random_state.capture(stepper.device)[None], context.rank()
+    mesh = getattr(stepper.comm, "everyone", None)
+    if mesh is None:
+        return own.repeat(me.world_size, 1)
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(own.to(stepper.device), mesh, [Shard(0)] * mesh.ndim, run_check=False)
+
+
+def find_shards(stepper: Stepper) -> Found | None:
+    """Fill the model and the optimizer with the newest state, from memory or from the disk; None for none.
+
+    All ranks must call it. ConfigError: the state has other keys or shapes.
+    """
+    latest = checkpoint.latest()
+    in_memory = stepper.comm.sharded and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not in_memory and latest is None:
+        return None
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    get_optimizer_state_dict(stepper.model, stepper.optimizer)  # makes the optimizer's state, which is filled then
+    state = state_of(stepper, {}, torch.zeros((), device=stepper.device))
+    load = sharded.load if stepper.comm.sharded else sharded.load_from_disk
+    trained = state["optimizer"]["param_groups"][0]["params"]
+    try:
+        part = stepper.comm.pipelined
+        step = load(state, of_ranks=RANDOM, optional=STATES, part=part)
+        if not step and latest is not None and stepper.comm.sharded:
+            step = _divide(latest, stepper, state, part)
+        if (odd := {*trained} ^ {*state["optimizer"]["param_groups"][0]["params"]}) and step:
+            raise RaydistError(f"it has other parameters: {', '.join(sorted(odd)[:4])}")
+    except RaydistError as error:
+        cause = f"this state does not fit the model and the optimizer: {error}"
+        raise ConfigError.of("resume", str(latest.path if latest else "auto"), cause, "resume=none") from error
+    if not step:
+        stepper.optimizer.state.clear()
+        return None
+    _forget_unkept(stepper, state)
+    # tensors are filled in place; the settings of the optimizer are those of now
+    rows = sharded.local(state[RANDOM]).cpu() if RANDOM in state else None
+    own = None if rows is None else rows[0 if stepper.comm.sharded else context.rank().rank]
+    return Found(step, from_bytes(state["training"]), state["loss"], own)
+
+
+def _forget_unkept(stepper: Stepper, state: State) -> None:
+    """Remove the optimizer's state of the parameters that had none when this state was kept."""
+    names = _names(stepper)
+    trained = [value for group in stepper.optimizer.param_groups for value in group["params"]]
+    for name, value in zip(names, trained, strict=True):
+        if name not in state["optimizer"]["state"]:
+            stepper.optimizer.state.pop(value, None)
+
+
+def _divide(saved: Saved, stepper: Stepper, state: State, part: bool) -> int:
+    """Fill the state with a whole one, as ddp saves it, which rank 0 reads; its step. A collective."""
+    whole = None
+    if context.rank().rank == 0:
+        kept = read_state(saved.path, mapped=True, of_all=False)
+        facts = {key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept}
+        training = to_bytes({**facts, "scaler": {}})
+        names = stepper.pipeline.names.trained if stepper.pipeline is not None else _names(stepper)
+        whole = {
+            "model": kept["model"], "optimizer": _by_name(stepper, names, kept["optimizer"]),
+            "loss": torch.tensor(saved.meta.metrics["loss"]), RANDOM: kept[RANDOM], "training": training,
+        }  # fmt: skip
+    divide(whole, state, RANDOM, STATES, str(saved.path), part)
+    context.set_step(saved.step)
+    return saved.step

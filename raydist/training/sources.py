@@ -1,0 +1,436 @@
+"""Streams and loaders for raydist.fit: the order of a source without an index, and its state. (rank side)
+
+    kind     what                                     what a rank gets                          another number of ranks
+    stream   IterableDataset                          its part of each batch of one stream      goes on
+    split    Hugging Face's, if the shards divide     samples of its shards                     begins the epoch anew
+    loader   DataLoader, StatefulDataLoader, …        the batches of its own loader             begins the epoch anew
+    ray      ray.data.Dataset                         batches of its part of streaming_split    begins the epoch anew
+
+A source is known by what it can do (__iter__, state_dict, …), never by importing its library. After a resume it goes on
+by its own state, if it has one; otherwise it is read again up to its place. What it draws at random is seeded by that
+place. Ray Data has no order that could be had again.
+
+Ranks may come to an end at different steps. They agree on each step before it begins (24 bytes of each rank), and all
+end an epoch when the first has no full step left.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from raydist.settings.config import Data, Job
+from raydist.shared.errors import ConfigError
+from raydist.state.checkpoint_files import Saved
+from raydist.state.snapshot_layout import State
+from raydist.state.write import unloadable
+from raydist.training import data
+from raydist.training.ray_data import split_over_ray
+from raydist.training.reshard import from_bytes, to_bytes
+from raydist.training.sharded_state import Found
+from raydist.training.snapshotter import Restored
+from raydist.worker import context, random_state
+from raydist.worker.backends import Comm
+from raydist.worker.groups import collective
+
+Batch = Any
+T = TypeVar("T")
+Collate = Callable[[list[Any]], Batch]
+
+
+class Step(NamedTuple):
+    """What a rank needs for one optimizer step."""
+
+    batches: list[Batch]
+    """Its micro-batches."""
+    state: State | None
+    """The state of the source after it; None: it is read again up to its place."""
+    mark: int
+    """A checksum of the first sample after a begin, equal on all ranks of one stream; 0: not looked at."""
+
+
+@dataclass
+class Deal(IterableDataset[Step]):
+    """The steps of one rank in one epoch, in this process or in a worker of a DataLoader."""
+
+    kind: str
+    items: Any
+    """Samples of a stream, or batches of a loader."""
+    count: int
+    """How many of them a step takes."""
+    make: Callable[[list[Any]], list[Batch]]
+    """The micro-batches of this rank from them."""
+    seed: tuple[int, ...]
+    stateful: bool
+    loading: Data | None = None
+    """How samples are loaded; None: they are batches of a loader, which does that itself."""
+    epoch: int = 0
+    begin: int = 0
+    """How many of the epoch's items were used before."""
+    state: State | None = None
+
+    def __iter__(self) -> Iterator[Step]:
+        for each in epoch_setters(self.items):
+            each.set_epoch(self.epoch)
+        if self.state is not None:
+            self.items.load_state_dict(self.state)
+        passed_over = self.begin if self.state is None else 0
+        at, mark = self.begin - passed_over, 0
+        with self._seeded(-1):
+            items = iter(self.items)
+        while True:
+            count = min(self.count, passed_over) or self.count
+            with self._seeded(at):
+                taken = list(islice(items, count))
+                if len(taken) < count:
+                    return
+                mark = mark or checksum(taken[0])
+                batches = [] if passed_over else self.make(taken)
+            at += count
+            if passed_over:
+                passed_over -= count
+                continue
+            yield Step(batches, self.items.state_dict() if self.stateful else None, mark)
+
+    def _seeded(self, at: int) -> Any:
+        return random_state.seeded(random_state.derive(*self.seed, self.epoch, at + 1))
+
+    def steps(self) -> Iterator[Step]:
+        """The steps of this epoch; of samples with `data.workers` they are made in another process."""
+        if self.loading is None:
+            return iter(self)
+        made: DataLoader[Step] = DataLoader(
+            self, batch_size=None, collate_fn=data.keep_batch, num_workers=min(1, self.loading.workers),
+            pin_memory=self.loading.pin_memory and torch.cuda.is_available(), generator=torch.Generator(),
+            multiprocessing_context=data.worker_start(self.loading.workers),
+        )  # fmt: skip
+        return iter(made)
+
+
+class Stream(data.Order):
+    """The order of a source without an index, for one rank; also its batches."""
+
+    def __init__(self, deal: Deal, comm: Comm, name: str, order: data.Order) -> None:
+        super().__init__(**{each: getattr(order, each) for each in order.__dataclass_fields__})
+        self.deal, self.name = deal, name
+        self.kind = "stream" if deal.kind == "split" else deal.kind
+        self._comm, self.all_of = comm, collective(comm)
+        self.note_wait: Callable[[float], None] = lambda s: None
+        self._steps: Iterator[Step] | None = None
+        self._next: Step | None = None
+        self._over = self._told = False
+        self._state: State | None = None
+
+    @property
+    def common(self) -> bool:
+        """Whether all ranks read the same stream."""
+        return self.deal.kind == "stream"
+
+    @property
+    def more(self) -> bool:
+        """Whether every rank has the batches of another step of this epoch. A collective, once for each step."""
+        if self._next is None and not self._over:
+            context.phase("data")
+            began = time.perf_counter()
+            if self._steps is None:
+                self._steps = self._open()
+            self._next = next(self._steps, None)
+            self.note_wait(time.perf_counter() - began)
+            self._agree()
+        return self._next is not None
+
+    def _open(self) -> Iterator[Step]:
+        self.deal.epoch, self.deal.state = self.epoch, self._state
+        self.deal.begin = self.position * self.deal.count // self.global_batch
+        return self.deal.steps()
+
+    def _agree(self) -> None:
+        mine = self._next
+        if context.rank().world_size > 1:
+            part = 0 if self.common else self.rank
+            rows = self.all_of(torch.tensor([mine is not None, mine.mark if mine else 0, part], dtype=torch.int64))
+            parts = {(int(row[2]), int(row[1])) for row in rows if row[0]}
+            if len(parts) > len({part for part, _ in parts}):
+                raise ConfigError(self._differs)
+            if mine is not None and not all(row[0] for row in rows):
+                self._next = None
+                self._tell_left()
+        self._over = self._next is None
+
+    @property
+    def _differs(self) -> str:
+        if self.common:
+            cause = "gives other samples on other ranks, so it cannot be divided: seed a generator of its own alike on"
+            return f"train={self.name} {cause} all ranks; if it divides itself, give fit a torch DataLoader of it"
+        cause = "gives other batches on ranks that compute a sample together: its sampler must have"
+        return f"train={self.name} {cause} {self.world_size} parts, and give this rank that of number {self.rank}"
+
+    def _tell_left(self) -> None:
+        if not self._told:
+            self._told = True
+            text = f"train={self.name} has more batches here than on other ranks: each epoch ends with the shortest"
+            context.emit_event("warning", text=text)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.more and self._next is not None:
+            step, self._next = self._next, None
+            self._state = step.state
+            yield from step.batches
+
+    def ahead(self) -> Iterator[Batch]:
+        """The micro-batches of the step that comes next, which stay where they are."""
+        if self.more and self._next is not None:
+            return iter(self._next.batches)
+        here = self.epoch, self.position, self._state
+        self.next_epoch()
+        batches = self._next.batches if self.more and self._next is not None else []
+        self._close()
+        self.epoch, self.position, self._state = here
+        self._over = True
+        return iter(batches)
+
+    def next_epoch(self) -> None:
+        if not self.position:
+            what = "batches" if self.deal.loading is None else "samples"
+            raise ConfigError(
+                f"train={self.name} ended before the first step of epoch {self.epoch + 1}: a step takes "
+                f"{self.deal.count} {what}, and each epoch calls iter() again; set data.batch_size=1, or give more"
+            )
+        super().next_epoch()
+        self._close()
+
+    def _close(self) -> None:
+        self._steps = self._next = self._state = None
+        self._over = False
+
+    def place(self) -> State:
+        """The part of the position that is equal on all ranks."""
+        own = {"source": self._plain()} if self.common else {"ranks": self.world_size}
+        return {**super().place(), **own}
+
+    def own(self) -> State:
+        """The state of this rank's own source."""
+        return {} if self.common else {"source": self._plain()}
+
+    def owns(self) -> State:
+        """The states of all parts, for a checkpoint. A collective."""
+        if self.common:
+            return {}
+        by_part = dict(gather_states((self.rank, self._plain()), self._comm))
+        return {"sources": [by_part[part] for part in sorted(by_part)]}
+
+    def _plain(self) -> State | None:
+        """The state, if it can be read back without running code; otherwise the source is read again."""
+        why = next(unloadable(self._state, f"the state of train={self.name}"), None)
+        if why is not None and self.deal.stateful:
+            self.deal.stateful = False
+            context.emit_event("warning", text=f"{why}; a resumed run reads the epoch again up to its place")
+        return None if why else self._state
+
+    def go_on(self, place: State, own: State | None) -> None:
+        """Continue where a state was saved. `own`: that of this rank, if there is one."""
+        super().go_on(place, own)
+        saved_by, now = place.get("ranks", 0), 0 if self.common else self.world_size
+        if self.position and (saved_by != now or self.deal.kind == "ray"):
+            self.position, own = 0, None
+            if self.rank == 0:
+                why = "Ray Data" if saved_by == now else f"the parts of {saved_by or 'all'} ranks do not fit these"
+                text = f"train={self.name}: {why}: epoch {self.epoch + 1} begins anew, and its samples come again"
+                context.emit_event("warning", text=text)
+        self._state = place.get("source") if self.common else own
+        if not self.position or not self.deal.stateful:
+            self._state = None
+
+
+def ordered(train: Any, job: Job, rank: int, world_size: int, collate: Collate | None) -> tuple[data.Order, Any]:
+    """The order of the training samples, and the batches in it. ConfigError: they do not fit the settings."""
+    if not data.indexed(train):
+        found = stream(train, job, rank, world_size, collate)
+        return found, found
+    order = data.order(
+        train, job.data, accumulate=job.train.accumulate, rank=rank, world_size=world_size, seed=job.seed,
+        even=job.scale.max_nodes is None,
+    )  # fmt: skip
+    return order, data.loader(train, order, job.data, collate)
+
+
+def own_part(saved: Saved | Restored | Found, order: data.Order) -> State | None:
+    """What a checkpoint or a snapshot has of this rank's own source; None: nothing, or of other ranks."""
+    if isinstance(saved, Restored):
+        return (saved.own or {}).get("source")
+    if isinstance(saved, Found) and saved.state.get("part") == order.rank:
+        return saved.state.get("source")
+    states = saved.state.get("sources", [])
+    return states[order.rank] if len(states) == order.world_size else None
+
+
+def stream(train: Any, job: Job, rank: int, world_size: int, collate: Collate | None) -> Stream:
+    """The order and the batches of a source without an index. ConfigError: it can't be one, or a setting does not fit.
+
+    `rank`, `world_size`: among the ranks that get different samples.
+    """
+    comm, name = context.current().comm, type(train).__name__
+    kind = source_kind(train, world_size)
+    if kind == "ray" and world_size < context.rank().world_size:
+        cause = f"train={name} gives no batch to two ranks, which those that compute a sample together need"
+        raise ConfigError.of("parallel", job.parallel.name, cause, "parallel=fsdp")
+    batch = getattr(train, "batch_size", None) if kind == "loader" else None
+    accumulate = job.train.accumulate
+    settings, even = job.data, kind != "stream" or job.scale.max_nodes is None
+    total = data.global_batch(settings, accumulate, world_size, even)
+    if (
+        isinstance(batch, int)
+        and (total := batch * accumulate * world_size)
+        and settings.global_batch not in (None, total)
+    ):
+        cause = f"the loader makes batches of {batch} on each of {world_size} ranks"
+        raise ConfigError.of("data.global_batch", settings.global_batch, cause, f"data.global_batch={total}")
+    order = data.Order(0, total, accumulate, rank, world_size, job.seed, settings.shuffle)
+    deal = make_deal(kind, train, job, order, comm, collate or data.collate_samples)
+    found = Stream(deal, comm, name, order)
+    found.size = length(train, kind, found, deal.count) * total
+    if not found.size and job.train.steps is None:
+        cause = f"train={name} has no length, so train.epochs={job.train.epochs} says no number of steps"
+        raise ConfigError.of("train.steps", None, cause, "train.steps=1000")
+    if rank == 0 and (lacks := shortcomings(deal, train, world_size)):
+        context.emit_event("warning", text=f"train={name}: {'; '.join(lacks)}")
+    return found
+
+
+def source_kind(train: Any, world_size: int) -> str:
+    """The kind of a source; ConfigError: it is none."""
+    if hasattr(train, "iter_torch_batches"):
+        return "ray"
+    if not hasattr(train, "__iter__"):
+        data.size_of(train, "train")  # it says what a data set needs
+    if hasattr(train, "__next__") and not hasattr(train, "load_state_dict"):
+        raise ConfigError(
+            f"train={type(train).__name__} is an iterator, which can be read only once: give fit what makes it, an "
+            "IterableDataset with __iter__, or a DataLoader"
+        )
+    if not isinstance(train, IterableDataset):
+        return "loader"
+    shards = getattr(train, "num_shards", 0) if of_datasets(train) else 0
+    return "split" if world_size > 1 and shards and shards % world_size == 0 else "stream"
+
+
+def make_deal(kind: str, train: Any, job: Job, order: data.Order, comm: Comm, collate: Collate) -> Deal:
+    """How a rank gets its batches from this source."""
+    own_seed = (order.seed, order.rank)
+    if kind == "stream":
+        make = partial(cut, collate, list(order.cuts()))
+        return Deal(kind, train, order.global_batch, make, (order.seed,), keeps_its_place(train), job.data)
+    if kind == "split":
+        part = import_module("datasets.distributed").split_dataset_by_node(train, order.rank, order.world_size)
+        cuts = [(micro * order.portion, (micro + 1) * order.portion) for micro in range(order.accumulate)]
+        count = order.portion * order.accumulate
+        return Deal(kind, part, count, partial(cut, collate, cuts), own_seed, keeps_its_place(train), job.data)
+    if kind == "ray":
+        train = split_over_ray(train, order.rank, order.world_size, order.portion, comm)
+    return Deal(kind, train, order.accumulate, as_columns, own_seed, keeps_its_place(train))
+
+
+def cut(collate: Collate, cuts: Sequence[tuple[int, int]], samples: list[Any]) -> list[Batch]:
+    """The micro-batches at these places of the samples."""
+    return [collate(samples[first:last]) for first, last in cuts]
+
+
+def as_columns(batches: list[Any]) -> list[Batch]:
+    """The batches of a loader, as the loop takes them."""
+    return [data.by_column(each) for each in batches]
+
+
+def keeps_its_place(train: Any) -> bool:
+    """Whether a source has a state that gives the same samples again.
+
+    The state of Hugging Face's shuffle buffer lacks the samples in the buffer: a stream that goes on from it loses them
+    (datasets, IterableDataset.state_dict).
+    """
+    inner = getattr(train, "_ex_iterable", None)
+    while inner is not None:
+        if type(inner).__name__.startswith("BufferShuffled"):
+            return False
+        inner = getattr(inner, "ex_iterable", None)
+    return hasattr(train, "state_dict") and hasattr(train, "load_state_dict")
+
+
+def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
+    """What this source does not promise, or what it costs, in a few words each."""
+    said = []
+    if deal.kind == "ray":
+        return ["Ray Data has no order that could be had again: a resumed run begins the epoch anew"]
+    if world_size > 1:
+        if deal.kind == "stream":
+            said.append(f"each of {world_size} ranks reads all of it, and takes its part of each batch")
+        else:
+            said.append("another number of ranks begins the epoch anew")
+        if type(getattr(train, "sampler", None)).__name__ in ("RandomSampler", "SequentialSampler"):
+            said.append("each rank goes through all of its data set (a DistributedSampler gives it its part)")
+    if not deal.stateful:
+        said.append("a resumed run reads the epoch again up to its place")
+    if deal.loading is not None and deal.loading.workers > 1:
+        said.append("data.workers: one worker of each rank reads it")
+    return said
+
+
+def of_datasets(train: Any) -> bool:
+    """Whether Hugging Face's datasets made it."""
+    return type(train).__module__.partition(".")[0] == "datasets"
+
+
+def length(train: Any, kind: str, found: Stream, count: int) -> int:
+    """Steps of an epoch: of the rank that has fewest; 0: not known. A collective."""
+    try:
+        items = len(train) if kind in ("stream", "loader") else 0
+    except (TypeError, NotImplementedError):
+        items = 0
+    steps = found.all_of(torch.tensor([items // count]))
+    return min(int(each) for each in steps)
+
+
+def epoch_setters(items: Any) -> Iterator[Any]:
+    """The parts of a source that want to know the epoch: itself, its sampler, its data set."""
+    parts = (
+        items,
+        getattr(items, "sampler", None),
+        getattr(items, "batch_sampler", None),
+        getattr(items, "dataset", None),
+    )
+    return (each for each in parts if hasattr(each, "set_epoch"))
+
+
+def checksum(sample: Any) -> int:
+    """A number above 0 that is equal for equal samples; 1 for one that has no bytes."""
+    try:
+        return zlib.crc32(raw(sample)) + 2
+    except Exception:
+        return 1
+
+
+def raw(value: Any) -> bytes:
+    """The bytes of a sample. A tensor's pickle has the address of its memory."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy(force=True).tobytes()
+    if isinstance(value, dict | list | tuple):
+        return b"".join(map(raw, value.values() if isinstance(value, dict) else value))
+    return pickle.dumps(value)
+
+
+def gather_states(state: T, comm: Comm) -> list[T]:
+    """The state of each rank, on every rank. A collective."""
+    mine = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
+    sizes = [int(size) for size in comm.gather(torch.tensor([len(mine)]))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    parts = [part[:size].numpy().tobytes() for part, size in zip(comm.gather(padded), sizes, strict=True)]
+    return [from_bytes(part) for part in parts]

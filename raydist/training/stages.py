@@ -1,0 +1,120 @@
+"""A model cut into the stages of a pipeline, before blocks of it. (rank side)"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from raydist.shared.errors import ConfigError
+from raydist.training.evaluation import in_mode
+
+
+class _Outside(fx.Tracer):
+    """Follows what a model does around its blocks: only modules that have blocks inside are entered."""
+
+    def __init__(self, entered: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._entered = entered
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m not in self._entered
+
+
+def cut_model(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> list[fx.GraphModule]:
+    """The stages: what one gives the next one takes. All have the model's own modules, under the names of the model.
+
+    Blocks are divided evenly. The first stage has what comes before them, the last what comes after them; what is
+    between two blocks stays with the first of these. ConfigError: torch.fx cannot follow the model's `forward`, or
+    there are fewer blocks than stages.
+    """
+    graph = _follow(model, blocks, stages)
+    calls = [each for each in graph.nodes if each.op == "call_module" and model.get_submodule(each.target) in blocks]
+    if len(calls) < stages:
+        cause = (
+            f"{type(model).__name__} has {len(calls)} blocks ({type(blocks[0]).__name__}), too few for {stages} stages"
+        )
+        raise ConfigError.of("parallel.pp", stages, cause, f"parallel.pp={len(calls)}", "parallel.blocks=CLASS")
+    begins, stage_of, stage = {calls[len(calls) * number // stages] for number in range(1, stages)}, {}, 0
+    for node in graph.nodes:
+        stage += node in begins
+        stage_of[node] = stages - 1 if node.op == "output" else stage
+    return [fx.GraphModule(model, _stage(graph.nodes, stage_of, number, stages)) for number in range(stages)]
+
+
+def _follow(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> fx.Graph:
+    """The model's forward as a graph whose nodes are blocks and what is around them."""
+    entered = [
+        each for each in model.modules() if each not in blocks and any(inner in blocks for inner in each.modules())
+    ]
+    parameters = inspect.signature(model.forward).parameters.values()
+    optional = {each.name: each.default for each in parameters if each.default is not each.empty}
+    graphs = []
+    try:
+        for mode in (False, True):
+            with in_mode(model, mode):
+                graphs.append(_Outside(entered).trace(model, optional or None))
+    except Exception as error:  # whatever a forward does with a value that is none yet
+        cause = f"torch.fx cannot follow {type(model).__name__}.forward around its blocks: {error}"
+        raise ConfigError.of("parallel.pp", stages, cause, "parallel=fsdp parallel.pp=1") from error
+    if str(graphs[0]) != str(graphs[1]):
+        cause = (
+            f"{type(model).__name__}.forward differs in training and evaluation: use modules for that, as nn.Dropout"
+        )
+        raise ConfigError.of("parallel.pp", stages, cause, "parallel=fsdp parallel.pp=1")
+    return graphs[1]
+
+
+def _stage(nodes: Iterable[fx.Node], stage_of: dict[fx.Node, int], stage: int, stages: int) -> fx.Graph:
+    graph, made = fx.Graph(), {}
+    for node in _crossing(stage_of, stage - 1):
+        made[node] = graph.placeholder(node.name)
+
+    def here(node: fx.Node) -> fx.Node:
+        if node not in made:  # a parameter or a buffer, which each stage takes from the model
+            made[node] = graph.node_copy(node)
+        return made[node]
+
+    for node in nodes:
+        if (
+            stage_of[node] == stage
+            and node.op not in ("get_attr", "output")
+            and (node.users or node.op != "placeholder")
+        ):
+            made[node] = graph.node_copy(node, here)
+    if stage == stages - 1:
+        graph.output(map_arg(next(each for each in nodes if each.op == "output").args[0], here))
+    else:
+        given = tuple(made[node] for node in _crossing(stage_of, stage))
+        graph.output(given if len(given) > 1 else given[0])
+    return graph
+
+
+def _crossing(stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
+    """The values that this stage gives the next one, in order."""
+    return [
+        node
+        for node, at in stage_of.items()
+        if at <= stage and node.op != "get_attr" and any(stage_of[user] > stage for user in node.users)
+    ]
+
+
+def shared(model: nn.Module, parts: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
+    """The parameters that several stages have (tied weights), by their first name in the model: these stages."""
+    held = [{id(value) for value in part.parameters()} for part in parts]
+    by_name = {
+        name: tuple(stage for stage, ids in enumerate(held) if id(value) in ids)
+        for name, value in model.named_parameters()
+    }
+    return {name: stages for name, stages in by_name.items() if len(stages) > 1}
+
+
+def forget_others(model: nn.Module, part: nn.Module) -> None:
+    """Free the parameters and buffers that are not in this part: they are on meta from now on."""
+    own = [*part.modules()]
+    for module in model.modules():
+        if module not in own:
+            module.to_empty(device=torch.device("meta"), recurse=False)

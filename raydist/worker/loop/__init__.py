@@ -1,1 +1,0 @@
-"""The training loop of raydist.fit: samples, steps, precision, schedules, evaluation. (rank side)"""

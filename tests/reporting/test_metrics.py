@@ -1,0 +1,98 @@
+"""Events of a run -> the series that Ray's agent gets. tests/deploy/test_monitoring.py reads them from a real agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.recovery.straggler import Pauses, as_event
+from raydist.reporting.metrics import VALUES, Metrics
+from raydist.reporting.result import Figures
+from raydist.shared.events import Event, Events
+from raydist.shared.outcome import Slow
+
+
+class Watched:
+    """The figures of a run, as those that its events set."""
+
+    def __init__(self, folder: Path) -> None:
+        figures = Figures()
+        self.warnings: list[str] = []
+        self.metrics = Metrics("name/1", figures, lambda text: self.events.say("warning", text=text))
+        self.events = Events(folder / "events.jsonl", (figures.add, self.metrics, self._note))
+        self.events.say("cluster", address="10.0.0.1:6379", nodes=1, started=False)
+
+    def _note(self, event: Event) -> None:
+        if event["kind"] == "warning":
+            self.warnings.append(event["text"])
+
+    def report(self, step: int, **values: Any) -> None:
+        self.events.say("report", rank=0, step=step, values=values)
+
+    def gauges(self, name: str) -> dict[tuple[str, ...], float]:
+        """The series of this name, by the values of their labels."""
+        return {tuple(value for _, value in labels): at for (one, labels), at in self.metrics._gauges.items()
+                if one == name}  # fmt: skip
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    one = Watched(tmp_path)
+    with one.metrics, one.events:
+        yield one
+
+
+def test_pauses_of_the_collector_end_no_figures(watched: Watched) -> None:
+    pauses = Pauses(["n0", "n1"])
+    found = next(facts for second in range(1, 60) if (facts := pauses.note(1, 0.2, float(second))))
+    watched.events.say("slow", **found)
+    watched.report(7, loss=1.0)
+    assert watched.warnings == []
+    assert watched.gauges("step") == {(): 7}
+    assert watched.gauges("slow_ratio") == {}
+
+
+def test_a_slow_rank_is_slow_until_it_is_not_or_the_run_was_restarted(watched: Watched) -> None:
+    watched.events.say("slow", **as_event([Slow(1, "n1", own=0.3, others=0.1, step=0.4)]))
+    assert watched.gauges("slow_ratio") == {("1", "n1"): pytest.approx(0.5)}
+    watched.events.say("pace", ranks={0: (9, 0.1, 0.2), 1: (9, 0.15, 0.2), 2: (9, 0.1, 0.2)})
+    assert watched.gauges("slow_ratio") == {("1", "n1"): pytest.approx(0.25)}
+    watched.events.say("pace", ranks={0: (9, 0.1, 0.2), 1: (9, 0.1, 0.2), 2: (9, 0.1, 0.2)})
+    assert watched.gauges("slow_ratio") == {("1", "n1"): 0}
+    watched.events.say("pace", ranks={0: (9, 0.1, 0.2), 1: (9, 0.2, 0.2), 2: (9, 0.1, 0.2)})
+    watched.events.say("hang", s=7.0, ranks=[1], certain=False, text="x")
+    watched.events.say("failure", cause={"how": "killed"}, text="", reason="", reached=9, others=[])
+    watched.events.say("restart", number=1)
+    assert watched.gauges("slow_ratio") == {("1", "n1"): 0}
+    assert watched.gauges("hang_seconds") == {(): 0}
+
+
+def test_names_of_values_are_limited_with_one_warning(watched: Watched) -> None:
+    for step in range(3 * VALUES):
+        watched.report(step, loss=float(step), **{f"loss_of_{step}": 1.0})
+    assert len(watched.gauges("value")) == VALUES
+    assert watched.gauges("value")["loss",] == 3 * VALUES - 1
+    (warned,) = watched.warnings
+    assert f"'loss_of_{VALUES - 1}'" in warned
+
+
+def test_ports_of_a_node_are_its_own_counts(watched: Watched) -> None:
+    for count in (1000, 9000):
+        watched.events.say("nodes", nodes={"n1": {"ports": {"mlx5_0:1": (count, 2 * count)}}})
+    assert watched.gauges("port_received_bytes") == {("n1", "mlx5_0:1"): 9000}
+    assert watched.gauges("port_sent_bytes") == {("n1", "mlx5_0:1"): 18000}
+
+
+@pytest.mark.parametrize("ends", ["result", "exception"])
+def test_nothing_sets_gauges_after_the_end_of_a_run(watched: Watched, ends: str) -> None:
+    """A finished trial of a sweep, whose driver goes on, makes no step."""
+    watched.report(1, loss=1.0)
+    assert watched.metrics._thread.is_alive()
+    if ends == "result":
+        watched.events.say("result", status="finished")
+    else:
+        watched.metrics.__exit__()
+    assert not watched.metrics._thread.is_alive()

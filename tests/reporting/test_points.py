@@ -1,0 +1,88 @@
+"""Each step once, and not before it is settled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raydist.reporting.points import HELD_S, Points, node_numbers
+from raydist.shared.events import Event
+
+
+def report(step: int | None, loss: float, kept: int | None = None, t: float = 0.0, rank: int = 0) -> Event:
+    facts: dict[str, Any] = {"step": step} | ({} if kept is None else {"kept": kept})
+    plain = {name: value for name, value in facts.items() if value is not None}
+    return {"t": t, "kind": "report", "rank": rank, "values": {"loss": loss}, **plain}
+
+
+def other(kind: str, **facts: Any) -> Event:
+    return {"t": 0.0, "kind": kind, **facts}
+
+
+RESTART, END = other("restart"), other("result")
+AFTER_1 = other("begin", rank=0, resumed=1)
+
+
+def told(*events: Event, repeats: bool = True, before: int = -1) -> list[list[tuple[int, float]]]:
+    """The points after each event: step and loss."""
+    points = Points(told=before, repeats=repeats)
+    return [[(each.step, each.values["loss"]) for each in points.add(event)] for event in events]
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        # a step is told once a later one is reported and a snapshot has it
+        ([report(1, 0.1), report(2, 0.2, kept=1), report(3, 0.3, kept=1), report(4, 0.4, kept=3)],
+         [[], [(1, 0.1)], [], [(2, 0.2), (3, 0.3)]]),
+        # a checkpoint settles as well, with the next report
+        ([report(1, 0.1), report(2, 0.2), other("saved", step=2), report(3, 0.3), END],
+         [[], [], [], [(1, 0.1), (2, 0.2)], [(3, 0.3)]]),
+        # what an evaluation adds to a step belongs to it
+        ([report(1, 0.1), other("report", rank=0, step=1, values={"accuracy": 1.0}), report(2, 0.2, kept=1)],
+         [[], [], [(1, 0.1)]]),
+        # repeated: the loop says where it goes on, or it shows in the next report
+        ([report(1, 0.1), report(2, 0.2), report(3, 0.3), RESTART, AFTER_1, report(2, 2.0), END],
+         [[], [], [], [], [], [], [(1, 0.1), (2, 2.0)]]),
+        ([report(1, 0.1), report(2, 0.2), report(3, 0.3), RESTART, report(2, 2.0), report(3, 3.0, kept=2)],
+         [[], [], [], [], [], [(1, 0.1), (2, 2.0)]]),
+        # died between a step and its evaluation: the step stays, and gets it from the next attempt
+        ([report(1, 0.1), RESTART, AFTER_1, report(2, 0.2, kept=1)], [[], [], [], [(1, 0.1)]]),
+        # nothing is ever told twice, even if a whole machine was lost with its snapshots
+        ([report(1, 0.1), report(2, 0.2, kept=1), RESTART, report(1, 9.0), report(2, 2.0), report(3, 3.0, kept=2),
+          END],
+         [[], [(1, 0.1)], [], [], [], [(2, 2.0)], [(3, 3.0)]]),
+        # a loop that never saves is told after a while
+        ([report(1, 0.1), report(2, 0.2, t=HELD_S), report(3, 0.3, t=HELD_S + 1)], [[], [], [(1, 0.1)]]),
+        # other ranks do not count; a report without a step belongs to the newest
+        ([report(1, 0.1), report(1, 9.0, rank=1), report(None, 0.5), END], [[], [], [], [(1, 0.5)]]),
+    ],
+)  # fmt: skip
+def test_each_step_once(events: list[Event], expected: list[list[tuple[int, float]]]) -> None:
+    assert told(*events) == expected
+
+
+def test_without_restarts_only_the_newest_step_waits() -> None:
+    assert told(report(1, 0.1), report(2, 0.2), repeats=False) == [[], [(1, 0.1)]]
+
+
+def test_a_run_that_resumes_tells_what_the_first_has_not() -> None:
+    assert told(report(7, 0.7), report(8, 0.8), report(9, 0.9), END, before=8) == [[], [], [], [(9, 0.9)]]
+
+
+def test_only_numbers_make_curves() -> None:
+    values = {"loss": 1, "nan": float("nan"), "name": "text", "steps": 100, "epoch": 2, "good": True}
+    points = Points()
+    points.add(other("report", rank=0, step=1, values=values))
+    (point,) = points.rest()
+    assert point.values.keys() == {"loss", "nan", "epoch"}
+
+
+def test_nodes_are_flat_names() -> None:
+    gpu = {"util": 0.5, "memory": [1, 4], "power_w": None, "temp_c": 40}
+    load = {"cpu": 0.25, "memory": [1, 2], "gpus": [gpu], "ports": {"mlx5_0/1": [10, 20]}}
+    assert node_numbers({"n1": load}) == {
+        "system/n1/cpu": 0.25, "system/n1/memory": 0.5, "system/n1/gpu0/util": 0.5, "system/n1/gpu0/memory": 0.25,
+        "system/n1/gpu0/temp_c": 40.0, "system/n1/mlx5_0/1/received": 10.0, "system/n1/mlx5_0/1/sent": 20.0,
+    }  # fmt: skip

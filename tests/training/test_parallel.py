@@ -1,0 +1,786 @@
+"""A model divided among ranks: the same training under every `parallel=`, and from one division to another."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache, partialmethod
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import TensorDataset
+
+import raydist
+from raydist.settings.compose import compose
+from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Target, Train
+from raydist.settings.mesh import MeshShape, check_microbatches, check_words, mesh_shape, microbatches
+from raydist.shared.errors import ConfigError
+from raydist.state.checkpoint_files import saved_at
+from raydist.tools import plan
+from raydist.training.blocks import find_blocks
+from raydist.training.evaluation import accuracy
+from raydist.training.gpt import GPT, Block
+from raydist.training.heads import check_heads
+from raydist.training.memory import memory_of
+from raydist.training.models import MLP, SmallCNN
+from raydist.training.parallel import styles
+from raydist.worker import context
+from raydist.worker.torch_private import fake_tensors
+from tests.conftest import ROOT
+from tests.ranks import Told, run_ranks
+from tests.training.test_sharded import memory
+
+STEPS = 20
+BASE = Job(
+    backend=Backend("gloo"),
+    data=Data(global_batch=24),
+    optim=Optim("adamw", lr=0.005, warmup=5),
+    train=Train(steps=STEPS, clip=0.5),
+    checkpoint=Checkpoint(every=4, keep=9),
+    seed=5,
+)
+FSDP = Parallel("fsdp")
+PP = Parallel(pp=2, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "per_node", "shape"),
+    [
+        (Parallel(), 16, 8, (16, 1, 1)),
+        (Parallel("fsdp"), 16, 8, (1, 16, 1)),
+        (Parallel("hsdp"), 16, 8, (2, 8, 1)),
+        (Parallel("tp"), 16, 8, (1, 2, 8)),
+        (Parallel(shard=8), 16, 8, (2, 8, 1)),
+        (Parallel(tp=2), 16, 8, (1, 8, 2)),
+        (Parallel(replicate=2), 16, 8, (2, 8, 1)),
+        (Parallel("hsdp", tp=2), 16, 8, (2, 4, 2)),
+        (Parallel("fsdp", shard=4, tp=2), 16, 8, (2, 4, 2)),
+        (Parallel("fsdp"), 1, 1, (1, 1, 1)),
+        (Parallel(shard=1, tp=1), 4, 4, (4, 1, 1)),
+        (Parallel("pp"), 16, 8, (1, 1, 1, 16)),
+        (Parallel("pp", replicate=4), 16, 8, (4, 1, 1, 4)),
+        (Parallel("pp", tp=2, shard=2), 16, 8, (1, 2, 2, 4)),
+        (Parallel(pp=2), 16, 8, (8, 1, 1, 2)),
+        (Parallel("fsdp", pp=2), 16, 8, (1, 8, 1, 2)),
+        (Parallel("hsdp", pp=4), 32, 4, (2, 4, 1, 4)),
+        (Parallel("hsdp", pp=4), 16, 8, (1, 4, 1, 4)),
+        (Parallel("tp", pp=2), 16, 4, (1, 2, 4, 2)),
+        (Parallel("pp"), 1, 1, (1, 1, 1, 1)),
+    ],
+)
+def test_the_shape_follows_from_the_scale(settings: Parallel, ranks: int, per_node: int, shape: Any) -> None:
+    assert mesh_shape(settings, ranks, per_node) == MeshShape(*shape)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "per_node", "right"),
+    [
+        (Parallel("fsdp", shard=3), 16, 8, "parallel.shard=2"),
+        (Parallel("fsdp", shard=64), 16, 8, "parallel.shard=16"),
+        (Parallel(shard=4, replicate=3), 16, 8, "parallel.replicate=null"),
+        (Parallel(tp=3), 16, 8, "parallel.tp=2"),
+        (Parallel(tp=16), 16, 8, "parallel.tp=8"),
+        (Parallel(pp=3), 16, 8, "parallel.pp=2"),
+        (Parallel(pp=16, tp=2), 16, 8, "parallel.pp=8"),
+        (Parallel("fsdp", pp=2, shard=16), 16, 8, "parallel.shard=8"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(settings: Parallel, ranks: int, per_node: int, right: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        mesh_shape(settings, ranks, per_node)
+    assert refused.value.suggestion == right
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("scale=1x4 parallel.shard=3", "parallel.shard=2"),
+        ("parallel=fsdp scale=2x8 parallel.tp=16", "parallel.tp=8"),
+        ("parallel=pp parallel.pp=3 scale=2x2", "parallel.pp=2"),
+        ("scale=1x8 parallel.shard=2 parallel.replicate=2 parallel.tp=4", "parallel.replicate=null"),
+        # with these a file, or what follows from the rest, decides
+        ("scale=1x8 parallel.shard=2 parallel.tp=2", ""),
+        ("scale=1x4 parallel.shard=3 scale.per_node=3", ""),
+        ("parallel.shard=3 scale=cluster", ""),
+        ("parallel.shard=2,3 scale=1x4", ""),
+        ("parallel.shard=0 scale=1x4", ""),
+    ],
+)
+def test_words_that_cannot_fit_are_refused_before_the_job_is_composed(words: str, right: str) -> None:
+    if not right:
+        check_words(words.split())
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_words(words.split())
+    assert refused.value.suggestion == right
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(refused.value))}$"):
+        compose(["job=gpt", *words.split()])
+
+
+def test_a_wrong_product_is_refused_without_composing() -> None:
+    told = "import sys; from raydist import train; print(train.main(sys.argv[1:]), 'hydra' in sys.modules)"
+    command = [sys.executable, "-c", told, "parallel.shard=3", "scale=1x4"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout == "2 False\n"
+    assert ended.stderr.startswith("error: parallel.shard=3: replicate 1 x shard 3 x tp 1 are not the 4 ranks")
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "right"),
+    [
+        (Parallel(pp=2), Data(batch_size=7), "data.batch_size=8"),
+        (Parallel(pp=2), Data(global_batch=18), "data.global_batch=16"),
+        (Parallel(pp=2, microbatches=4), Data(batch_size=8), ""),
+        (Parallel(pp=4, microbatches=2), Data(batch_size=8), "parallel.microbatches=4"),
+        (Parallel(pp=4, microbatches=2, schedule="gpipe"), Data(batch_size=8), ""),
+        (Parallel("fsdp", microbatches=2), Data(batch_size=7), ""),
+    ],
+)
+def test_a_batch_that_cannot_be_split_into_microbatches_is_refused(settings: Parallel, data: Data, right: str) -> None:
+    job, shape = replace(BASE, parallel=settings, data=data), mesh_shape(settings, 8, 8)
+    if not right:
+        check_microbatches(job, shape)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_microbatches(job, shape)
+    assert refused.value.suggestion == right
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "accumulate", "count"),
+    [
+        (Parallel("pp"), Data(batch_size=64), 1, 32),
+        (Parallel("pp"), Data(batch_size=32), 1, 16),  # of two samples each, not 32 of one
+        (Parallel(pp=4), Data(batch_size=24), 1, 12),
+        (Parallel(pp=4), Data(global_batch=64), 1, 16),  # 32 for each of two pipelines
+        (Parallel(pp=4), Data(global_batch=64), 4, 4),
+        (Parallel(pp=4), Data(batch_size=12), 1, 6),
+        (Parallel(pp=4), Data(batch_size=4), 1, 4),
+        (Parallel(pp=4, microbatches=4), Data(batch_size=64), 1, 4),
+    ],
+)
+def test_microbatches_by_default(settings: Parallel, data: Data, accumulate: int, count: int) -> None:
+    job = replace(BASE, parallel=settings, data=data, train=Train(accumulate=accumulate))
+    shape = mesh_shape(settings, 8, 8)
+    assert microbatches(job, shape) == count
+    check_microbatches(job, shape)
+
+
+@pytest.mark.parametrize(
+    ("settings", "optim", "trained", "frozen", "states"),
+    [
+        (Parallel("fsdp"), Optim("adamw"), 2 * 2 * 5 + 3, 3 * 8, 2),  # of 8 rows 2 each, of 9 rows 3
+        (Parallel("hsdp", shard=2), Optim("sgd"), 2 * 4 * 5 + 5, 5 * 8, 0),
+        (Parallel("fsdp", tp=2), Optim("sgd", args={"momentum": 0.9}), 2 * (4 * 5) // 2 + 5, 5 * 8, 1),
+    ],
+)
+def test_the_memory_of_a_rank(settings: Parallel, optim: Optim, trained: int, frozen: int, states: int) -> None:
+    model: Any = nn.Sequential(nn.Linear(5, 8, bias=False), nn.Linear(8, 9), nn.Linear(5, 8, bias=False))
+    model[1].weight.requires_grad = False
+    model.tp_plan = {"0": "colwise", "2": "colwise"}
+    shape = mesh_shape(settings, 4, 4)
+    assert memory_of(model, replace(BASE, parallel=settings, optim=optim), shape) == {
+        "parameters": 4 * (trained + frozen),
+        "gradients": 4 * trained,
+        optim.name: 4 * trained * states,
+        "gathered": 4 * (8 * 9 + 9) // shape.tp,
+    }
+
+
+def test_the_memory_of_the_largest_stage() -> None:
+    with torch.device("meta"):
+        model = GPT(layers=3, width=16, heads=2, kv_heads=1, hidden=40)
+    block = sum(value.nbytes for value in model.blocks[0].parameters())
+    largest = 2 * block + 4 * (16 + 256 * 16)  # two blocks of three, the last norm and the tied embedding
+    job = replace(BASE, parallel=Parallel("fsdp", pp=2), optim=Optim("adamw"))
+    found = memory_of(model, job, mesh_shape(job.parallel, 8, 8))
+    # for all micro-batches of a step a rank has the stage and its gradients whole
+    assert found == {
+        "parameters": largest / 4, "gradients": largest / 4, "adamw": largest / 2, "gathered": 2 * largest
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [Parallel("fsdp"), Parallel(shard=2, tp=2), Parallel("fsdp", pp=2)])
+def test_the_memory_is_that_of_real_ranks(settings: Parallel, tmp_path: Path) -> None:
+    sizes: Any = {
+        "layers": 3,
+        "width": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "hidden": 90 if settings.tp is None else 92,
+    }
+    job = replace(BASE, parallel=settings, train=Train(steps=1))
+
+    def held(job: Job) -> dict[str, int]:
+        found: dict[str, int] = {}
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            own = [value for group in optimizer.param_groups for value in group["params"]]
+            found["parameters"] = sum(local(value).nbytes for value in own)
+            found["gradients"] = sum(local(value.grad).nbytes for value in own)
+            states = [local(each) for of_one in optimizer.state.values() for each in of_one.values()]
+            found["adamw"] = sum(each.nbytes for each in states if each.dim())  # not the count of steps
+
+        register_optimizer_step_post_hook(look)
+        text = torch.arange(24 * 8, dtype=torch.uint8).view(24, 8)
+        raydist.fit(job, model=GPT(**sizes), train=TensorDataset(text, text), loss=next_token)
+        return found
+
+    told = fine(run_ranks(4, job, held, tmp_path))
+    with torch.device("meta"):
+        model = GPT(**sizes)
+    planned = memory_of(model, job, mesh_shape(settings, 4, 4))
+    largest = max((one.value for one in told), key=lambda found: sum(found.values()))
+    assert largest == {name: planned[name] for name in largest}
+
+
+def between_passes(model: nn.Module) -> int:
+    """Bytes of gradients that this rank holds now: of its shards, and of whole parameters."""
+    groups: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)  # torch 2.8 has one
+            groups += [state._fsdp_param_group] if several is None else several
+    whole = [each.unsharded_accumulated_grad for group in groups for each in group.fsdp_params]
+    shards = [local(value.grad) for value in model.parameters() if value.grad is not None]
+    partial = [group._partial_reduce_output for group in groups]  # of a copy, before copies are averaged
+    return sum(each.nbytes for each in (*whole, *shards, *partial) if each is not None)
+
+
+@pytest.mark.parametrize("settings", [Parallel("fsdp"), Parallel("hsdp", shard=2)])
+def test_gradients_stay_in_shards_between_the_passes_of_a_step(settings: Parallel, tmp_path: Path) -> None:
+    sizes: Any = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "hidden": 90}
+    job = replace(BASE, parallel=settings, train=Train(steps=2, accumulate=3, precision="bf16"))
+
+    def held(job: Job) -> list[int]:
+        model, seen = GPT(**sizes), list[int]()
+
+        def noting(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+            seen.append(between_passes(model))
+            return next_token(scores, following)
+
+        text = torch.arange(24 * 8, dtype=torch.uint8).view(24, 8)
+        raydist.fit(job, model=model, train=TensorDataset(text, text), loss=noting)
+        return seen
+
+    told = fine(run_ranks(4, job, held, tmp_path))
+    with torch.device("meta"):
+        planned = memory_of(GPT(**sizes), job, mesh_shape(settings, 4, 4))["gradients"]
+    assert {one.value[0] for one in told} == {0}
+    most = max(max(one.value) for one in told)
+    assert 0 < most <= planned
+
+
+def local(value: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    part: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return part
+
+
+def test_the_activations_are_those_that_forward_passes_keep() -> None:
+    model, kept = GPT(layers=4, width=32, heads=4, kv_heads=2, hidden=96), dict[int, torch.Tensor]()
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        kept[value.untyped_storage().data_ptr()] = value
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        model(model.example(6, context=16))
+    own = {value.untyped_storage().data_ptr() for value in model.parameters()}
+    real = sum(value.untyped_storage().nbytes() for at, value in kept.items() if at not in own)
+
+    def planned(settings: Parallel, precision: str = "fp32") -> int:
+        job = replace(BASE, parallel=settings, train=Train(precision=precision), job=Target(args={"context": 16}))
+        with fake_tensors():
+            model = GPT(layers=4, width=32, heads=4, kv_heads=2, hidden=96)
+            return memory_of(model, job, mesh_shape(settings, 4, 4))["activations"]
+
+    assert planned(Parallel("fsdp")) == real  # of 24 samples 6 are this rank's
+    assert real / 2 < planned(Parallel("fsdp"), "bf16") < real
+    one_of_four = planned(Parallel(pp=4, microbatches=12))  # 4 of 12 parts of 24 samples are on their way
+    assert real / 4 / 6 * 8 == pytest.approx(one_of_four, rel=0.3)
+    assert planned(Parallel(pp=4, microbatches=12, schedule="gpipe")) == 3 * one_of_four
+
+
+def test_the_plan_says_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["job=gpt", "model.size=8b", "model.vocab=128256", "model.tied=false", "parallel=fsdp", "scale=1x8"]
+    assert plan.main([*words, "group=inline", "backend=gloo", "train.precision=bf16"]) == 0
+    # 8.03e9 parameters in fp32 on 8 ranks; a block and what is outside of blocks in bf16
+    said = capsys.readouterr().out
+    assert "memory parameters 3.74 + gradients 3.74 + adamw 7.48 = 14.96 GiB on each rank, 2.36" in said
+    assert re.search(r"gathered, and at most \d+\.\d\d GiB of activations before the loss", said)
+
+
+class Named(nn.Module):
+    _no_split_modules = ("Layer",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.more = Layer(), Layer(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "named", "blocks"),
+    [
+        (Named(), "", ["Layer", "Layer"]),
+        (Named(), "Linear", ["Linear"] * 6),
+        (MLP(), "", ["Linear", "Linear"]),
+        (SmallCNN(), "", ["Conv2d", "Conv2d"]),
+        (GPT(layers=3, width=16), "", ["Block"] * 3),
+        (nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(Layer(), Layer())), "",
+         ["Linear", "Linear", "Layer", "Layer"]),
+    ],
+)  # fmt: skip
+def test_the_blocks_of_a_model(model: nn.Module, named: str, blocks: list[str]) -> None:
+    assert [type(each).__name__ for each in find_blocks(model, named)] == blocks
+
+
+def test_a_model_without_blocks_or_plan_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no class repeats .* set parallel\.blocks=CLASS or parallel=ddp \(known: Lin"
+    ):
+        find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    with pytest.raises(ConfigError, match=r"parallel\.blocks=Linaer: .* did you mean parallel\.blocks=Linear"):
+        find_blocks(MLP(), "Linaer")
+    with pytest.raises(ConfigError, match=r"parallel\.tp: MLP has no plan"):
+        styles(MLP())
+    for layers, words in (
+        ({"head": "colwise"}, "no module has this name"),
+        ({"1": "colwsie"}, "did you mean .*colwise"),
+    ):
+        model: Any = MLP()
+        model.tp_plan = layers
+        with pytest.raises(ConfigError, match=words):
+            styles(model)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "right"),
+    [(8, 4, 4, ""), (8, 2, 4, "parallel.tp=2"), (6, 6, 4, "parallel.tp=2"), (9, 3, 2, "parallel.tp=1")],
+)
+def test_heads_that_the_ranks_of_a_tp_group_cannot_share_are_refused(
+    heads: int, kv_heads: int, tp: int, right: str
+) -> None:
+    named: Any = nn.Module()  # as Hugging Face's models name them
+    named.config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    for model in (GPT(layers=2, width=16 * heads, heads=heads, kv_heads=kv_heads), named):
+        if not right:
+            check_heads(model, tp)
+            continue
+        with pytest.raises(ConfigError) as refused:
+            check_heads(model, tp)
+        assert (refused.value.key, refused.value.value, refused.value.suggestion) == ("parallel.tp", tp, right)
+    own: Any = GPT(layers=2, width=16 * heads, heads=heads, kv_heads=kv_heads)
+    own.tp_plan = {"blocks.*.feed_forward.up": "colwise", "blocks.*.feed_forward.down": "rowwise"}
+    check_heads(own, tp)  # its attention stays whole
+
+
+@pytest.mark.parametrize(("settings", "ranks"), [(Parallel("pp"), 3), (Parallel("tp", tp=2, pp=2), 4)])
+def test_every_rank_makes_every_group_with_the_timeout_of_the_backend(
+    settings: Parallel, ranks: int, tmp_path: Path
+) -> None:
+    """Those of the mesh, of tied weights in the first and last stage, of the snapshots."""
+
+    def groups(job: Job) -> Any:
+        here = context.current()
+        here.memory = memory(), -1
+        text = torch.arange(96, dtype=torch.uint8).view(12, 8)
+        model = GPT(layers=3, width=16, heads=2, kv_heads=2, hidden=32)
+        raydist.fit(job, model=model, train=TensorDataset(text, text), loss=next_token)
+        world: Any = dist.distributed_c10d._world
+        backends = [group._get_backend(torch.device("cpu")) for group in world.pg_map]
+        return world.group_count, [each.options._timeout.total_seconds() for each in backends]
+
+    job = replace(BASE, backend=Backend("gloo", timeout_s=77), parallel=settings, data=Data(batch_size=6))
+    told = fine(run_ranks(ranks, replace(job, snapshot=Snapshot(1), train=Train(steps=2)), groups, tmp_path))
+    assert len({made for made, _ in (one.value for one in told)}) == 1
+    for one in told:
+        limits = one.value[1]
+        assert len(limits) > 2
+        assert {*limits} == {77}
+
+
+def digits(job: Job) -> dict[str, float]:
+    """The first layers of the digits; 43 test samples are not the same number on each rank."""
+    found = load_digits()
+    images, labels = torch.tensor(found.images / 16, dtype=torch.float32).unsqueeze(1), torch.tensor(found.target)
+    torch.manual_seed(raydist.rank().rank)  # the parameters are rank 0's
+    model: Any = SmallCNN(width=8)
+    model.tp_plan = {"classify.2": "colwise_rep"}
+    train, test = (TensorDataset(images[part], labels[part]) for part in (slice(400), slice(1000, 1043)))
+    return raydist.fit(job, model=model, train=train, test=test, loss=F.cross_entropy, metrics={"accuracy": accuracy})
+
+
+def gpt(job: Job) -> dict[str, float]:
+    text = torch.randint(256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    train = TensorDataset(text[:2048].view(64, 32), text[1:].view(64, 32))
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=32, heads=4, kv_heads=2, hidden=96)
+    return raydist.fit(job, model=model, train=train, loss=next_token)
+
+
+TYPES = set[torch.dtype]()
+"""Of the scores."""
+
+
+def types_since() -> set[torch.dtype]:
+    """Those since the last call."""
+    found = {*TYPES}
+    TYPES.clear()
+    return found
+
+
+def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    TYPES.add(scores.dtype)
+    return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
+
+
+def fine(told: list[Told]) -> list[Told]:
+    assert [one.error for one in told] == [""] * len(told)
+    return told
+
+
+def mean_losses(told: list[Told]) -> list[float]:
+    """The loss of each step, the mean over the ranks."""
+    return [sum(losses) / len(told) for losses in zip(*(one.losses for one in told), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parallel")
+
+
+@cache
+def trained(folder: Path, name: str, settings: Parallel, ranks: int = 4) -> tuple[list[Any], list[list[float]]]:
+    """What the ranks come to: what each model's fit returned, and the losses of each."""
+
+    def both(job: Job) -> list[Any]:
+        here, figures = context.current(), []
+        for train in (digits, gpt):
+            here.rank = replace(here.rank, run_dir=folder / name / train.__name__)
+            here.newest = here.fits = 0  # each training is the first of its run
+            figures.append(train(job))
+        return figures
+
+    told = fine(run_ranks(ranks, replace(BASE, parallel=settings), both, folder / name))
+    losses = mean_losses(told)
+    return told[0].value, [losses[:STEPS], losses[STEPS:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "alone"),
+    [
+        ("fsdp", Parallel("fsdp"), 4),
+        ("hsdp", Parallel("hsdp", shard=2), 4),
+        ("pp", PP, 4),  # two micro-batches of a rank are the batches of two ranks
+        ("tp", Parallel(tp=2), 2),  # with two ranks to a sample, batch norm sees the samples of two ranks of ddp
+    ],
+)
+def test_the_losses_are_those_of_ddp(folder: Path, tmp_path: Path, name: str, settings: Parallel, alone: int) -> None:
+    figures, wanted = trained(folder, f"ddp{alone}", Parallel(), alone)
+    found, losses = trained(folder, name, settings)
+    for one, other in zip(losses, wanted, strict=True):
+        assert len(one) == STEPS
+        assert one[-1] < one[0]
+        assert one == pytest.approx(other, abs=1e-6)
+    at = folder / name / "digits" / "checkpoints" / f"step-{STEPS:08d}"
+    assert saved_at(at).reported["loss"] == saved_at(at).metrics["loss"]
+    if name == "pp":  # its batch norm averages over two batches a step: what evaluates its checkpoint has the same
+        (alone_told,) = fine(run_ranks(1, BASE, digits, tmp_path, {"RAYDIST_RESUME": str(at)}))
+        figures = [alone_told.value]
+    assert found[0]["accuracy"] == figures[0]["accuracy"]
+    assert found[0]["test_loss"] == pytest.approx(figures[0]["test_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [Parallel("fsdp"), Parallel(shard=2, tp=2)])
+def test_a_fused_optimizer_takes_shards(folder: Path, tmp_path: Path, settings: Parallel) -> None:
+    _, (_, wanted) = trained(folder, "ddp4", Parallel(), 4)
+    fused = replace(BASE.optim, fused=True)
+    job = replace(BASE, parallel=settings, optim=fused, train=replace(BASE.train, steps=8))
+    assert mean_losses(fine(run_ranks(4, job, gpt, tmp_path))) == pytest.approx(wanted[:8], abs=1e-5)
+
+
+LEVERS = {
+    # the steps of sgd depend on the norm of the gradients; those of adamw do not
+    "clip": replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10, clip=0.1, accumulate=2)),
+    "unclipped": replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10)),
+    # these gradients are far below the limit
+    "bf16": replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10, clip=1e3, precision="bf16")),
+}
+
+
+@cache
+def levered(folder: Path, name: str, settings: Parallel, levers: tuple[str, ...]) -> dict[str, tuple[list[float], Any]]:
+    """The losses of gpt on four ranks with each lever, and the types that its layers gave."""
+
+    def each(job: Job) -> list[Any]:
+        here, seen = context.current(), []
+        for lever in levers:
+            here.rank, kinds = replace(here.rank, run_dir=folder / name / lever), set[Any]()
+            with noted(kinds) if lever == "bf16" else nullcontext():
+                gpt(replace(LEVERS[lever], parallel=settings))
+            seen.append((kinds, types_since()))
+        return seen
+
+    told = fine(run_ranks(4, replace(BASE, parallel=settings), each, folder / name))
+    losses = iter(mean_losses(told))
+    return {
+        lever: (list(islice(losses, LEVERS[lever].train.steps)), seen)
+        for lever, seen in zip(levers, told[-1].value, strict=True)  # a rank with the loss
+    }
+
+
+@contextmanager
+def noted(kinds: set[Any]) -> Iterator[None]:
+    """Inside the block the types of what each class of modules gives are noted."""
+
+    def note(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        kinds.add((type(module).__name__, output.dtype))
+
+    hook = nn.modules.module.register_module_forward_hook(note)
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("fsdp", Parallel("fsdp")), ("tp", Parallel(tp=2)), ("pp", Parallel(pp=2))]
+)
+def test_clip_accumulate_and_bf16_do_what_they_do_under_ddp(folder: Path, name: str, settings: Parallel) -> None:
+    wanted = levered(folder, "ddp-levers", Parallel(), ("clip", "unclipped", "bf16"))
+    found = levered(folder, f"{name}-levers", settings, ("clip", "bf16"))
+    assert found["clip"][0] == pytest.approx(wanted["clip"][0], abs=1e-6)
+    assert found["clip"][0][-1] > wanted["unclipped"][0][-1] + 0.01
+    for losses, (kinds, _) in (found["bf16"], wanted["bf16"]):
+        assert losses == pytest.approx(wanted["bf16"][0], abs=0.01)
+        assert ("FeedForward", torch.bfloat16) in kinds
+    assert found["bf16"][1][1] == {torch.float32}  # what loss gets
+
+
+def test_blocks_are_compiled_one_by_one_in_a_stage_too(folder: Path, tmp_path: Path) -> None:
+    """By dynamo; the code generator behind it, which takes long, is not what differs here."""
+
+    def compiled(job: Job) -> int:
+        nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")  # type: ignore[method-assign, assignment]
+        gpt(job)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    job = replace(BASE, parallel=Parallel("fsdp", pp=2), train=replace(BASE.train, steps=4, compile=True))
+    told = fine(run_ranks(4, job, compiled, tmp_path))
+    assert all(one.value for one in told)
+    _, (_, wanted) = trained(folder, "ddp4", Parallel(), 4)
+    assert mean_losses(told) == pytest.approx(wanted[:4], abs=1e-5)
+
+
+PLAIN = """
+import json, sys
+import torch
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from raydist.training.gpt import GPT, Block
+for path in sys.argv[1:]:
+    model = GPT(layers=2, width=32, heads=4, kv_heads=2, hidden=96)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    text = torch.arange(64)[None] % 256
+    print(json.dumps([model(text).square().mean().item(), int(optimizer.state[model.norm.weight]["step"])]))
+"""
+
+
+def resumed(ranks: int, settings: Parallel, checkpoint: Path, to: Path, steps: int = STEPS) -> list[float]:
+    job = replace(BASE, parallel=settings, train=replace(BASE.train, steps=steps))
+    return mean_losses(fine(run_ranks(ranks, job, gpt, to, {"RAYDIST_RESUME": str(checkpoint)})))
+
+
+def test_a_state_in_shards_goes_on_with_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
+    _, (_, whole) = trained(folder, "fsdp", Parallel("fsdp"))
+    at, losses = folder / "fsdp" / "gpt", whole[:4]
+    for begin, ranks, end in ((4, 3, 8), (8, 2, 12), (12, 4, STEPS)):
+        to = tmp_path / str(ranks)
+        losses = losses + resumed(ranks, Parallel("fsdp"), at / "checkpoints" / f"step-{begin:08d}", to, end)
+        at = to
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(whole, abs=1e-5)
+
+
+def in_memory(
+    memories: list[int],
+    to: Path,
+    end: int,
+    restart: int,
+    settings: Parallel = FSDP,
+    per_node: int = 1,
+    train: Callable[[Job], Any] = gpt,
+    optim: Optim = BASE.optim,
+) -> list[float]:
+    """An attempt of ranks on nodes of so many, each with this memory, to the end of a step."""
+
+    def attempt(job: Job) -> Any:
+        here = context.current()
+        me = here.rank.rank
+        here.memory = os.open(f"/proc/{pid}/fd/{memories[me]}", os.O_RDWR), -1
+        here.rank = context.Rank(me, me % per_node, me // per_node, here.rank.world_size, per_node, run_dir=to)
+        return train(job)
+
+    pid, job = os.getpid(), replace(BASE, parallel=settings, snapshot=Snapshot(1), optim=optim)
+    job = replace(job, train=replace(BASE.train, steps=end))
+    env = {"RAYDIST_RESUME": "", "TORCHELASTIC_RESTART_COUNT": str(restart)}
+    return mean_losses(fine(run_ranks(len(memories), job, attempt, to, env)))
+
+
+def test_a_state_in_shards_goes_on_from_memory_with_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
+    _, (_, whole) = trained(folder, "fsdp", Parallel("fsdp"))
+    a, b, c, d, e, f = (memory() for _ in range(6))
+    losses = in_memory([a, b, c, d], tmp_path / "four", 4, 0)
+    for restart, (memories, end) in enumerate((([a, c, d], 8), ([c, d], 12), ([e, c, f, d], STEPS)), 1):
+        losses = losses + in_memory(memories, tmp_path / str(end), end, restart)
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("hsdp", Parallel("hsdp", shard=2)), ("tp", Parallel(tp=2))])
+def test_the_other_divisions_go_on_from_memory_too(folder: Path, tmp_path: Path, name: str, settings: Parallel) -> None:
+    _, (_, whole) = trained(folder, name, settings)
+    memories = [memory() for _ in range(4)]
+    losses = in_memory(memories, tmp_path / "begin", 6, 0, settings, 4)
+    assert losses + in_memory(memories, tmp_path / "end", 12, 1, settings, 4) == whole[:12]
+
+
+class Unused(GPT):
+    """A GPT with a layer that its forward never uses, as the head of another task."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, width=32, heads=4, kv_heads=2, hidden=96)
+        self.never = nn.Linear(4, 6)
+
+
+def unused(job: Job) -> dict[str, float]:
+    text = torch.randint(256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    train = TensorDataset(text[:2048].view(64, 32), text[1:].view(64, 32))
+    torch.manual_seed(0)
+    return raydist.fit(job, model=Unused(), train=train, loss=next_token)
+
+
+@pytest.mark.parametrize(
+    ("train", "optim"),
+    [(gpt, Optim("sgd", lr=0.5)), (unused, Optim("adamw", lr=0.005)), (unused, Optim("sgd", 0.1, {"momentum": 0.9}))],
+    ids=["no-state", "adamw", "momentum"],
+)
+def test_what_has_no_state_in_the_optimizer_goes_on_too(
+    train: Callable[[Job], Any], optim: Optim, tmp_path: Path
+) -> None:
+    """From the memory of as many ranks, and of fewer; from the disk, in shards and whole."""
+    job = replace(
+        BASE, optim=optim, parallel=FSDP, train=replace(BASE.train, steps=12), checkpoint=Checkpoint(every=4, keep=9)
+    )
+    whole = mean_losses(fine(run_ranks(2, job, train, tmp_path / "whole")))
+    a, b = memory(), memory()
+    losses = in_memory([a, b], tmp_path / "begin", 4, 0, train=train, optim=optim)
+    losses += in_memory([a, b], tmp_path / "same", 8, 1, train=train, optim=optim)
+    assert losses == whole[:8]
+    assert in_memory([b], tmp_path / "one", 12, 2, train=train, optim=optim) == pytest.approx(whole[8:], abs=1e-5)
+    at = {"RAYDIST_RESUME": str(tmp_path / "whole" / "checkpoints" / "step-00000008")}
+    for name, ranks, settings in (("shards", 2, FSDP), ("alone", 1, Parallel())):
+        told = fine(run_ranks(ranks, replace(job, parallel=settings), train, tmp_path / name, at))
+        assert mean_losses(told) == pytest.approx(whole[8:], abs=1e-5)
+
+
+def test_a_state_in_shards_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:
+    _, (_, whole) = trained(folder, "fsdp", Parallel("fsdp"))
+    _, (_, divided) = trained(folder, "tp", Parallel(tp=2))
+    at = folder / "fsdp" / "gpt" / "checkpoints" / "step-00000016"
+    assert resumed(4, Parallel("fsdp"), at, tmp_path / "same") == whole[16:]
+    assert resumed(1, Parallel(), at, tmp_path / "one") == pytest.approx(whole[16:], abs=1e-5)
+    at = folder / "tp" / "gpt" / "checkpoints" / "step-00000016"
+    assert resumed(4, Parallel("fsdp"), at, tmp_path / "from-tp") == pytest.approx(divided[16:], abs=1e-5)
+
+
+def test_a_pipeline_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:
+    _, (_, whole) = trained(folder, "pp", PP)
+    at = folder / "pp" / "gpt" / "checkpoints" / "step-00000016"
+    for name, ranks, settings in (
+        ("tp", 4, Parallel(pp=2, tp=2, microbatches=4)),
+        ("shard", 4, Parallel("fsdp", pp=2, schedule="gpipe")),
+        ("fsdp", 2, Parallel("fsdp")),
+    ):
+        assert resumed(ranks, settings, at, tmp_path / name) == pytest.approx(whole[16:], abs=1e-5)
+    told = run_ranks(2, replace(BASE, parallel=Parallel("pp")), digits, tmp_path, {"RAYDIST_RESUME": str(at)})
+    assert all("this state does not fit the model" in one.error for one in told)
+
+
+def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
+    trained(folder, "tp", Parallel(tp=2))
+    trained(folder, "pp", PP)
+    trained(folder, "fsdp", Parallel("fsdp"))
+    saved = [str(folder / name / "gpt" / "checkpoints" / "step-00000020") for name in ("fsdp", "tp", "pp")]
+    ended = subprocess.run([sys.executable, "-c", PLAIN, *saved], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    (one, steps), *others = map(json.loads, ended.stdout.splitlines())
+    assert steps == STEPS
+    assert [other for other, _ in others] == pytest.approx([one, one], rel=1e-4)
+
+
+def whole_blocks(model: GPT) -> list[int]:
+    """How many blocks are made and not divided, each time that one has been made: noted in this rank from now on."""
+    reset, whole = Block.reset_parameters, list[int]()
+
+    def counted(block: Block) -> None:
+        ups = [each.feed_forward.up.weight for each in model.blocks]  # type: ignore[union-attr]
+        whole.append(sum(not up.is_meta and not hasattr(up, "full_tensor") for up in ups))
+        reset(block)
+
+    Block.reset_parameters = counted  # type: ignore[assignment, method-assign]
+    return whole
+
+
+def test_a_model_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
+    def made(job: Job) -> Any:
+        with torch.device("meta"):
+            model = GPT(layers=3, width=32, heads=4, kv_heads=2, hidden=96)
+        whole = whole_blocks(model)
+        text = torch.arange(64, dtype=torch.uint8).view(2, 32)
+        raydist.fit(job, model=model, train=TensorDataset(text, text), loss=next_token)
+        values = {name: value.full_tensor().detach() for name, value in model.named_parameters()}  # type: ignore[attr-defined]
+        return max(whole), values
+
+    job = replace(BASE, parallel=Parallel("fsdp"), train=Train(steps=1), data=Data(global_batch=2))
+    one, two = fine(run_ranks(2, replace(job, optim=Optim("sgd", 1e-9)), made, tmp_path))
+    (most, values), (_, others) = one.value, two.value
+    assert most == 1
+    assert all(torch.equal(values[name], others[name]) for name in values)
+    for name, spread in (("embedding.weight", 0.02), ("blocks.2.attention.out.weight", 0.02 / 6**0.5)):
+        assert float(values[name].std()) == pytest.approx(spread, rel=0.1)
+    assert float(values["norm.weight"].mean()) == 1
+    assert not torch.equal(values["blocks.0.attention.out.weight"], values["blocks.1.attention.out.weight"])
+
+
+def test_a_whole_state_goes_on_in_shards(folder: Path, tmp_path: Path) -> None:
+    """Of four ranks of ddp under fsdp; of two under tp, which has other generators then."""
+    for name, ranks, settings in (("ddp4", 4, Parallel("fsdp")), ("ddp2", 2, Parallel(tp=2))):
+        _, (_, whole) = trained(folder, name, Parallel(), ranks)
+        at = folder / name / "gpt" / "checkpoints" / "step-00000012"
+        assert resumed(4, settings, at, tmp_path / name, 16) == pytest.approx(whole[12:16], abs=1e-5)

@@ -1,0 +1,479 @@
+"""Sources without an index: exact resume, each sample once, uneven ends; each with the real library."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import raydist
+from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
+from raydist.shared.events import Event
+from raydist.training import waits
+from raydist.worker import context
+from tests.ranks import Told, run_ranks
+from tests.training.test_sharded import memory
+
+SIZE, STEPS, STOP = 96, 20, 10
+JOB = Job(
+    backend=Backend(name="gloo"),
+    data=Data(batch_size=6),
+    optim=Optim(name="adamw", lr=0.01),
+    train=Train(steps=STEPS),
+    checkpoint=Checkpoint(every=5, keep=9),
+    seed=5,
+)
+"""Two ranks with 8 steps in an epoch: step 10 is in the middle of the second."""
+
+
+def tensors(size: int = SIZE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features, of which the first is the number of the sample; and labels."""
+    features = torch.randn(size, 4, generator=torch.Generator().manual_seed(1))
+    features[:, 0] = torch.arange(size)
+    return features, (features[:, 1] > 0).long()
+
+
+class Net(nn.Module):
+    """Notes the numbers of the samples that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(3, 2), list[list[int]]()
+        self.tp_plan = {"layer": "colwise_rep"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append([int(number) for number in x[:, 0]])
+        out: torch.Tensor = self.layer(x[:, 1:])
+        return out
+
+
+class Shuffled(IterableDataset[Any]):
+    """A stream in an order drawn by torch, with noise: nothing of it is seeded, and it has no state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = tensors()
+        for index in torch.randperm(SIZE).tolist():
+            noise = torch.cat([torch.zeros(1), 0.1 * torch.randn(3)])
+            yield x[index] + noise, y[index]
+
+
+class Placed(IterableDataset[Any]):
+    """A stream that knows its place."""
+
+    def __init__(self) -> None:
+        self.at = self.loads = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = tensors()
+        while self.at < SIZE:
+            self.at += 1
+            yield x[self.at - 1], y[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.loads = state["at"], self.loads + 1
+
+
+class OwnLoader:
+    """A loader that knows its place, of nobody's library."""
+
+    def __init__(self) -> None:
+        self.at = self.loads = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = tensors()
+        numbers = torch.split(torch.arange(SIZE)[raydist.rank().rank :: raydist.rank().world_size], 6)
+        while self.at < len(numbers):
+            self.at += 1
+            yield x[numbers[self.at - 1]], y[numbers[self.at - 1]]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.loads = state["at"], self.loads + 1
+
+
+def sampler() -> Any:
+    me = raydist.rank()
+    return DistributedSampler(range(SIZE), me.world_size, me.rank)  # type: ignore[arg-type]
+
+
+def plain_loader() -> Any:
+    return DataLoader(TensorDataset(*tensors()), batch_size=6, sampler=sampler())
+
+
+def stateful_loader(**words: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(TensorDataset(*tensors()), batch_size=6, sampler=sampler(), **words)
+
+
+def hugging_face() -> Any:
+    import datasets
+
+    x, y = tensors()
+    return datasets.Dataset.from_dict({"x": x.tolist(), "y": y.tolist()}).with_format("torch")
+
+
+def streaming(shards: int, buffer: int = 0) -> Any:
+    found = hugging_face().to_iterable_dataset(num_shards=shards)
+    return found.shuffle(seed=3, buffer_size=buffer) if buffer else found
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "iterable": Shuffled,
+    "stateful iterable": Placed,
+    "DataLoader": plain_loader,
+    "own loader": OwnLoader,
+}
+TORCHDATA: dict[str, Callable[[], Any]] = {
+    "StatefulDataLoader": stateful_loader,
+    "StatefulDataLoader with workers": functools.partial(stateful_loader, num_workers=2),
+}
+DATASETS: dict[str, Callable[[], Any]] = {
+    "datasets": hugging_face,
+    "datasets streamed in shards": functools.partial(streaming, 4),
+    "datasets streamed in 3 shards": functools.partial(streaming, 3),
+    "datasets streamed and shuffled": functools.partial(streaming, 4, 20),
+}
+for library, group in (("torchdata", TORCHDATA), ("datasets", DATASETS)):
+    if importlib.util.find_spec(library):
+        SOURCES |= group
+
+
+def fit(job: Job, source: Any) -> tuple[list[float], list[list[int]]]:
+    """One training: the loss of each step, and the samples of each forward pass."""
+    net, losses = Net(), list[float]()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = nn.functional.cross_entropy(output, target)
+        losses.append(found.item())
+        return found
+
+    raydist.fit(job, model=net, train=source, loss=loss)
+    return losses, net.seen
+
+
+def note_warning(said: list[str], happened: Event) -> None:
+    if happened["kind"] == "warning":
+        said.append(happened["text"])
+
+
+def fit_all(
+    job: Job, step: int = 0, names: Collection[str] = SOURCES
+) -> dict[str, tuple[list[float], list[list[int]], list[str], int]]:
+    """A training with each source, in folders of their own; from the checkpoint of `step` on."""
+    multiprocessing.set_start_method("fork", force=True)  # as in a rank; a child of tests.ranks has "forkserver"
+    here, home, done = context.current(), context.rank().run_dir, {}
+    for name, made in ((name, SOURCES[name]) for name in names):
+        here.rank = replace(here.rank, run_dir=home / name / str(step))
+        here.newest = here.fits = 0  # each training is the first of its run
+        said: list[str] = []
+        here.emit = functools.partial(note_warning, said)
+        os.environ["RAYDIST_RESUME"] = str(home / name / "0" / "checkpoints" / f"step-{step:08d}") if step else ""
+        words = replace(job, data=replace(job.data, workers=int(name == "datasets streamed in 3 shards")))
+        source = made()
+        done[name] = (*fit(words, source), said, getattr(source, "loads", 0))
+    return done
+
+
+def fine(told: list[Told]) -> list[Told]:
+    assert [one.error for one in told] == [""] * len(told)
+    return told
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """Of each rank what each source came to: undisturbed, and from step 10 on in new processes."""
+    folder = tmp_path_factory.mktemp("sources")
+    whole = fine(run_ranks(2, JOB, fit_all, folder))
+    again = fine(run_ranks(2, JOB, functools.partial(fit_all, step=STOP), folder))
+    return [told.value for told in whole], [told.value for told in again]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_run_that_was_stopped_in_mid_epoch_goes_on_with_the_same_samples(name: str, trained: Any) -> None:
+    for whole, again in zip(*trained, strict=True):
+        losses, seen, *_ = whole[name]
+        assert len(losses) == STEPS
+        # the first step is looked at twice: once before the state is loaded
+        assert again[name][1][1:] == seen[STOP:]
+        assert again[name][0][1:] == losses[STOP:]
+        assert again[name][3] == (name in ("stateful iterable", "own loader"))  # by their state, not read again
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_epoch_has_each_sample_once(name: str, trained: Any) -> None:
+    for epoch in (0, 1):
+        parts = [told[name][1][8 * epoch : 8 * epoch + 8] for told in trained[0]]
+        assert sorted(number for part in parts for step in part for number in step) == list(range(SIZE))
+
+
+SHARDED = replace(JOB, parallel=Parallel("fsdp", blocks="Linear"), snapshot=Snapshot(1))
+IN_SHARDS = [
+    name for name in ("stateful iterable", "DataLoader", "own loader", "datasets streamed in shards") if name in SOURCES
+]
+
+
+def test_a_source_goes_on_in_mid_epoch_with_a_model_in_shards(tmp_path: Path) -> None:
+    whole = fine(run_ranks(2, SHARDED, functools.partial(fit_all, names=IN_SHARDS), tmp_path))
+    again = fine(run_ranks(2, SHARDED, functools.partial(fit_all, step=STOP, names=IN_SHARDS), tmp_path))
+    for name in IN_SHARDS:
+        for first, second in zip(whole, again, strict=True):
+            losses, seen, *_ = first.value[name]
+            assert len(losses) == STEPS
+            assert second.value[name][:2] == (losses[STOP:], seen[STOP:])
+            assert second.value[name][3] == (name in ("stateful iterable", "own loader"))
+
+
+def test_each_rank_of_a_model_in_shards_has_the_place_of_its_own_loader_in_memory(tmp_path: Path) -> None:
+    def struck(job: Job) -> Any:
+        here, source = context.current(), OwnLoader()
+        here.memory = memory(), -1
+        before = fit(replace(job, train=Train(steps=STOP)), source)
+        here.sharded, os.environ["TORCHELASTIC_RESTART_COUNT"] = None, "1"
+        here.fits = 0  # a restarted rank begins the job again
+        source = OwnLoader()
+        after = fit(job, source)
+        return [*before[0], *after[0]], [*before[1], *after[1]], source.loads
+
+    job = replace(SHARDED, checkpoint=Checkpoint(every=100))
+    path = {"RAYDIST_RESUME": "", "TORCHELASTIC_RESTART_COUNT": "0"}
+    whole = fine(run_ranks(2, job, lambda words: fit(words, OwnLoader()), tmp_path / "whole", path))
+    again = fine(run_ranks(2, job, struck, tmp_path / "struck", path))
+    assert [told.value for told in again] == [(*told.value, 1) for told in whole]
+
+
+class Features(IterableDataset[Any]):
+    """Samples of a stream that knows its place, without their numbers."""
+
+    def __init__(self) -> None:
+        self.placed = Placed()
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((x[1:], y) for x, y in self.placed)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.placed.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.placed.load_state_dict(state)
+
+
+def test_the_stages_of_a_pipeline_read_the_same_stream(tmp_path: Path) -> None:
+    def learn(job: Job) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        raydist.fit(job, model=model, train=Features(), loss=nn.functional.cross_entropy)
+
+    pipeline = replace(JOB, parallel=Parallel("pp"))
+    (alone,) = fine(run_ranks(1, JOB, learn, tmp_path / "alone"))
+    whole = fine(run_ranks(2, pipeline, learn, tmp_path / "whole"))
+    checkpoint = str(tmp_path / "whole" / "checkpoints" / f"step-{STOP:08d}")
+    again = fine(run_ranks(2, pipeline, learn, tmp_path / "again", {"RAYDIST_RESUME": checkpoint}))
+    for first, second in zip(whole, again, strict=True):
+        assert first.losses == pytest.approx(alone.losses, abs=1e-5)
+        assert second.losses == first.losses[STOP:]
+
+
+READS_ALL = "each of 2 ranks reads all of it, and takes its part of each batch"
+READS_AGAIN = "a resumed run reads the epoch again up to its place"
+ANEW = "another number of ranks begins the epoch anew"
+SAID = {
+    "iterable": [f"train=Shuffled: {READS_ALL}; {READS_AGAIN}"],
+    "stateful iterable": [f"train=Placed: {READS_ALL}"],
+    "DataLoader": [f"train=DataLoader: {ANEW}; {READS_AGAIN}"],
+    "own loader": [f"train=OwnLoader: {ANEW}"],
+    "StatefulDataLoader": [f"train=StatefulDataLoader: {ANEW}"],
+    "StatefulDataLoader with workers": [f"train=StatefulDataLoader: {ANEW}"],
+    "datasets": [],
+    "datasets streamed in shards": [f"train=IterableDataset: {ANEW}"],
+    "datasets streamed in 3 shards": [f"train=IterableDataset: {READS_ALL}"],
+    "datasets streamed and shuffled": [f"train=IterableDataset: {ANEW}; {READS_AGAIN}"],
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_a_source_does_not_promise_is_said_once_by_rank_0(name: str, trained: Any) -> None:
+    for first, second in trained:
+        assert first[name][2] == SAID[name]
+        assert second[name][2] == []
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_stream_goes_on_with_another_number_of_ranks(world: int, tmp_path: Path) -> None:
+    def learn(job: Job) -> list[list[int]]:
+        return fit(job, Placed())[1]
+
+    job = replace(JOB, data=Data(global_batch=12))
+    path = {"RAYDIST_RESUME": str(tmp_path / "checkpoints" / f"step-{STOP:08d}")}
+    whole = fine(run_ranks(2, job, learn, tmp_path))
+    again = fine(run_ranks(world, job, learn, tmp_path / "again", path))
+    for step in range(STOP, STEPS):
+        before = sorted(number for told in whole for number in told.value[step])
+        assert before == sorted(number for told in again for number in told.value[1 + step - STOP])
+
+
+def test_a_loader_begins_the_epoch_anew_with_another_number_of_ranks(tmp_path: Path) -> None:
+    def learn(job: Job) -> list[list[int]]:
+        return fit(job, plain_loader())[1]
+
+    path = {"RAYDIST_RESUME": str(tmp_path / "checkpoints" / f"step-{STOP:08d}")}
+    fine(run_ranks(2, JOB, learn, tmp_path))
+    (told,) = fine(run_ranks(1, JOB, learn, tmp_path / "again", path))
+    (text,) = [e["text"] for e in told.kind("warning") if "anew" in e["text"]]
+    assert text.startswith("train=DataLoader: the parts of 2 ranks do not fit these: epoch 2 begins anew")
+    assert sorted(number for step in told.value[1:] for number in step)[: 6 * 10] == sorted(
+        number for step in told.value[1:11] for number in step
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_that_end_at_different_steps_stop_together(accumulate: int, tmp_path: Path) -> None:
+    def learn(job: Job) -> list[list[int]]:
+        size = (48, 31)[raydist.rank().rank]  # 8 and 5 batches
+        return fit(job, DataLoader(TensorDataset(*tensors(size)), batch_size=6, drop_last=True))[1]
+
+    job = replace(JOB, train=Train(steps=8, accumulate=accumulate))
+    first, second = fine(run_ranks(2, job, learn, tmp_path))
+    each = 5 if accumulate == 1 else 4  # batches of an epoch
+    for told in (first, second):
+        epochs = [e["values"]["epoch"] for e in told.kind("report")]
+        assert epochs == [1 + step * accumulate // each for step in range(8)]
+        assert [step[0] for step in told.value] == [step * 6 % (6 * each) for step in range(8 * accumulate)]
+    left = "train=DataLoader has more batches here than on other ranks: each epoch ends with the shortest"
+    assert left in [e["text"] for e in first.kind("warning")]
+    assert left not in [e["text"] for e in second.kind("warning")]
+
+
+def test_a_length_makes_epochs(tmp_path: Path) -> None:
+    def learn(job: Job) -> list[list[int]]:
+        return fit(job, plain_loader())[1]
+
+    first, _ = fine(run_ranks(2, replace(JOB, train=Train(epochs=2)), learn, tmp_path))
+    (begin,) = first.kind("begin")
+    assert (begin["steps"], begin["epochs"], begin["samples"], len(first.value)) == (16, 2, SIZE, 16)
+
+
+class Divided(Placed):
+    """Each rank has samples of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (pair for index, pair in enumerate(super().__iter__()) if index % 2 == raydist.rank().rank)
+
+
+class Short(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*tensors(11), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("made", "job", "say"),
+    [
+        (
+            Short,
+            replace(JOB, train=Train(epochs=2)),
+            "train.steps: train=Short has no length, so train.epochs=2 says no",
+        ),
+        (Divided, JOB, "train=Divided gives other samples on other ranks"),
+        (Short, JOB, "ended before the first step of epoch 1: a step takes 12 samples"),
+        (lambda: iter(Placed()), JOB, "train=generator is an iterator, which can be read only once"),
+        (lambda: 3, JOB, "train=int has no length or no index"),
+        (plain_loader, replace(JOB, data=Data(global_batch=24)), "set data.global_batch=12"),
+        (
+            plain_loader,
+            replace(JOB, parallel=Parallel(tp=2, blocks="Linear")),
+            "other batches on ranks that compute a sample together: its sampler must have 1 parts",
+        ),
+    ],
+)
+def test_what_can_not_be_is_refused(made: Any, job: Job, say: str, tmp_path: Path) -> None:
+    for told in run_ranks(2, job, lambda words: fit(words, made()), tmp_path):
+        assert "ConfigError" in told.error
+        assert say in told.error
+
+
+class Odd(Placed):
+    """Its state would need code to be read back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": Path(str(self.at))}
+
+
+def test_a_state_that_would_run_code_is_not_kept_and_the_source_is_read_again(tmp_path: Path) -> None:
+    def learn(job: Job) -> list[float]:
+        return fit(job, Odd())[0]
+
+    path = {"RAYDIST_RESUME": str(tmp_path / "checkpoints" / f"step-{STOP:08d}")}
+    (whole,), (again,) = (
+        fine(run_ranks(1, JOB, learn, folder, env)) for folder, env in ((tmp_path, {}), (tmp_path / "again", path))
+    )
+    assert again.value[1:] == whole.value[STOP:]
+    (text,) = [e["text"] for e in whole.kind("warning")]
+    assert "the state of train=Odd['at'] is a pathlib.PosixPath, which can't be loaded without running code" in text
+    assert text.endswith("a resumed run reads the epoch again up to its place")
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "workers", "say"),
+    [
+        ([(1.0, 20.0)], "map", 0, ""),
+        ([(5.0, 9.0)], "map", 0, ""),
+        ([(4.0, 20.0)], "map", 0, "the training waits for data more than 10% of the time: data.workers=2 loads"),
+        (
+            [(1.0, 20.0), (4.0, 20.0)],
+            "map",
+            2,
+            "rank 1 waits for data more than 10% of the time: data.workers=4 loads",
+        ),
+        ([(4.0, 20.0)], "stream", 0, "the training waits for data more than 10% of the time: data.workers=1 reads"),
+        (
+            [(4.0, 20.0)],
+            "loader",
+            0,
+            "the training waits for data more than 10% of the time: give the loader more workers",
+        ),
+    ],
+)
+def test_when_a_wait_for_data_is_said(rows: list[tuple[float, float]], kind: str, workers: int, say: str) -> None:
+    found = waits.finding(rows, kind, workers)
+    assert (found is not None) == bool(say)
+    if found:
+        rank, text = found
+        assert text.startswith(say)
+        assert rows[rank] == max(rows)
+
+
+class Slow(TensorDataset):
+    """Loading takes longer than computing on one of two ranks."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        time.sleep(0.02 if raydist.rank().rank == 1 else 0.0)
+        return [self[index] for index in indices]
+
+
+def test_the_rank_that_waits_for_data_is_named(tmp_path: Path) -> None:
+    def learn(job: Job) -> None:
+        waits.LEAST_S = 0.0
+        fit(job, Slow(*tensors()))
+
+    first, second = fine(run_ranks(2, replace(JOB, train=Train(steps=40)), learn, tmp_path))
+    said = [e["text"] for e in second.kind("warning")]
+    assert [text.partition(" for")[0] for text in said] == ["rank 1 waits"]
+    assert first.kind("warning") == []
