@@ -19,6 +19,7 @@ from raydist.node.probe import Facts
 from raydist.reporting.result import Result
 from raydist.settings.compose import compose
 from raydist.shared.errors import ConfigError, LaunchError, RunFailed
+from raydist.shared.events import Events
 from tests.mpi_programs import (
     HOROVOD_MPI,
     MPICH,
@@ -227,14 +228,14 @@ def test_a_missing_or_unknown_mpirun_is_refused(own_folder: Path) -> None:
     assert not list(own_folder.glob("runs/*/*/logs/rank-*"))
 
 
-def test_hosts_with_different_mpis_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_with_different_mpis_are_refused(tmp_path: Path) -> None:
     from raydist.cluster.nodes import Node, ResourceRequest
     from raydist.cluster.placement import assign_ranks
 
     there = [Node(id=name, ip="10.0.0.1", host=name, total={}, free={}) for name in ("host0", "host1")]
     plan = assign_ranks(ResourceRequest("mpi", 2, ({},) * 2, 1, "PACK", {}, {}), there)
     mpis = [{"kind": "openmpi", "version": version, "mpirun": "/usr/bin/mpirun"} for version in ("5.0.11", "4.1.6")]
-    group = WorkerGroup(plan, lambda *_: None, None)  # type: ignore[arg-type]
+    group = WorkerGroup(plan, lambda *_: None, Events(tmp_path / "events.jsonl"))  # type: ignore[arg-type]
     group.facts = tuple(Facts("a", "10.0.0.1", "eth0", "10.0.0.1", mpi=own) for own in mpis)
     with pytest.raises(ConfigError, match=r"host1 has openmpi 4.1.6 \(/usr/bin/mpirun\), and host0 has openmpi 5.0.11"):
         mpi.check_same_mpi(group)
