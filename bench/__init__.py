@@ -1,1 +1,2 @@
-"""Figures, each measured side by side in one run: `python -m bench [launch|steps|report|imports] …`."""
+"""Figures, each measured side by side in one run: `python -m bench [launch|steps|report|imports]
+…`."""

@@ -1,4 +1,5 @@
-"""`python -m bench [launch|scripts|steps|imports …] [--rounds N] [--ranks 2,4]`: the tables of bench/README.md."""
+"""`python -m bench [launch|scripts|steps|imports …] [--rounds N] [--ranks 2,4]`: the tables of
+bench/README.md."""
 
 from __future__ import annotations
 
@@ -12,12 +13,19 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("which", nargs="*", default=["launch", "scripts", "steps", "imports"])
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--ranks", default="2,4,8,16", help="for launch and scripts")
-parser.add_argument("--commands", action="store_true", help="launch: whole commands, until they have exited")
+parser.add_argument(
+    "--commands", action="store_true", help="launch: whole commands, until they have exited"
+)
 asked = parser.parse_args()
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each side's files are compiled once, as those of installed packages
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # each side's files are compiled once, as those of installed packages
 tables = []
 for name in ["commands" if asked.commands and each == "launch" else each for each in asked.which]:
     with_ranks = name in ("launch", "scripts", "commands")
     more = {"ranks": tuple(int(ranks) for ranks in asked.ranks.split(","))} if with_ranks else {}
-    tables.append(f"## {name}\n\n" + "\n".join(import_module(f"bench.{name}").main(rounds=asked.rounds, **more)))
+    tables.append(
+        f"## {name}\n\n"
+        + "\n".join(import_module(f"bench.{name}").main(rounds=asked.rounds, **more))
+    )
 print(f"\n{machine()}\n\n" + "\n\n".join(tables))

@@ -1,4 +1,5 @@
-"""Bus bandwidth of all_reduce on two gloo ranks: tools.bandwidth beside a plain torch loop under torchrun."""
+"""Bus bandwidth of all_reduce on two gloo ranks: tools.bandwidth beside a plain torch loop under
+torchrun."""
 
 from __future__ import annotations
 
@@ -18,11 +19,20 @@ ITERS, WARM = 100, 5
 
 def turn_raydist() -> float:
     words = ["--ops", "all_reduce", "--min", str(SIZE), "--max", str(SIZE), "--iters", str(ITERS)]
-    command = [sys.executable, "-m", "raydist.tools.bandwidth", "--json", *words, f"--warmup={WARM}"]
+    command = [
+        sys.executable,
+        "-m",
+        "raydist.tools.bandwidth",
+        "--json",
+        *words,
+        f"--warmup={WARM}",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "RAYDIST_RUNS": folder}
         place = ["group=inline", f"scale=1x{RANKS}", f"backend={BACKEND}"]
-        done = subprocess.run([*command, *place], check=True, capture_output=True, text=True, env=env)
+        done = subprocess.run(
+            [*command, *place], check=True, capture_output=True, text=True, env=env
+        )
     return float(json.loads(done.stdout)["rows"][0]["busbw"])
 
 
@@ -67,7 +77,11 @@ def main(rounds: int = 5) -> list[str]:
     print("bandwidth", flush=True)
     sides = {"raydist": turn_raydist, "plain torch": turn_torch}
     figures = alternate(sides, rounds)
-    return [f"| {heads(sides, 'raydist')} |", "|---|---|---|", f"| {row(figures, 'raydist', 'GB/s')} |"]
+    return [
+        f"| {heads(sides, 'raydist')} |",
+        "|---|---|---|",
+        f"| {row(figures, 'raydist', 'GB/s')} |",
+    ]
 
 
 if __name__ == "__main__":  # a rank of torchrun

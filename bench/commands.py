@@ -1,7 +1,9 @@
-"""Seconds of whole commands, from the shell until they have exited: a program that does one all-reduce and ends.
+"""Seconds of whole commands, from the shell until they have exited: a program that does one
+all-reduce and ends.
 
-`python -m raydist.tools.launch` beside `python -m torch.distributed.run`. Without Ray, and on a Ray that is up; each as
-the first command of a person, and as a further one, for which the fork server of the one before is still there.
+`python -m raydist.tools.launch` beside `python -m torch.distributed.run`. Without Ray, and on a Ray
+that is up; each as the first command of a person, and as a further one, for which the fork server
+of the one before is still there.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ RANKS = (2, 16)
 LAUNCH = [sys.executable, "-m", "raydist.tools.launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 PAUSE_S = 2.0
-"""Seconds between two commands, of each kind: nobody types faster, and what the one before has left ends meanwhile."""
+"""Seconds between two commands, of each kind: nobody types faster, and what the one before has left
+ends meanwhile."""
 
 
 def turn(command: list[str], ranks: int, env: Mapping[str, str]) -> float:
@@ -29,7 +32,14 @@ def turn(command: list[str], ranks: int, env: Mapping[str, str]) -> float:
     with tempfile.TemporaryDirectory(prefix="b-") as folder:
         began = time.monotonic()
         whole = [*command, f"--nproc-per-node={ranks}", __file__]
-        done = subprocess.run(whole, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            whole,
+            cwd=folder,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         took = time.monotonic() - began
     assert done.returncode == 0, done.stdout + done.stderr
     return took
@@ -53,8 +63,17 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
 
     os.environ["OMP_NUM_THREADS"] = "1"
     lines = [f"| command, ranks | {heads(('raydist', 'torchrun'), 'raydist')} |", "|---" * 4 + "|"]
-    with tempfile.TemporaryDirectory(prefix="b-") as apart, tempfile.TemporaryDirectory(prefix="b-") as beside:
-        ray.init("local", num_cpus=max(ranks) + 1, include_dashboard=True, logging_level="ERROR", log_to_driver=False)
+    with (
+        tempfile.TemporaryDirectory(prefix="b-") as apart,
+        tempfile.TemporaryDirectory(prefix="b-") as beside,
+    ):
+        ray.init(
+            "local",
+            num_cpus=max(ranks) + 1,
+            include_dashboard=True,
+            logging_level="ERROR",
+            log_to_driver=False,
+        )
         alone = {"TMPDIR": apart, "RAY_TMPDIR": apart}  # where no Ray has left its address
         on_ray = {"TMPDIR": beside, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         for count in ranks:
@@ -67,7 +86,10 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
             }
             print(f"commands, {count} ranks", flush=True)
             found = alternate(sides, rounds)
-            lines += [f"| {name}, {count} | {cells} |" for name, cells in rows_beside(found, "torchrun", "s")]
+            lines += [
+                f"| {name}, {count} | {cells} |"
+                for name, cells in rows_beside(found, "torchrun", "s")
+            ]
         for env in (alone, on_ray):
             end_servers(env)
         ray.shutdown()

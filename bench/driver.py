@@ -1,8 +1,10 @@
-"""What a run of 1,024 ranks costs its driver: 128 simulated nodes of 8 ranks behind the driver's own transport.
+"""What a run of 1,024 ranks costs its driver: 128 simulated nodes of 8 ranks behind the driver's
+own transport.
 
-Each node's actor is the real one, in one process beside the driver: all that the driver does is measured but Ray's part
-of a call. That is measured with real ranks, as many as this machine holds, which sleep. One row takes in answers as
-fast as it can, to show that memory does not grow with them. BENCH_PROFILE=1 prints where the launch spends its time.
+Each node's actor is the real one, in one process beside the driver: all that the driver does is
+measured but Ray's part of a call. That is measured with real ranks, as many as this machine holds,
+which sleep. One row takes in answers as fast as it can, to show that memory does not grow with
+them. BENCH_PROFILE=1 prints where the launch spends its time.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ NODES, PER_NODE = 128, 8
 WATCH_S = 60.0
 """Seconds of steady state that are measured, after as long a start."""
 ANSWERS = 100
-"""Answers of each rank, one after the other as fast as they come, for the row about memory: half at first."""
+"""Answers of each rank, one after the other as fast as they come, for the row about memory: half at
+first."""
 REAL_RANKS = 16
 
 
@@ -58,7 +61,9 @@ class Run:
         self.folder, self.simulation, self.watch_s = folder, simulation, watch_s
         self.plan = many_nodes(NODES, PER_NODE)
         self.events = Events(folder / "events.jsonl", (self.seen,))
-        self.job = Job(name="large", dir=str(folder), backend=Backend("gloo"), job=Target("json:dumps"))
+        self.job = Job(
+            name="large", dir=str(folder), backend=Backend("gloo"), job=Target("json:dumps")
+        )
         self.group = WorkerGroup(self.plan, transport(self.plan, simulation, mail), self.events)
         self.reports, self.joined = 0, threading.Event()
         self.at: dict[str, float] = {}
@@ -77,8 +82,11 @@ class Run:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The supervisor runs inside the block, in a thread; the block's end waits until all ranks have ended."""
-        watching = threading.Thread(target=Supervisor(self.group, self.events, self.folder / "logs", self.job).run)
+        """The supervisor runs inside the block, in a thread; the block's end waits until all ranks
+        have ended."""
+        watching = threading.Thread(
+            target=Supervisor(self.group, self.events, self.folder / "logs", self.job).run
+        )
         watching.start()
         try:
             yield
@@ -96,7 +104,10 @@ def launch(run: Run) -> list[str]:
     run.group.open(run.job, ())
     run.start()
     cpu, wall = time.process_time() - began[0], time.monotonic() - began[1]
-    return [f"| driver CPU to launch | {cpu:.2f} s, {wall:.2f} s in all, {run.simulation.calls} messages | 2 s |"]
+    return [
+        f"| driver CPU to launch | {cpu:.2f} s, {wall:.2f} s in all, {run.simulation.calls} "
+        "messages | 2 s |"
+    ]
 
 
 def steady(run: Run) -> list[str]:
@@ -109,10 +120,15 @@ def steady(run: Run) -> list[str]:
     percent, calls = cpu_of(began), run.simulation.calls - calls
     with (run.folder / "events.jsonl").open("rb") as file:
         file.seek(size)
-        lines = [line for line in file if b'"kind": "pace"' not in line and b'"kind": "nodes"' not in line]
+        lines = [
+            line
+            for line in file
+            if b'"kind": "pace"' not in line and b'"kind": "nodes"' not in line
+        ]
     day = (sum(map(len, lines)) / run.watch_s + 2 * BYTES_PER_S) * 86400 / 1e6
     return [
-        f"| driver CPU in steady state | {percent:.1f}% of a core, {calls / run.watch_s:.0f} calls/s | 10% |",
+        f"| driver CPU in steady state | {percent:.1f}% of a core, {calls / run.watch_s:.0f} "
+        "calls/s | 10% |",
         f"| events of a day | {day:.0f} MB | 50 MB |",
     ]
 
@@ -123,7 +139,10 @@ def failure(run: Run) -> str:
     for _ in range(600):
         _, stopped = run.order("", None)
         if len(stopped) == NODES * PER_NODE - 1:
-            return f"| all ranks told to stop after a failure | {max(stopped) - killed:.2f} s | 0.5 s |"
+            return (
+                f"| all ranks told to stop after a failure | {max(stopped) - killed:.2f} s | "
+                "0.5 s |"
+            )
         time.sleep(0.05)
     return f"| all ranks told to stop after a failure | {len(stopped)} told in 30 s | 0.5 s |"
 
@@ -136,7 +155,10 @@ def hang(run: Run) -> str:
     run.order("freeze", False)
     after = run.job.hang.after_s
     seconds = run.at["hang"] - frozen
-    return f"| a hang is certain | {seconds:.1f} s, of which {after:g} s and three steps are waited for | |"
+    return (
+        f"| a hang is certain | {seconds:.1f} s, of which {after:g} s and three steps are "
+        "waited for | |"
+    )
 
 
 def memory(run: Run) -> str:
@@ -150,7 +172,10 @@ def memory(run: Run) -> str:
         sizes.append(resident())
     run.order("hasty", 0.0)
     reports = run.reports - first
-    return f"| memory after {reports // 2:,} and {reports:,} reports | {sizes[0]:.0f} and {sizes[1]:.0f} MB | flat |"
+    return (
+        f"| memory after {reports // 2:,} and {reports:,} reports | {sizes[0]:.0f} and "
+        f"{sizes[1]:.0f} MB | flat |"
+    )
 
 
 def sleeper(seconds: float) -> None:
@@ -166,7 +191,13 @@ def real(ranks: int, seconds: float) -> str:
     """Ray's part: ranks that sleep, on this machine."""
     import ray
 
-    ray.init(address="local", num_cpus=ranks, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=ranks,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
     marks: list[tuple[float, float]] = []
 
     def measure() -> None:
@@ -176,13 +207,21 @@ def real(ranks: int, seconds: float) -> str:
 
     try:
         with tempfile.TemporaryDirectory() as folder:
-            words = (f"scale=1x{ranks}", "backend=gloo", "watch.progress=none", f"hydra.run.dir={folder}/run")
+            words = (
+                f"scale=1x{ranks}",
+                "backend=gloo",
+                "watch.progress=none",
+                f"hydra.run.dir={folder}/run",
+            )
             threading.Thread(target=measure).start()
             raydist.run(sleeper, *words, seconds=seconds)
     finally:
         ray.shutdown()
     (cpu, wall), (later, end) = marks
-    return f"| {ranks} real ranks: driver CPU in steady state | {100 * (later - cpu) / (end - wall):.1f}% of a core | |"
+    return (
+        f"| {ranks} real ranks: driver CPU in steady state | "
+        f"{100 * (later - cpu) / (end - wall):.1f}% of a core | |"
+    )
 
 
 def main(rounds: int = 1) -> list[str]:
@@ -192,7 +231,12 @@ def main(rounds: int = 1) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         simulation = Simulation(name)
         with Mail() as mail:
-            run = Run(Path(name), simulation, mail, float(os.environ.get("BENCH_WATCH_S", WATCH_S * rounds)))
+            run = Run(
+                Path(name),
+                simulation,
+                mail,
+                float(os.environ.get("BENCH_WATCH_S", WATCH_S * rounds)),
+            )
             if profile:
                 profile.enable()
             rows += launch(run)

@@ -1,8 +1,9 @@
-"""Who watches the watchers: each process of a run is killed or stopped, and the cables of a host are pulled.
+"""Who watches the watchers: each process of a run is killed or stopped, and the cables of a host
+are pulled.
 
-Two ranks train on two of three hosts of tests/rig (it needs root); the fault meets the host of rank 1. Seconds until
-an event names it, the longest pause of the training after it, and from the last step until the command has ended.
-`python -m bench faults --rounds 1`.
+Two ranks train on two of three hosts of tests/rig (it needs root); the fault meets the host of rank
+1. Seconds until an event names it, the longest pause of the training after it, and from the last
+step until the command has ended. `python -m bench faults --rounds 1`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from bench.silence import HEALTH, JOB, steps
 from raydist.shared.events import Event, read_events
 
 STEPS, STRUCK = 500, 40
-"""Steps of a run, of 50 ms each, and the step before the fault: the training outlasts the 10 s of silence."""
+"""Steps of a run, of 50 ms each, and the step before the fault: the training outlasts the 10 s of
+silence."""
 LIMIT_S = 300.0
 NODE = {
     "RAY_health_check_initial_delay_ms": "5000",
@@ -80,8 +82,12 @@ def strike(fault: Fault, rig: Any, host: Any, folder: Path) -> None:
     pids = {
         "rank": [rank],
         "fork server": [server],
-        "agent": [pid for pid, line in there.items() if line.startswith("ray::") and "NodeActor" in line],
-        "raylet": [pid for pid, line in there.items() if line.partition(" ")[0].endswith("/raylet")],
+        "agent": [
+            pid for pid, line in there.items() if line.startswith("ray::") and "NodeActor" in line
+        ],
+        "raylet": [
+            pid for pid, line in there.items() if line.partition(" ")[0].endswith("/raylet")
+        ],
     }[fault.what]
     assert pids, there
     host.run(["kill", f"-{fault.how}", *map(str, pids)])
@@ -97,9 +103,22 @@ def turn(fault: Fault) -> Seen:
         time.sleep(6)  # Ray's own delay before it looks at a new node for the first time
         folder, events = Path(name), Path(name) / "run" / "events.jsonl"
         (folder / "struck.py").write_text(JOB.format(folder=name))
-        words = ["scale=2x1", "backend=gloo", "watch.progress=none", f"train.steps={STEPS}", "checkpoint.every=100000"]
+        words = [
+            "scale=2x1",
+            "backend=gloo",
+            "watch.progress=none",
+            f"train.steps={STEPS}",
+            "checkpoint.every=100000",
+        ]
         env = {"PYTHONPATH": root, "RAY_ADDRESS": rig.ray_address}
-        command = ["python", "-m", "raydist.train", f"job={folder}/struck.py", f"hydra.run.dir={folder}/run", *words]
+        command = [
+            "python",
+            "-m",
+            "raydist.train",
+            f"job={folder}/struck.py",
+            f"hydra.run.dir={folder}/run",
+            *words,
+        ]
         run = rig.hosts[0].popen(command, env=env, cwd=folder, stdout=sys.stderr, stderr=sys.stderr)
         while not any(step >= STRUCK for _, step, _ in steps(folder)):
             assert run.poll() is None, "the run ended before the fault"
@@ -112,8 +131,11 @@ def turn(fault: Fault) -> Seen:
         return seen(list(read_events(events)), steps(folder), struck, time.time(), code)
 
 
-def seen(events: list[Event], done: list[tuple[float, int, int]], struck: float, ended: float, code: int) -> Seen:
-    """What a run tells of a fault at the time `struck`. `done`: steps of rank 0; `ended`: when its command did."""
+def seen(
+    events: list[Event], done: list[tuple[float, int, int]], struck: float, ended: float, code: int
+) -> Seen:
+    """What a run tells of a fault at the time `struck`. `done`: steps of rank 0; `ended`: when its
+    command did."""
     told = [each for each in events if each["t"] > struck and each["kind"] in NAMES]
     newest, at, pause = -1, struck, 0.0
     for when, step, _ in done:
@@ -141,9 +163,13 @@ def main(rounds: int = 1) -> list[str]:
         print(f"faults: {fault.text}", flush=True)
         found = [turn(fault) for _ in range(rounds)]
         named, pause, end = (
-            statistics.median(getattr(each, column) for each in found) for column in ("named_s", "pause_s", "end_s")
+            statistics.median(getattr(each, column) for each in found)
+            for column in ("named_s", "pause_s", "end_s")
         )
         codes = ", ".join(map(str, sorted({each.code for each in found})))
-        rows.append(f"| {fault.text} | {named:.1f} s | {pause:.1f} s | {end:.1f} s | {codes} | {found[-1].says} |")
+        rows.append(
+            f"| {fault.text} | {named:.1f} s | {pause:.1f} s | {end:.1f} s | {codes} | "
+            f"{found[-1].says} |"
+        )
         print(rows[-1], flush=True)
     return rows

@@ -1,8 +1,9 @@
-"""Sweeps on a cluster with room for one gang, with eight trials at a time asked for, round after round.
+"""Sweeps on a cluster with room for one gang, with eight trials at a time asked for, round after
+round.
 
-Each round has eight trials of two sizes, of which no two have room, and a rank of one of them is killed. A round that
-waits without end is one that never returns; what it leaves is counted. Ray Tune with Ray Train has hung so
-(ray#47439, ray#47440), and left placement groups (ray#54305).
+Each round has eight trials of two sizes, of which no two have room, and a rank of one of them is
+killed. A round that waits without end is one that never returns; what it leaves is counted. Ray
+Tune with Ray Train has hung so (ray#47439, ray#47440), and left placement groups (ray#54305).
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def main(rounds: int = 50) -> list[str]:
     import ray
     from ray.util import placement_group_table
 
-    ray.init("local", num_cpus=CPUS, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=CPUS, include_dashboard=False, logging_level="ERROR", log_to_driver=False
+    )
     seconds = []
     for number in range(rounds):
         began = time()
@@ -59,4 +62,8 @@ def main(rounds: int = 50) -> list[str]:
         assert not left, left
     ray.shutdown()
     row = f"| {rounds} | {statistics.median(seconds):.2f} s | {max(seconds):.2f} s | 0 |"
-    return ["| rounds of 8 trials | median | longest | placement groups left |", "|---|---|---|---|", row]
+    return [
+        "| rounds of 8 trials | median | longest | placement groups left |",
+        "|---|---|---|---|",
+        row,
+    ]

@@ -1,7 +1,8 @@
-"""A day with a GPU: tests, figures and the network of this machine's GPUs, in one report (docs/gpu.md): `make gpu`.
+"""A day with a GPU: tests, figures and the network of this machine's GPUs, in one report
+(docs/gpu.md): `make gpu`.
 
-Each part is a program of its own with a time limit: one that fails or hangs costs its line, not the report. `python -m
-bench.gpu PART ROUNDS` runs one.
+Each part is a program of its own with a time limit: one that fails or hangs costs its line, not the
+report. `python -m bench.gpu PART ROUNDS` runs one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from bench.measure import BACKEND, RANKS, alternate, machine
 
 REPORT = Path("gpu-report.md")
 LIMIT_S = 1800.0
-COUNT = "import torch; print([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])"
+COUNT = (
+    "import torch; print([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])"
+)
 Figure = tuple[str, bool]
 """A figure, and whether it reaches the goal."""
 
@@ -39,17 +42,25 @@ class Part:
 
 PARTS = {
     "tests": Part("the GPU tests, pytest -m gpu", "all pass"),
-    "launch": Part("launch: raydist.run until the first all-reduce has returned", "at most 1/2 of torchrun's"),
+    "launch": Part(
+        "launch: raydist.run until the first all-reduce has returned", "at most 1/2 of torchrun's"
+    ),
     "recovery": Part("recovery: kill -9 of a rank until the next step", "at most 2 s"),
-    "steps": Part("steps: ResNet-50, bf16, report() at every step", "at least 0.99 of a torchrun loop's"),
-    "bandwidth": Part("bandwidth: all_reduce of 256 MiB", "at least 0.97 of a torch loop's", gpus=2),
+    "steps": Part(
+        "steps: ResNet-50, bf16, report() at every step", "at least 0.99 of a torchrun loop's"
+    ),
+    "bandwidth": Part(
+        "bandwidth: all_reduce of 256 MiB", "at least 0.97 of a torch loop's", gpus=2
+    ),
     "keeping": Part("snapshots and heartbeats: their cost in steps", "at most 1%"),
     "network": Part("the network: tools.doctor", "nothing that breaks a run"),
 }
 
 
 def tests(rounds: int) -> Figure:
-    done = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs"], capture_output=True, text=True
+    )
     print(done.stdout, flush=True)
     return (done.stdout.strip().splitlines() or [done.stderr])[-1].strip("= "), done.returncode == 0
 
@@ -58,7 +69,10 @@ def launch(rounds: int) -> Figure:
     from bench import launch as bench
 
     begin_ray()
-    sides = {"raydist": partial(bench.turn_raydist, RANKS), "torchrun": partial(bench.turn_torchrun, RANKS)}
+    sides = {
+        "raydist": partial(bench.turn_raydist, RANKS),
+        "torchrun": partial(bench.turn_torchrun, RANKS),
+    }
     return compare(alternate(sides, rounds), "s", most=0.5)
 
 
@@ -74,13 +88,19 @@ def steps(rounds: int) -> Figure:
     from bench import steps as bench
 
     begin_ray()
-    return compare(alternate({"raydist": bench.turn_raydist, "torchrun": bench.turn_torchrun}, rounds), "steps/s", 0.99)
+    return compare(
+        alternate({"raydist": bench.turn_raydist, "torchrun": bench.turn_torchrun}, rounds),
+        "steps/s",
+        0.99,
+    )
 
 
 def bandwidth(rounds: int) -> Figure:
     from bench import bandwidth as bench
 
-    return compare(alternate({"raydist": bench.turn_raydist, "torch": bench.turn_torch}, rounds), "GB/s", 0.97)
+    return compare(
+        alternate({"raydist": bench.turn_raydist, "torch": bench.turn_torch}, rounds), "GB/s", 0.97
+    )
 
 
 def keeping(rounds: int) -> Figure:
@@ -93,26 +113,48 @@ def keeping(rounds: int) -> Figure:
 
 
 def network(rounds: int) -> Figure:
-    command = [sys.executable, "-m", "raydist.tools.doctor", "--json", f"backend={BACKEND}", f"scale=1x{RANKS}"]
+    command = [
+        sys.executable,
+        "-m",
+        "raydist.tools.doctor",
+        "--json",
+        f"backend={BACKEND}",
+        f"scale=1x{RANKS}",
+    ]
     done = subprocess.run([*command, "group=inline"], capture_output=True, text=True)
     found = json.loads(done.stdout)
     problems = [finding["text"] for finding in found["findings"]]
-    return "; ".join([f"{len(found['checks'])} checks, {len(problems)} findings", *problems]), done.returncode == 0
+    return "; ".join(
+        [f"{len(found['checks'])} checks, {len(problems)} findings", *problems]
+    ), done.returncode == 0
 
 
 def begin_ray() -> None:
     import ray
 
-    ray.init("local", num_cpus=RANKS + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=RANKS + 1,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
 
 
 def compare(
-    figures: Mapping[str, Sequence[float]], unit: str, least: float = 0.0, most: float = float("inf")
+    figures: Mapping[str, Sequence[float]],
+    unit: str,
+    least: float = 0.0,
+    most: float = float("inf"),
 ) -> Figure:
-    """Both medians, the median of the ratios turn by turn, and whether that lies within the limits."""
+    """Both medians, the median of the ratios turn by turn, and whether that lies within the
+    limits."""
     (ours, mine), (theirs, others) = figures.items()
     ratio = statistics.median(one / other for one, other in zip(mine, others, strict=True))
-    text = f"{ours} {statistics.median(mine):.2f} {unit}, {theirs} {statistics.median(others):.2f} {unit}: {ratio:.3f}"
+    text = (
+        f"{ours} {statistics.median(mine):.2f} {unit}, {theirs} "
+        f"{statistics.median(others):.2f} {unit}: {ratio:.3f}"
+    )
     return text, least <= ratio <= most
 
 
@@ -125,7 +167,9 @@ def run_part(name: str, gpus: int, rounds: int) -> tuple[str, str]:
     env = {**os.environ, "BENCH_BACKEND": "nccl", "BENCH_RANKS": str(gpus)}
     command = [sys.executable, "-m", "bench.gpu", name, str(rounds)]
     with tempfile.TemporaryFile("w+") as screen:
-        part = subprocess.Popen(command, env=env, stdout=screen, stderr=screen, start_new_session=True)
+        part = subprocess.Popen(
+            command, env=env, stdout=screen, stderr=screen, start_new_session=True
+        )
         try:
             code = part.wait(LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,5 @@
-"""Horovod started by raydist, by `horovodrun --gloo` and by horovod.ray's RayExecutor: launch, and steps per second."""
+"""Horovod started by raydist, by `horovodrun --gloo` and by horovod.ray's RayExecutor: launch, and
+steps per second."""
 
 from __future__ import annotations
 
@@ -38,15 +39,24 @@ def train() -> float:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     net = nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 7 * 7, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 7 * 7, 10),
+    )
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), named_parameters=net.named_parameters()
+        torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
+        named_parameters=net.named_parameters(),
     )
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
     images, labels = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
-    report: Callable[..., Any] = raydist.report if "raydist.worker.main" in sys.modules else lambda **_: None
+    report: Callable[..., Any] = (
+        raydist.report if "raydist.worker.main" in sys.modules else lambda **_: None
+    )
     began = 0.0
     for step in range(STEPS + WARM):
         if step == WARM:
@@ -114,7 +124,13 @@ def main(rounds: int = 3, ranks: Sequence[int] = (2, 4, 8)) -> list[str]:
     """The rows of both tables."""
     import ray
 
-    ray.init("local", num_cpus=max(ranks) + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=max(ranks) + 1,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
     starts = {RAYDIST: by_raydist, HOROVODRUN: by_horovodrun, EXECUTOR: by_executor}
     head = f"| {heads(starts, RAYDIST)} |"
     lines = [f"| launch, ranks {head}", "|---|---|---|---|---|---|"]

@@ -38,7 +38,9 @@ def reports_per_second(count: int = 200_000) -> float:
     from raydist.worker.heartbeat import BEAT_PAGE
 
     ours, its = socket.socketpair()
-    threading.Thread(target=lambda: [None for _ in iter(lambda: ours.recv(1 << 20), b"")], daemon=True).start()
+    threading.Thread(
+        target=lambda: [None for _ in iter(lambda: ours.recv(1 << 20), b"")], daemon=True
+    ).start()
     with tempfile.TemporaryFile() as page:
         os.ftruncate(page.fileno(), BEAT_PAGE)
         channel = Channel(its, page.fileno())
@@ -55,7 +57,9 @@ def reports_per_second(count: int = 200_000) -> float:
 def main(rounds: int = 7) -> list[str]:
     """The table's rows."""
     print("imports", flush=True)
-    figures = alternate({name: partial(turn, command) for name, command in PROGRAMS.items()}, rounds)
+    figures = alternate(
+        {name: partial(turn, command) for name, command in PROGRAMS.items()}, rounds
+    )
     lines = ["| program | seconds |", "|---|---|"]
     lines += [f"| `{name}` | {statistics.median(values):.3f} |" for name, values in figures.items()]
     rates = [reports_per_second() for _ in range(3)]

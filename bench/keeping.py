@@ -1,6 +1,8 @@
-"""What it costs a training to be kept: snapshots and heartbeats in steps, a checkpoint of 1 GB in the time of the loop.
+"""What it costs a training to be kept: snapshots and heartbeats in steps, a checkpoint of 1 GB in
+the time of the loop.
 
-The sides take turns within one run, block by block, so that nothing differs between them but what is measured.
+The sides take turns within one run, block by block, so that nothing differs between them but what
+is measured.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from collections.abc import Callable, Sequence
 from bench.measure import BACKEND, RANKS
 
 BLOCK, BLOCKS = 14, 100
-"""Steps of a block, and pairs of blocks in a round: short ones, for the machine drifts within seconds."""
+"""Steps of a block, and pairs of blocks in a round: short ones, for the machine drifts within
+seconds."""
 STATE, TURN_S, WRITTEN_S = 1 << 30, 10.0, 2.0
-"""Bytes of the state that is saved; seconds of training to each save, and of those in which it is written."""
+"""Bytes of the state that is saved; seconds of training to each save, and of those in which it is
+written."""
 
 
 def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
-    """On a rank: by pair of blocks, seconds with snapshots and heartbeats and seconds without either; and the seconds
-    of the former that the rank spent in snapshots, by its own clock."""
+    """On a rank: by pair of blocks, seconds with snapshots and heartbeats and seconds without
+    either; and the seconds of the former that the rank spent in snapshots, by its own clock."""
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
@@ -36,7 +40,9 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
     device = here.rank.device
     beat, began, spent = here.beat, time.perf_counter(), 0.0
 
-    def timed(self: Snapshotter, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:
+    def timed(
+        self: Snapshotter, step: int, own: Callable[[], State], state: Callable[[], State]
+    ) -> None:
         nonlocal began, spent
         if step // BLOCK % 2:
             called = time.perf_counter()
@@ -45,7 +51,9 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
         else:
             self.go_on()
         if (step + 1) % BLOCK == 0:
-            if device.type == "cuda":  # the host runs ahead of it, and the next block would pay for that
+            if (
+                device.type == "cuda"
+            ):  # the host runs ahead of it, and the next block would pay for that
                 torch.cuda.synchronize(device)
             now = time.perf_counter()
             seconds[step // BLOCK], began = now - began, now
@@ -53,12 +61,20 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
 
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 7 * 7, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 7 * 7, 10),
+    )
     samples = TensorDataset(torch.randn(2048, 1, 28, 28), torch.randint(10, (2048,)))
     steps = len(seconds) * BLOCK
-    job = Job(train=Train(steps=steps), data=Data(batch_size=32), checkpoint=Checkpoint(every=steps))
+    job = Job(
+        train=Train(steps=steps), data=Data(batch_size=32), checkpoint=Checkpoint(every=steps)
+    )
     Snapshotter.step = timed  # type: ignore[method-assign]
     try:
         raydist.fit(job, model=net, train=samples, loss=nn.functional.cross_entropy)
@@ -69,8 +85,8 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
 
 
 def stalled(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """On the only rank: by side and turn, seconds that the call took, and the steps that the loop made less than at the
-    turn's end while the state was written, in seconds of the loop."""
+    """On the only rank: by side and turn, seconds that the call took, and the steps that the loop
+    made less than at the turn's end while the state was written, in seconds of the loop."""
     import torch
     from torch import nn
 
@@ -110,8 +126,8 @@ def stalled(rounds: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """By how much the first of all pairs are more than the second, in percent; and where that lies 19 times of 20, by
-    drawing pairs again and again (bootstrap, Efron 1979)."""
+    """By how much the first of all pairs are more than the second, in percent; and where that lies
+    19 times of 20, by drawing pairs again and again (bootstrap, Efron 1979)."""
 
     def more(some: Sequence[tuple[float, float]]) -> float:
         return 100 * (sum(one for one, _ in some) / sum(other for _, other in some) - 1)
@@ -121,13 +137,15 @@ def interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]
 
 
 def snapshots(rounds: int, folder: str) -> tuple[float, float, float, float, int]:
-    """What snapshots and heartbeats cost in percent: by the rank's own clock; by turns, with its interval; of how many
-    pairs of blocks."""
+    """What snapshots and heartbeats cost in percent: by the rank's own clock; by turns, with its
+    interval; of how many pairs of blocks."""
     import raydist
 
     print("keeping: snapshots", flush=True)
     words = (f"scale=1x{RANKS}", f"backend={BACKEND}", "watch.progress=none", "checkpoint.keep=1")
-    done = raydist.run(kept, *words, f"hydra.run.dir={folder}/snapshots", args=(BLOCKS * rounds,)).values[0]
+    done = raydist.run(
+        kept, *words, f"hydra.run.dir={folder}/snapshots", args=(BLOCKS * rounds,)
+    ).values[0]
     assert done is not None
     pairs, spent = done
     return 100 * spent / sum(on for on, _ in pairs), *interval(pairs), len(pairs)
@@ -139,23 +157,32 @@ def main(rounds: int = 5) -> list[str]:
 
     import raydist
 
-    ray.init("local", num_cpus=RANKS, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=RANKS, include_dashboard=False, logging_level="ERROR", log_to_driver=False
+    )
     same = (f"backend={BACKEND}", "watch.progress=none", "checkpoint.keep=1")
     with tempfile.TemporaryDirectory() as folder:
         own, cost, least, most, blocks = snapshots(rounds, folder)
         print("keeping: a save of 1 GB", flush=True)
-        told = raydist.run(stalled, "scale=1x1", *same, f"hydra.run.dir={folder}/saves", args=(rounds,)).values[0]
+        told = raydist.run(
+            stalled, "scale=1x1", *same, f"hydra.run.dir={folder}/saves", args=(rounds,)
+        ).values[0]
     ray.shutdown()
     assert told is not None
     rows = [
-        "| snapshots, by the rank's own clock | snapshots and heartbeats, by turns | 95% of it | pairs of blocks |",
+        "| snapshots, by the rank's own clock | snapshots and heartbeats, by turns | 95% of it | "
+        "pairs of blocks |",
         "|---|---|---|---|",
         f"| {own:.2f}% | {cost:.2f}% | {least:.2f}% to {most:.2f}% | {blocks} |",
         "",
-        f"| 1 GB, once in {TURN_S:g} s | the call returns after | of {TURN_S:g} s | lost beside the writer |",
+        f"| 1 GB, once in {TURN_S:g} s | the call returns after | of {TURN_S:g} s | lost beside "
+        "the writer |",
         "|---|---|---|---|",
     ]
     for side, turns in told.items():
         call, beside = (statistics.median(each) for each in zip(*turns, strict=True))
-        rows.append(f"| `{side}` | {call:.3f} s | {100 * call / TURN_S:.2f}% | {100 * beside / TURN_S:.2f}% |")
+        rows.append(
+            f"| `{side}` | {call:.3f} s | {100 * call / TURN_S:.2f}% | "
+            f"{100 * beside / TURN_S:.2f}% |"
+        )
     return rows

@@ -1,7 +1,8 @@
 """Seconds from the call until the first all-reduce has returned on all ranks, Ray being up already.
 
-raydist.run beside Ray Train's TorchTrainer and torchrun, 2 to 16 ranks on this machine: as the first call of a program
-that is connected to Ray, which has to import all that it needs, and as a further one (a notebook, --multirun).
+raydist.run beside Ray Train's TorchTrainer and torchrun, 2 to 16 ranks on this machine: as the
+first call of a program that is connected to Ray, which has to import all that it needs, and as a
+further one (a notebook, --multirun).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def turn_raydist(ranks: int) -> float:
     began = time.time()
     import raydist
 
-    done = raydist.run(first_all_reduce, f"scale=1x{ranks}", f"backend={BACKEND}", "watch.progress=none")
+    done = raydist.run(
+        first_all_reduce, f"scale=1x{ranks}", f"backend={BACKEND}", "watch.progress=none"
+    )
     return max(value for value in done.values if value) - began
 
 
@@ -57,17 +60,28 @@ def turn_ray_train(ranks: int) -> float:
             Path(folder, str(train.get_context().get_world_rank())).write_text(str(at))
 
         TorchTrainer(
-            loop, scaling_config=ScalingConfig(num_workers=ranks), run_config=RunConfig(storage_path=folder)
+            loop,
+            scaling_config=ScalingConfig(num_workers=ranks),
+            run_config=RunConfig(storage_path=folder),
         ).fit()
         return max(float(Path(folder, str(rank)).read_text()) for rank in range(ranks)) - began
 
 
 def turn_torchrun(ranks: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
         began = time.time()
         subprocess.run(
-            [*command, __file__, folder], check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [*command, __file__, folder],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         return max(float(Path(folder, str(rank)).read_text()) for rank in range(ranks)) - began
 
@@ -76,8 +90,16 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
     """The table's rows."""
     import ray
 
-    ray.init("local", num_cpus=max(ranks) + 1, include_dashboard=True, logging_level="ERROR", log_to_driver=False)
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for the programs of turn_first
+    ray.init(
+        "local",
+        num_cpus=max(ranks) + 1,
+        include_dashboard=True,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
+    os.environ["RAY_ADDRESS"] = (
+        ray.get_runtime_context().gcs_address
+    )  # for the programs of turn_first
     again = {"raydist": turn_raydist, "Ray Train": turn_ray_train, "torchrun": turn_torchrun}
     first = {name: partial(turn_first, name) for name in CALLS} | {"torchrun": turn_torchrun}
     lines = []

@@ -1,4 +1,5 @@
-"""Levers of speed on two gloo ranks: the first compiled step of a second start, and collections at the same step."""
+"""Levers of speed on two gloo ranks: the first compiled step of a second start, and collections at
+the same step."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ def first_step(width: int) -> float:
     from torch import nn
 
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))]
+    layers = [
+        layer
+        for _ in range(4)
+        for layer in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+    ]
     model = torch.compile(nn.Sequential(*layers))
     began = time.perf_counter()
     model(torch.randn(16, width)).sum().backward()
@@ -41,7 +46,9 @@ def steps(every: int) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
         at = (step * 10_000 + shift) % OBJECTS
-        kept[at : at + 10_000] = [[i] for i in range(min(10_000, OBJECTS - at))]  # as a cache of samples
+        kept[at : at + 10_000] = [
+            [i] for i in range(min(10_000, OBJECTS - at))
+        ]  # as a cache of samples
         took.append(time.perf_counter() - began)
     took = took[20:]
     return statistics.mean(took), sorted(took)[int(len(took) * 0.99)]
@@ -50,14 +57,23 @@ def steps(every: int) -> tuple[float, float]:
 def start(width: int) -> float:
     import raydist
 
-    done = raydist.run(first_step, "scale=1x2", "backend=gloo", "watch.progress=none", args=(width,))
+    done = raydist.run(
+        first_step, "scale=1x2", "backend=gloo", "watch.progress=none", args=(width,)
+    )
     return max(value for value in done.values if value)
 
 
 def collect(every: int) -> tuple[float, float]:
     import raydist
 
-    done = raydist.run(steps, "scale=1x2", "backend=gloo", "watch.progress=none", f"train.gc={every}", args=(every,))
+    done = raydist.run(
+        steps,
+        "scale=1x2",
+        "backend=gloo",
+        "watch.progress=none",
+        f"train.gc={every}",
+        args=(every,),
+    )
     return done.values[0] or (0.0, 0.0)
 
 
@@ -70,7 +86,11 @@ def main(rounds: int) -> list[str]:
         seconds.append(start(width))
         print(f"  first start {firsts[-1]:.2f} s, second {seconds[-1]:.2f} s", flush=True)
     starts = {"raydist, second start": seconds[1:], "first start": firsts[1:]}
-    lines += ["first compiled step | second start | first start | second / first", row(starts, "raydist", "s"), ""]
+    lines += [
+        "first compiled step | second start | first start | second / first",
+        row(starts, "raydist", "s"),
+        "",
+    ]
     tails: dict[str, list[float]] = {"raydist, train.gc=50": [], "train.gc=0": []}
 
     def turn(name: str, every: int) -> float:
@@ -79,7 +99,10 @@ def main(rounds: int) -> list[str]:
         return mean * 1e3
 
     means = alternate(
-        {"raydist, train.gc=50": lambda: turn("raydist, train.gc=50", 50), "train.gc=0": lambda: turn("train.gc=0", 0)},
+        {
+            "raydist, train.gc=50": lambda: turn("raydist, train.gc=50", 50),
+            "train.gc=0": lambda: turn("train.gc=0", 0),
+        },
         rounds,
     )
     tails = {name: values[1:] for name, values in tails.items()}

@@ -1,7 +1,8 @@
-"""Seconds from the SIGKILL of one of 2 ranks until the next step is done: raydist beside torchrun and Ray Train.
+"""Seconds from the SIGKILL of one of 2 ranks until the next step is done: raydist beside torchrun
+and Ray Train.
 
-All train the same small network, and go on as each does by itself: raydist from its snapshot in memory, torchrun and
-Ray Train from a checkpoint that is saved after each step.
+All train the same small network, and go on as each does by itself: raydist from its snapshot in
+memory, torchrun and Ray Train from a checkpoint that is saved after each step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import raydist  # at the top, as a job's file has it: the fork server then has what raydist.fit needs
+# at the top, as a job's file has it: the fork server then has what raydist.fit needs
+import raydist
 from bench.measure import BACKEND, RANKS, alternate, heads, join_torchrun, rank_device, row
 
 STEPS, STRUCK, TRIES, PATIENCE_S = 60, 30, 20, 60.0
@@ -61,7 +63,9 @@ def network() -> Any:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def by_hand(folder: Path, save: Callable[[dict[str, Any]], None], found: dict[str, Any] | None) -> None:
+def by_hand(
+    folder: Path, save: Callable[[dict[str, Any]], None], found: dict[str, Any] | None
+) -> None:
     """On a rank: a loop in plain torch that saves after each step."""
     import torch
     import torch.distributed as dist
@@ -87,23 +91,39 @@ def by_hand(folder: Path, save: Callable[[dict[str, Any]], None], found: dict[st
 
 def turn_raydist() -> float:
     with tempfile.TemporaryDirectory() as folder:
-        words = (f"scale=1x{RANKS}", f"backend={BACKEND}", "watch.progress=none", f"train.steps={STEPS}")
-        raydist.run(by_raydist, *words, "snapshot.every=1", "checkpoint.every=100000", folder=folder)
+        words = (
+            f"scale=1x{RANKS}",
+            f"backend={BACKEND}",
+            "watch.progress=none",
+            f"train.steps={STEPS}",
+        )
+        raydist.run(
+            by_raydist, *words, "snapshot.every=1", "checkpoint.every=100000", folder=folder
+        )
         return recovery(Path(folder))
 
 
 def turn_torchrun() -> float:
-    """With as many restarts as it needs: often its new ranks find the killed ones' gloo addresses in the kept store.
+    """With as many restarts as it needs: often its new ranks find the killed ones' gloo addresses
+    in the kept store.
 
     It is stopped after `PATIENCE_S`, which then is the figure.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+        ]
         command += [f"--max-restarts={TRIES}", __file__, folder]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         null = subprocess.DEVNULL
         try:
-            subprocess.run(command, stdout=null, stderr=null, env=env, check=True, timeout=PATIENCE_S)
+            subprocess.run(
+                command, stdout=null, stderr=null, env=env, check=True, timeout=PATIENCE_S
+            )
         except subprocess.TimeoutExpired:
             return PATIENCE_S
         return recovery(Path(folder))
@@ -140,10 +160,20 @@ def main(rounds: int = 3) -> list[str]:
     """The table's rows."""
     import ray
 
-    ray.init("local", num_cpus=RANKS + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=RANKS + 1,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
     print("recovery", flush=True)
     turns = {"raydist": turn_raydist, "torchrun": turn_torchrun, "Ray Train": turn_ray_train}
-    lines = [f"| {heads(turns, 'raydist')} |", "|---" * 5 + "|", f"| {row(alternate(turns, rounds), 'raydist', 's')} |"]
+    lines = [
+        f"| {heads(turns, 'raydist')} |",
+        "|---" * 5 + "|",
+        f"| {row(alternate(turns, rounds), 'raydist', 's')} |",
+    ]
     ray.shutdown()
     return lines
 
@@ -154,4 +184,6 @@ if __name__ == "__main__":  # a rank of torchrun
     join_torchrun()
     plain(Path(sys.argv[1]))
     dist.barrier()
-    os._exit(0)  # leaving gloo's group by destroy_process_group was seen to hang here after a restart
+    os._exit(
+        0
+    )  # leaving gloo's group by destroy_process_group was seen to hang here after a restart

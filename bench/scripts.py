@@ -1,8 +1,9 @@
-"""Seconds that a program somebody has already takes, from the command until its first all-reduce on all ranks.
+"""Seconds that a program somebody has already takes, from the command until its first all-reduce on
+all ranks.
 
-raydist.tools.launch and raydist.run beside torchrun; with Horovod beside horovodrun, with mpi4py beside mpirun. The
-program is the same file, unchanged; the first call of a process has to wait for torch, each further one finds a fork
-server that has it.
+raydist.tools.launch and raydist.run beside torchrun; with Horovod beside horovodrun, with mpi4py
+beside mpirun. The program is the same file, unchanged; the first call of a process has to wait for
+torch, each further one finds a fork server that has it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ open(os.path.join(sys.argv[1], str(MPI.COMM_WORLD.rank)), "w").write(str(time.ti
 
 
 def until_all(program: str, ranks: int, launch: Callable[[Path, str], None]) -> float:
-    """Seconds from now until the last of the ranks has written its time. `launch`: given the program and its folder."""
+    """Seconds from now until the last of the ranks has written its time. `launch`: given the
+    program and its folder."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "program.py")
         script.write_text(program)
@@ -74,11 +76,20 @@ def table(
     for count in ranks:
         print(f"scripts, {backend}, {count} ranks", flush=True)
         commands = {"raydist, command": ours, **others}
-        ways = {name: partial(by_command, text.format(ranks=count).split()) for name, text in commands.items()}
-        every: dict[str, Callable[[Path, str], None]] = {"raydist": partial(by_run, backend, count), **ways}
+        ways = {
+            name: partial(by_command, text.format(ranks=count).split())
+            for name, text in commands.items()
+        }
+        every: dict[str, Callable[[Path, str], None]] = {
+            "raydist": partial(by_run, backend, count),
+            **ways,
+        }
         sides = {name: partial(until_all, program, count, way) for name, way in every.items()}
         if not lines:
-            lines = [f"| ranks | {heads(sides, 'raydist')} |", "|---" * (1 + len(sides) + 2 * len(others)) + "|"]
+            lines = [
+                f"| ranks | {heads(sides, 'raydist')} |",
+                "|---" * (1 + len(sides) + 2 * len(others)) + "|",
+            ]
         lines.append(f"| {count} | {row(alternate(sides, rounds), 'raydist', 's')} |")
     return lines
 
@@ -87,16 +98,27 @@ def main(rounds: int = 3, ranks: tuple[int, ...] = RANKS) -> list[str]:
     """The tables' rows."""
     import ray
 
-    ray.init("local", num_cpus=max(ranks) + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=max(ranks) + 1,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     python = sys.executable
-    torchrun = {"torchrun": f"{python} -m torch.distributed.run --standalone --nproc-per-node={{ranks}}"}
+    torchrun = {
+        "torchrun": f"{python} -m torch.distributed.run --standalone --nproc-per-node={{ranks}}"
+    }
     launch = f"{python} -m raydist.tools.launch --nproc-per-node={{ranks}}"
     lines = table(TORCH, launch, "script", torchrun, rounds, ranks)
     path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
     if horovodrun := shutil.which("horovodrun", path=path):
         others = {"horovodrun": f"{python} {horovodrun} --gloo -np {{ranks}} {python}"}
-        lines += ["", *table(HOROVOD, f"{launch} backend=horovod", "horovod", others, rounds, ranks)]
+        lines += [
+            "",
+            *table(HOROVOD, f"{launch} backend=horovod", "horovod", others, rounds, ranks),
+        ]
     if mpirun := shutil.which("mpirun", path=path):
         others = {"mpirun": f"{mpirun} --allow-run-as-root --oversubscribe -np {{ranks}} {python}"}
         lines += ["", *table(MPI, f"{launch} backend=mpi", "mpi", others, rounds, ranks)]

@@ -1,8 +1,10 @@
-"""Seconds until a rank that was stopped is named, and until training goes on elsewhere without a host that was cut off.
+"""Seconds until a rank that was stopped is named, and until training goes on elsewhere without a
+host that was cut off.
 
-Two ranks train; one gets a SIGSTOP, or the cable of its host is pulled. The words are raydist's defaults; Ray's are
-`HEALTH`, as docs/faults.md advises. The hosts are those of tests/rig: it needs root. Nothing stands beside: to the
-others a stopped rank is a collective that takes long, until torch's timeout (half an hour for gloo).
+Two ranks train; one gets a SIGSTOP, or the cable of its host is pulled. The words are raydist's
+defaults; Ray's are `HEALTH`, as docs/faults.md advises. The hosts are those of tests/rig: it needs
+root. Nothing stands beside: to the others a stopped rank is a collective that takes long, until
+torch's timeout (half an hour for gloo).
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ JOB = "from bench.silence import train\n\n\ndef job(config):\n    train(config, 
 
 
 def train(config: Any, folder: str, fault: str) -> None:
-    """On a rank: raydist's own loop, each step noted with its time and attempt; once, rank 1 is stopped in it."""
+    """On a rank: raydist's own loop, each step noted with its time and attempt; once, rank 1 is
+    stopped in it."""
     import torch
     from torch.utils.data import TensorDataset
 
     from raydist.worker import context
 
     rank, attempt = raydist.rank().rank, os.environ["TORCHELASTIC_RESTART_COUNT"]
-    (Path(folder) / f"{rank}.pids").write_text(f"{os.getpid()} {os.getppid()}")  # its own, and the fork server's
+    (Path(folder) / f"{rank}.pids").write_text(
+        f"{os.getpid()} {os.getppid()}"
+    )  # its own, and the fork server's
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         step = context.current().step
@@ -58,7 +63,10 @@ def steps(folder: Path) -> list[tuple[float, int, int]]:
     """(when, steps done, attempt) of rank 0, as far as it got."""
     path = folder / "0.times"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [(float(at), int(step), int(attempt)) for at, step, attempt in (line.split() for line in lines)]
+    return [
+        (float(at), int(step), int(attempt))
+        for at, step, attempt in (line.split() for line in lines)
+    ]
 
 
 def went_on(folder: Path, struck: float) -> float:
@@ -71,31 +79,61 @@ def went_on(folder: Path, struck: float) -> float:
 def turn_stop() -> tuple[float, float]:
     """Seconds until the stopped rank is named, and until the next step is done."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ("scale=1x2", "backend=gloo", "watch.progress=none", f"train.steps={STEPS}", "checkpoint.every=100000")
-        done = raydist.run(train, *words, f"hydra.run.dir={folder}/run", folder=folder, fault="stop")
+        words = (
+            "scale=1x2",
+            "backend=gloo",
+            "watch.progress=none",
+            f"train.steps={STEPS}",
+            "checkpoint.every=100000",
+        )
+        done = raydist.run(
+            train, *words, f"hydra.run.dir={folder}/run", folder=folder, fault="stop"
+        )
         struck = float((Path(folder) / "struck").read_text())
-        (told,) = [each for each in read_events(done.dir / "events.jsonl") if each["kind"] == "hang"]
+        (told,) = [
+            each for each in read_events(done.dir / "events.jsonl") if each["kind"] == "hang"
+        ]
         return told["t"] - struck, went_on(Path(folder), struck)
 
 
 def turn_cut(rig: Any) -> tuple[float, float]:
-    """Seconds until the host that was cut off is given up, and until the next step is done on another."""
+    """Seconds until the host that was cut off is given up, and until the next step is done on
+    another."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cut.py").write_text(JOB.format(folder=name))
-        words = ["scale=2x1", "backend=gloo", "watch.progress=none", f"train.steps={STEPS}", "checkpoint.every=100000"]
+        words = [
+            "scale=2x1",
+            "backend=gloo",
+            "watch.progress=none",
+            f"train.steps={STEPS}",
+            "checkpoint.every=100000",
+        ]
         env = {"PYTHONPATH": str(Path(__file__).parent.parent), "RAY_ADDRESS": rig.ray_address}
-        command = ["python", "-m", "raydist.train", f"job={folder}/cut.py", f"hydra.run.dir={folder}/run", *words]
+        command = [
+            "python",
+            "-m",
+            "raydist.train",
+            f"job={folder}/cut.py",
+            f"hydra.run.dir={folder}/run",
+            *words,
+        ]
         run = rig.hosts[0].popen(command, env=env, cwd=folder)
         while not any(step >= STRUCK for _, step, _ in steps(folder)):
             assert run.poll() is None, "the run ended before its host was cut off"
             time.sleep(0.01)
-        (plan,) = [each for each in read_events(folder / "run" / "events.jsonl") if each["kind"] == "plan"]
+        (plan,) = [
+            each for each in read_events(folder / "run" / "events.jsonl") if each["kind"] == "plan"
+        ]
         victim = next(host for host in rig.hosts if host.name == plan["slots"][1]["host"])
         struck = time.time()
         rig.cut(victim)
         assert run.wait(120) == 0
-        lost = next(each for each in read_events(folder / "run" / "events.jsonl") if each["kind"] == "restart")
+        lost = next(
+            each
+            for each in read_events(folder / "run" / "events.jsonl")
+            if each["kind"] == "restart"
+        )
         return lost["t"] - struck, went_on(folder, struck)
 
 
@@ -109,14 +147,22 @@ def cuts(rounds: int) -> list[tuple[float, float]]:
             rig.ray_up(cpus=2, env={**HEALTH, "PYTHONPATH": str(Path(__file__).parent.parent)})
             time.sleep(6)  # Ray's own delay before it looks at a new node for the first time
             found.append(turn_cut(rig))
-        print(f"  round {number + 1}: cut off {found[-1][0]:.2f} s, {found[-1][1]:.2f} s", flush=True)
+        print(
+            f"  round {number + 1}: cut off {found[-1][0]:.2f} s, {found[-1][1]:.2f} s", flush=True
+        )
     return found
 
 
 def stops(rounds: int) -> list[tuple[float, float]]:
     import ray
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
     found = []
     for number in range(rounds + 1):
         found.append(turn_stop())
@@ -128,7 +174,12 @@ def stops(rounds: int) -> list[tuple[float, float]]:
 def main(rounds: int = 3) -> list[str]:
     """The table's rows."""
     rows = ["| | until it is known | until the next step | of it at most |", "|---|---|---|---|"]
-    for fault, found in (("one of 2 ranks is stopped", stops(rounds)), ("one of 3 hosts is cut off", cuts(rounds))):
+    for fault, found in (
+        ("one of 2 ranks is stopped", stops(rounds)),
+        ("one of 3 hosts is cut off", cuts(rounds)),
+    ):
         known, on = (statistics.median(column) for column in zip(*found, strict=True))
-        rows.append(f"| {fault} | {known:.2f} s | {on:.2f} s | {max(each for _, each in found):.2f} s |")
+        rows.append(
+            f"| {fault} | {known:.2f} s | {on:.2f} s | {max(each for _, each in found):.2f} s |"
+        )
     return rows

@@ -1,4 +1,5 @@
-"""Nodes of a large run in one process: their actor is the real one, their ranks only tell what ranks tell. (bench)"""
+"""Nodes of a large run in one process: their actor is the real one, their ranks only tell what
+ranks tell. (bench)"""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ from raydist.shared.events import Event, event
 
 STEP_S = 0.1
 """Seconds of a step; rank 0 reports each."""
-STACK = "Thread 0x00007f0000000000 (most recent call first):\n" + '  File "/job/train.py", line 10 in step\n' * 40
+STACK = (
+    "Thread 0x00007f0000000000 (most recent call first):\n"
+    + '  File "/job/train.py", line 10 in step\n' * 40
+)
 
 
 @dataclass
@@ -77,7 +81,11 @@ class SimulatedAgent:
         match request:
             case Open():
                 self.rank = request.rank
-                facts = Facts(request.node_id, request.node_ip, "eth0", request.node_ip) if request.lead else None
+                facts = (
+                    Facts(request.node_id, request.node_ip, "eth0", request.node_ip)
+                    if request.lead
+                    else None
+                )
                 store = StoreAddress(29500, "") if request.store else None
                 return Opened(facts, time.time(), Warm(), store, {} if request.lead else None)
             case OpenStore():
@@ -87,7 +95,12 @@ class SimulatedAgent:
             case IsOpen():
                 return True
             case StartRank():
-                self.rank, self.started, self.told, self.end = request.rank, time.monotonic(), 0, None
+                self.rank, self.started, self.told, self.end = (
+                    request.rank,
+                    time.monotonic(),
+                    0,
+                    None,
+                )
                 self.due.clear()
                 return 1000 + self.rank
             case GetNews():
@@ -100,7 +113,12 @@ class SimulatedAgent:
                 ORDERS.stopped.append(time.monotonic())
                 self.over(RankEnd(0, signal.SIGKILL, time.time(), told=True))
             case GetLoad():
-                return {"cpu": 0.5, "memory": (1 << 34, 1 << 38), "gpus": [], "ports": {"mlx5_0/1": (1 << 40, 1 << 40)}}
+                return {
+                    "cpu": 0.5,
+                    "memory": (1 << 34, 1 << 38),
+                    "gpus": [],
+                    "ports": {"mlx5_0/1": (1 << 40, 1 << 40)},
+                }
         return None
 
     def over(self, end: RankEnd) -> None:
@@ -116,7 +134,11 @@ class SimulatedAgent:
     def beat(self) -> tuple[int, str, float]:
         """The heartbeat."""
         now = time.time()
-        return self.step(), "forward", now - (time.monotonic() - ORDERS.frozen_at if ORDERS.frozen_at else 0.0)
+        return (
+            self.step(),
+            "forward",
+            now - (time.monotonic() - ORDERS.frozen_at if ORDERS.frozen_at else 0.0),
+        )
 
     async def news(self, patience: float) -> RankNews:
         """What the rank tells."""
@@ -126,15 +148,30 @@ class SimulatedAgent:
             self.due.clear()
         events: list[Event] = []
         if not self.told:
-            events += [event("joined", rank=self.rank, pid=1000 + self.rank), event("begin", rank=self.rank)]
+            events += [
+                event("joined", rank=self.rank, pid=1000 + self.rank),
+                event("begin", rank=self.rank),
+            ]
         step = max(self.step(), self.told + 1) if ORDERS.hasty else self.step()
         first = self.told + 1 if self.rank == 0 else step  # of other ranks only the newest
         for each in range(max(first, 1), step + 1):
-            events.append(event("report", rank=self.rank, step=each, values={"loss": 0.123456789, "lr": 0.001}))
+            events.append(
+                event(
+                    "report", rank=self.rank, step=each, values={"loss": 0.123456789, "lr": 0.001}
+                )
+            )
         self.told = max(step, 1)
         beat = self.beat()
         return RankNews(
-            events, b"", b"", beat, time.time() - beat[2], (step, 0.05, STEP_S), 0.0, self.end, sent=time.time()
+            events,
+            b"",
+            b"",
+            beat,
+            time.time() - beat[2],
+            (step, 0.05, STEP_S),
+            0.0,
+            self.end,
+            sent=time.time(),
         )
 
 
@@ -220,8 +257,13 @@ class Simulation:
 
 def many_nodes(nodes: int, ranks: int) -> Plan:
     """A plan of that many nodes with `ranks` ranks each."""
-    each = [Node(f"id-{i:04}", f"10.0.{i // 250}.{i % 250 + 1}", f"node-{i:04}", {}, {}) for i in range(nodes)]
-    return assign_ranks(ResourceRequest("gloo", nodes * ranks, ({},) * nodes, ranks, "STRICT_SPREAD", {}), each)
+    each = [
+        Node(f"id-{i:04}", f"10.0.{i // 250}.{i % 250 + 1}", f"node-{i:04}", {}, {})
+        for i in range(nodes)
+    ]
+    return assign_ranks(
+        ResourceRequest("gloo", nodes * ranks, ({},) * nodes, ranks, "STRICT_SPREAD", {}), each
+    )
 
 
 def transport(plan: Plan, simulation: Simulation, mail: Any) -> Transport:

@@ -1,10 +1,12 @@
-"""Weeks of a run in minutes: reports, checkpoints and restarts by the thousand, and pids that the kernel uses again.
+"""Weeks of a run in minutes: reports, checkpoints and restarts by the thousand, and pids that the
+kernel uses again.
 
-One program, with no Ray: a run of two ranks reports and saves checkpoints as fast as it can, then another run is killed
-and restarted again and again. Both use the same fork server, in a pid namespace with few pids, as root. Rank 0 looks at
-all processes and folders at a tenth of the work, at half of it, and at its end: what has grown from half to the end
-grows for good. (Before, torch's flight recorder fills: 2,000 collectives are 14 MB.)
-20 rounds are the whole soak: 10 million reports, 20,000 checkpoints, 2,000 restarts.
+One program, with no Ray: a run of two ranks reports and saves checkpoints as fast as it can, then
+another run is killed and restarted again and again. Both use the same fork server, in a pid
+namespace with few pids, as root. Rank 0 looks at all processes and folders at a tenth of the work,
+at half of it, and at its end: what has grown from half to the end grows for good. (Before, torch's
+flight recorder fills: 2,000 collectives are 14 MB.) 20 rounds are the whole soak: 10 million
+reports, 20,000 checkpoints, 2,000 restarts.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ WORDS = ("scale=1x2", "group=inline", "backend=gloo", "watch.progress=none", "ch
 
 
 def look(mark: str, driver: int) -> None:
-    """On rank 0: note what all processes and folders hold, once the driver has taken in what was sent."""
+    """On rank 0: note what all processes and folders hold, once the driver has taken in what was
+    sent."""
     time.sleep(3)
     server, own = os.getppid(), os.getpid()
     other = next((pid for pid in children(server) if prints_to(pid).endswith("rank-1.log")), 0)
@@ -84,7 +87,11 @@ def reporting(rounds: int, driver: int) -> None:
     from raydist.worker import context
 
     pieces, saves = rounds * REPORTS // EVERY // 2, rounds * CHECKPOINTS
-    marks = {pieces // 10: "a tenth of the reports", pieces // 2: "half of the reports", pieces: "all reports"}
+    marks = {
+        pieces // 10: "a tenth of the reports",
+        pieces // 2: "half of the reports",
+        pieces: "all reports",
+    }
     saved, state = 0, {"weights": torch.zeros(100)}
     for piece in range(1, pieces + 1):
         for step in range((piece - 1) * EVERY, piece * EVERY):
@@ -106,7 +113,11 @@ def struck(config: Any, restarts: int, driver: int) -> None:
     from torch.utils.data import TensorDataset
 
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    marks = {restarts // 10: "a tenth of the restarts", restarts // 2: "half of the restarts", restarts: "all restarts"}
+    marks = {
+        restarts // 10: "a tenth of the restarts",
+        restarts // 2: "half of the restarts",
+        restarts: "all restarts",
+    }
     model, seen = nn.Linear(4, 2), list[int]()
 
     def loss(output: Any, target: Any) -> Any:
@@ -128,7 +139,9 @@ def soak(rounds: int) -> list[str]:
     """The two runs, in this process; the table's rows."""
     folder = Path(tempfile.gettempdir()).parent
     began, restarts = time.monotonic(), rounds * RESTARTS
-    done = raydist.run(reporting, *WORDS, f"hydra.run.dir={folder}/reports", rounds=rounds, driver=os.getpid())
+    done = raydist.run(
+        reporting, *WORDS, f"hydra.run.dir={folder}/reports", rounds=rounds, driver=os.getpid()
+    )
     assert not done.restarts, done.restarts
     reported = time.monotonic() - began
     words = (
@@ -146,15 +159,20 @@ def soak(rounds: int) -> list[str]:
         driver=os.getpid(),
     )
     assert len(done.restarts) == restarts, f"{len(done.restarts)} restarts"
-    saves = Counter(each["kind"] for each in read_events(folder / "reports" / "events.jsonl"))["saved"]
+    saves = Counter(each["kind"] for each in read_events(folder / "reports" / "events.jsonl"))[
+        "saved"
+    ]
     began_pids = Counter(
-        each["pid"] for each in read_events(folder / "struck" / "events.jsonl") if each["kind"] == "began"
+        each["pid"]
+        for each in read_events(folder / "struck" / "events.jsonl")
+        if each["kind"] == "began"
     )
     reused = sum(times > 1 for times in began_pids.values())
     return [
         *rows([json.loads(line) for line in (folder / "looks.jsonl").read_text().splitlines()]),
         "",
-        f"{rounds * REPORTS:,} reports and {saves:,} checkpoints in {reported:.0f} s, {restarts:,} restarts in "
+        f"{rounds * REPORTS:,} reports and {saves:,} checkpoints in {reported:.0f} s, "
+        f"{restarts:,} restarts in "
         f"{time.monotonic() - began - reported:.0f} s; {reused} pids were those of several ranks.",
     ]
 
@@ -162,7 +180,8 @@ def soak(rounds: int) -> list[str]:
 def rows(looks: list[dict[str, Any]]) -> Iterator[str]:
     """The table: memory in MB, descriptors and threads of each process; files."""
     names = ["driver", "fork server", "rank 0", "rank 1"]
-    yield f"| after | {' | '.join(names)} | processes | files in TMPDIR | in /dev/shm | in the run folder | events |"
+    left = "processes | files in TMPDIR | in /dev/shm | in the run folder | events"
+    yield f"| after | {' | '.join(names)} | {left} |"
     yield "|---" * (len(names) + 6) + "|"
     for each in looks:
         cells = []
@@ -195,10 +214,15 @@ def main(rounds: int = 20) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         tmp = Path(name) / "tmp"
         tmp.mkdir()
-        inside = f"echo {PIDS} > /proc/sys/kernel/pid_max && exec {sys.executable} -m bench.soak {rounds}"
+        inside = (
+            f"echo {PIDS} > /proc/sys/kernel/pid_max && exec {sys.executable} -m bench.soak "
+            f"{rounds}"
+        )
         command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", inside]
         env = {**os.environ, "TMPDIR": str(tmp)}
-        return subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+        return subprocess.run(
+            command, env=env, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout.splitlines()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Levers that keep the meaning: AdamW's part of a step, and raydist.fit beside the DDP loop of PyTorch's tutorial."""
+"""Levers that keep the meaning: AdamW's part of a step, and raydist.fit beside the DDP loop of
+PyTorch's tutorial."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def made(name: str, batch: int) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     if name == "gpt":
         tokens = torch.randint(256, (samples, 129), dtype=torch.uint8)
         data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
-        return GPT("1m"), data, lambda scores, ids: F.cross_entropy(scores.flatten(0, 1), ids.flatten().long())
+        return (
+            GPT("1m"),
+            data,
+            lambda scores, ids: F.cross_entropy(scores.flatten(0, 1), ids.flatten().long()),
+        )
     data = TensorDataset(torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,)))
     return torchvision.models.resnet18(num_classes=10), data, F.cross_entropy
 
@@ -79,7 +84,8 @@ def by_fit(config: Any, name: str, batch: int) -> float:
 
 
 def by_tutorial(name: str, batch: int) -> float:
-    """On a rank: steps per second of the loop in PyTorch's DDP tutorial (multigpu.py), with AdamW."""
+    """On a rank: steps per second of the loop in PyTorch's DDP tutorial (multigpu.py), with
+    AdamW."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
@@ -88,7 +94,9 @@ def by_tutorial(name: str, batch: int) -> float:
     module, data, loss = made(name, batch)
     timed, model = Timed(loss), DistributedDataParallel(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches: Any = DataLoader(data, batch, pin_memory=True, shuffle=False, sampler=DistributedSampler(data))
+    batches: Any = DataLoader(
+        data, batch, pin_memory=True, shuffle=False, sampler=DistributedSampler(data)
+    )
     for source, targets in batches:
         optimizer.zero_grad()
         timed(model(source), targets).backward()
@@ -104,7 +112,13 @@ def turn(side: str, name: str, batch: int) -> float:
     if side == "tutorial":
         done = raydist.run(by_tutorial, *words, args=(name, batch))
     else:
-        words += [f"data.batch_size={batch}", "optim=adamw", "optim.lr=0.001", "train.epochs=1", *side.split()]
+        words += [
+            f"data.batch_size={batch}",
+            "optim=adamw",
+            "optim.lr=0.001",
+            "train.epochs=1",
+            *side.split(),
+        ]
         done = raydist.run(by_fit, *words, name=name, batch=batch)
     return min(value for value in done.values if value)
 
@@ -114,17 +128,25 @@ def main(rounds: int) -> list[str]:
 
     lines = []
     for name in dict(CASES):
-        steps = {"raydist, fused": partial(optimizer_step, name, True), "default": partial(optimizer_step, name, False)}
+        steps = {
+            "raydist, fused": partial(optimizer_step, name, True),
+            "default": partial(optimizer_step, name, False),
+        }
         figures = alternate(steps, rounds)
         lines += [
             f"| AdamW's step | {heads(figures, 'raydist')} |",
             f"| {name} | {row(figures, 'raydist', 'ms')} |",
             "",
         ]
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False
+    )
     lines += ["| raydist.fit | raydist | tutorial | raydist / tutorial |", "|---" * 4 + "|"]
     for name, batch in CASES:
         found = alternate({side: partial(turn, side, name, batch) for side in SIDES}, rounds)
-        lines += [f"| {name}, {batch}, {side} | {cells} |" for side, cells in rows_beside(found, "tutorial", "steps/s")]
+        lines += [
+            f"| {name}, {batch}, {side} | {cells} |"
+            for side, cells in rows_beside(found, "tutorial", "steps/s")
+        ]
     ray.shutdown()
     return lines

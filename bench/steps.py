@@ -63,16 +63,24 @@ def network(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
         images = torch.randn(64, 3, 224, 224).to(memory_format=torch.channels_last)
         return resnet50(num_classes=10).to(memory_format=torch.channels_last), images
     net = nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 7 * 7, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 7 * 7, 10),
+    )
     return net, torch.randn(BATCH, 1, 28, 28)
 
 
 def turn_raydist() -> float:
     import raydist
 
-    done = raydist.run(train, f"scale=1x{RANKS}", f"backend={BACKEND}", "watch.progress=none", args=(True,))
+    done = raydist.run(
+        train, f"scale=1x{RANKS}", f"backend={BACKEND}", "watch.progress=none", args=(True,)
+    )
     return min(value for value in done.values if value)
 
 
@@ -87,7 +95,9 @@ def turn_torchrun() -> float:
             __file__,
             folder,
         ]
-        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        subprocess.run(
+            command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         return min(float(Path(folder, str(rank)).read_text()) for rank in range(RANKS))
 
 
@@ -95,7 +105,9 @@ def main(rounds: int = 5) -> list[str]:
     """The table's rows."""
     import ray
 
-    ray.init("local", num_cpus=RANKS, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local", num_cpus=RANKS, include_dashboard=False, logging_level="ERROR", log_to_driver=False
+    )
     print("steps", flush=True)
     figures = alternate({"raydist": turn_raydist, "torchrun": turn_torchrun}, rounds)
     ray.shutdown()

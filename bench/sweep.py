@@ -1,9 +1,10 @@
-"""Seconds of a sweep of 12 trials, each a training of two ranks on digits, from the call until all results are there.
+"""Seconds of a sweep of 12 trials, each a training of two ranks on digits, from the call until all
+results are there.
 
-raydist.sweep beside raydist.run in a loop, and beside Ray Tune with Ray Train (a Tune trial calls TorchTrainer.fit,
-as Ray's guide says). The training is the same function on all sides: plain torch, DDP, gloo; its imports are at the top
-of its file, as in most programs. Ray is up, with CPUs for four trials at a time on whatever the machine has; Tune gets
-max_concurrent_trials=4.
+raydist.sweep beside raydist.run in a loop, and beside Ray Tune with Ray Train (a Tune trial calls
+TorchTrainer.fit, as Ray's guide says). The training is the same function on all sides: plain torch,
+DDP, gloo; its imports are at the top of its file, as in most programs. Ray is up, with CPUs for
+four trials at a time on whatever the machine has; Tune gets max_concurrent_trials=4.
 """
 
 from __future__ import annotations
@@ -80,9 +81,13 @@ def trainable(config: Mapping[str, float], folder: str) -> None:
         training(config["rate"], lambda **values: train.report(values))
 
     TorchTrainer(
-        loop, train_loop_config=dict(config), scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(storage_path=folder, name=f"train-{config['rate']}", callbacks=[TuneReportCallback()]),
-    ).fit()  # fmt: skip
+        loop,
+        train_loop_config=dict(config),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            storage_path=folder, name=f"train-{config['rate']}", callbacks=[TuneReportCallback()]
+        ),
+    ).fit()
 
 
 def turn_tune() -> float:
@@ -90,13 +95,15 @@ def turn_tune() -> float:
     from ray import tune
 
     with tempfile.TemporaryDirectory() as folder:
-        # a trial holds next to nothing itself: its workers have room for AT_A_TIME trials, so none waits for another
+        # a trial holds next to nothing itself: its workers have room for AT_A_TIME trials, so none
+        # waits for another
         wanted = tune.with_resources(partial(trainable, folder=folder), {"CPU": 0.01})
         done = tune.Tuner(
-            wanted, param_space={"rate": tune.grid_search(RATES)},
+            wanted,
+            param_space={"rate": tune.grid_search(RATES)},
             tune_config=tune.TuneConfig(max_concurrent_trials=AT_A_TIME, metric="loss", mode="min"),
             run_config=tune.RunConfig(storage_path=folder, verbose=0),
-        ).fit()  # fmt: skip
+        ).fit()
         assert len(done) == len(RATES)
         assert not done.errors, done.errors[0]
         assert all((each.metrics or {}).get("loss") for each in done)
@@ -108,8 +115,18 @@ def main(rounds: int = 1) -> list[str]:
     import ray
 
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-    ray.init("local", num_cpus=2 * AT_A_TIME + 1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        "local",
+        num_cpus=2 * AT_A_TIME + 1,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
     sides = {"raydist.sweep": turn_sweep, "serial": turn_serial, "Ray Tune + Ray Train": turn_tune}
     figures = alternate(sides, rounds)
     ray.shutdown()
-    return [f"| {heads(figures, 'raydist')} |", "|---" * 5 + "|", f"| {row(figures, 'raydist', 's')} |"]
+    return [
+        f"| {heads(figures, 'raydist')} |",
+        "|---" * 5 + "|",
+        f"| {row(figures, 'raydist', 's')} |",
+    ]

@@ -1,8 +1,9 @@
-"""What the page of a run costs: CPU of the driver and of the page's process; and how soon a large run's page is drawn.
+"""What the page of a run costs: CPU of the driver and of the page's process; and how soon a large
+run's page is drawn.
 
-A run of two ranks makes ten steps a second, without Ray, so that the agents' work is the driver's too. It has no page,
-a page that nobody looks at, or a page with one viewer. The large run has 16 ranks and 100,000 steps; it is drawn by a
-headless Chromium.
+A run of two ranks makes ten steps a second, without Ray, so that the agents' work is the driver's
+too. It has no page, a page that nobody looks at, or a page with one viewer. The large run has 16
+ranks and 100,000 steps; it is drawn by a headless Chromium.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from tests.scenarios.test_watch_page import large_run, watching
 
 MEASURED_S = 20.0
 SETTLE_S = 8.0
-"""Seconds after the first step until the measurement begins: the page's process has started, agents answer seldom."""
+"""Seconds after the first step until the measurement begins: the page's process has started, agents
+answer seldom."""
 JOB = """
 import time
 import torch.distributed as dist
@@ -47,7 +49,13 @@ def turn(page: bool, viewer: bool) -> float:
     """CPU of the driver and of the page's process, in percent of a core."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.py").write_text(JOB)
-        words = ["job=job.py", "group=inline", "scale=1x2", f"watch.page={str(page).lower()}", "watch.progress=lines"]
+        words = [
+            "job=job.py",
+            "group=inline",
+            "scale=1x2",
+            f"watch.page={str(page).lower()}",
+            "watch.progress=lines",
+        ]
         command = [sys.executable, "-m", "raydist.train", *words]
         with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as program:
             assert program.stdout is not None
@@ -61,7 +69,9 @@ def turn(page: bool, viewer: bool) -> float:
                 threading.Thread(target=look, args=(f"{link}stream",), daemon=True).start()
             time.sleep(SETTLE_S)
             processes = [psutil.Process(program.pid)]
-            processes += [each for each in processes[0].children() if "raydist.watch.web" in each.cmdline()]
+            processes += [
+                each for each in processes[0].children() if "raydist.watch.web" in each.cmdline()
+            ]
             assert len(processes) == 1 + viewer
             before = sum(sum(each.cpu_times()[:2]) for each in processes)
             time.sleep(MEASURED_S)
@@ -72,7 +82,10 @@ def turn(page: bool, viewer: bool) -> float:
 
 def look(link: str) -> None:
     """Read the stream as a browser does, to its end."""
-    with contextlib.suppress(OSError, http.client.HTTPException), urllib.request.urlopen(link) as reply:
+    with (
+        contextlib.suppress(OSError, http.client.HTTPException),
+        urllib.request.urlopen(link) as reply,
+    ):
         while reply.read1():
             pass
 
@@ -88,7 +101,9 @@ def seconds_to_draw(link: str) -> float:
     """From the click to the first drawn curves."""
     with Browser() as browser:
         browser.open(link)
-        browser.until("document.body.dataset.drawn > 0 && raydist.curves.loss.steps.at(-1) == 100000")
+        browser.until(
+            "document.body.dataset.drawn > 0 && raydist.curves.loss.steps.at(-1) == 100000"
+        )
         return float(browser.value("raydist.drawn")) / 1000
 
 
@@ -106,7 +121,10 @@ def main(rounds: int) -> list[str]:
             read_all(f"{link}stream")  # as the command does, by itself, from its beginning
             drawn = [seconds_to_draw(link) for _ in range(rounds)]
     return [
-        f"| CPU, in percent of a core | {heads(sides, 'a page')} |", "|---" * 6 + "|",
-        f"| driver and page | {row(figures, 'a page', '%')} |", "",
-        f"16 ranks, 100,000 steps, {size:.0f} MB of events: drawn {statistics.median(drawn):.2f} s after the click.",
-    ]  # fmt: skip
+        f"| CPU, in percent of a core | {heads(sides, 'a page')} |",
+        "|---" * 6 + "|",
+        f"| driver and page | {row(figures, 'a page', '%')} |",
+        "",
+        f"16 ranks, 100,000 steps, {size:.0f} MB of events: "
+        f"drawn {statistics.median(drawn):.2f} s after the click.",
+    ]

@@ -1,4 +1,5 @@
-"""Adds the pages outside docs/ to the site, and sends links to other files to the repository (a hook of mkdocs)."""
+"""Adds the pages outside docs/ to the site, and sends links to other files to the repository (a
+hook of mkdocs)."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point each link at a page of the site; at the repository, if it is a file that the site does not have."""
+    """Point each link at a page of the site; at the repository, if it is a file that the site does
+    not have."""
     origin = next((source for source, name in OUTSIDE.items() if name == page.file.src_uri), None)
     folder = posixpath.dirname(origin) if origin else "docs"
 
@@ -38,10 +40,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         path = posixpath.normpath(posixpath.join(folder, match[1]))
         inside = OUTSIDE.get(path, posixpath.relpath(path, "docs"))
         if inside in files.src_uris:
-            return f"]({posixpath.relpath(inside, posixpath.dirname(page.file.src_uri) or '.')}{match[2] or ''})"
+            beside = posixpath.dirname(page.file.src_uri) or "."
+            return f"]({posixpath.relpath(inside, beside)}{match[2] or ''})"
         if not (ROOT / path).exists():
             return match[0]  # mkdocs reports it
         # the file is not on the site
-        return f"]({config.repo_url.rstrip('/')}/blob/main/{path}{match[2] or ''})" if config.repo_url else "](#)"
+        return (
+            f"]({config.repo_url.rstrip('/')}/blob/main/{path}{match[2] or ''})"
+            if config.repo_url
+            else "](#)"
+        )
 
     return LINK.sub(target, markdown)

@@ -1,4 +1,5 @@
-"""cifar10: 60,000 small photographs of 10 kinds, from files in data.root (nothing is downloaded)."""
+"""cifar10: 60,000 small photographs of 10 kinds, from files in data.root (nothing is
+downloaded)."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""digits: scikit-learn's real handwritten digits, 1,797 images of 8x8, inside the package: no download."""
+"""digits: scikit-learn's real handwritten digits, 1,797 images of 8x8, inside the package: no
+download."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -14,7 +15,9 @@ def job(config: raydist.Job, test_size: float = 0.2) -> dict[str, float]:
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1)
     labels = torch.tensor(digits.target)
-    train, test = train_test_split(range(len(labels)), test_size=test_size, random_state=0, stratify=labels)
+    train, test = train_test_split(
+        range(len(labels)), test_size=test_size, random_state=0, stratify=labels
+    )
     return raydist.fit(
         config,
         train=TensorDataset(images[train], labels[train]),

@@ -1,4 +1,5 @@
-"""folder: your own images, in data.root/train/KIND/*.jpg and data.root/val/KIND/*.jpg (ImageNet's layout)."""
+"""folder: your own images, in data.root/train/KIND/*.jpg and data.root/val/KIND/*.jpg (ImageNet's
+layout)."""
 
 from pathlib import Path
 

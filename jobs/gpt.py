@@ -1,4 +1,5 @@
-"""gpt: a language model that learns Python from the sources of the installed Python, without a download."""
+"""gpt: a language model that learns Python from the sources of the installed Python, without a
+download."""
 
 import math
 import sysconfig
@@ -43,8 +44,8 @@ def job(
     clock = Clock()
     me = raydist.rank()
     shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
-    # on meta nothing is made yet: raydist.fit makes one block at a time, as all of a large model may not fit,
-    # and one seed gives the same model under each parallel=
+    # on meta nothing is made yet: raydist.fit makes one block at a time, as all of a large model
+    # may not fit, and one seed gives the same model under each parallel=
     with torch.device("meta"):
         model = models.build_model(config.model)
     per_token = model.flops_per_token(context) if isinstance(model, GPT) else None
@@ -55,8 +56,11 @@ def job(
 
     figures = raydist.fit(config, model=model, train=train, test=test, loss=loss)
     told = {"perplexity": math.exp(figures["test_loss"])}
-    told["bits_per_byte"] = figures["test_loss"] / math.log(2) / bytes_per_token(test.tensors[1], pairs)
-    # of the stages of a pipeline the last one has the loss; ranks of a tp group have the same tokens
+    told["bits_per_byte"] = (
+        figures["test_loss"] / math.log(2) / bytes_per_token(test.tensors[1], pairs)
+    )
+    # of the stages of a pipeline the last one has the loss; ranks of a tp group have the same
+    # tokens
     if rate := sum_over_ranks(clock.tokens_per_s) / shape.tp:
         told["tokens_per_s"] = rate
     if rate and per_token and me.device.type == "cuda":
@@ -66,7 +70,9 @@ def job(
     raydist.report(None, **told)
     begin = list(prompt.encode()) if pairs is None else pairs.encode([prompt.encode()]).tolist()
     known = 256 if pairs is None else len(pairs)
-    drawn = write(model, begin, sample, context, known, me.device)  # on all ranks: each may have a part of the model
+    drawn = write(
+        model, begin, sample, context, known, me.device
+    )  # on all ranks: each may have a part of the model
     if me.rank == 0:
         written = (bytes(drawn) if pairs is None else pairs.decode(drawn)).decode(errors="replace")
         print(f"--- {sample} tokens after {prompt!r}\n{written}\n---")
@@ -74,30 +80,44 @@ def job(
 
 
 def read(root: str) -> Tensor:
-    """The bytes of all text files below a folder, in an order that their names give. Empty: Python's own sources."""
+    """The bytes of all text files below a folder, in an order that their names give. Empty:
+    Python's own sources."""
     folder = Path(root or sysconfig.get_path("stdlib"))
     files = [
-        file for file in folder.rglob("*") if file.suffix in TEXT and not LEFT_OUT & {*file.relative_to(folder).parts}
+        file
+        for file in folder.rglob("*")
+        if file.suffix in TEXT and not LEFT_OUT & {*file.relative_to(folder).parts}
     ]
     files.sort(
         key=lambda file: (zlib.crc32(str(file.relative_to(folder)).encode()), file)
     )  # mixed, and the same anywhere
     text = b"\0".join(file.read_bytes() for file in files if file.is_file())
     if len(text) < 10_000:
-        cause = f"its {len(files)} text files ({', '.join(sorted(TEXT))}) have {len(text)} bytes, too few to learn from"
+        cause = (
+            f"its {len(files)} text files ({', '.join(sorted(TEXT))}) have {len(text)} "
+            "bytes, too few to learn from"
+        )
         raise raydist.ConfigError.of("data.root", root, cause, "data.root=FOLDER")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def windows(text: Tensor, context: int) -> TensorDataset:
-    """Samples of `context` tokens, each with the tokens that follow: both of shape [samples, context]."""
+    """Samples of `context` tokens, each with the tokens that follow: both of shape [samples,
+    context]."""
     samples = (len(text) - 1) // context
-    return TensorDataset(*(text[shift : shift + samples * context].view(samples, context) for shift in (0, 1)))
+    return TensorDataset(
+        *(text[shift : shift + samples * context].view(samples, context) for shift in (0, 1))
+    )
 
 
 def bytes_per_token(tokens: Tensor, pairs: BytePairs | None) -> float:
-    """How many bytes a token of these has, in the mean: losses by tokens of different sizes can't be compared."""
-    return 1.0 if pairs is None else sum(len(pairs.pieces[token]) for token in tokens.flatten()) / tokens.numel()
+    """How many bytes a token of these has, in the mean: losses by tokens of different sizes can't
+    be compared."""
+    return (
+        1.0
+        if pairs is None
+        else sum(len(pairs.pieces[token]) for token in tokens.flatten()) / tokens.numel()
+    )
 
 
 class Clock:
@@ -118,13 +138,18 @@ class Clock:
 
 
 @torch.no_grad()
-def write(model: nn.Module, begin: list[int], count: int, context: int, known: int, device: torch.device) -> list[int]:
-    """Tokens and so many more, each drawn with the probability that the model gives it; they are less than `known`."""
+def write(
+    model: nn.Module, begin: list[int], count: int, context: int, known: int, device: torch.device
+) -> list[int]:
+    """Tokens and so many more, each drawn with the probability that the model gives it; they are
+    less than `known`."""
     drawn = torch.Generator().manual_seed(0)
     text = torch.tensor([begin], device=device)
     for _ in range(count):
         likely = model(text[:, -context:])[0, -1, :known].float().softmax(dim=0)
-        text = torch.cat([text, torch.multinomial(likely.cpu(), 1, generator=drawn)[None].to(device)], dim=1)
+        text = torch.cat(
+            [text, torch.multinomial(likely.cpu(), 1, generator=drawn)[None].to(device)], dim=1
+        )
     return text[0].tolist()
 
 

@@ -24,10 +24,13 @@ def job(config: raydist.Job) -> dict[str, float]:
 
 
 def load(config: raydist.Job, train: bool) -> TensorDataset:
-    """All images in memory, as numbers of mean 0 and deviation 1 (0.1307 and 0.3081 are those of the training set)."""
+    """All images in memory, as numbers of mean 0 and deviation 1 (0.1307 and 0.3081 are those of
+    the training set)."""
     root = Path(config.data.root)
     files = data.on_disk(lambda: MNIST(root, train=train), root, FILES)
-    return TensorDataset(files.data.unsqueeze(1).float().div(255).sub(0.1307).div(0.3081), files.targets)
+    return TensorDataset(
+        files.data.unsqueeze(1).float().div(255).sub(0.1307).div(0.3081), files.targets
+    )
 
 
 if __name__ == "__main__":

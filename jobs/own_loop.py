@@ -1,4 +1,5 @@
-"""own_loop: a loop of one's own, in plain torch: DDP by hand, a process group of one's own, report and checkpoints."""
+"""own_loop: a loop of one's own, in plain torch: DDP by hand, a process group of one's own, report
+and checkpoints."""
 
 from typing import Any
 
@@ -25,12 +26,15 @@ def job(config: raydist.Job, hidden: int = 64) -> float:
         model.module.load_state_dict(found.state["model"])
         optimizer.load_state_dict(found.state["optimizer"])
 
-    # Ranks with an even number compare their losses among themselves; every rank must make every group.
+    # Ranks with an even number compare their losses among themselves; every rank must make every
+    # group.
     even: Any = dist.new_group(list(range(0, me.world_size, 2)))
 
     for step in range(begin, steps):
         order = torch.Generator().manual_seed(config.seed + step)
-        batch = torch.randperm(len(labels), generator=order)[me.rank :: me.world_size][: config.data.batch_size]
+        batch = torch.randperm(len(labels), generator=order)[me.rank :: me.world_size][
+            : config.data.batch_size
+        ]
         loss = F.cross_entropy(model(images[batch]), labels[batch])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

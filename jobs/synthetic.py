@@ -9,7 +9,11 @@ from raydist import models
 
 
 def job(
-    config: raydist.Job, samples: int = 2048, size: int = 32, channels: int = 3, num_classes: int = 10
+    config: raydist.Job,
+    samples: int = 2048,
+    size: int = 32,
+    channels: int = 3,
+    num_classes: int = 10,
 ) -> dict[str, float]:
     made = torch.Generator().manual_seed(config.seed)
     images = torch.rand(samples, channels, size, size, generator=made)

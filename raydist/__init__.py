@@ -60,7 +60,9 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'raydist' has no attribute {name!r} (it has: {', '.join(__all__)})")
+        raise AttributeError(
+            f"module 'raydist' has no attribute {name!r} (it has: {', '.join(__all__)})"
+        )
     module = import_module(f"raydist.{_HOME[name]}")
     value = globals()[name] = module if name in _MODULES else getattr(module, name)
     return value

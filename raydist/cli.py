@@ -25,7 +25,9 @@ COMMANDS = (
     Command("launch", "tools.launch", "the same with torchrun's command line"),
     Command("plan", "tools.plan", "show where each rank would run, without starting it"),
     Command("doctor", "tools.doctor", "check the nodes and the network between them"),
-    Command("bandwidth", "tools.bandwidth", "measure collectives on the ranks that a job would have"),
+    Command(
+        "bandwidth", "tools.bandwidth", "measure collectives on the ranks that a job would have"
+    ),
     Command("watch", "tools.watch", "show a run or a sweep in the browser"),
     Command("sweep", "tools.sweep", "run a job with many settings, side by side"),
     Command("submit", "tools.submit", "submit a command to a Ray cluster, and follow its log"),
@@ -79,7 +81,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `python -m` finds modules there; a console script does not
+        sys.path.insert(
+            0, os.getcwd()
+        )  # `python -m` finds modules there; a console script does not
     sys.argv[1:] = arguments
     if "COMP_LINE" in os.environ:
         complete_command()
@@ -88,7 +92,8 @@ def main() -> int:
 
 
 def complete_command() -> None:
-    """Complete the command's name for the shell, and leave the rest of the line to Hydra, which knows the settings."""
+    """Complete the command's name for the shell, and leave the rest of the line to Hydra, which
+    knows the settings."""
     program, _, rest = os.environ["COMP_LINE"].partition(" ")
     first, space, settings = rest.partition(" ")
     names = [command.name for command in COMMANDS]

@@ -33,7 +33,11 @@ T = TypeVar("T")
 
 @overload
 def run(
-    job: Callable[..., T], *overrides: str, args: Sequence[Any] = (), on_event: Reader | None = None, **kwargs: Any
+    job: Callable[..., T],
+    *overrides: str,
+    args: Sequence[Any] = (),
+    on_event: Reader | None = None,
+    **kwargs: Any,
 ) -> Result[T]: ...
 @overload
 def run(job: str, *overrides: str, on_event: Reader | None = None) -> Result[Any]: ...
@@ -48,34 +52,50 @@ def run(
 
     - `job`: a function, or the text after `job=` on a command line.
     - `overrides`: settings as typed after `raydist train`.
-    - `args`, `kwargs`: for a function. It is called on each rank with them, with `config=` if it has a parameter of
-      that name, and with `job.args`. They travel by cloudpickle, as does what it returns: `Result.values`, by rank.
-    - `on_event`: called in this process with each event of the run as it happens, a dict with `t`, `kind` and what
-      raydist/shared/events.py lists for its kind. An exception in it is a warning of the run, and does not end it.
+    - `args`, `kwargs`: for a function. It is called on each rank with them, with `config=` if it
+      has a parameter of that name, and with `job.args`. They travel by cloudpickle, as does what it
+      returns: `Result.values`, by rank.
+    - `on_event`: called in this process with each event of the run as it happens, a dict with `t`,
+      `kind` and what raydist/shared/events.py lists for its kind. An exception in it is a warning
+      of the run, and does not end it.
 
-    ConfigError: a wrong setting, or an argument that cannot be pickled; nothing was started. LaunchError: the cluster,
-    a node or a rank could not be started. RunFailed: a rank failed and was not restarted. Stopped: SIGINT or SIGTERM.
+    ConfigError: a wrong setting, or an argument that cannot be pickled; nothing was started.
+    LaunchError: the cluster, a node or a rank could not be started. RunFailed: a rank failed and
+    was not restarted. Stopped: SIGINT or SIGTERM.
 
         raydist.run(train, "scale=2x8", "backend=nccl", args=(0.1,)).values
     """
     if isinstance(job, str):
         return run_job(compose.compose([f"job={job}", *overrides], claim=True), on_event=on_event)
     return run_job(
-        compose.compose(overrides, function=job, claim=True), RemoteCall.of(job, args, kwargs), on_event=on_event
+        compose.compose(overrides, function=job, claim=True),
+        RemoteCall.of(job, args, kwargs),
+        on_event=on_event,
     )
 
 
 def run_job(
-    job: Job, call: RemoteCall | None = None, many: OneOfMany | None = None, on_event: Reader | None = None
+    job: Job,
+    call: RemoteCall | None = None,
+    many: OneOfMany | None = None,
+    on_event: Reader | None = None,
 ) -> Result[Any]:
-    """THE FLOW: run the job, make its Result, write and upload the records. `many`: the run is one of several."""
+    """THE FLOW: run the job, make its Result, write and upload the records. `many`: the run is one
+    of several."""
     folder = Path(job.dir)
     halt, shown = (many.halt, many.reader) if many else (None, None)
     with stoppable(halt), watching(job, shown, on_event) as (events, figures):
-        # Ray is left after the event `result`: what its readers count goes out over that connection.
+        # Ray is left after the event `result`: what its readers count goes out over that
+        # connection.
         with Trackers(job, events) as trackers, ExitStack() as connection:
             try:
-                events.say("run", name=job.name, dir=str(folder), target=job.job.target, pages=last_page(folder))
+                events.say(
+                    "run",
+                    name=job.name,
+                    dir=str(folder),
+                    target=job.job.target,
+                    pages=last_page(folder),
+                )
                 attempt = attempt_job(trackers.with_ids(), call, events, connection, many)
             except Exception as error:  # also Ray's: whatever happens, there is a result
                 attempt = Attempt(error=as_raydist_error(error))
@@ -89,9 +109,14 @@ def run_job(
 
 
 def attempt_job(
-    job: Job, call: RemoteCall | None, events: Events, connection: ExitStack, many: OneOfMany | None = None
+    job: Job,
+    call: RemoteCall | None,
+    events: Events,
+    connection: ExitStack,
+    many: OneOfMany | None = None,
 ) -> Attempt:
-    """Connect, then one placement after the other until the run is over; nearly always one is enough.
+    """Connect, then one placement after the other until the run is over; nearly always one is
+    enough.
 
     `connection`: leaves Ray when it is closed.
     """
@@ -113,10 +138,15 @@ def attempt_job(
 
 
 def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany | None) -> None:
-    """Place the job, and attempt it there until the run is over or its nodes are about to be taken away."""
+    """Place the job, and attempt it there until the run is over or its nodes are about to be taken
+    away."""
     try:
-        request = placement.resources_for(job, drain.usable_nodes(job, connect.alive_nodes()), connect.node_types())
-        with placement_group.placed_group(job, request, events, many.gangs if many else None) as group:
+        request = placement.resources_for(
+            job, drain.usable_nodes(job, connect.alive_nodes()), connect.node_types()
+        )
+        with placement_group.placed_group(
+            job, request, events, many.gangs if many else None
+        ) as group:
             carry_out(job, group, events, attempts)
     except Exception as error:
         attempts.cut_short(as_raydist_error(error))
@@ -125,7 +155,9 @@ def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany
 def attempt_inline(job: Job, call: RemoteCall | None, events: Events) -> Attempt:
     """Without Ray, on this machine."""
     node = inline.inline_node(job)
-    plan = placement.assign_ranks(request := placement.resources_for(job, [node]), [node] * len(request.bundles))
+    plan = placement.assign_ranks(
+        request := placement.resources_for(job, [node]), [node] * len(request.bundles)
+    )
     if plan.world_size == 1 and not job.script:
         return explained(inline.run_here(settled(job, plan), plan, call, events), events)
     attempts = Attempts(job, call, events)
@@ -135,7 +167,8 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events) -> Attempt
 
 
 def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) -> None:
-    """Open the agents, then attempt after attempt, as long as each is followed by a retry in place."""
+    """Open the agents, then attempt after attempt, as long as each is followed by a retry in
+    place."""
     events.say("plan", **group.plan.as_event())
     job = settled(job, group.plan)
     group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)

@@ -1,4 +1,5 @@
-"""`python -m raydist.train`, the command `raydist`: command line -> Job -> run -> exit code. (driver)"""
+"""`python -m raydist.train`, the command `raydist`: command line -> Job -> run -> exit code.
+(driver)"""
 
 from __future__ import annotations
 
@@ -24,18 +25,45 @@ if TYPE_CHECKING:
 
 FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--help", "-h"), {"action": "store_true", "help": "show this text"}),
-    (("--multirun", "-m"), {"action": "store_true", "help": "run every combination of the values: optim.lr=0.1,0.01"}),
-    (("--cfg", "-c"), {"metavar": "PART", "help": "show the settings (job, hydra or all) and start nothing"}),
+    (
+        ("--multirun", "-m"),
+        {"action": "store_true", "help": "run every combination of the values: optim.lr=0.1,0.01"},
+    ),
+    (
+        ("--cfg", "-c"),
+        {"metavar": "PART", "help": "show the settings (job, hydra or all) and start nothing"},
+    ),
     (("--resolve",), {"action": "store_true", "help": "with --cfg: fill in the interpolations"}),
-    (("--package", "-p"), {"metavar": "PART", "help": "with --cfg: only this part, as in --package optim"}),
-    (("--info", "-i"), {"nargs": "?", "const": "all", "help": "show which files the settings come from"}),
-    (("--config-dir", "-cd"), {"metavar": "DIR", "help": "a folder like conf/ that is searched first"}),
-    (("--config-name", "-cn"), {"metavar": "NAME", "default": "config", "help": "instead of conf/config.yaml"}),
-    (("--shell-completion", "-sc"), {"action": "store_true", "help": 'eval "$(raydist -sc install=bash)"; zsh, fish'}),
-    (("--time",), {"action": "store_true", "help": "show at the end where the time of the command went"}),
+    (
+        ("--package", "-p"),
+        {"metavar": "PART", "help": "with --cfg: only this part, as in --package optim"},
+    ),
+    (
+        ("--info", "-i"),
+        {"nargs": "?", "const": "all", "help": "show which files the settings come from"},
+    ),
+    (
+        ("--config-dir", "-cd"),
+        {"metavar": "DIR", "help": "a folder like conf/ that is searched first"},
+    ),
+    (
+        ("--config-name", "-cn"),
+        {"metavar": "NAME", "default": "config", "help": "instead of conf/config.yaml"},
+    ),
+    (
+        ("--shell-completion", "-sc"),
+        {"action": "store_true", "help": 'eval "$(raydist -sc install=bash)"; zsh, fish'},
+    ),
+    (
+        ("--time",),
+        {"action": "store_true", "help": "show at the end where the time of the command went"},
+    ),
     (("--run", "-r"), {"action": "store_true", "help": "run the job (the default)"}),
-    (("--version",), {"action": "version", "version": f"raydist {__version__}", "help": "show the version"}),
-)  # fmt: skip
+    (
+        ("--version",),
+        {"action": "version", "version": f"raydist {__version__}", "help": "show the version"},
+    ),
+)
 
 
 CHOICES = {
@@ -56,7 +84,8 @@ class Parser(argparse.ArgumentParser):
 
 def train_parser() -> Parser:
     """The flags; all other arguments are overrides."""
-    # Hydra's parser cannot be used: Python 3.14 rejects one of its help texts, and it stops at flags between overrides.
+    # Hydra's parser cannot be used: Python 3.14 rejects one of its help texts, and it stops at
+    # flags between overrides.
     parser = Parser(prog="raydist train", add_help=False, allow_abbrev=False)
     for names, options in FLAGS:
         parser.add_argument(*names, **options)
@@ -69,11 +98,19 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     typed, unknown = train_parser().parse_known_intermixed_args(list(argv))
     if wrong := [text for text in unknown if text.startswith("-")]:
         flags = [name for names, _ in FLAGS for name in names if name.startswith("--")]
-        raise ConfigError.of(wrong[0], None, "there is no such flag", guess=nearest(wrong[0], flags), known=flags)
-    chosen = [flag for flag in ("run", "multirun", "cfg", "info", "shell_completion") if getattr(typed, flag)]
+        raise ConfigError.of(
+            wrong[0], None, "there is no such flag", guess=nearest(wrong[0], flags), known=flags
+        )
+    chosen = [
+        flag
+        for flag in ("run", "multirun", "cfg", "info", "shell_completion")
+        if getattr(typed, flag)
+    ]
     if len(chosen) > 1:
         flags = [f"--{flag.replace('_', '-')}" for flag in chosen]
-        raise ConfigError.of(flags[1], None, "only one of these flags at a time", flags[0], typed=" ".join(flags))
+        raise ConfigError.of(
+            flags[1], None, "only one of these flags at a time", flags[0], typed=" ".join(flags)
+        )
     for flag, known in CHOICES.items():
         if (value := getattr(typed, flag)) not in (None, *known):
             raise ConfigError.unknown(f"--{flag}", value, known)
@@ -85,10 +122,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. The exit code: 0, 1 if the run failed, 2 for a wrong setting, 128+n after signal n."""
+    """Run the command line. The exit code: 0, 1 if the run failed, 2 for a wrong setting, 128+n
+    after signal n."""
     entered = time.time()
     if argv is None and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # the command `raydist` finds the modules that `python -m raydist.train` finds
+        sys.path.insert(
+            0, os.getcwd()
+        )  # the command `raydist` finds the modules that `python -m raydist.train` finds
     try:
         typed = parse_arguments(sys.argv[1:] if argv is None else argv)
         if typed.time:  # before all others: exit handlers run in reverse order
@@ -117,12 +157,14 @@ def print_error(error: RaydistError) -> int:
 
 
 def warn_of_secrets(overrides: Sequence[str]) -> None:
-    """Print a warning if secrets were typed: a run's files don't have them, but this process's command line has."""
+    """Print a warning if secrets were typed: a run's files don't have them, but this process's
+    command line has."""
     from raydist.settings.references import names_of_secrets
 
     if names := names_of_secrets(overrides):
         print(
-            f"warning: {', '.join(names)}: every user of this machine can read a command line; write NAME=value into "
+            f"warning: {', '.join(names)}: every user of this machine can read a command line; "
+            "write NAME=value into "
             "a file, and set env_file=FILE",
             file=sys.stderr,
             flush=True,
@@ -130,7 +172,8 @@ def warn_of_secrets(overrides: Sequence[str]) -> None:
 
 
 def show_time(entered: float) -> None:
-    """Print where the time of this process went, which is about to end. `entered`: when main() was called."""
+    """Print where the time of this process went, which is about to end. `entered`: when main() was
+    called."""
     from raydist.reporting.command_time import time_line
 
     print(time_line(Path(_run_dir), entered), flush=True)
@@ -154,10 +197,15 @@ def run_command(typed: argparse.Namespace) -> None:
         if typed.help:
             from raydist.settings.help import manual
 
-            print(manual(loader, [(", ".join(names), options["help"]) for names, options in FLAGS]), flush=True)
+            print(
+                manual(loader, [(", ".join(names), options["help"]) for names, options in FLAGS]),
+                flush=True,
+            )
         elif typed.shell_completion:
             sys.argv[0] = "raydist"  # Hydra would complete `python FILE`
-            compose.hydra_app(loader, lenient=True).shell_completion(typed.config_name, typed.overrides)
+            compose.hydra_app(loader, lenient=True).shell_completion(
+                typed.config_name, typed.overrides
+            )
         elif typed.cfg or typed.info:
             show_settings(loader, typed)
         elif typed.multirun:
@@ -170,7 +218,9 @@ def show_settings(loader: Loader, typed: argparse.Namespace) -> None:
     """--cfg and --info, which Hydra prints."""
     from raydist.settings import compose
 
-    compose.to_job(loader.load(typed.overrides, typed.config_name))  # raises ConfigError for wrong settings
+    compose.to_job(
+        loader.load(typed.overrides, typed.config_name)
+    )  # raises ConfigError for wrong settings
     hydra, overrides = compose.hydra_app(loader), loader.translate(typed.overrides)
     if typed.cfg:
         hydra.show_cfg(typed.config_name, overrides, typed.cfg, typed.package, typed.resolve)

@@ -16,7 +16,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--hide-scrollbars")  # fmt: skip
@@ -24,7 +26,8 @@ PATIENCE_S = 30.0
 
 
 class Browser:
-    """A browser inside the `with` block: its first page, then the tab that was last opened or brought to the front."""
+    """A browser inside the `with` block: its first page, then the tab that was last opened or
+    brought to the front."""
 
     def __init__(self, width: int = 1200, height: int = 1000, dark: bool = False) -> None:
         self._size, self._dark = (width, height), dark
@@ -42,7 +45,12 @@ class Browser:
     def __enter__(self) -> Browser:
         assert CHROMIUM is not None
         self._folder = tempfile.TemporaryDirectory(prefix="c-", ignore_cleanup_errors=True)
-        words = [*FLAGS, f"--user-data-dir={self._folder.name}", "--remote-debugging-port=0", "about:blank"]
+        words = [
+            *FLAGS,
+            f"--user-data-dir={self._folder.name}",
+            "--remote-debugging-port=0",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             [CHROMIUM, *words], env={**os.environ, "HOME": self._folder.name}, start_new_session=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -83,7 +91,9 @@ class Browser:
 
     async def _add(self, page: dict[str, str]) -> None:
         """Drive this tab from now on."""
-        self._socket = await self._session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=1 << 28)
+        self._socket = await self._session.ws_connect(
+            page["webSocketDebuggerUrl"], max_msg_size=1 << 28
+        )
         self.tabs.append(self._socket)
 
     async def _open_tab(self) -> None:
@@ -108,7 +118,9 @@ class Browser:
 
     def call(self, method: str, **params: Any) -> Any:
         """The answer to a command of the protocol; what happens meanwhile is noted."""
-        return self._loop.run_until_complete(asyncio.wait_for(self._call(method, params), PATIENCE_S))
+        return self._loop.run_until_complete(
+            asyncio.wait_for(self._call(method, params), PATIENCE_S)
+        )
 
     async def _call(self, method: str, params: dict[str, Any]) -> Any:
         self._number += 1
@@ -135,11 +147,19 @@ class Browser:
         self.call("Page.navigate", url=url)
 
     def resize(self, width: int, height: int) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def value(self, expression: str) -> Any:
         """The value of an expression in the page."""
-        made = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        made = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in made, made["exceptionDetails"]
         return made["result"].get("value")
 
@@ -149,7 +169,10 @@ class Browser:
 
     def until(self, expression: str, timeout: float = PATIENCE_S) -> float:
         """Seconds until the expression is true in the page."""
-        began, tried = time.monotonic(), f"(() => {{ try {{ return !!({expression}); }} catch {{ return false; }} }})()"
+        began, tried = (
+            time.monotonic(),
+            f"(() => {{ try {{ return !!({expression}); }} catch {{ return false; }} }})()",
+        )
         while time.monotonic() - began < timeout:
             if self.value(tried):
                 return time.monotonic() - began
@@ -159,7 +182,9 @@ class Browser:
     def press(self, key: str) -> None:
         text = key if len(key) == 1 else "\r" if key == "Enter" else ""
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, text=text if kind == "keyDown" else "")
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, text=text if kind == "keyDown" else ""
+            )
 
     def screenshot(self, path: Path) -> None:
         """A PNG of what is seen."""

@@ -1,4 +1,5 @@
-"""What tests/test_golden.py shows: runs, failures, machines and findings that never were, the same each time."""
+"""What tests/test_golden.py shows: runs, failures, machines and findings that never were, the same
+each time."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ from tests.reporting.folds import fold_figures
 
 FOLDER = "/data/runs/digits/2026-11-21_02-30-00"
 INTERFACES = {"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "10.0.0.2")}
-VERSIONS = {"raydist": "0.1.0", "torch": "2.15.0", "ray": "2.60.0", "nccl": "2.30.1", "cuda": "13.2.0"}
+VERSIONS = {
+    "raydist": "0.1.0",
+    "torch": "2.15.0",
+    "ray": "2.60.0",
+    "nccl": "2.30.1",
+    "cuda": "13.2.0",
+}
 
 # Nodes and machines
 
@@ -47,7 +54,12 @@ def facts(root: Path, box: machines.Box, node: Node, gpus: Sequence[str] | None 
     told = probe.read_facts(node.ip, None, gpus, own)
     limits = replace(told.limits, shm=2**34)
     return replace(
-        told, hostname=node.host, cpus=told.cpus if box.cpus else 16, python="3.11.7", versions=VERSIONS, limits=limits
+        told,
+        hostname=node.host,
+        cpus=told.cpus if box.cpus else 16,
+        python="3.11.7",
+        versions=VERSIONS,
+        limits=limits,
     )
 
 
@@ -72,7 +84,13 @@ def launch() -> list[Event]:
         at(0, "run", name="digits", dir=FOLDER, pages=0),
         at(0, "cluster", address="10.0.0.1:6379", started=False, nodes=3),
         at(1, "phase", name="connect", s=1.0),
-        at(1, "avoid", node="id-9", avoided=True, text="node-9 (10.0.0.9) is avoided: as the ledger says"),
+        at(
+            1,
+            "avoid",
+            node="id-9",
+            avoided=True,
+            text="node-9 (10.0.0.9) is avoided: as the ledger says",
+        ),
         at(1, "wait", text="waiting for 1 more node with 2 CPU: 1 of 2 ready"),
         at(4, "phase", name="place", s=3.0),
         at(4, "plan", backend="gloo", world_size=3, slots=slots(3, 1), spares=[{"host": "node-4"}]),
@@ -86,13 +104,21 @@ def launch() -> list[Event]:
 def steps(first: int, last: int, t: float) -> Iterator[Event]:
     """Reports as the loop makes them, half a second apart, from `t` on."""
     for step in range(first, last + 1):
-        words = {"steps": 60, "epoch": 1 + (step - 1) // 30, "epochs": 2, "samples": 64 * step, "loss": 1 / step}
+        words = {
+            "steps": 60,
+            "epoch": 1 + (step - 1) // 30,
+            "epochs": 2,
+            "samples": 64 * step,
+            "loss": 1 / step,
+        }
         yield at(t + 0.5 * (step - first), "report", rank=0, step=step, values=words)
 
 
 def again(t: float, end: End, step: int) -> list[Event]:
     """A restart after that failure, with a step done again, in 2 seconds."""
-    told = policy.Retry((Attempt(ends=[end]),)).as_event(Job(restart=replace(Job().restart, max=3)).restart)
+    told = policy.Retry((Attempt(ends=[end]),)).as_event(
+        Job(restart=replace(Job().restart, max=3)).restart
+    )
     there, moved = slots(3, 1), [end.rank] if end.how == "lost" else []
     for rank in moved:
         there[rank] |= {"host": "node-4", "ip": "10.0.0.4", "node": "id-4"}
@@ -107,7 +133,9 @@ def again(t: float, end: End, step: int) -> list[Event]:
     ]
 
 
-def over(events: list[Event], t: float, error: RaydistError | None = None, why: str = "", *ends: End) -> list[Event]:
+def over(
+    events: list[Event], t: float, error: RaydistError | None = None, why: str = "", *ends: End
+) -> list[Event]:
     """The events with the result that they add up to."""
     told = ends or tuple(End(rank, f"node-{rank + 1}", "finished", t, 60) for rank in range(3))
     tried = Attempt(ends=told, failure=blame.failure_text(told), error=error, why_last=why)
@@ -131,7 +159,14 @@ def finished() -> list[Event]:
         at(26, "spent", rank=0, what="evaluate", s=0.5),
         saved,
         at(27, "slow", **slow),
-        at(27, "notice", text="Ray drains node-2: it is to be taken away in 120 s", ranks=[1], hosts=["node-2"], s=120),
+        at(
+            27,
+            "notice",
+            text="Ray drains node-2: it is to be taken away in 120 s",
+            ranks=[1],
+            hosts=["node-2"],
+            s=120,
+        ),
         at(28, "takeover", node="id-4", host="node-4", ip="10.0.0.4", instead="id-1", of="node-2"),
         at(28, "resize", nodes=2, before=3, backend="gloo", world_size=2, slots=slots(2, 1)),
         at(29, "restarted", number=2, step=31, s=1.25, repeated=0, resized=True),
@@ -152,31 +187,64 @@ def stopped() -> list[Event]:
     """One that somebody ends."""
     saved = at(19, "saved", rank=0, step=20, path=f"{FOLDER}/checkpoints/step-20", s=0.1)
     ended = Stopped(signal.SIGINT)
-    return over([*launch(), *steps(1, 20, 8.5), at(18.6, "stop", reason=str(ended)), saved], 19, ended)
+    return over(
+        [*launch(), *steps(1, 20, 8.5), at(18.6, "stop", reason=str(ended)), saved], 19, ended
+    )
 
 
 def never_placed() -> list[Event]:
     """One for which there is no place."""
-    return over(launch()[:5], 31, LaunchError("gave up after 30 s (scale.wait_s): waiting for 1 more node"))
+    return over(
+        launch()[:5], 31, LaunchError("gave up after 30 s (scale.wait_s): waiting for 1 more node")
+    )
 
 
 def program() -> list[Event]:
     """A program's own output, on so many ranks that each node is one row."""
     lines = [at(2, "output", rank=rank, output=f"loss {rank}\n".encode()) for rank in range(2)]
     placed = at(1, "plan", backend="nccl", world_size=24, slots=slots(24, 8, gpus=True))
-    return [*launch()[:2], placed, *lines, at(3, "output", rank=1, output=b"no end of line"), *over([], 4)]
+    return [
+        *launch()[:2],
+        placed,
+        *lines,
+        at(3, "output", rank=1, output=b"no end of line"),
+        *over([], 4),
+    ]
 
 
 # Failures
 
-KILLED = End(1, "node-2", "killed", 18.1, 20, "forward", signal=signal.SIGKILL, log=f"{FOLDER}/logs/rank-1.log")
-ECHO = End(0, "node-1", "raised", 18.2, 20, type="RuntimeError", message="Connection closed by peer [::1]:1")
-TRACEBACK = (
-    'Traceback (most recent call last):\n  File "train.py", line 31, in job\n    loss.backward()\nValueError: nan'
+KILLED = End(
+    1,
+    "node-2",
+    "killed",
+    18.1,
+    20,
+    "forward",
+    signal=signal.SIGKILL,
+    log=f"{FOLDER}/logs/rank-1.log",
 )
-RAISED = replace(KILLED, how="raised", signal=0, type="ValueError", message="loss is nan", traceback=TRACEBACK)
+ECHO = End(
+    0,
+    "node-1",
+    "raised",
+    18.2,
+    20,
+    type="RuntimeError",
+    message="Connection closed by peer [::1]:1",
+)
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "train.py", line 31, in job\n    '
+    "loss.backward()\nValueError: nan"
+)
+RAISED = replace(
+    KILLED, how="raised", signal=0, type="ValueError", message="loss is nan", traceback=TRACEBACK
+)
 KERNEL = "out of memory: the kernel's out-of-memory killer chose it; the machine had no more"
-MONITOR = "out of memory: Ray's memory monitor ended its actor, because the node had no more (7.9GB used / 8GB limit)"
+MONITOR = (
+    "out of memory: Ray's memory monitor ended its actor, because the node had no more "
+    "(7.9GB used / 8GB limit)"
+)
 LOST = replace(KILLED, how="lost", signal=0)
 LOOKS = [
     hang_verdict.RankState(0, "node-1", 20, "backward", state="S", collectives=[{"profiling_name": "gloo:all_reduce",
@@ -192,13 +260,19 @@ FAILURES = {
     "a hang": (HUNG, []),
     "out of memory, as the kernel finds": (replace(KILLED, why=KERNEL, oom="kernel"), [ECHO]),
     "out of memory, as Ray finds": (replace(LOST, why=MONITOR, oom="ray"), []),
-    "a GPU out of memory": (replace(RAISED, type="OutOfMemoryError", message="CUDA out of memory."), []),
+    "a GPU out of memory": (
+        replace(RAISED, type="OutOfMemoryError", message="CUDA out of memory."),
+        [],
+    ),
     "a lost node": (LOST, [ECHO]),
     "different collectives": (replace(KILLED, signal=signal.SIGABRT, message=GLOO), [ECHO]),
     "a crash in native code": (replace(KILLED, signal=signal.SIGSEGV), []),
     "a full /dev/shm": (replace(KILLED, signal=signal.SIGBUS), []),
     "an exit": (replace(KILLED, how="exited", signal=0, code=3), []),
-    "only victims": (ECHO, [End(1, "node-2", "finished", 18.3, 20), End(2, "node-3", "stopped", 18.3, 20)]),
+    "only victims": (
+        ECHO,
+        [End(1, "node-2", "finished", 18.3, 20), End(2, "node-3", "stopped", 18.3, 20)],
+    ),
 }
 """The first cause, and the ends of the others."""
 RESTARTED = ("a killed rank", "a lost node")
@@ -206,13 +280,23 @@ RESTARTED = ("a killed rank", "a lost node")
 
 def hang() -> Event:
     verdict = hang_verdict.diagnose(LOOKS)
-    return at(18.3, "hang", text=verdict.text, ranks=list(verdict.culprits), certain=verdict.certain, s=3.0)
+    return at(
+        18.3,
+        "hang",
+        text=verdict.text,
+        ranks=list(verdict.culprits),
+        certain=verdict.certain,
+        s=3.0,
+    )
 
 
 def broken(first: End, *others: End) -> list[Event]:
     """The ranks have ended because of `first`."""
     told = blame.failure_facts(first, [first, *others])
-    return [at(18.4, "stop", cause="failure", reason="a rank failed"), at(18.6, "failure", **told, attempt=0)]
+    return [
+        at(18.4, "stop", cause="failure", reason="a rank failed"),
+        at(18.6, "failure", **told, attempt=0),
+    ]
 
 
 def failure(what: str) -> list[Event]:
@@ -229,7 +313,9 @@ def failure(what: str) -> list[Event]:
 
 
 def healthy() -> Report:
-    report = Report([Host("node-1", "10.0.0.1", "eth0")], "2 ranks on 1 node, backend gloo, over eth0")
+    report = Report(
+        [Host("node-1", "10.0.0.1", "eth0")], "2 ranks on 1 node, backend gloo, over eth0"
+    )
     for check in found.CHECKS:
         report.passed(check)
     return report
@@ -249,7 +335,10 @@ def sick() -> Report:
     same = {"python": "3.11.7", **VERSIONS}
     other, none = {**same, "python": "3.11.2", "torch": "2.14.0"}, {"python": "3.11.7"}
     tried: list[dict[str, Any]] = [
-        {"gloo": {"error": "Unable to find address for: eth0"}, "nccl": {"addresses": ["127.0.0.1"]}},
+        {
+            "gloo": {"error": "Unable to find address for: eth0"},
+            "nccl": {"addresses": ["127.0.0.1"]},
+        },
         {"gloo": {"addresses": ["10.9.0.1"], "interface": "ib0"}},
     ]
     told = [
@@ -260,7 +349,9 @@ def sick() -> Report:
         *found.check_clocks(hosts, trips),
         *found.check_loaded_libraries(hosts[:2], tried),
         *found.check_imports(
-            hosts, [{}, {"timm": "ModuleNotFoundError: No module named 'timm'"}, {}, {}, {}, {}], {"timm": ["timm"]}
+            hosts,
+            [{}, {"timm": "ModuleNotFoundError: No module named 'timm'"}, {}, {}, {}, {}],
+            {"timm": ["timm"]},
         ),
         *found.check_shm(hosts, ["No space left on device", "", "", "", "", None]),
         *found.check_run_folder(hosts, [True, False, True, True, True, None], "/data/runs"),
@@ -283,26 +374,50 @@ def calls(n: int) -> list[list[Trip]]:
         Trip("stalled", "64 KiB did not come back within 3 s", 1e-4),
         Trip("fine", "", 0.045),
     ]
-    return [[ways[i] if j == i + 1 else late if j == n - 1 else fine for j in range(n)] for i in range(n)]
+    return [
+        [ways[i] if j == i + 1 else late if j == n - 1 else fine for j in range(n)]
+        for i in range(n)
+    ]
 
 
 def ill(root: Path) -> Report:
     """What the machines tell of themselves, where much is wrong."""
     there, job = nodes(2, gpus=8), Job(backend=Backend("nccl"), scale=Scale(nodes=2, per_node=1))
     plan = placement.assign_ranks(placement.resources_for(job, there), there)
-    told = [facts(root, box, node) for node, box in zip(there, (worn(), machines.efa_box()), strict=True)]
-    told[1] = replace(told[1], limits=replace(told[1].limits, shm=2**26, nofile=1024), versions={"torch": "2.14.0"})
-    report = Report([Host(node.host, node.ip, "eth0") for node in there], "2 ranks on 2 nodes, backend nccl", gpus=True)
+    told = [
+        facts(root, box, node)
+        for node, box in zip(there, (worn(), machines.efa_box()), strict=True)
+    ]
+    told[1] = replace(
+        told[1],
+        limits=replace(told[1].limits, shm=2**26, nofile=1024),
+        versions={"torch": "2.14.0"},
+    )
+    report = Report(
+        [Host(node.host, node.ip, "eth0") for node in there],
+        "2 ranks on 2 nodes, backend nccl",
+        gpus=True,
+    )
     for finding in checks_node.findings(job, plan, told):
         report.add(finding.check, finding)
     return report
 
 
 def worn() -> machines.Box:
-    """A machine whose cards came up badly, without libraries for them, and with traps in its settings."""
+    """A machine whose cards came up badly, without libraries for them, and with traps in its
+    settings."""
     link, dgx = machines.Link, machines.dgx()
     bad = (link(sm_lid=0), link(state="1: DOWN", phys="2: Polling"), link(state="2: INIT"))
-    cards = [replace(card, ports=(port,), width=(8, 16)) for card, port in zip(dgx.cards, bad, strict=False)]
-    limits = machines.LIMITS.replace("unlimited            unlimited ", "65536                65536     ")
-    files = {"etc/nccl.conf": "NCCL_IB_DISABLE=1\n", "etc/hosts": "127.0.1.1 node-1\n", "proc/self/limits": limits}
+    cards = [
+        replace(card, ports=(port,), width=(8, 16))
+        for card, port in zip(dgx.cards, bad, strict=False)
+    ]
+    limits = machines.LIMITS.replace(
+        "unlimited            unlimited ", "65536                65536     "
+    )
+    files = {
+        "etc/nccl.conf": "NCCL_IB_DISABLE=1\n",
+        "etc/hosts": "127.0.1.1 node-1\n",
+        "proc/self/limits": limits,
+    }
     return replace(dgx, cards=(*cards, *dgx.cards[3:]), libraries=(), nodes=False, files=files)

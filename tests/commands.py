@@ -32,7 +32,8 @@ def lines(page: str) -> Iterator[str]:
 
 
 def words(line: str) -> tuple[str, ...]:
-    """The words of the first command of a line, as a shell splits them, without what stands for any or no word.
+    """The words of the first command of a line, as a shell splits them, without what stands for any
+    or no word.
 
     `raydist COMMAND` is given as `python -m` of its module.
     """

@@ -1,7 +1,9 @@
-"""The part of a Ray dashboard that `watch --job` asks: a job, and the files of its run folder by Ray's log API.
+"""The part of a Ray dashboard that `watch --job` asks: a job, and the files of its run folder by
+Ray's log API.
 
-As Ray 2.60 answers (dashboard/modules/log): `file` is the file as it is now, `stream` also what is added to it; the
-headers come with the first byte, so an empty file's stream answers nothing; a file that is not there is a 500.
+As Ray 2.60 answers (dashboard/modules/log): `file` is the file as it is now, `stream` also what is
+added to it; the headers come with the first byte, so an empty file's stream answers nothing; a file
+that is not there is a 500.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Faults as data: what goes wrong, on which rank, at which step; and a training that they strike."""
+"""Faults as data: what goes wrong, on which rank, at which step; and a training that they
+strike."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Fault:
     """One thing that goes wrong, once `step` steps are done."""
 
     act: str
-    """kill, stop (SIGSTOP), raise, exit, abort, skip (the next step's collectives), fill (the disk of the run folder),
-    damage (the newest checkpoint, and kill)."""
+    """kill, stop (SIGSTOP), raise, exit, abort, skip (the next step's collectives), fill (the disk
+    of the run folder), damage (the newest checkpoint, and kill)."""
     rank: int
     step: int
     attempts: tuple[int, ...] = (0,)
@@ -81,7 +82,8 @@ def kill(rank: int, step: int, *attempts: int) -> Fault:
 
 
 def suffer(*faults: Fault) -> None:
-    """Let these strike this rank, beside those before. By no variable: a fork server is kept for one environment."""
+    """Let these strike this rank, beside those before. By no variable: a fork server is kept for
+    one environment."""
     _due.extend(faults)
 
 
@@ -99,13 +101,16 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) -> dict[str, Any]:
-    """A small training with dropout and momentum; what it ends with, to the last bit. 16 steps an epoch on 2 ranks."""
+    """A small training with dropout and momentum; what it ends with, to the last bit. 16 steps an
+    epoch on 2 ranks."""
     suffer(*struck)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 10, generator=generator)
     targets = torch.randint(3, (SAMPLES,), generator=generator)
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 3))
+    model: Any = nn.Sequential(
+        nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 3)
+    )
     model.tp_plan = {"0": "colwise_rep"}
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -114,15 +119,23 @@ def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) ->
 
     figures = raydist.fit(config, train=TensorDataset(inputs, targets), test=TensorDataset(inputs, targets),
                           loss=loss, model=model)  # fmt: skip
-    parts = ((name, value) for name, value in model.state_dict().items() if not value.is_meta)  # another stage's
-    weights = {name: getattr(value, "full_tensor", lambda value=value: value)().tolist() for name, value in parts}
+    parts = (
+        (name, value) for name, value in model.state_dict().items() if not value.is_meta
+    )  # another stage's
+    weights = {
+        name: getattr(value, "full_tensor", lambda value=value: value)().tolist()
+        for name, value in parts
+    }
     return {"figures": figures, "weights": weights, "random": torch.get_rng_state().tolist()}
 
 
 def two_trainings(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:
-    """Pretraining of 20 steps, then fine-tuning of 10 steps that faults strike; what it ends with."""
+    """Pretraining of 20 steps, then fine-tuning of 10 steps that faults strike; what it ends
+    with."""
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(64, 10, generator=generator), torch.randint(3, (64,), generator=generator))
+    data = TensorDataset(
+        torch.randn(64, 10, generator=generator), torch.randint(3, (64,), generator=generator)
+    )
     for steps, faults in ((20, ()), (10, struck)):
         suffer(*faults)
         torch.manual_seed(0)
@@ -133,7 +146,8 @@ def two_trainings(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, floa
 
 
 def own_loop(steps: int = 40, struck: tuple[Fault, ...] = ()) -> tuple[int, float]:
-    """A loop of one's own that saves every tenth step; the step it went on from, and its weight at the end."""
+    """A loop of one's own that saves every tenth step; the step it went on from, and its weight at
+    the end."""
     from raydist.worker import checkpoint
 
     suffer(*struck)

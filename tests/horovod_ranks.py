@@ -1,4 +1,5 @@
-"""Real Horovod ranks for tests: forked processes with the variables that raydist plans, and a real rendezvous."""
+"""Real Horovod ranks for tests: forked processes with the variables that raydist plans, and a real
+rendezvous."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ requires_horovod = pytest.mark.skipif(
 
 
 def run_horovod(
-    world_size: int, job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mapping[str, str] | None = None
+    world_size: int,
+    job: Job,
+    function: Callable[[Job], Any],
+    run_dir: Path,
+    env: Mapping[str, str] | None = None,
 ) -> list[Told]:
     """What every rank of a job came to, as run_ranks tells it for torch's own backends."""
     node = Node(id="here", ip="127.0.0.1", host="here", total={}, free={})

@@ -1,8 +1,9 @@
 """KubeRay's resources: which fields their specs have, and of which kind.
 
-Not a copy of KubeRay's CRDs, but the same facts: they are generated from the types in ray-operator/apis/ray/v1, and
-every field of the types that deploy/ uses is named here, as of KubeRay 1.6. What is not named is refused, so a misspelt
-field is found; `{}` is a field that deploy/ has no use for. Pods are held against Kubernetes' own schema.
+Not a copy of KubeRay's CRDs, but the same facts: they are generated from the types in
+ray-operator/apis/ray/v1, and every field of the types that deploy/ uses is named here, as of
+KubeRay 1.6. What is not named is refused, so a misspelt field is found; `{}` is a field that
+deploy/ has no use for. Pods are held against Kubernetes' own schema.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ PARAMS = {"type": "object", "additionalProperties": TEXT}
 
 def record(required: str, **fields: Any) -> dict[str, Any]:
     """An object with these fields and no others."""
-    return {"type": "object", "properties": fields, "required": required.split(), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
 
 
 GROUP = {"rayStartParams": PARAMS, "template": POD, "labels": PARAMS, "resources": PARAMS}
@@ -65,7 +71,9 @@ KINDS = {"RayCluster": CLUSTER, "RayJob": JOB}
 
 def check(resource: dict[str, Any]) -> None:
     """Raise if KubeRay or Kubernetes would refuse it."""
-    if resource["kind"] == "NetworkAttachmentDefinition":  # a type of its own; what is in it is JSON for CNI
+    if (
+        resource["kind"] == "NetworkAttachmentDefinition"
+    ):  # a type of its own; what is in it is JSON for CNI
         assert set(resource["spec"]) == {"config"}
         assert {"cniVersion", "type"} <= set(json.loads(resource["spec"]["config"]))
         return
@@ -80,7 +88,8 @@ def check(resource: dict[str, Any]) -> None:
 
 
 def pods(resource: dict[str, Any]) -> list[dict[str, Any]]:
-    """The specs of all pods: the head's first, then the workers', then that of a job's submitter."""
+    """The specs of all pods: the head's first, then the workers', then that of a job's
+    submitter."""
     templates = [group["template"] for group in groups(resource)]
     if "submitterPodTemplate" in resource["spec"]:
         templates.append(resource["spec"]["submitterPodTemplate"])
@@ -94,7 +103,8 @@ def groups(resource: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def build(folder: Path) -> list[dict[str, Any]]:
-    """What `kubectl kustomize` makes of a folder, as far as ours use it: resources, components, then its patches."""
+    """What `kubectl kustomize` makes of a folder, as far as ours use it: resources, components,
+    then its patches."""
     made: list[dict[str, Any]] = []
     _add(folder, made)
     return made
@@ -108,7 +118,9 @@ def _add(folder: Path, made: list[dict[str, Any]]) -> None:
         made += _load((folder / name).resolve())
     for name in told.get("components", ()):
         part = (folder / name).resolve()
-        assert yaml.safe_load((part / "kustomization.yaml").read_text())["kind"] == "Component", part
+        assert yaml.safe_load((part / "kustomization.yaml").read_text())["kind"] == "Component", (
+            part
+        )
         _add(part, made)
     for patch in told.get("patches", ()):
         for resource in made:

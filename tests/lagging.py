@@ -41,11 +41,15 @@ class LaggingMark:
 class Lagging:
     """A device (raydist.state.device).
 
-    `pause`: called while a host waits for it. `on_host`: the tensors that are not on it, like Adam's `step`.
+    `pause`: called while a host waits for it. `on_host`: the tensors that are not on it, like
+    Adam's `step`.
     """
 
     def __init__(
-        self, pause: Callable[[], Any] | None = None, copy_s: float = 0.0, on_host: Sequence[torch.Tensor] = ()
+        self,
+        pause: Callable[[], Any] | None = None,
+        copy_s: float = 0.0,
+        on_host: Sequence[torch.Tensor] = (),
     ) -> None:
         self.pause = pause or self.advance
         self.queue: deque[tuple[Callable[[], Any], Callable[[], bool]]] = deque()
@@ -57,7 +61,9 @@ class Lagging:
         self._copy_s = copy_s
         self._on_host = {tensor.data_ptr() for tensor in on_host}
 
-    def launch(self, work: Callable[[], Any], s: float = 0.0, ready: Callable[[], bool] = lambda: True) -> None:
+    def launch(
+        self, work: Callable[[], Any], s: float = 0.0, ready: Callable[[], bool] = lambda: True
+    ) -> None:
         """Queue work that takes `s` seconds, and begins when it is `ready`."""
 
         def run() -> None:
@@ -103,7 +109,8 @@ class Lagging:
 
 
 class TurnHost:
-    """A thread that runs only in its turns, and gives them back in `pause`: any order of several can be tried."""
+    """A thread that runs only in its turns, and gives them back in `pause`: any order of several
+    can be tried."""
 
     def __init__(self, program: Callable[[TurnHost], None]) -> None:
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)

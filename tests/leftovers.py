@@ -1,7 +1,8 @@
 """What must not be left behind: of a run its processes, of a whole session of tests nothing at all.
 
-All that a test starts has the session's folder in its environment, as TMPDIR and as HOME. That tells it from what
-others do on the same machine at the same time, another session of tests included.
+All that a test starts has the session's folder in its environment, as TMPDIR and as HOME. That
+tells it from what others do on the same machine at the same time, another session of tests
+included.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from tests.rig.namespaces import MOUNT, enter
 
 PREFIX = "rdtest-"
 _Found = TypeVar("_Found", list[str], dict[str, str])
-# What pytest, Ray, Python and torch keep in the session's folder, and rustc in a home when pip asks for its version.
+# What pytest, Ray, Python and torch keep in the session's folder, and rustc in a home when pip asks
+# for its version.
 _KEPT = re.compile(r"cwd|home|nodes\.json|ray|t|pymp-.*|torch(inductor|elastic)_.*|\.rustup")
-# In a folder that torch 2.8 makes in each process as it is imported, and leaves where a loader's worker ends at once.
+# In a folder that torch 2.8 makes in each process as it is imported, and leaves where a loader's
+# worker ends at once.
 _TORCHS = "_remote_module_non_scriptable.py"
 # Python's own processes, which end with this one.
 _HELPERS = re.compile(r"from multiprocessing\.(forkserver|resource_tracker) import main")
@@ -54,24 +57,31 @@ def ended(pid: int, within: float = 15.0) -> bool:
 
 
 def processes_of(mark: str) -> list[str]:
-    """Ids and command lines of living processes that were started with `mark` somewhere in their environment."""
+    """Ids and command lines of living processes that were started with `mark` somewhere in their
+    environment."""
     return [f"{pid} {line}" for pid, line in marked(mark).items()]
 
 
 def gone(mark: str, within: float = 60.0) -> list[str]:
     """What is still there after at most so many seconds: nothing, if all is well.
 
-    Ray's own processes look only now and then whether their raylet is gone, and late on a busy machine.
+    Ray's own processes look only now and then whether their raylet is gone, and late on a busy
+    machine.
     """
     return after(lambda: processes_of(mark), within)
 
 
 def groups(within: float = 60.0) -> list[str]:
-    """Placement groups of this process's cluster that still hold a place after so many seconds: Ray lets go later."""
+    """Placement groups of this process's cluster that still hold a place after so many seconds: Ray
+    lets go later."""
     from ray.util.placement_group import placement_group_table
 
     def held() -> list[str]:
-        return [str(name) for name, each in placement_group_table().items() if each["state"] != "REMOVED"]
+        return [
+            str(name)
+            for name, each in placement_group_table().items()
+            if each["state"] != "REMOVED"
+        ]
 
     return after(held, within)
 
@@ -102,8 +112,8 @@ def waiting_servers(tmp: Path) -> set[int]:
 class Session:
     """The folder of a session of tests, and what its tests leave.
 
-    All tests have the folder as TMPDIR, with `cwd` and `home` in it. It lies in /tmp whatever TMPDIR was: Ray's sockets
-    are in there too, and the path of a socket ends at 107 characters.
+    All tests have the folder as TMPDIR, with `cwd` and `home` in it. It lies in /tmp whatever
+    TMPDIR was: Ray's sockets are in there too, and the path of a socket ends at 107 characters.
     """
 
     def __init__(self) -> None:
@@ -114,7 +124,9 @@ class Session:
             (self.folder / name).mkdir()
         self._shm = [Path("/dev/shm")] if _own_shm() else []
         self._seen: dict[str, str] = {}
-        Finalize(None, self.end, exitpriority=-200)  # after Python's own: multiprocessing's folder is in there
+        Finalize(
+            None, self.end, exitpriority=-200
+        )  # after Python's own: multiprocessing's folder is in there
         self.keep = False
         """Whether the folders of the tests stay, for a person to look into."""
 
@@ -124,7 +136,8 @@ class Session:
             self._seen.setdefault(what, test)
 
     def left(self, within: float) -> list[str]:
-        """What is still there after at most so many seconds, each with the test after which it was first seen."""
+        """What is still there after at most so many seconds, each with the test after which it was
+        first seen."""
         return [
             f"{what}{detail}, first seen after {self._seen.get(what, 'the last test')}"
             for what, detail in sorted(after(self._there, within).items())
@@ -137,8 +150,11 @@ class Session:
             os.close(self._lock)
 
     def _there(self) -> dict[str, str]:
-        """What names this session's folder, or lies in a place of its own; with what else is known of it."""
-        found = {f"process {pid}": f" {line}{_apart(pid)}" for pid, line in self._processes().items()}
+        """What names this session's folder, or lies in a place of its own; with what else is known
+        of it."""
+        found = {
+            f"process {pid}": f" {line}{_apart(pid)}" for pid, line in self._processes().items()
+        }
         found |= {f"mount {path}": "" for path in _mounts(self.folder)}
         for folder in (self.folder, self.folder / "cwd", self.folder / "home", *self._shm):
             others = (path for path in folder.iterdir() if not _KEPT.fullmatch(path.name))
@@ -148,15 +164,25 @@ class Session:
     def _processes(self) -> dict[int, str]:
         children = {child.pid for child in psutil.Process().children()}
         found = marked(str(self.folder))
-        return {pid: line for pid, line in found.items() if not (pid in children and _HELPERS.search(line))}
+        return {
+            pid: line
+            for pid, line in found.items()
+            if not (pid in children and _HELPERS.search(line))
+        }
 
 
 def sweep() -> None:
     """End and remove what killed sessions have left, and the folders of failed tests."""
     for folder in Path("/tmp").glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another session has just removed it
-            old = time.time() - folder.lstat().st_mtime > 60  # a younger one may not have its lock yet
-            if old and folder.lstat().st_uid == os.geteuid() and (lock := _lock(folder)) is not None:
+            old = (
+                time.time() - folder.lstat().st_mtime > 60
+            )  # a younger one may not have its lock yet
+            if (
+                old
+                and folder.lstat().st_uid == os.geteuid()
+                and (lock := _lock(folder)) is not None
+            ):
                 _clear(folder, marked(str(folder)))
                 os.close(lock)
 
@@ -176,7 +202,8 @@ def _clear(folder: Path, processes: Iterable[int], keep: Collection[str] = ()) -
 
 
 def _lock(folder: Path) -> int | None:
-    """The lock of a session's folder, held until it is closed; None where a living session holds it."""
+    """The lock of a session's folder, held until it is closed; None where a living session holds
+    it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,13 +214,21 @@ def _lock(folder: Path) -> int | None:
 
 
 def _own_shm() -> bool:
-    """Give this process and all it starts a /dev/shm of their own: nothing tells whose a file in the common one is.
+    """Give this process and all it starts a /dev/shm of their own: nothing tells whose a file in
+    the common one is.
 
     It takes root. An ordinary user's is not looked at.
     """
     try:
         size = os.statvfs("/dev/shm")
-        own = ["-t", "tmpfs", "-o", f"mode=1777,size={size.f_blocks * size.f_frsize}", "tmpfs", "/dev/shm"]
+        own = [
+            "-t",
+            "tmpfs",
+            "-o",
+            f"mode=1777,size={size.f_blocks * size.f_frsize}",
+            "tmpfs",
+            "/dev/shm",
+        ]
         enter(None, MOUNT)
         for words in (["--make-rslave", "/"], own):
             subprocess.run(["mount", *words], check=True, capture_output=True)
@@ -203,12 +238,15 @@ def _own_shm() -> bool:
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Command lines by id of the living processes that were started with `mark` somewhere in their environment."""
+    """Command lines by id of the living processes that were started with `mark` somewhere in their
+    environment."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
             if mark.encode() in (entry / "environ").read_bytes():
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
                 found[int(entry.name)] = " ".join(line.split())[:120]
     return found
 

@@ -1,7 +1,7 @@
 """Whole machines as folders: the /sys, /proc, /etc and /dev of hardware that is not here.
 
-A `Box` says what a machine has; `build` writes it under a folder, with the links that sysfs has, so that every reader
-of raydist.node reads it as it would read the machine itself.
+A `Box` says what a machine has; `build` writes it under a folder, with the links that sysfs has, so
+that every reader of raydist.node reads it as it would read the machine itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from pathlib import Path
 
 MELLANOX, AMAZON, VIRTIO = "0x15b3", "0x1d0f", "0x1af4"
 NDR, HDR, EDR = "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)", "100 Gb/sec (4X EDR)"
-IB_GID, OTHER_IB_GID = "fe80:0000:0000:0000:0000:0000:0000:00a1", "fec0:0000:0000:0002:0000:0000:0000:00a1"
+IB_GID, OTHER_IB_GID = (
+    "fe80:0000:0000:0000:0000:0000:0000:00a1",
+    "fec0:0000:0000:0002:0000:0000:0000:00a1",
+)
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build"
 
 
@@ -29,7 +32,9 @@ class Link:
     state: str = "4: ACTIVE"
     phys: str = "5: LinkUp"
     sm_lid: int = 1
-    gids: Mapping[int, tuple[str, str, str]] = field(default_factory=lambda: {0: (IB_GID, "IB/RoCE v1", "")})
+    gids: Mapping[int, tuple[str, str, str]] = field(
+        default_factory=lambda: {0: (IB_GID, "IB/RoCE v1", "")}
+    )
     """index -> (gid, type, netdev)."""
     counters: str | None = "12345"
     """port_xmit_data; None: no such file."""
@@ -69,7 +74,8 @@ class Wire:
 
 @dataclass(frozen=True)
 class Processors:
-    """The CPUs: cores in NUMA nodes in sockets. The second threads of all cores come after the first ones."""
+    """The CPUs: cores in NUMA nodes in sockets. The second threads of all cores come after the
+    first ones."""
 
     sockets: int = 2
     nodes: int = 1
@@ -154,7 +160,11 @@ def write_card(root: Path, card: Card, number: int, nodes: bool) -> None:
         write(device / name, text)
     if card.virtual:
         link(device / "physfn", root / "sys/devices/pci0000:00")
-    for name, text in {"fw_ver": "28.43.1014", "board_id": "MT_0000000838", "sys_image_guid": card.guid}.items():
+    for name, text in {
+        "fw_ver": "28.43.1014",
+        "board_id": "MT_0000000838",
+        "sys_image_guid": card.guid,
+    }.items():
         write(own / name, text)
     link(own / "device", device)
     link(root / "sys/class/infiniband" / card.name, own)
@@ -162,7 +172,10 @@ def write_card(root: Path, card: Card, number: int, nodes: bool) -> None:
         write_port(own / f"ports/{i}", port)
     if card.uverbs:
         write(device / f"infiniband_verbs/uverbs{number}/ibdev", card.name)
-        link(root / f"sys/class/infiniband_verbs/uverbs{number}", device / f"infiniband_verbs/uverbs{number}")
+        link(
+            root / f"sys/class/infiniband_verbs/uverbs{number}",
+            device / f"infiniband_verbs/uverbs{number}",
+        )
         if nodes:
             write(root / f"dev/infiniband/uverbs{number}", "")
 
@@ -196,23 +209,39 @@ def write_gpu(root: Path, pci: str, numa: int) -> None:
 def write_cpus(root: Path, has: Processors) -> None:
     total, system = has.sockets * has.nodes * has.cores, root / "sys/devices/system"
     allowed = has.allowed or f"0-{total * has.threads - 1}"
-    write(root / "proc/self/status", f"Name:\tpython\nCapEff:\t0000000000000000\nCpus_allowed_list:\t{allowed}")
+    write(
+        root / "proc/self/status",
+        f"Name:\tpython\nCapEff:\t0000000000000000\nCpus_allowed_list:\t{allowed}",
+    )
 
     def cpus(cores: range) -> str:
-        return ",".join(f"{cores[0] + i * total}-{cores[-1] + i * total}" for i in range(has.threads))
+        return ",".join(
+            f"{cores[0] + i * total}-{cores[-1] + i * total}" for i in range(has.threads)
+        )
 
     write(system / "node/possible", f"0-{has.sockets * has.nodes - 1}")
     for node in range(has.sockets * has.nodes):
-        write(system / f"node/node{node}/cpulist", cpus(range(node * has.cores, (node + 1) * has.cores)))
+        write(
+            system / f"node/node{node}/cpulist",
+            cpus(range(node * has.cores, (node + 1) * has.cores)),
+        )
     for core in range(total):
         first = core - core % has.complex
         for i in range(has.threads):
             own = system / f"cpu/cpu{core + i * total}"
             write(own / "topology/physical_package_id", str(core // (has.nodes * has.cores)))
             write(own / "topology/thread_siblings_list", cpus(range(core, core + 1)))
-            levels = [(1, "Data", core, 1), (1, "Instruction", core, 1), (3, "Unified", first, has.complex)]
+            levels = [
+                (1, "Data", core, 1),
+                (1, "Instruction", core, 1),
+                (3, "Unified", first, has.complex),
+            ]
             for index, (level, kind, start, size) in enumerate(levels):
-                said = {"level": str(level), "type": kind, "shared_cpu_list": cpus(range(start, start + size))}
+                said = {
+                    "level": str(level),
+                    "type": kind,
+                    "shared_cpu_list": cpus(range(start, start + size)),
+                }
                 for name, text in said.items():
                     write(own / f"cache/index{index}/{name}", text)
 
@@ -221,7 +250,12 @@ def write_wires(root: Path, wires: tuple[Wire, ...]) -> None:
     lines = ["Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT"]
     for wire in wires:
         own = root / "sys/class/net" / wire.name
-        said = {"operstate": wire.state, "mtu": str(wire.mtu), "type": str(wire.kind), "speed": str(wire.speed)}
+        said = {
+            "operstate": wire.state,
+            "mtu": str(wire.mtu),
+            "type": str(wire.kind),
+            "speed": str(wire.speed),
+        }
         for name, text in said.items():
             write(own / name, text)
         if wire.mode:
@@ -261,14 +295,17 @@ def roce(ip: str, netdev: str, **more: object) -> Link:
 
 
 def switch(i: int) -> str:
-    """The PCI path of switch `i`: four in each half of the machine, each under a root complex of its own."""
+    """The PCI path of switch `i`: four in each half of the machine, each under a root complex of
+    its own."""
     return f"pci00{i}0:00/00{i}0:00:01.0/00{i}1:00:00.0"
 
 
 def dgx(rate: str = NDR, name: str = "mlx5_{}") -> Box:
-    """Eight GPUs, an HCA beside each under the same switch, and two dual-port storage cards elsewhere."""
+    """Eight GPUs, an HCA beside each under the same switch, and two dual-port storage cards
+    elsewhere."""
     compute = [
-        Card(name.format(i), f"{switch(i)}/00{i}2:00:00.0/00{i}3:00:00.0", (Link(rate),), i // 4) for i in range(8)
+        Card(name.format(i), f"{switch(i)}/00{i}2:00:00.0/00{i}3:00:00.0", (Link(rate),), i // 4)
+        for i in range(8)
     ]
     storage = [
         Card(name.format(8 + 2 * card + port), f"pci00a{card}:00/00a{card}:00:01.0/00a{card}:01:00.{port}",
@@ -281,19 +318,35 @@ def dgx(rate: str = NDR, name: str = "mlx5_{}") -> Box:
 
 
 def roce_box() -> Box:
-    """Two GPUs with a RoCE card each; one of them without an address, so that it has link-local GIDs only."""
+    """Two GPUs with a RoCE card each; one of them without an address, so that it has link-local
+    GIDs only."""
     cards = (
-        Card("mlx5_0", f"{switch(0)}/0002:00:00.0/0003:00:00.0", (roce("10.1.0.5", "eth1"),), netdev="eth1"),
-        Card("mlx5_1", f"{switch(1)}/0012:00:00.0/0013:00:00.0", (roce("10.2.0.5", "eth2"),), netdev="eth2"),
+        Card(
+            "mlx5_0",
+            f"{switch(0)}/0002:00:00.0/0003:00:00.0",
+            (roce("10.1.0.5", "eth1"),),
+            netdev="eth1",
+        ),
+        Card(
+            "mlx5_1",
+            f"{switch(1)}/0012:00:00.0/0013:00:00.0",
+            (roce("10.2.0.5", "eth2"),),
+            netdev="eth2",
+        ),
     )
     gpus = tuple((f"{switch(i)}/00{i}2:00:01.0/00{i}4:00:00.0", 0) for i in range(2))
-    return Box(cards, gpus, (Wire("eth0", "10.0.0.0/24", default=True), Wire("eth1", "10.1.0.0/24", 9000)))
+    return Box(
+        cards, gpus, (Wire("eth0", "10.0.0.0/24", default=True), Wire("eth1", "10.1.0.0/24", 9000))
+    )
 
 
 def efa_box() -> Box:
     """An instance with EFA: link_layer Unknown, no port counters, the vendor's plug-in in /opt."""
     port = Link("100 Gb/sec (4X EDR)", "Unknown", sm_lid=0, counters=None)
-    cards = tuple(Card(f"rdmap{i}s0", f"pci0000:0{i}/0000:0{i}:1b.0", (port,), vendor=AMAZON) for i in range(4))
+    cards = tuple(
+        Card(f"rdmap{i}s0", f"pci0000:0{i}/0000:0{i}:1b.0", (port,), vendor=AMAZON)
+        for i in range(4)
+    )
     gpus = tuple((f"pci0000:0{i}/0000:0{i}:1c.0", 0) for i in range(4))
     plugin = {"opt/amazon/ofi-nccl/lib/libnccl-net.so": "Libfabric\0AWS Libfabric\0"}
     files = {"sys/class/dmi/id/sys_vendor": "Amazon EC2", **plugin}
@@ -301,15 +354,20 @@ def efa_box() -> Box:
 
 
 def vm_box() -> Box:
-    """A VM with flat PCI: everything hangs directly under one root, and the HCAs are virtual functions."""
+    """A VM with flat PCI: everything hangs directly under one root, and the HCAs are virtual
+    functions."""
     cards = tuple(
-        Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i + 2}.0", (Link(counters=None),), -1, virtual=True) for i in range(2)
+        Card(
+            f"mlx5_{i}", f"pci0000:00/0000:00:0{i + 2}.0", (Link(counters=None),), -1, virtual=True
+        )
+        for i in range(2)
     )
     return Box(cards, tuple((f"pci0000:00/0000:00:1{i}.0", -1) for i in range(2)))
 
 
 def mig_box(tool: bool = True) -> Box:
-    """Two GPUs, of which the second has two MIG instances; `tool`: nvidia-smi is there, with its list as of R570."""
+    """Two GPUs, of which the second has two MIG instances; `tool`: nvidia-smi is there, with its
+    list as of R570."""
     gpus = tuple((f"pci0000:00/0000:0{i}:00.0", 0) for i in (1, 2))
     listed = """#!/bin/sh
 cat << END

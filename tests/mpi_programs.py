@@ -24,9 +24,12 @@ requires_mpich = pytest.mark.skipif(
     not (MPICH / "bin/mpiexec.hydra").exists(), reason=f"no MPICH in {MPICH} (RAYDIST_TEST_MPICH)"
 )
 HOROVOD_MPI = os.environ.get("RAYDIST_TEST_HOROVOD_MPI", "")
-"""The Python of an environment whose Horovod was built with `python -m raydist.tools.horovod build --mpi`."""
+"""The Python of an environment whose Horovod was built with `python -m raydist.tools.horovod build
+--mpi`."""
 requires_horovod_mpi = pytest.mark.skipif(
-    not HOROVOD_MPI, reason="the Python of a Horovod that is built with --mpi is not told (RAYDIST_TEST_HOROVOD_MPI)"
+    not HOROVOD_MPI,
+    reason="the Python of a Horovod that is built with --mpi is not told "
+    "(RAYDIST_TEST_HOROVOD_MPI)",
 )
 
 SUM = """

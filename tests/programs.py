@@ -1,6 +1,7 @@
 """raydist as a person runs it: a process of its own, in a folder of its own.
 
-As a person's, most programs find the fork server of the one before: torch is imported once, not once for each program.
+As a person's, most programs find the fork server of the one before: torch is imported once, not
+once for each program.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from tests.leftovers import after, folders_of, marked, waiting_servers
 
 ROOT = Path(__file__).parents[1]
 HEAD: dict[str, Any] = {"include_dashboard": False, "include_log_monitor": False}
-"""For the head of a Cluster: what tests do not look at. The log monitor sends output that nobody reads."""
+"""For the head of a Cluster: what tests do not look at. The log monitor sends output that nobody
+reads."""
 _shared: list[Path] = []
 """The TMPDIR that programs share."""
 
 
 class Program:
-    """`python -m raydist.train WORD…` in `folder`, started already. All that it starts has `tmp` as its TMPDIR.
+    """`python -m raydist.train WORD…` in `folder`, started already. All that it starts has `tmp` as
+    its TMPDIR.
 
-    Without `tmp` it is the one that these programs share, and its fork server stays for the next. `alone`: a TMPDIR of
-    its own, and nothing stays: for one that starts a Ray.
+    Without `tmp` it is the one that these programs share, and its fork server stays for the next.
+    `alone`: a TMPDIR of its own, and nothing stays: for one that starts a Ray.
 
     `group`: it leads a process group of its own, as a program does that a shell starts.
     """
@@ -51,11 +54,18 @@ class Program:
     ) -> None:
         self.folder = folder
         # short: Ray keeps its sockets there, and a Unix socket's path may have 107 bytes
-        self._own = tempfile.TemporaryDirectory(prefix="p-", ignore_cleanup_errors=True) if alone else None
+        self._own = (
+            tempfile.TemporaryDirectory(prefix="p-", ignore_cleanup_errors=True) if alone else None
+        )
         self.tmp = tmp or (Path(self._own.name) if self._own else shared())
-        env = {**os.environ, "TMPDIR": str(self.tmp)} | ({"RAY_ADDRESS": address} if address else {})
+        env = {**os.environ, "TMPDIR": str(self.tmp)} | (
+            {"RAY_ADDRESS": address} if address else {}
+        )
         if not (tmp or alone):
-            env |= {"RAYDIST_KEEP_WARM_S": "600", "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))}
+            env |= {
+                "RAYDIST_KEEP_WARM_S": "600",
+                "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
+            }
             env.pop("PYTEST_CURRENT_TEST", None)  # a server is kept for one environment
         self.output = folder / "screen.txt"
         with self.output.open("w") as screen:
@@ -75,7 +85,10 @@ class Program:
     @property
     def run_dir(self) -> Path:
         """The newest run folder."""
-        return max((path.parent for path in self.folder.glob("runs/*/*/events.jsonl")), key=lambda path: path.name)
+        return max(
+            (path.parent for path in self.folder.glob("runs/*/*/events.jsonl")),
+            key=lambda path: path.name,
+        )
 
     def events(self, *kinds: str) -> list[Event]:
         """What happened so far, of these kinds."""
@@ -94,7 +107,9 @@ class Program:
 
         def there() -> bool:
             paths = list(self.folder.glob("runs/*/*/events.jsonl"))
-            return bool(paths) and any(happened.get("step", 0) >= step for happened in self.events("report"))
+            return bool(paths) and any(
+                happened.get("step", 0) >= step for happened in self.events("report")
+            )
 
         self.until(there, f"step {step}", timeout)
 
@@ -120,7 +135,9 @@ class Program:
 
     def _left(self) -> dict[str, str]:
         kept = waiting_servers(self.tmp)
-        found = {f"{pid} {line}": "" for pid, line in marked(str(self.tmp)).items() if pid not in kept}
+        found = {
+            f"{pid} {line}": "" for pid, line in marked(str(self.tmp)).items() if pid not in kept
+        }
         return found | {path: "" for path in folders_of(self.tmp) if not path.endswith("-warm")}
 
 
@@ -132,7 +149,8 @@ def shared() -> Path:
 
 
 def end_servers() -> None:
-    """End the fork servers that wait for a further program; one that is in use is left to be found."""
+    """End the fork servers that wait for a further program; one that is in use is left to be
+    found."""
     for folder in _shared:
         for server in folder.glob("raydist-*-warm/*"):
             kept_server.end(str(server))

@@ -1,4 +1,5 @@
-"""What the server of tests.ranks imports last. Its ranks share all that is there: they start and end quickly."""
+"""What the server of tests.ranks imports last. Its ranks share all that is there: they start and
+end quickly."""
 
 from __future__ import annotations
 

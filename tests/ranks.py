@@ -1,7 +1,7 @@
 """Real ranks for tests: processes that meet at a real store, over gloo.
 
-They are forked by a server without threads: a child of pytest's own process could wait for ever for a lock that one of
-its threads (the store's, Ray's) held.
+They are forked by a server without threads: a child of pytest's own process could wait for ever for
+a lock that one of its threads (the store's, Ray's) held.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ torch.set_num_threads(1)
 SERVER = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).parents[1]
 TESTS = ("pytest", "sklearn.datasets", "raydist.tools.plan")
-"""What files of tests import that ranks run a function of: 3 s in each rank, if the server had not done it."""
+"""What files of tests import that ranks run a function of: 3 s in each rank, if the server had not
+done it."""
 
 
 def start_server() -> None:
-    """The server has imported before the first rank is asked for: torch, what shards a model, what tests import."""
-    SERVER.set_forkserver_preload(["tests.ranks", *preload.SHARDS, backends.PIPELINE, *TESTS, "tests.rank_server"])
+    """The server has imported before the first rank is asked for: torch, what shards a model, what
+    tests import."""
+    SERVER.set_forkserver_preload(
+        ["tests.ranks", *preload.SHARDS, backends.PIPELINE, *TESTS, "tests.rank_server"]
+    )
     here = os.getcwd()
     os.chdir(ROOT)  # where it finds this module
     try:
@@ -65,7 +69,9 @@ class Told:
         return [e["values"]["loss"] for e in self.kind("report") if "loss" in e["values"]]
 
 
-def as_rank(job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mapping[str, str]) -> Told:
+def as_rank(
+    job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mapping[str, str]
+) -> Told:
     """This process as a rank: joins, calls, leaves."""
     os.environ.update(env)
     told = Told()
@@ -82,7 +88,11 @@ def as_rank(job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mappin
 
 
 def run_ranks(
-    world_size: int, job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mapping[str, str] | None = None
+    world_size: int,
+    job: Job,
+    function: Callable[[Job], Any],
+    run_dir: Path,
+    env: Mapping[str, str] | None = None,
 ) -> list[Told]:
     """What every rank of a job came to; a rank that failed has its traceback in `error`."""
     store, port = open_store("127.0.0.1")
@@ -97,7 +107,10 @@ def run_ranks(
         there.close()
         pipes.append(here)
         processes.append(process)
-    told = [pickle.loads(pipe.recv_bytes()) if pipe.poll(100) else Told(error="no answer in 100 s") for pipe in pipes]
+    told = [
+        pickle.loads(pipe.recv_bytes()) if pipe.poll(100) else Told(error="no answer in 100 s")
+        for pipe in pipes
+    ]
     for process in processes:
         process.join(20)
         process.kill()
@@ -111,7 +124,9 @@ def _child(pipe: Connection, stderr: Any, work: bytes, env: Mapping[str, str]) -
     os.environ.clear()
     os.environ.update(environ)
     told = as_rank(job, function, run_dir, env)
-    pipe.send_bytes(pickle.dumps(told))  # tensors as bytes, not as descriptors of a process that is gone
+    pipe.send_bytes(
+        pickle.dumps(told)
+    )  # tensors as bytes, not as descriptors of a process that is gone
     pipe.close()
     os._exit(0)
 

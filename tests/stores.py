@@ -26,8 +26,11 @@ class Store:
             "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1",
         }  # fmt: skip
-        # The servers of one process share their memory: without this, a test finds the files of the one before.
-        urlopen(Request(f"{self.env['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST"), timeout=30).close()
+        # The servers of one process share their memory: without this, a test finds the files of the
+        # one before.
+        urlopen(
+            Request(f"{self.env['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST"), timeout=30
+        ).close()
         with environment(self.env):
             Remote("s3://bucket").store.mkdir("bucket")
 

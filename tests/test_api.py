@@ -1,7 +1,7 @@
 """docs/api.md is made of the docstrings of the public names, and of nothing else.
 
-`python -m tests.test_api` writes the page anew. The source is read, not imported: the page is the same for every
-version of Python and of torch.
+`python -m tests.test_api` writes the page anew. The source is read, not imported: the page is the
+same for every version of Python and of torch.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ Node = ast.FunctionDef | ast.ClassDef
 def source(module: str) -> ast.Module:
     """The syntax tree of a module below `raydist.`."""
     path = ROOT / "raydist" / module.replace(".", "/")
-    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    return ast.parse(
+        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    )
 
 
 def definition(module: str, name: str) -> Node:
-    """A class or function of a module, or of the module from which it imports it; of overloads the last."""
+    """A class or function of a module, or of the module from which it imports it; of overloads the
+    last."""
     found = [node for node in source(module).body if isinstance(node, Node) and node.name == name]
     if found:
         return found[-1]
@@ -68,30 +71,46 @@ def text(node: Node | ast.Module) -> str:
     """Its docstring; of a module without the side at the end of the first line."""
     found = ast.get_docstring(node)
     assert found, f"{getattr(node, 'name', node)} has no docstring"
-    return re.sub(r" \((rank side|either side|driver|pure|actor)\)$", "", found, count=1, flags=re.MULTILINE)
+    return re.sub(
+        r" \((rank side|either side|driver|pure|actor)\)$", "", found, count=1, flags=re.MULTILINE
+    )
 
 
 def signature(name: str, node: Node) -> str:
     """As in the source, on one line, or with an argument to a line."""
     if isinstance(node, ast.ClassDef):
-        made = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+        made = [
+            part
+            for part in node.body
+            if isinstance(part, ast.FunctionDef) and part.name == "__init__"
+        ]
         if not made or any(ast.unparse(base).endswith("Error") for base in node.bases):
             return f"class {name}"
         function = made[0]
     else:
         function = node
     own = [part for part in _arguments(function.args) if part != "self"]
-    returns = f" -> {ast.unparse(function.returns)}" if function.returns and function is node else ""
+    returns = (
+        f" -> {ast.unparse(function.returns)}" if function.returns and function is node else ""
+    )
     line = f"{name}({', '.join(own)}){returns}"
-    return line if len(line) <= 110 else f"{name}(\n" + "".join(f"    {part},\n" for part in own) + f"){returns}"
+    return (
+        line
+        if len(line) <= 110
+        else f"{name}(\n" + "".join(f"    {part},\n" for part in own) + f"){returns}"
+    )
 
 
 def _arguments(all_of: ast.arguments) -> Iterator[str]:
     plain: list[ast.expr | None] = [None] * (len(all_of.args) - len(all_of.defaults))
-    yield from (_argument(*pair) for pair in zip(all_of.args, [*plain, *all_of.defaults], strict=True))
+    yield from (
+        _argument(*pair) for pair in zip(all_of.args, [*plain, *all_of.defaults], strict=True)
+    )
     if all_of.vararg or all_of.kwonlyargs:
         yield "*" + (_argument(all_of.vararg) if all_of.vararg else "")
-    yield from (_argument(*pair) for pair in zip(all_of.kwonlyargs, all_of.kw_defaults, strict=True))
+    yield from (
+        _argument(*pair) for pair in zip(all_of.kwonlyargs, all_of.kw_defaults, strict=True)
+    )
     if all_of.kwarg:
         yield "**" + _argument(all_of.kwarg)
 
@@ -106,9 +125,15 @@ def fields(node: ast.ClassDef) -> Iterator[str]:
     for part, after in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             told = after.value if isinstance(after, ast.Expr) else None
-            doc = inspect.cleandoc(told.value) if isinstance(told, ast.Constant) and isinstance(told.value, str) else ""
+            doc = (
+                inspect.cleandoc(told.value)
+                if isinstance(told, ast.Constant) and isinstance(told.value, str)
+                else ""
+            )
             yield _field(part.target.id, ast.unparse(part.annotation), doc)
-        elif isinstance(part, ast.FunctionDef) and any("property" in ast.unparse(d) for d in part.decorator_list):
+        elif isinstance(part, ast.FunctionDef) and any(
+            "property" in ast.unparse(d) for d in part.decorator_list
+        ):
             kind = ast.unparse(part.returns) if part.returns else "Any"
             yield _field(part.name, kind, ast.get_docstring(part) or "")
 
@@ -120,9 +145,21 @@ def _field(name: str, kind: str, doc: str) -> str:
 def entry(shown: str, module: str, name: str, level: int = 3) -> str:
     """One name: heading, signature, docstring, fields."""
     node = definition(module, name)
-    lines = [f"{'#' * level} {shown}", "", "```python", signature(shown, node), "```", "", text(node)]
+    lines = [
+        f"{'#' * level} {shown}",
+        "",
+        "```python",
+        signature(shown, node),
+        "```",
+        "",
+        text(node),
+    ]
     # the fields of Job are the settings, those of an error are in its text
-    if isinstance(node, ast.ClassDef) and name in ("Result", "Saved", *RETURNED) and (own := list(fields(node))):
+    if (
+        isinstance(node, ast.ClassDef)
+        and name in ("Result", "Saved", *RETURNED)
+        and (own := list(fields(node)))
+    ):
         lines += ["", *own]
     if name == "Job":
         lines += ["", "Its fields are the settings: `raydist train --help` lists them."]
@@ -149,7 +186,9 @@ def page() -> str:
 
 
 def test_the_page_is_that_of_the_docstrings() -> None:
-    assert PAGE.read_text() == page(), "docs/api.md is not what the docstrings say: python -m tests.test_api writes it"
+    assert PAGE.read_text() == page(), (
+        "docs/api.md is not what the docstrings say: python -m tests.test_api writes it"
+    )
 
 
 def test_every_public_name_is_on_it() -> None:
@@ -168,7 +207,11 @@ def test_members_are_those_of_the_module(module: str, names: tuple[str, ...]) ->
 def test_a_docstring_names_every_argument(name: str) -> None:
     node = definition(raydist._HOME[name], name)
     assert isinstance(node, ast.FunctionDef)
-    for each in (*node.args.args, *node.args.kwonlyargs, *filter(None, (node.args.vararg, node.args.kwarg))):
+    for each in (
+        *node.args.args,
+        *node.args.kwonlyargs,
+        *filter(None, (node.args.vararg, node.args.kwarg)),
+    ):
         assert f"`{each.arg}`" in text(node), f"raydist.{name} does not say what {each.arg} is"
 
 

@@ -21,7 +21,13 @@ from tests.scenarios import test_gpu
 
 def test_without_a_gpu_each_line_of_the_report_says_so(tmp_path: Path) -> None:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-m", "bench", "gpu"], cwd=tmp_path, env=env, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "bench", "gpu"],
+        cwd=tmp_path,
+        env=env,
+        check=True,
+        capture_output=True,
+    )
     lines = (tmp_path / gpu.REPORT).read_text().splitlines()
     assert lines[0] == "# raydist on no GPU"
     cells = [re.split(r" *\| *", line)[1:-1] for line in lines if line.startswith("|")][2:]
@@ -31,9 +37,14 @@ def test_without_a_gpu_each_line_of_the_report_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 @pytest.mark.parametrize("words", [(), ("scale=1x1", "train.epochs=3")], ids=str)
-def test_the_trainings_of_the_gpu_tests_have_room_and_reach_their_faults(gpus: int, words: tuple[str, ...]) -> None:
-    """On 8 GPUs each test was refused, for want of CPUs, and the fault was to come after the last step."""
-    job = compose([f"job={ROOT}/tests/faults.py:training", *test_gpu.words_of_training(*words, gpus=gpus)])
+def test_the_trainings_of_the_gpu_tests_have_room_and_reach_their_faults(
+    gpus: int, words: tuple[str, ...]
+) -> None:
+    """On 8 GPUs each test was refused, for want of CPUs, and the fault was to come after the last
+    step."""
+    job = compose(
+        [f"job={ROOT}/tests/faults.py:training", *test_gpu.words_of_training(*words, gpus=gpus)]
+    )
     have = {"CPU": float(CPUS), "GPU": float(gpus)}
     asked = placement.resources_for(job, [Node("id", "10.0.0.1", "node", have, have)])
     assert asked.world_size == (1 if words else gpus)
@@ -41,7 +52,9 @@ def test_the_trainings_of_the_gpu_tests_have_room_and_reach_their_faults(gpus: i
     assert per_epoch * job.train.epochs > test_gpu.STRUCK
 
 
-def test_keeping_on_gpus_makes_as_few_steps_as_the_bench_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keeping_on_gpus_makes_as_few_steps_as_the_bench_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It made 840,042 of them."""
     called: list[int] = []
 
@@ -58,18 +71,27 @@ def test_keeping_on_gpus_makes_as_few_steps_as_the_bench_does(monkeypatch: pytes
     assert keeping.BLOCK * (2 * called[0] + 3) < 15_000
 
 
-def test_a_part_that_hangs_or_fails_or_lacks_a_gpu_costs_its_line_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_hangs_or_fails_or_lacks_a_gpu_costs_its_line_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert gpu.run_part("bandwidth", 1, 1) == ("", "not run: it needs 2 GPUs, this machine has 1")
-    figure, verdict = gpu.run_part("bandwidth", 2, 1)  # nccl without a GPU: it ends with a traceback
+    figure, verdict = gpu.run_part(
+        "bandwidth", 2, 1
+    )  # nccl without a GPU: it ends with a traceback
     assert (figure, verdict[:8]) == ("", "FAILED: ")
     monkeypatch.setattr(gpu, "LIMIT_S", 0.01)
     assert gpu.run_part("network", 1, 1) == ("", "FAILED: it did not end within 0.01 s")
 
 
 @pytest.mark.parametrize(
-    ("ours", "least", "most", "good"), [(99, 0.99, 2, True), (98, 0.99, 2, False), (60, 0, 0.5, False)]
+    ("ours", "least", "most", "good"),
+    [(99, 0.99, 2, True), (98, 0.99, 2, False), (60, 0, 0.5, False)],
 )
-def test_a_figure_is_held_against_its_goal(ours: float, least: float, most: float, good: bool) -> None:
-    text, reached = gpu.compare({"raydist": [ours, ours], "torchrun": [100.0, 100.0]}, "steps/s", least, most)
+def test_a_figure_is_held_against_its_goal(
+    ours: float, least: float, most: float, good: bool
+) -> None:
+    text, reached = gpu.compare(
+        {"raydist": [ours, ours], "torchrun": [100.0, 100.0]}, "steps/s", least, most
+    )
     assert reached is good
     assert f"{ours / 100:.3f}" in text

@@ -14,31 +14,48 @@ from raydist import cli
 from tests.conftest import ROOT
 
 SCRIPT = "import sys; from raydist.cli import entry_point; sys.argv[0] = 'raydist'; entry_point()"
-"""What pip writes into the file `raydist`, which must not find the folder it is called in by itself."""
+"""What pip writes into the file `raydist`, which must not find the folder it is called in by
+itself."""
 
 
 def typed(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """`raydist WORDS` in a folder, as a person types it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **variables}
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SCRIPT, *words],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)], ids=repr)
-def test_the_manual_is_one_screen_and_names_every_command(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_manual_is_one_screen_and_names_every_command(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     shown = typed(*words, cwd=tmp_path)
     assert (shown.returncode, shown.stderr) == (0, "")
     lines = shown.stdout.splitlines()
     assert len(lines) <= 25
     assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines[4 : 4 + len(cli.COMMANDS)]] == [command.name for command in cli.COMMANDS]
+    assert [line.split()[0] for line in lines[4 : 4 + len(cli.COMMANDS)]] == [
+        command.name for command in cli.COMMANDS
+    ]
 
 
 def test_the_manual_needs_neither_ray_nor_torch_nor_hydra(tmp_path: Path) -> None:
-    code = "import sys; from raydist import cli; sys.argv = ['raydist']; cli.main(); print('LOADED', *sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {"ray", "torch", "hydra", "omegaconf"} & {*shown.stdout.rpartition("LOADED")[2].split()}
+    code = (
+        "import sys; from raydist import cli; sys.argv = ['raydist']; cli.main(); "
+        "print('LOADED', *sys.modules)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not {"ray", "torch", "hydra", "omegaconf"} & {
+        *shown.stdout.rpartition("LOADED")[2].split()
+    }
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
@@ -50,7 +67,9 @@ def test_each_command_shows_its_own_help(command: cli.Command, tmp_path: Path) -
 
 def test_every_tool_is_a_command() -> None:
     tools = {
-        path.stem for path in (ROOT / "raydist/tools").glob("*.py") if 'if __name__ == "__main__"' in path.read_text()
+        path.stem
+        for path in (ROOT / "raydist/tools").glob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text()
     }
     assert tools == {command.name for command in cli.COMMANDS} - {"train"}
 
@@ -70,7 +89,9 @@ def test_train_with_and_without_its_name(tmp_path: Path) -> None:
 
 
 def test_a_program_alone_runs(tmp_path: Path) -> None:
-    (tmp_path / "hello.py").write_text("import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    (tmp_path / "hello.py").write_text(
+        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
+    )
     done = typed("launch", "--nproc-per-node", "3", "hello.py", cwd=tmp_path, RAY_ADDRESS="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"rank {rank} of 3" in done.stdout for rank in range(3)), done.stdout
@@ -84,7 +105,9 @@ def test_a_mistake_is_refused(words: tuple[str, ...], suggestion: str, tmp_path:
     done = typed(*words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {words[-1] if '=' in words[-1] and words[0] == 'train' else words[0]}: ")
+    assert line.startswith(
+        f"error: {words[-1] if '=' in words[-1] and words[0] == 'train' else words[0]}: "
+    )
     assert f"did you mean {suggestion}" in line
     assert list(tmp_path.iterdir()) == []
 

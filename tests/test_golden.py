@@ -1,6 +1,8 @@
-"""What a person sees, whole: each text of raydist beside its golden file. Wording is asserted here, and only here.
+"""What a person sees, whole: each text of raydist beside its golden file. Wording is asserted here,
+and only here.
 
-`python -m tests.test_golden` writes the files anew, in tests/golden: read what has changed before it is committed.
+`python -m tests.test_golden` writes the files anew, in tests/golden: read what has changed before
+it is committed.
 """
 
 from __future__ import annotations
@@ -60,9 +62,16 @@ def settings(here: Path) -> str:
 
 
 def tools(here: Path) -> str:
-    """`--help` of each tool, an entry to a line: Python's versions differ in how they break it and repeat a value."""
+    """`--help` of each tool, an entry to a line: Python's versions differ in how they break it and
+    repeat a value."""
     lines = ["launch --help", "submit --help", "plan --help", "doctor --help", "bandwidth --help"]
-    lines += ["horovod --help", "horovod check --help", "horovod build --help", "warm --help", "warm --ned"]
+    lines += [
+        "horovod --help",
+        "horovod check --help",
+        "horovod build --help",
+        "warm --help",
+        "warm --ned",
+    ]
     with patch.dict(os.environ, COLUMNS="999"):
         text = "\n".join(said(line) for line in lines)
     text = re.sub(r"\n {20,}", "  ", text)
@@ -73,11 +82,18 @@ def tools(here: Path) -> str:
 
 
 def plans(here: Path) -> str:
-    """The plan on this machine, on two nodes that nobody has looked at, on two that are known, and on none."""
-    own, many, types = canned.nodes(1), canned.nodes(2, gpus=8), [NodeType("gpu", {"CPU": 8, "GPU": 8}, 20)]
+    """The plan on this machine, on two nodes that nobody has looked at, on two that are known, and
+    on none."""
+    own, many, types = (
+        canned.nodes(1),
+        canned.nodes(2, gpus=8),
+        [NodeType("gpu", {"CPU": 8, "GPU": 8}, 20)],
+    )
     numa = replace(machines.dgx(), cpus=machines.Processors())
     busy = [many[0], replace(many[1], free={"CPU": 16.0, "GPU": 1.0})]
-    with patch.dict(os.environ, RAYDIST_RUNS="/data/runs"):  # columns are as wide as what is in them
+    with patch.dict(
+        os.environ, RAYDIST_RUNS="/data/runs"
+    ):  # columns are as wide as what is in them
         return "\n".join(
             [
                 said("plan scale=1x2", here, own, box=machines.plain_box(), running=None),
@@ -103,7 +119,9 @@ def reports(here: Path) -> str:
 def console(here: Path) -> str:
     """The lines of whole runs; that in which all happens once more for who asked for nothing."""
     runs = [canned.finished, canned.failed, canned.stopped, canned.never_placed, canned.program]
-    texts = [f"# {run.__name__}\n{screen(run(), Watch(progress='lines', output='all'))}" for run in runs]
+    texts = [
+        f"# {run.__name__}\n{screen(run(), Watch(progress='lines', output='all'))}" for run in runs
+    ]
     return "\n".join([*texts, f"# quiet\n{screen(canned.finished(), Watch(progress='none'))}"])
 
 
@@ -118,14 +136,30 @@ def screen(events: Sequence[dict[str, object]], settings: Watch) -> str:
 
 
 def sweeps(here: Path) -> str:
-    """A sweep's lines, its table in a terminal of 80 columns, and its summary, with one objective and with two."""
-    made = {"finished": 0.31, "paused": 0.62, "failed": 1.5, "ended": 0.9, "stopped": 0.4, "running": 0.5}
-    trials = [Trial(0, {"optim.lr": "0.03215846508121117", "job.args.a_setting_with_a_long_name": "false"})]
+    """A sweep's lines, its table in a terminal of 80 columns, and its summary, with one objective
+    and with two."""
+    made = {
+        "finished": 0.31,
+        "paused": 0.62,
+        "failed": 1.5,
+        "ended": 0.9,
+        "stopped": 0.4,
+        "running": 0.5,
+    }
+    trials = [
+        Trial(
+            0, {"optim.lr": "0.03215846508121117", "job.args.a_setting_with_a_long_name": "false"}
+        )
+    ]
     for number, (state, loss) in enumerate(made.items(), 1):
         values = {"test_loss": loss, "accuracy": 1 - loss / 2}
         why = "rank 1 failed at step 12: ValueError" if state == "failed" else ""
-        settings = {key: value.replace("3", str(number)) for key, value in trials[0].settings.items()}
-        trials.append(Trial(number, settings, state, step=8 * number, values=values, why=why, wall_s=number))  # type: ignore[arg-type]
+        settings = {
+            key: value.replace("3", str(number)) for key, value in trials[0].settings.items()
+        }
+        trials.append(
+            Trial(number, settings, state, step=8 * number, values=values, why=why, wall_s=number)  # type: ignore[arg-type]
+        )
     text = []
     for wanted in (objectives("min:test_loss"), objectives("min:test_loss,max:accuracy")):
         stream, (live := WatchedTrial(wanted)).metrics["steps"] = io.StringIO(), 96
@@ -135,7 +169,11 @@ def sweeps(here: Path) -> str:
         text += [stream.getvalue(), *wording.table([*table_rows(trials, {6: live}, wanted)], 80)]
         stream.truncate(0)
         facts = summary_facts(
-            trials, wanted, {"optim.lr": 0.81}, "runs/a_sweep", lambda trial: f"(trial {trial.number})"
+            trials,
+            wanted,
+            {"optim.lr": 0.81},
+            "runs/a_sweep",
+            lambda trial: f"(trial {trial.number})",
         )
         shown.summary(facts, sweep_headline(trials, 35.2, "stopped"), good=False)
         text.append(stream.getvalue().lstrip("\0"))
@@ -162,7 +200,8 @@ def refusals(here: Path) -> str:
     wrong_files(here)
     many = canned.nodes(2, gpus=8)
     text = "\n".join(
-        said(line, here, many if line.startswith(("plan", "sweep")) else ()) for line in REFUSED.strip().splitlines()
+        said(line, here, many if line.startswith(("plan", "sweep")) else ())
+        for line in REFUSED.strip().splitlines()
     )
     for objective in ("min:los", "max:bleu"):  # what a sweep says once its first trial has finished
         trial = Trial(0, {}, metrics={"loss": 0.1, "accuracy": 0.9, "steps": 48})
@@ -312,7 +351,8 @@ def said(
     box: machines.Box | None = None,
     running: str | None = "10.0.0.1:6379",
 ) -> str:
-    """A command line, and what is printed for it: on a cluster of these nodes, each such a box, if that is known."""
+    """A command line, and what is printed for it: on a cluster of these nodes, each such a box, if
+    that is known."""
     name, *words = shlex.split(line)
     shown = io.StringIO()
     with contextlib.ExitStack() as stack:
@@ -329,7 +369,11 @@ def said(
 
 @contextlib.contextmanager
 def pictured(
-    here: Path, nodes: Sequence[Node], types: Sequence[NodeType], box: machines.Box | None, running: str | None
+    here: Path,
+    nodes: Sequence[Node],
+    types: Sequence[NodeType],
+    box: machines.Box | None,
+    running: str | None,
 ) -> Iterator[None]:
     """Let this be the cluster that is there; no job is ever run on it."""
     with contextlib.ExitStack() as stack:
@@ -338,14 +382,20 @@ def pictured(
         stack.enter_context(patch.object(connect, "running_address", lambda: running))
         stack.enter_context(patch.object(connect, "start_or_join", lambda job: False))
         if nodes:
-            stack.enter_context(patch.object(connect, "connect", lambda job, events: contextlib.nullcontext()))
+            stack.enter_context(
+                patch.object(connect, "connect", lambda job, events: contextlib.nullcontext())
+            )
         stack.enter_context(patch.object(connect, "alive_nodes", lambda: list(nodes)))
         stack.enter_context(patch.object(connect, "node_types", lambda: list(types)))
         stack.enter_context(patch.object(connect, "local_node", lambda job: nodes[0]))
-        stack.enter_context(patch.object(probe, "interfaces", lambda: canned.INTERFACES if box else {}))
+        stack.enter_context(
+            patch.object(probe, "interfaces", lambda: canned.INTERFACES if box else {})
+        )
         if box is not None:
             look = functools.partial(canned.facts, Path(tempfile.mkdtemp(dir=here)), box)
-            stack.enter_context(patch.object(plan, "expected_facts", lambda job, made, lead: look(lead.node)))
+            stack.enter_context(
+                patch.object(plan, "expected_facts", lambda job, made, lead: look(lead.node))
+            )
         yield
 
 
@@ -360,7 +410,14 @@ def alone() -> Iterator[Path]:
     before = os.getcwd()
     with tempfile.TemporaryDirectory(prefix="golden-") as made:
         here = Path(made).resolve()
-        env = {**kept, "HOME": str(here), "COLUMNS": "100", "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
+        env = {
+            **kept,
+            "HOME": str(here),
+            "COLUMNS": "100",
+            "LINES": "50",
+            "NO_COLOR": "1",
+            "TERM": "dumb",
+        }
         os.chdir(here)
         try:
             with patch.dict(os.environ, env, clear=True):
@@ -370,7 +427,8 @@ def alone() -> Iterator[Path]:
 
 
 def text_of(name: str) -> str:
-    """A surface without what differs from machine to machine: folders, the time of day, spaces at the end of lines."""
+    """A surface without what differs from machine to machine: folders, the time of day, spaces at
+    the end of lines."""
     with alone() as here:
         text = SURFACES[name](here)
     for path, word in {str(here): "<here>", str(ROOT): "<raydist>"}.items():
@@ -383,9 +441,13 @@ def text_of(name: str) -> str:
 @pytest.mark.parametrize("name", SURFACES)
 def test_a_person_sees_what_the_golden_file_has(name: str) -> None:
     kept, now = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8"), text_of(name)
-    lines = difflib.unified_diff(kept.splitlines(), now.splitlines(), f"golden/{name}.txt", "now", lineterm="")
+    lines = difflib.unified_diff(
+        kept.splitlines(), now.splitlines(), f"golden/{name}.txt", "now", lineterm=""
+    )
     if kept != now:
-        pytest.fail("\n".join(["if it is meant: python -m tests.test_golden", *lines]), pytrace=False)
+        pytest.fail(
+            "\n".join(["if it is meant: python -m tests.test_golden", *lines]), pytrace=False
+        )
 
 
 def test_each_golden_file_is_of_a_surface() -> None:

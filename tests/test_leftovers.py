@@ -33,7 +33,10 @@ def sleeps(pid):
 
 
 """
-START = "pathlib.Path({pid!r}).write_text(str(sleeps(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)))"
+START = (
+    "pathlib.Path({pid!r}).write_text(str(sleeps(subprocess.Popen(['sleep', '1000'], "
+    "start_new_session=True).pid)))"
+)
 # By the test that leaves it: what that does, and how it is told.
 WAYS = {
     "process": ("sleeps(subprocess.Popen(['sleep', '1002']).pid)", r"process \d+ sleep 1002"),
@@ -48,7 +51,10 @@ WAYS = {
 ROOTS_WAYS = {
     "shm": ("pathlib.Path('/dev/shm/left').touch()", "file /dev/shm/left"),
     "namespace": ("KEPT.append(Space(NET, ''))", r"process \d+ .*cat, in namespaces of its own"),
-    "mount": ("subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', tempfile.mkdtemp()])", "mount FOLDER/tmp.+"),
+    "mount": (
+        "subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', tempfile.mkdtemp()])",
+        "mount FOLDER/tmp.+",
+    ),
 }
 
 
@@ -62,25 +68,43 @@ def session(folder: Path, *words: str, **bodies: str) -> tuple[int, str]:
     """The exit code and the screen of a pytest of its own, whose tests do this."""
     tests = [f"def test_{name}(tmp_path):\n    {body}\n" for name, body in bodies.items()]
     (folder / "test_it.py").write_text(PRELUDE + "\n".join(tests))
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--left-within=1", str(folder / "test_it.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.conftest",
+        "--left-within=1",
+        str(folder / "test_it.py"),
+    ]
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    done = subprocess.run([*command, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [*command, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100
+    )
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    "ways", [WAYS, pytest.param(ROOTS_WAYS, marks=[pytest.mark.root, requires_root])], ids=["anybody", "root"]
+    "ways",
+    [WAYS, pytest.param(ROOTS_WAYS, marks=[pytest.mark.root, requires_root])],
+    ids=["anybody", "root"],
 )
 def test_what_a_test_leaves_fails_the_session_names_the_test_and_is_removed(
     tmp_path: Path, ways: dict[str, tuple[str, str]]
 ) -> None:
-    code, screen = session(tmp_path, good="pass", **{name: body for name, (body, _) in ways.items()}, last="pass")
+    code, screen = session(
+        tmp_path, good="pass", **{name: body for name, (body, _) in ways.items()}, last="pass"
+    )
     assert code == 1
     assert f"{len(ways) + 2} passed, 1 error" in screen
     for name, (_, told) in ways.items():
         what = told.replace("FOLDER", f"/tmp/{PREFIX}[^/]+")
-        assert re.search(rf"^ +{what}, first seen after .*test_it.py::test_{name}$", screen, re.MULTILINE), screen
-    told_of = set(re.findall("^ +(.+), first seen after", screen, re.MULTILINE))  # pytest says it twice where CI is set
+        assert re.search(
+            rf"^ +{what}, first seen after .*test_it.py::test_{name}$", screen, re.MULTILINE
+        ), screen
+    told_of = set(
+        re.findall("^ +(.+), first seen after", screen, re.MULTILINE)
+    )  # pytest says it twice where CI is set
     assert len(told_of) == len(ways) + (ways is ROOTS_WAYS)  # a mount, and the folder below it
     assert not any(folder.exists() for folder in folders(screen))
 
@@ -95,17 +119,27 @@ def test_what_a_test_leaves_fails_the_session_names_the_test_and_is_removed(
     ],
     ids=["only some tests", "-x", "in workers", "Ctrl-C"],
 )
-def test_so_it_does_however_the_session_ends(tmp_path: Path, body: str, words: list[str], code: int) -> None:
+def test_so_it_does_however_the_session_ends(
+    tmp_path: Path, body: str, words: list[str], code: int
+) -> None:
     own = f"--basetemp={tmp_path / 'own'}"  # or the folders of a failed test would stay
-    ended, screen = session(tmp_path, own, *words, good="pass", leaves=body.format(pid=str(tmp_path / "pid")))
+    ended, screen = session(
+        tmp_path, own, *words, good="pass", leaves=body.format(pid=str(tmp_path / "pid"))
+    )
     assert ended == code
-    assert re.search(r"^ +process \d+ sleep 1000, first seen after .*test_leaves$", screen, re.MULTILINE), screen
+    assert re.search(
+        r"^ +process \d+ sleep 1000, first seen after .*test_leaves$", screen, re.MULTILINE
+    ), screen
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
 def test_nobody_is_blamed_for_what_others_do(tmp_path: Path) -> None:
-    """This very session is another one, with a process and files of its own. Nor is a zombie left behind."""
-    body = f"pathlib.Path({str(tmp_path / 'mine')!r}).touch(); KEPT.append(subprocess.Popen(['true'])); time.sleep(0.5)"
+    """This very session is another one, with a process and files of its own. Nor is a zombie left
+    behind."""
+    body = (
+        f"pathlib.Path({str(tmp_path / 'mine')!r}).touch(); "
+        "KEPT.append(subprocess.Popen(['true'])); time.sleep(0.5)"
+    )
     with subprocess.Popen(["sleep", "1000"]) as other, tempfile.NamedTemporaryFile(dir="/dev/shm"):
         code, screen = session(tmp_path, good=body)
         assert other.poll() is None
@@ -133,7 +167,9 @@ def test_what_a_killed_session_left_is_removed_and_a_living_ones_is_not(tmp_path
     killed, living = (Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")) for _ in range(2))
     lock = leftovers._lock(living)
     with subprocess.Popen(["sleep", "1000"], env={**os.environ, "TMPDIR": str(killed)}) as left:
-        while not leftovers.processes_of(str(killed)):  # Popen returns before the kernel shows the environment
+        while not leftovers.processes_of(
+            str(killed)
+        ):  # Popen returns before the kernel shows the environment
             time.sleep(0.01)
         long_ago(killed)
         long_ago(living)

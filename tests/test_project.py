@@ -1,4 +1,5 @@
-"""The files for people who work on raydist: workflows, issue form, hooks, the documentation's site."""
+"""The files for people who work on raydist: workflows, issue form, hooks, the documentation's
+site."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def test_a_workflow_calls_targets_that_are_there(path: Path) -> None:
         for step in job["steps"]:
             for line in step.get("run", "").splitlines():
                 targets = line.split()[1:] if line.startswith("make ") else []
-                assert all(re.search(rf"^[a-z -]*\b{target}\b[a-z -]*:", makefile, re.MULTILINE) for target in targets)
+                assert all(
+                    re.search(rf"^[a-z -]*\b{target}\b[a-z -]*:", makefile, re.MULTILINE)
+                    for target in targets
+                )
 
 
 def test_the_workflow_has_every_python() -> None:
@@ -56,7 +60,15 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def build_site(clone: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(clone / "mkdocs.yml")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(clone / "mkdocs.yml"),
+    ]
     return subprocess.run(command, cwd=clone, capture_output=True, text=True)
 
 

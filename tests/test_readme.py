@@ -1,4 +1,5 @@
-"""What the pages for people say holds: links, names, files, the README's example and its refusal."""
+"""What the pages for people say holds: links, names, files, the README's example and its
+refusal."""
 
 from __future__ import annotations
 
@@ -17,12 +18,18 @@ import raydist
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "bench" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    ROOT / "bench" / "README.md",
+]
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def slugs(headings: list[str]) -> set[str]:
-    """The anchors that GitHub makes of headings: lower case, no punctuation, hyphens; -1, -2 for a repeated one."""
+    """The anchors that GitHub makes of headings: lower case, no punctuation, hyphens; -1, -2 for a
+    repeated one."""
     seen: Counter[str] = Counter()
     found = set()
     for heading in headings:
@@ -58,7 +65,10 @@ def test_its_links_lead_somewhere(page: Path) -> None:
 def test_a_link_to_a_heading_that_is_not_there_is_found() -> None:
     page = ROOT / "docs" / "faults.md"
     wrong = ["#no-such", "storage.md#no-such", "no-such.md", "no-such.md#stores"]
-    text = " ".join(f"[x]({target})" for target in [*wrong, "storage.md#stores", "#spares", "../README.md#settings"])
+    text = " ".join(
+        f"[x]({target})"
+        for target in [*wrong, "storage.md#stores", "#spares", "../README.md#settings"]
+    )
     assert list(broken(page, text)) == wrong
     assert slugs(["A state in shards (FSDP)", "`a.b`, c", "Spares", "Spares", "[x](y.md) z"]) == {
         "a-state-in-shards-fsdp", "ab-c", "spares", "spares-1", "x-z",
@@ -69,7 +79,9 @@ def code(text: str) -> str:
     """The code of a page, in blocks and between backticks."""
     fenced = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
     rest = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return "\n".join([*fenced, *re.findall(r"^ {4}.*$", rest, re.MULTILINE), *re.findall(r"`([^`\n]+)`", rest)])
+    return "\n".join(
+        [*fenced, *re.findall(r"^ {4}.*$", rest, re.MULTILINE), *re.findall(r"`([^`\n]+)`", rest)]
+    )
 
 
 def called(text: str) -> set[str]:
@@ -104,7 +116,10 @@ def test_a_name_that_is_not_public_is_found() -> None:
     }  # fmt: skip
 
 
-NAMED = r"(?<![\w/.])((?:[\w-]+/)+[\w-]+\.py|(?:run|train)\.py)(?:: ((?:\w+\(\)|[A-Z]\w*)(?:, (?:\w+\(\)|[A-Z]\w*))*))?"
+NAMED = (
+    r"(?<![\w/.])((?:[\w-]+/)+[\w-]+\.py|(?:run|train)\.py)(?:: ((?:\w+\(\)|[A-Z]\w*)(?:, "
+    r"(?:\w+\(\)|[A-Z]\w*))*))?"
+)
 """A file, and after a colon what is in it: `settings/compose.py: load(), Loader`."""
 
 
@@ -117,7 +132,14 @@ def defined(file: Path) -> set[str]:
 @named
 def test_the_files_and_functions_that_it_names_are_there(page: Path) -> None:
     for file, names in re.findall(NAMED, page.read_text().replace("path/to/file.py", "")):
-        path = next((each / file for each in (ROOT, ROOT / "raydist", page.parent) if (each / file).exists()), None)
+        path = next(
+            (
+                each / file
+                for each in (ROOT, ROOT / "raydist", page.parent)
+                if (each / file).exists()
+            ),
+            None,
+        )
         assert path is not None, f"{page.name} names {file}"
         for name in re.findall(r"(\w+)(?:\(\))?", names):
             assert name in defined(path), f"{page.name} names {name} in {file}"
@@ -130,7 +152,9 @@ def test_the_readme_fits_one_visit() -> None:
 
 
 def test_the_readme_names_every_page() -> None:
-    assert [page.name for page in PAGES[1:] if page.relative_to(ROOT).as_posix() not in README] == []
+    assert [
+        page.name for page in PAGES[1:] if page.relative_to(ROOT).as_posix() not in README
+    ] == []
 
 
 @pytest.mark.ray
@@ -138,16 +162,28 @@ def test_the_readme_names_every_page() -> None:
 def test_its_example_runs_all_three_ways(
     tmp_path: Path, ray_address: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (example,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "def job" in code]
+    (example,) = [
+        code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "def job" in code
+    ]
     (tmp_path / "mine.py").write_text(example)
     command = {
         "raydist": ["-m", "raydist.train", "job=mine.py", "job.args.hidden=64"],
-        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "mine.py"],
+        "torchrun": [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "mine.py",
+        ],
         "alone": ["mine.py"],
     }[how]
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
     ended = subprocess.run(
-        [sys.executable, *command, "train.epochs=1"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, *command, "train.epochs=1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "loss" in ended.stdout
@@ -156,7 +192,10 @@ def test_its_example_runs_all_three_ways(
 def test_a_wrong_setting_is_answered_as_it_shows(tmp_path: Path) -> None:
     (shown,) = re.findall(r"\$ raydist train (\S+)\n +error: (.*?) …", README)
     ended = subprocess.run(
-        [sys.executable, "-m", "raydist.train", shown[0]], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "raydist.train", shown[0]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: {shown[1]}")

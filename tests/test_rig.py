@@ -1,4 +1,5 @@
-"""The rig is what it says: hosts apart from each other, faults like real ones, and nothing left. (driver)"""
+"""The rig is what it says: hosts apart from each other, faults like real ones, and nothing left.
+(driver)"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ for said in sys.stdin:
         print(type(error).__name__, flush=True)
 """
 
-# One all-reduce of 16 MB per rank; argv: rank, world size, address of rank 0, seconds that gloo gets to connect.
+# One all-reduce of 16 MB per rank; argv: rank, world size, address of rank 0, seconds that gloo
+# gets to connect.
 ALL_REDUCE = """
 import datetime, sys, torch, torch.distributed as dist
 rank, world, master, limit = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -113,7 +115,11 @@ def pair() -> Iterator[Rig]:
 
 
 def program(host: Host, text: str, *words: str) -> subprocess.Popen[str]:
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
     return host.popen(["python", "-c", text, *words], **pipes)
 
 
@@ -152,7 +158,8 @@ def carrier(host: Host, nic: str) -> bool:
 
 
 def traces(folder: Path) -> list[str]:
-    """What a rig has left here: its folder and NIC have one name, and its programs have that in their environment."""
+    """What a rig has left here: its folder and NIC have one name, and its programs have that in
+    their environment."""
     there = [str(path) for path in (folder, Path("/sys/class/net", folder.name)) if path.exists()]
     return there + processes_of(str(folder))
 
@@ -181,7 +188,9 @@ def test_each_host_has_its_own_name_and_addresses(rig: Rig) -> None:
 def test_the_own_name_leads_to_loopback_and_the_others_to_their_first_nic(rig: Rig) -> None:
     for host in rig.hosts:
         for other in rig.hosts:
-            address = host.run(["python", "-c", f"import socket; print(socket.gethostbyname({other.name!r}))"]).stdout
+            address = host.run(
+                ["python", "-c", f"import socket; print(socket.gethostbyname({other.name!r}))"]
+            ).stdout
             assert address.strip() == ("127.0.1.1" if other is host else other.address("eth0"))
 
 
@@ -198,7 +207,9 @@ def test_each_host_has_its_own_identity(rig: Rig) -> None:
         assert len({*seen, Path(path).read_text() if Path(path).exists() else ""}) == 4
 
 
-@pytest.mark.parametrize("path", ["etc/rig-test.conf", "dev/shm/rig-test-block", "run/rig-test.pid"])
+@pytest.mark.parametrize(
+    "path", ["etc/rig-test.conf", "dev/shm/rig-test-block", "run/rig-test.pid"]
+)
 def test_files_are_seen_on_their_own_host_only(rig: Rig, path: str) -> None:
     first, second, _ = rig.hosts
     (first.root / path).write_text("mine\n")
@@ -210,7 +221,13 @@ def test_files_are_seen_on_their_own_host_only(rig: Rig, path: str) -> None:
 def test_home_and_temporary_folders_are_the_hosts_own_and_hold_the_token(rig: Rig) -> None:
     tokens = set()
     for host in rig.hosts:
-        said = host.run(["python", "-c", "import tempfile, pathlib; print(tempfile.gettempdir(), pathlib.Path.home())"])
+        said = host.run(
+            [
+                "python",
+                "-c",
+                "import tempfile, pathlib; print(tempfile.gettempdir(), pathlib.Path.home())",
+            ]
+        )
         assert [Path(path).parent for path in said.stdout.split()] == [host.folder, host.folder]
         token = host.folder / "home/.ray/auth_token"
         assert token.stat().st_mode & 0o077 == 0
@@ -235,7 +252,9 @@ def test_a_host_sees_its_own_processes_only(rig: Rig) -> None:
     with first.popen(["sleep", "1000"]) as sleeping:
         assert list(first.processes().values()) == ["sleep 1000"]
         assert second.processes() == {}
-        seen = first.run(["python", "-c", "import os; print(*filter(str.isdigit, os.listdir('/proc')))"]).stdout
+        seen = first.run(
+            ["python", "-c", "import os; print(*filter(str.isdigit, os.listdir('/proc')))"]
+        ).stdout
         assert len(seen.split()) == 3  # process 1, the sleep, and who asks
         sleeping.kill()
     assert first.processes() == {}
@@ -315,7 +334,13 @@ def test_this_machine_reaches_the_hosts_and_they_reach_it(rig: Rig) -> None:
         echo.kill()
     with socket.create_server((rig.gateway, 0)) as server:
         port = server.getsockname()[1]
-        host.run(["python", "-c", f"import socket; socket.create_connection(({rig.gateway!r}, {port}), timeout=5)"])
+        host.run(
+            [
+                "python",
+                "-c",
+                f"import socket; socket.create_connection(({rig.gateway!r}, {port}), timeout=5)",
+            ]
+        )
         assert server.accept()[1][0] == host.address("eth0")
 
 
@@ -361,7 +386,9 @@ def test_a_slowed_link_holds_its_rate_and_says_so(pair: Rig) -> None:
         began = time.monotonic()
         caller.run(["python", "-c", GIVE, server.address()])
         assert taking.wait() == 0
-    assert time.monotonic() - began > 0.8  # 8.4 Mbit at 8 Mbit/s can't be faster, however quick the machine is
+    assert (
+        time.monotonic() - began > 0.8
+    )  # 8.4 Mbit at 8 Mbit/s can't be faster, however quick the machine is
     with pytest.raises(NotImplementedError, match=r"tc qdisc .* nonsense .* on host1"):
         pair.slow(server, "nonsense", "eth0")
 
@@ -371,7 +398,9 @@ def all_reduce(rig: Rig, env: dict[str, str], limit: int) -> list[tuple[int | No
     world, master = str(len(rig.hosts)), rig.hosts[0].address("eth0")
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     ranks = [
-        host.popen(["python", "-c", ALL_REDUCE, str(rank), world, master, str(limit)], env=env, **pipes)
+        host.popen(
+            ["python", "-c", ALL_REDUCE, str(rank), world, master, str(limit)], env=env, **pipes
+        )
         for rank, host in enumerate(rig.hosts)
     ]
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
@@ -385,7 +414,9 @@ def test_gloo_without_an_interface_follows_the_hostname_to_loopback_and_fails(pa
 
 
 @pytest.mark.parametrize(("used", "idle"), [("eth0", "ib0"), ("ib0", "eth0")])
-def test_gloo_uses_the_interface_it_is_told_and_the_bytes_prove_it(pair: Rig, used: str, idle: str) -> None:
+def test_gloo_uses_the_interface_it_is_told_and_the_bytes_prove_it(
+    pair: Rig, used: str, idle: str
+) -> None:
     ended = all_reduce(pair, {"GLOO_SOCKET_IFNAME": used}, limit=30)
     assert ended == [(0, "3.0 3.0\n")] * 2
     for host in pair.hosts:
@@ -434,7 +465,16 @@ def test_a_job_is_submitted_from_this_machine_with_the_token_only() -> None:
         rig.ray_up(cpus=1, dashboard=True)
         (head,) = rig.hosts
         address = f"--address=http://{head.address()}:8265"
-        submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", address, "--", "hostname"]
+        submit = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "job",
+            "submit",
+            address,
+            "--",
+            "hostname",
+        ]
         answers = {}
         for token in ((head.folder / "home/.ray/auth_token").read_text(), "wrong"):
             env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
@@ -473,7 +513,11 @@ def test_nothing_is_left_after_the_block_or_an_exception() -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_owner_is_ended(signum: int) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as owner:
         assert owner.stdout
         folder, _, *inits = owner.stdout.readline().split()
@@ -511,12 +555,20 @@ def test_a_host_that_cannot_be_set_up_says_why(rig: Rig) -> None:
 
 @pytest.mark.ray
 def test_the_command_gives_a_shell_on_the_first_of_the_hosts_and_a_way_into_each() -> None:
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "cwd": ROOT,
+    }
     with subprocess.Popen([sys.executable, "-m", "tests.rig", "2"], **pipes) as shell:
         assert hear(shell).startswith("Ray at 10.")
         for name in ("host0", "host1"):
             enter = hear(shell).split()[-1]
-            assert subprocess.run([enter, "hostname"], capture_output=True, text=True).stdout == f"{name}\n"
+            assert (
+                subprocess.run([enter, "hostname"], capture_output=True, text=True).stdout
+                == f"{name}\n"
+            )
         assert tell(shell, "hostname") == "host0"
         nodes = "import ray; ray.init(); print(len(ray.nodes()), 'nodes')"
         assert tell(shell, f'python -c "{nodes}"') == "2 nodes"
@@ -526,7 +578,12 @@ def test_the_command_gives_a_shell_on_the_first_of_the_hosts_and_a_way_into_each
 
 
 def test_without_root_the_reason_to_skip_is_given() -> None:
-    script = "import os; os.geteuid = lambda: 1000; from tests.rig import requires_root as r; print(r.args, r.kwargs)"
-    said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    script = (
+        "import os; os.geteuid = lambda: 1000; from tests.rig import requires_root as r; "
+        "print(r.args, r.kwargs)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert said.stdout.startswith("(True,) ")
     assert "run as root" in said.stdout

@@ -35,7 +35,9 @@ def page() -> str:
     lines = [HEAD, "## Groups\n", "| group | choices |", "|---|---|"]
     for name, choices in groups:
         # How many models torchvision has depends on its version.
-        lines.append(f"| `{name}` | {cell(re.sub(' [0-9]+ image models', ' image models', choices))} |")
+        lines.append(
+            f"| `{name}` | {cell(re.sub(' [0-9]+ image models', ' image models', choices))} |"
+        )
     lines += ["", "## Every setting\n", f"Parts: {jumps}."]
     return "\n".join([*lines, *(line for part in help.by_part() for line in section(part)), ""])
 

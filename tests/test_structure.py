@@ -1,10 +1,10 @@
-"""The listing is the way of a job: packages in order, sides, sizes, names and the cost of importing, held by a test."""
+"""The listing is the way of a job: packages in order, sides, shape, names and the cost of
+importing, held by a test."""
 
 from __future__ import annotations
 
 import ast
 import re
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -21,10 +21,12 @@ from tests.conftest import ROOT
 PACKAGE = ROOT / "raydist"
 
 PACKAGES = (
-    "shared state settings cluster network messages worker training node launch recovery reporting watch"
+    "shared state settings cluster network messages worker training node launch recovery "
+    "reporting watch"
     " flow sweeps train tools cli raydist"
 )
-"""From the ground up: a package imports only from those to its left. The last is the package's own `__init__`."""
+"""From the ground up: a package imports only from those to its left. The last is the package's own
+`__init__`."""
 SIDES = ("driver", "pure", "actor", "rank side", "either side")
 FORBIDDEN = {
     "driver": {"torch", "horovod", "torchvision"},
@@ -64,7 +66,10 @@ def imported(path: Path) -> list[tuple[str, bool]]:
     """(module, deferred?) of every import in a file; those under TYPE_CHECKING count too."""
     tree = ast.parse(path.read_text())
     inside = {
-        id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)
+        id(n)
+        for f in ast.walk(tree)
+        if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
+        for n in ast.walk(f)
     }
     found = []
     for node in ast.walk(tree):
@@ -76,7 +81,8 @@ def imported(path: Path) -> list[tuple[str, bool]]:
 
 
 def own(name: str) -> str | None:
-    """`raydist.a.b.c` as the module of ours that it is or that holds it; None for another library's."""
+    """`raydist.a.b.c` as the module of ours that it is or that holds it; None for another
+    library's."""
     first, *parts = name.split(".")
     if first != "raydist":
         return None
@@ -99,16 +105,27 @@ def cycle(graph: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
+def summary(path: Path) -> str:
+    """The first paragraph of a file's docstring, as one line."""
+    paragraph, _, _ = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
+    return " ".join(paragraph.split())
+
+
 def side(path: Path) -> str:
-    first = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
-    match = re.search(r"\(([^()]*)\)$", first)
-    assert match, f"{path}: the first docstring line does not end with a side: {first!r}"
+    match = re.search(r"\(([^()]*)\)$", summary(path))
+    assert match, f"{path}: the first paragraph does not end with a side: {summary(path)!r}"
     return match.group(1).split(";")[0]
 
 
 def test_the_root_is_the_way_of_a_job() -> None:
-    entries = {path.name for path in PACKAGE.iterdir() if path.name not in ("conf", "jobs", "__pycache__", "py.typed")}
-    expected = {name if (PACKAGE / name).is_dir() else f"{name}.py" for name in PACKAGES.split()[:-1]}
+    entries = {
+        path.name
+        for path in PACKAGE.iterdir()
+        if path.name not in ("conf", "jobs", "__pycache__", "py.typed")
+    }
+    expected = {
+        name if (PACKAGE / name).is_dir() else f"{name}.py" for name in PACKAGES.split()[:-1]
+    }
     assert entries == expected | {"__init__.py"}
     assert len(entries) <= 19
 
@@ -117,7 +134,9 @@ def test_the_root_is_the_way_of_a_job() -> None:
 def test_imports_point_to_the_left_only(name: str) -> None:
     order = PACKAGES.split()
     for found in needs(name):
-        assert order.index(package(found)) <= order.index(package(name)), f"raydist.{name} imports raydist.{found}"
+        assert order.index(package(found)) <= order.index(package(name)), (
+            f"raydist.{name} imports raydist.{found}"
+        )
 
 
 def test_no_cycles() -> None:
@@ -136,17 +155,29 @@ def test_each_file_keeps_to_its_side(name: str) -> None:
     assert where in SIDES, f"{path}: unknown side {where!r}"
     for target, deferred in imported(path):
         top = target.split(".")[0]
-        # What a function imports when it is called does not come with the file; ray in a rank would still be wrong.
+        # What a function imports when it is called does not come with the file; ray in a rank would
+        # still be wrong.
         if not deferred or where in ("rank side", "pure"):
             guarded = where == "either side" and is_typing_only(path, target)
-            assert guarded or top not in FORBIDDEN[where] or is_typing_only(path, target), f"{path} imports {target}"
+            assert guarded or top not in FORBIDDEN[where] or is_typing_only(path, target), (
+                f"{path} imports {target}"
+            )
 
 
 def is_typing_only(path: Path, target: str) -> bool:
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        if (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
             return any(
-                target in (f"{line.module}.{alias.name}" if isinstance(line, ast.ImportFrom) else alias.name)
+                target
+                in (
+                    f"{line.module}.{alias.name}"
+                    if isinstance(line, ast.ImportFrom)
+                    else alias.name
+                )
                 for line in node.body
                 if isinstance(line, ast.Import | ast.ImportFrom)
                 for alias in line.names
@@ -155,29 +186,37 @@ def is_typing_only(path: Path, target: str) -> bool:
 
 
 def listing(folder: Path) -> str:
-    """The files of a package, each with the first sentence of its docstring, as its own docstring lists them."""
+    """The files of a package, each with the first sentence of its docstring, as its own docstring
+    lists them."""
     lines = []
     for path in sorted(folder.iterdir()):
         file = path / "__init__.py" if path.is_dir() else path
         if path.name not in ("__init__.py", "__pycache__") and file.exists():
-            first = (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0]
-            what = re.sub(r"[.]? [(][^()]*[)]$", "", first)
+            what = re.sub(r"[.]? [(][^()]*[)]$", "", summary(file))
             name = f"    {path.name + '/' * path.is_dir():<22}"
-            lines += textwrap.wrap(what, 120, initial_indent=name, subsequent_indent=" " * len(name))
+            lines += textwrap.wrap(
+                what, 100, initial_indent=name, subsequent_indent=" " * len(name)
+            )
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", [name for name in PACKAGES.split()[:-1] if (PACKAGE / name).is_dir()])
+@pytest.mark.parametrize(
+    "name", [name for name in PACKAGES.split()[:-1] if (PACKAGE / name).is_dir()]
+)
 def test_each_package_lists_its_files(name: str) -> None:
     text = modules()[name].read_text()
     expected = listing(modules()[name].parent)
-    assert expected in text, f"put this into {modules()[name]} (python -m tests.test_structure does):\n{expected}"
+    assert expected in text, (
+        f"put this into {modules()[name]} (python -m tests.test_structure does):\n{expected}"
+    )
 
 
 def public(path: Path) -> Iterator[str]:
     """The public classes and functions of a file."""
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+        if isinstance(
+            node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and not node.name.startswith("_"):
             yield node.name
 
 
@@ -190,31 +229,76 @@ def test_a_name_is_one_thing() -> None:
     assert set(twice) == set(TWICE), twice
 
 
-def functions() -> list[tuple[str, int]]:
-    """(name, code lines) of every function: lines without docstring, comments and blanks."""
-    found = []
-    for path in modules().values():
-        lines = path.read_text().splitlines()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
-                code = lines[body[0].lineno - 1 : node.end_lineno]
-                found.append(
-                    (f"{path.name}:{node.name}", sum(bool(t.strip()) and not t.strip().startswith("#") for t in code))
-                )
-    return found
+ATTRIBUTES, PARAMETERS = 12, 6
+"""Maximum of attributes that the methods of a class assign, and of parameters of a function."""
+LARGER = {
+    "launch.flush:_commit": 7,
+    "launch.standby:StandbyNodes": 16,
+    "launch.worker_group:WorkerGroup": 29,
+    "launch.worker_group:WorkerGroup.__init__": 13,
+    "node.agent:RankAgent": 31,
+    "node.fork_launcher:ForkServer.launch": 7,
+    "node.mpi_agent:MpiRankAgent": 14,
+    "recovery.supervisor:Supervisor": 29,
+    "reporting.metrics:Metrics": 13,
+    "state.distributed_checkpoint:commit": 8,
+    "sweeps.conduct:Conductor": 18,
+    "sweeps.conduct:Conductor.__init__": 10,
+    "training.data:order": 7,
+    "training.loop:Training": 24,
+    "training.loop:_fit": 7,
+    "training.loop:fit": 7,
+    "training.snapshotter:Snapshotter": 16,
+    "training.sources:Stream": 13,
+    "training.step:Stepper": 16,
+    "training.step:Stepper.__init__": 7,
+    "watch.trackers.child:Follower": 15,
+    "worker.main:run_rank": 7,
+}
+"""What is still larger, and by how much. Nothing is added here: divide it instead."""
 
 
-def test_sizes() -> None:
-    sizes = {path: len(path.read_text().splitlines()) for path in modules().values()}
-    assert max(sizes.values()) <= 600, max(sizes.items(), key=lambda item: item[1])
-    longest = sorted(functions(), key=lambda item: item[1])
-    counts = [count for _, count in longest]
-    assert longest[-1][1] <= 60, longest[-1]
-    assert statistics.median(counts) <= 7
-    assert counts[int(len(counts) * 0.9)] <= 25
-    screen = (PACKAGE / "flow.py").read_text().splitlines()
-    assert len(screen) <= 145, "flow.py is the flow: it fits one screen"
+def assigned(node: ast.ClassDef) -> set[str]:
+    """The attributes that the methods of a class assign."""
+    methods = [
+        each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return {
+        each.attr
+        for method in methods
+        for each in ast.walk(method)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
+
+
+def larger(module: str, node: ast.AST, inside: str = "") -> Iterator[tuple[str, int]]:
+    """The classes and functions in a part of a file that have more than the maximum."""
+    for each in ast.iter_child_nodes(node):
+        name = inside
+        if isinstance(each, ast.ClassDef):
+            name = f"{inside}{each.name}."
+            if (count := len(assigned(each))) > ATTRIBUTES:
+                yield f"{module}:{inside}{each.name}", count
+        elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = each.args.posonlyargs + each.args.args + each.args.kwonlyargs
+            count = sum(argument.arg not in ("self", "cls") for argument in arguments)
+            if count > PARAMETERS:
+                yield f"{module}:{inside}{each.name}", count
+        yield from larger(module, each, name)
+
+
+def test_classes_and_functions_keep_their_shape() -> None:
+    files = {name: ast.parse(path.read_text()) for name, path in modules().items()}
+    found = dict(each for name, tree in files.items() for each in larger(name, tree))
+    assert found == LARGER
+
+
+def test_no_line_is_packed_by_hand() -> None:
+    """The formatter decides, so that a line has one thing in it."""
+    assert [name for name, path in modules().items() if "# fmt:" in path.read_text()] == []
 
 
 def test_few_dictionaries_have_values_of_any_type() -> None:
@@ -241,13 +325,20 @@ def test_the_public_face_is_small_and_complete() -> None:
 def after(statement: str) -> set[str]:
     """Top-level modules that are there after a statement in a fresh interpreter."""
     code = f"{statement}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
-    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.split()
+    )
 
 
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
-        ("import raydist", {"torch", "ray", "horovod", "omegaconf", "hydra", "numpy", "rich", "psutil"}),
+        (
+            "import raydist",
+            {"torch", "ray", "horovod", "omegaconf", "hydra", "numpy", "rich", "psutil"},
+        ),
         ("import raydist.flow", {"torch", "ray", "numpy", "torchvision"}),
         ("import raydist.train", {"torch", "ray", "numpy"}),
         ("import raydist.node.actor", {"torch", "omegaconf", "hydra", "psutil", "rich"}),

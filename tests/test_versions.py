@@ -1,4 +1,5 @@
-"""The versions that are promised are those that are tried: floors, pins, and the torch that `make` is told."""
+"""The versions that are promised are those that are tried: floors, pins, and the torch that `make`
+is told."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ case "$*" in
     "-m pip "*) cat "$PIP_CONSTRAINT" >>said; [ ! -e offline ] ;;
 esac
 """
-"""An interpreter that writes down what it is asked for; pip fails while there is a file `offline`."""
+"""An interpreter that writes down what it is asked for; pip fails while there is a file
+`offline`."""
 
 
 def required(*extras: str) -> list[Requirement]:
@@ -55,9 +57,20 @@ def required(*extras: str) -> list[Requirement]:
 
 
 def test_the_lowest_versions_are_those_that_pyproject_admits() -> None:
-    ranges = [each for each in required() + required("s3", "test") if not str(each.specifier).startswith("==")]
-    floors = {(each.name, spec.version) for each in ranges for spec in each.specifier if spec.operator == ">="}
-    assert {each.name for each in ranges} == {name for name, _ in floors}, "a package without a floor"
+    ranges = [
+        each
+        for each in required() + required("s3", "test")
+        if not str(each.specifier).startswith("==")
+    ]
+    floors = {
+        (each.name, spec.version)
+        for each in ranges
+        for spec in each.specifier
+        if spec.operator == ">="
+    }
+    assert {each.name for each in ranges} == {name for name, _ in floors}, (
+        "a package without a floor"
+    )
     lines = (ROOT / "tests" / "lowest.txt").read_text().partition("\n\n")[0].splitlines()
     lowest = [Requirement(line) for line in lines if not line.startswith("#")]
     assert {(each.name, shortest(next(iter(each.specifier)).version)) for each in lowest} == {
@@ -71,7 +84,11 @@ def shortest(version: str) -> str:
 
 
 def test_what_judges_the_code_is_pinned() -> None:
-    loose = {each.name for each in required("test") if [spec.operator for spec in each.specifier] != ["=="]}
+    loose = {
+        each.name
+        for each in required("test")
+        if [spec.operator for spec in each.specifier] != ["=="]
+    }
     assert loose == RUN
 
 
@@ -88,7 +105,9 @@ def imported() -> set[str]:
                 found |= {each.name for each in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module)
-    modules = {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"raydist"}
+    modules = (
+        {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"raydist"}
+    )
     packages = packages_distributions()
     return {canonicalize_name(packages.get(module, [module])[0]) for module in modules}
 
@@ -119,8 +138,14 @@ def checkout(made: Path) -> Path:
 def make(clone: Path, *words: str) -> list[str]:
     """What the interpreters were asked for, with the constraints that pip had."""
     (clone / "said").unlink(missing_ok=True)
-    env = {"PATH": os.environ["PATH"], "PIP_CONSTRAINT": "site.txt", "HOME": str(clone.parent / "home")}
-    subprocess.run(["make", "PYTHON=./python", *words], cwd=clone, env=env, check=False, capture_output=True)
+    env = {
+        "PATH": os.environ["PATH"],
+        "PIP_CONSTRAINT": "site.txt",
+        "HOME": str(clone.parent / "home"),
+    }
+    subprocess.run(
+        ["make", "PYTHON=./python", *words], cwd=clone, env=env, check=False, capture_output=True
+    )
     said = clone / "said"
     return said.read_text().splitlines() if said.exists() else []
 
@@ -132,7 +157,14 @@ FAST = "-m pytest -m not ray and not root"
 def test_a_chosen_torch_has_an_environment_of_its_own(clone: Path) -> None:
     pin = "torch==2.15.0"
     venv = ".venv-torch-2.15.0"
-    assert make(clone, "fast", "TORCH=2.15.0") == [f"-m venv {venv}", f"{PIP} .", pin, f"{PIP} .[test]", pin, FAST]
+    assert make(clone, "fast", "TORCH=2.15.0") == [
+        f"-m venv {venv}",
+        f"{PIP} .",
+        pin,
+        f"{PIP} .[test]",
+        pin,
+        FAST,
+    ]
     assert make(clone, "train", "TORCH=2.15.0") == ["-m raydist.train"], "it is there"
 
 
@@ -219,7 +251,9 @@ def fits(file: dict[str, Any], specifier: SpecifierSet, python: str) -> bool:
     if file.get("yanked") or not specifier.contains(version):
         return False
     own = f"cp{python.replace('.', '')}"
-    built_for = not tags or any(tag.interpreter in ("py3", own) or tag.abi == "abi3" for tag in tags)
+    built_for = not tags or any(
+        tag.interpreter in ("py3", own) or tag.abi == "abi3" for tag in tags
+    )
     return built_for and SpecifierSet(file.get("requires-python") or "").contains(f"{python}.0")
 
 
@@ -232,7 +266,9 @@ def not_installable(wanted: list[Requirement], index: dict[str, Any], python: st
 
 
 @pytest.mark.parametrize("python", EVERY_PYTHON)
-def test_what_pyproject_asks_for_installs_on_every_python(index: dict[str, Any], python: str) -> None:
+def test_what_pyproject_asks_for_installs_on_every_python(
+    index: dict[str, Any], python: str
+) -> None:
     assert [*not_installable(all_required(), index, python)] == []
 
 
@@ -240,7 +276,9 @@ def test_a_pin_that_a_python_cannot_install_is_found(index: dict[str, Any]) -> N
     pinned = [Requirement("ipykernel==7.4.0")]  # asks for Python 3.11
     assert [*not_installable(pinned, index, "3.10")] == ["ipykernel==7.4.0"]
     assert [*not_installable(pinned, index, "3.11")] == []
-    assert [*not_installable([Requirement(f"{pinned[0]}; python_version > '3.10'")], index, "3.10")] == []
+    assert [
+        *not_installable([Requirement(f"{pinned[0]}; python_version > '3.10'")], index, "3.10")
+    ] == []
 
 
 def test_the_promised_pythons_are_those_that_are_looked_at() -> None:

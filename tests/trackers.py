@@ -1,4 +1,5 @@
-"""What trackers have of a run, read back by their own readers: a process each, as a person who looks at them has."""
+"""What trackers have of a run, read back by their own readers: a process each, as a person who
+looks at them has."""
 
 from __future__ import annotations
 
@@ -26,11 +27,21 @@ def tensorboard(folder: str) -> dict[str, Any]:
     reader = EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 0})
     reader.Reload()
     texts = {
-        name.removesuffix("/text_summary"): [each.tensor_proto.string_val[0].decode() for each in reader.Tensors(name)]
+        name.removesuffix("/text_summary"): [
+            each.tensor_proto.string_val[0].decode() for each in reader.Tensors(name)
+        ]
         for name in reader.Tags()["tensors"]
     }
-    curves = {name: [[each.step, each.value] for each in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
-    return {"curves": curves, "config": texts.get("settings", [""])[0], "pages": texts, "status": texts["status"]}
+    curves = {
+        name: [[each.step, each.value] for each in reader.Scalars(name)]
+        for name in reader.Tags()["scalars"]
+    }
+    return {
+        "curves": curves,
+        "config": texts.get("settings", [""])[0],
+        "pages": texts,
+        "status": texts["status"],
+    }
 
 
 def hparams(folder: str) -> dict[str, Any]:
@@ -56,7 +67,8 @@ def mlflow(run: str) -> dict[str, Any]:
     client = MlflowClient()
     found = client.get_run(run)
     curves = {
-        name: [[each.step, each.value] for each in client.get_metric_history(run, name)] for name in found.data.metrics
+        name: [[each.step, each.value] for each in client.get_metric_history(run, name)]
+        for name in found.data.metrics
     }
     pages = [each.path for each in client.list_artifacts(run)]
     runs = client.search_runs([found.info.experiment_id])
@@ -83,9 +95,11 @@ def trackio(project: str, run: str) -> dict[str, Any]:
 
 
 def wandb(folder: str) -> dict[str, Any]:
-    """By W&B's own messages, from the files that `wandb sync` sends: one for each process that has written to the run.
+    """By W&B's own messages, from the files that `wandb sync` sends: one for each process that has
+    written to the run.
 
-    They are LevelDB's log in blocks of 32 KiB: checksum, length and type of each piece; a header of 7 bytes before.
+    They are LevelDB's log in blocks of 32 KiB: checksum, length and type of each piece; a header of
+    7 bytes before.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -107,10 +121,13 @@ def wandb(folder: str) -> dict[str, Any]:
             if kind == "run":
                 found["ids"].append(record.run.run_id)
                 found |= {"group": record.run.run_group, "notes": record.run.notes}
-                found["config"] |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
+                found["config"] |= {
+                    each.key: json.loads(each.value_json) for each in record.run.config.update
+                }
             elif kind == "history":
                 row = {
-                    each.key or "/".join(each.nested_key): json.loads(each.value_json) for each in record.history.item
+                    each.key or "/".join(each.nested_key): json.loads(each.value_json)
+                    for each in record.history.item
                 }
                 found["system"] += [] if "step" in row else [*row]
                 for name in row.keys() - {"step"} if "step" in row else ():
@@ -144,10 +161,17 @@ def pieces(log: bytes) -> list[bytes]:
 
 def read(kind: str, *args: str, env: Mapping[str, str]) -> Any:
     """Read in a process of its own: none of these libraries is made to be asked twice in one."""
-    code = f"import json; from tests import trackers; print('\\n' + json.dumps(trackers.{kind}(*{args!r})))"
+    code = (
+        f"import json; from tests import trackers; print('\\n' + "
+        f"json.dumps(trackers.{kind}(*{args!r})))"
+    )
     root = str(Path(__file__).parent.parent)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env={**os.environ, **env}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,6 +1,8 @@
-"""versions.py write FILE, or read FILE: the head writes which packages it has, the other nodes install the same.
+"""versions.py write FILE, or read FILE: the head writes which packages it has, the other nodes
+install the same.
 
-`write` runs on the head, `read` on a node: it prints the constraints for pip there. Both run in ~/.raydist/env.
+`write` runs on the head, `read` on a node: it prints the constraints for pip there. Both run in
+~/.raydist/env.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 EVERYWHERE = ("ray", "torch", "torchvision")
-"""Packages that the head pins even if its image brings them: ranks need the same ones on all nodes."""
+"""Packages that the head pins even if its image brings them: ranks need the same ones on all
+nodes."""
 
 
 def name_of(distribution: Distribution) -> str:
@@ -26,7 +29,8 @@ def is_own(distribution: Distribution) -> bool:
 
 
 def pins() -> dict[str, str]:
-    """The packages of this node: name -> version, without its local part (+cu130), which not every index has."""
+    """The packages of this node: name -> version, without its local part (+cu130), which not every
+    index has."""
     found: dict[str, str] = {}
     for each in distributions():  # what Python would import comes first
         from_index = each.read_text("direct_url.json") is None
@@ -36,7 +40,8 @@ def pins() -> dict[str, str]:
 
 
 def constraints(lines: list[str]) -> Iterator[str]:
-    """The head's packages without those that this node's image brings: a torch built for its driver stays."""
+    """The head's packages without those that this node's image brings: a torch built for its driver
+    stays."""
     brought = {name_of(each) for each in distributions() if not is_own(each)} - {"ray"}
     for line in lines:
         if line.partition("==")[0] not in brought:

@@ -1,4 +1,5 @@
-"""Node types of Ray's autoscaler, read from its config file on the head node: Ray has no API for them. (driver)"""
+"""Node types of Ray's autoscaler, read from its config file on the head node: Ray has no API for
+them. (driver)"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ READ_S = 60.0
 
 
 def autoscaler_types() -> list[NodeType] | None:
-    """The node types that the autoscaler may add; empty without an autoscaler, None if they can't be read."""
+    """The node types that the autoscaler may add; empty without an autoscaler, None if they can't
+    be read."""
     import ray
 
     context = ray.get_runtime_context()
@@ -40,13 +42,16 @@ def autoscaler_types() -> list[NodeType] | None:
 def read_config_there(node: str, gcs: str) -> Any:
     """`read_config` on this node.
 
-    The node is chosen by its id, not by a resource of it: a task without a strategy of its own belongs to the placement
-    group of the actor that calls, as that of a trial of Ray Tune, which has no such resource.
+    The node is chosen by its id, not by a resource of it: a task without a strategy of its own
+    belongs to the placement group of the actor that calls, as that of a trial of Ray Tune, which
+    has no such resource.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    task = ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))(read_config)
+    task = ray.remote(
+        num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+    )(read_config)
     return ray.get(task.remote(gcs), timeout=READ_S)
 
 
@@ -66,9 +71,14 @@ def read_config(gcs: str) -> dict[str, Any] | None:
     Empty if the autoscaler has no config file; None if it does not run on this machine.
     """
     for arguments in command_lines():
-        if any(argument.endswith(MONITORS) for argument in arguments) and f"--gcs-address={gcs}" in arguments:
+        if (
+            any(argument.endswith(MONITORS) for argument in arguments)
+            and f"--gcs-address={gcs}" in arguments
+        ):
             option = "--autoscaling-config="
-            path = next((each.removeprefix(option) for each in arguments if each.startswith(option)), "")
+            path = next(
+                (each.removeprefix(option) for each in arguments if each.startswith(option)), ""
+            )
             return read_cluster_yaml(Path(path).expanduser()) if path else {}
     return None
 
@@ -85,7 +95,10 @@ def read_cluster_yaml(path: Path) -> dict[str, Any] | None:
         name: {key: kind.get(key) for key in ("resources", "max_workers", "labels")}
         for name, kind in (config.get("available_node_types") or {}).items()
     }
-    return {"available_node_types": types, **{key: config.get(key) for key in ("head_node_type", "max_workers")}}
+    return {
+        "available_node_types": types,
+        **{key: config.get(key) for key in ("head_node_type", "max_workers")},
+    }
 
 
 def command_lines() -> Iterator[list[str]]:

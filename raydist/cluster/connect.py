@@ -32,12 +32,14 @@ CONNECT_AT_ONCE = 16
 _local_cpus = 0
 """CPUs of the Ray that this process has started; 0 if it has started none."""
 _reaper: subprocess.Popen[bytes] | None = None
-"""Kills what remains of that Ray when this process ends it or is killed: Ray's agents may take over a minute."""
+"""Kills what remains of that Ray when this process ends it or is killed: Ray's agents may take over
+a minute."""
 
 
 @contextlib.contextmanager
 def connect(job: Job, events: Events) -> Iterator[None]:
-    """Connect to a running cluster, or to a Ray that it starts on this machine and keeps for the program's next run.
+    """Connect to a running cluster, or to a Ray that it starts on this machine and keeps for the
+    program's next run.
 
     If the program is connected already (a notebook), its connection is used, and kept.
     """
@@ -45,7 +47,9 @@ def connect(job: Job, events: Events) -> Iterator[None]:
 
     began = time.time()
     ending.tidied()  # of an earlier run of this process
-    if _local_cpus and not (_local_cpus >= cpus_needed(job) and answers(ray.get_runtime_context().gcs_address)):
+    if _local_cpus and not (
+        _local_cpus >= cpus_needed(job) and answers(ray.get_runtime_context().gcs_address)
+    ):
         end_local_ray()
     connected = ray.is_initialized()
     if ending.is_command():
@@ -75,29 +79,33 @@ def end_local_ray() -> None:
         ray_private.kill_on_shutdown(node)
         ray.shutdown()
     if _reaper is not None:
-        # A line makes it kill Ray's agents now. Closing its input would not: processes that this program has forked
-        # keep it open.
+        # A line makes it kill Ray's agents now. Closing its input would not: processes that this
+        # program has forked keep it open.
         _reaper.communicate(b"\n")
         _reaper = None
     _local_cpus = 0
 
 
 def running_address() -> str | None:
-    """The address of a running Ray: RAY_ADDRESS, else the last Ray started on this machine; None if none runs."""
+    """The address of a running Ray: RAY_ADDRESS, else the last Ray started on this machine; None if
+    none runs."""
     address = ray_private.default_address()
     if address is None or answers(address):
         return address
-    # A cluster that was killed leaves its address behind, and ray.init would wait ten minutes for it.
+    # A cluster that was killed leaves its address behind, and ray.init would wait ten minutes for
+    # it.
     if named := os.environ.get("RAY_ADDRESS"):
         raise LaunchError(
-            f"RAY_ADDRESS={named}: no Ray answers at {address}; start it there, or unset RAY_ADDRESS to start a Ray "
+            f"RAY_ADDRESS={named}: no Ray answers at {address}; start it there, or unset "
+            "RAY_ADDRESS to start a Ray "
             "on this machine"
         )
     return None
 
 
 def cpus_needed(job: Job) -> int:
-    """The CPUs of a Ray that is started for this job: the machine's, or as many as the job's ranks request if more."""
+    """The CPUs of a Ray that is started for this job: the machine's, or as many as the job's ranks
+    request if more."""
     ranks = (job.scale.nodes or 1) * (job.scale.per_node or 2)
     return max(os.cpu_count() or 1, math.ceil(min(ranks, 64) * job.scale.cpus))
 
@@ -108,7 +116,13 @@ def local_node(job: Job) -> Node:
 
     gpus = ray_private.count_gpus()
     have = {"CPU": float(cpus_needed(job))} | ({"GPU": float(gpus)} if gpus else {})
-    return Node(id="here", ip=ray.util.get_node_ip_address(), host=socket.gethostname(), total=have, free=have)
+    return Node(
+        id="here",
+        ip=ray.util.get_node_ip_address(),
+        host=socket.gethostname(),
+        total=have,
+        free=have,
+    )
 
 
 def settle_group(job: Job) -> Job:
@@ -125,16 +139,25 @@ def start_or_join(job: Job) -> bool:
     """Connect this process to Ray; True if it had to start a Ray on this machine."""
     import ray
 
-    # Ray runs its workers at nice 15, below everything else on the node. On a node for training that is wrong.
+    # Ray runs its workers at nice 15, below everything else on the node. On a node for training
+    # that is wrong.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RUNTIME_ENV_RETRY_TIMES", "1")  # retries don't help where a package does not exist
+    os.environ.setdefault(
+        "RUNTIME_ENV_RETRY_TIMES", "1"
+    )  # retries don't help where a package does not exist
     ray_private.keep_quiet_about_token()
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
+    quiet: dict[str, Any] = {
+        "logging_level": "ERROR",
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
     try:
         if address := running_address():
             ray.init(address=address, **quiet)
             return False
-        placement.resources_for(job, [local_node(job)])  # refuse an impossible request before starting Ray for it
+        placement.resources_for(
+            job, [local_node(job)]
+        )  # refuse an impossible request before starting Ray for it
         _start_local_ray(cpus_needed(job), quiet)
         return True
     except (OSError, RuntimeError, ValueError) as error:
@@ -150,7 +173,9 @@ def _start_local_ray(cpus: int, quiet: Mapping[str, Any]) -> None:
     folder = local_ray.temp_folder() / "ray"
     atexit.register(end_local_ray)  # not after each run: the next run of this program uses it
     with ray_private.few_processes_in_own_sessions():
-        ray.init(address="local", include_dashboard=False, num_cpus=cpus, _temp_dir=str(folder), **quiet)
+        ray.init(
+            address="local", include_dashboard=False, num_cpus=cpus, _temp_dir=str(folder), **quiet
+        )
     _local_cpus = cpus
     _reaper = local_ray.reaper(ray_private.started_processes())
 
@@ -168,20 +193,26 @@ def remaining_nodes() -> list[Node]:
 
 
 def node_types() -> list[NodeType] | None:
-    """The node types that the autoscaler may add; empty without an autoscaler, None if they can't be read."""
+    """The node types that the autoscaler may add; empty without an autoscaler, None if they can't
+    be read."""
     config = ray_private.cluster_config()
     return types_from_config(config) if config else autoscaler.autoscaler_types()
 
 
 def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
-    """Have Ray start so many workers on each of these nodes, by id, in which the actors of the next run begin at once.
+    """Have Ray start so many workers on each of these nodes, by id, in which the actors of the next
+    run begin at once.
 
-    Ray ends them after `keep_s` seconds. None on a Ray that this process has started, and none for a submitted job with
-    a runtime_env, which has workers of its own.
+    Ray ends them after `keep_s` seconds. None on a Ray that this process has started, and none for
+    a submitted job with a runtime_env, which has workers of its own.
     """
     import ray
 
-    if not keep_s or _local_cpus or ray.get_runtime_context().get_runtime_env_string() not in ("", "{}"):
+    if (
+        not keep_s
+        or _local_cpus
+        or ray.get_runtime_context().get_runtime_env_string() not in ("", "{}")
+    ):
         return
 
     def ask(node: Mapping[str, Any]) -> None:
@@ -190,7 +221,11 @@ def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
 
     # no run fails for want of it: a node is gone, or busy, or Ray is
     with contextlib.suppress(Exception), ThreadPoolExecutor(CONNECT_AT_ONCE) as pool:
-        list(pool.map(ask, [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in counts]))
+        list(
+            pool.map(
+                ask, [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in counts]
+            )
+        )
 
 
 def reachable(node_ids: Collection[str]) -> set[str]:

@@ -1,4 +1,5 @@
-"""Drain notices: Ray announces that it will take nodes away, with time to save and to leave. (driver)"""
+"""Drain notices: Ray announces that it will take nodes away, with time to save and to leave.
+(driver)"""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from raydist.settings.config import Job
 USUAL_S = 30.0
 """Assumed seconds if Ray names no deadline: what `ray start --block` has after SIGTERM."""
 SHARE = 1 / 3
-"""Part of the remaining time for ranks to reach their next step, and again for them to save on SIGTERM. The last third
-is for writing to disk."""
+"""Part of the remaining time for ranks to reach their next step, and again for them to save on
+SIGTERM. The last third is for writing to disk."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ class DrainNotice:
     def text(self) -> str:
         """The notice as a sentence."""
         when = "" if self.left_s is None else f" in {self.left_s:.0f} s"
-        return f"Ray drains {', '.join(self.hosts)}: it takes {'them' if len(self.hosts) > 1 else 'it'} away{when}"
+        return (
+            f"Ray drains {', '.join(self.hosts)}: it takes "
+            f"{'them' if len(self.hosts) > 1 else 'it'} away{when}"
+        )
 
     @property
     def share_s(self) -> float:
@@ -39,12 +43,17 @@ class DrainNotice:
 
 
 def draining() -> dict[str, float]:
-    """Node id -> deadline of each node that Ray drains, in seconds since the epoch; 0 without a deadline."""
+    """Node id -> deadline of each node that Ray drains, in seconds since the epoch; 0 without a
+    deadline."""
     from ray.exceptions import RayError
 
     try:
         return {node: at / 1000 for node, at in ray_private.draining_nodes().items()}
-    except (RayError, RuntimeError, OSError):  # the GCS does not answer; other parts report a GCS that is gone
+    except (
+        RayError,
+        RuntimeError,
+        OSError,
+    ):  # the GCS does not answer; other parts report a GCS that is gone
         return {}
 
 
@@ -55,12 +64,16 @@ def not_draining(nodes: Sequence[Node]) -> list[Node]:
 
 
 def usable_nodes(job: Job, nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that a job may plan with: without drained ones if it takes as many nodes as the cluster has."""
+    """The nodes that a job may plan with: without drained ones if it takes as many nodes as the
+    cluster has."""
     return not_draining(nodes) if job.scale.nodes is None or job.scale.max_nodes else list(nodes)
 
 
-def drain_notice(slots: Sequence[Slot], deadlines: Mapping[str, float], now: float) -> DrainNotice | None:
-    """The notice for these ranks; None if Ray drains none of their nodes. `deadlines`: as `draining` returns them."""
+def drain_notice(
+    slots: Sequence[Slot], deadlines: Mapping[str, float], now: float
+) -> DrainNotice | None:
+    """The notice for these ranks; None if Ray drains none of their nodes. `deadlines`: as
+    `draining` returns them."""
     drained = [slot for slot in slots if slot.node.id in deadlines]
     if not drained:
         return None

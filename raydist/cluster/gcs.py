@@ -10,7 +10,8 @@ ANSWER_S = 10.0
 
 
 def answers(address: str) -> bool:
-    """Whether a GCS answers at host:port; LaunchError if it refuses this process's token: ray.init would hang."""
+    """Whether a GCS answers at host:port; LaunchError if it refuses this process's token: ray.init
+    would hang."""
     import grpc
 
     ray_private.load_auth_token()
@@ -19,8 +20,10 @@ def answers(address: str) -> bool:
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise LaunchError(
-                f"the Ray at {address} refuses this process's token: put the cluster's token into ~/.ray/auth_token "
-                "or the file of RAY_AUTH_TOKEN_PATH, or set RAY_ADDRESS=local to start a Ray on this machine"
+                f"the Ray at {address} refuses this process's token: put the cluster's token "
+                "into ~/.ray/auth_token "
+                "or the file of RAY_AUTH_TOKEN_PATH, or set RAY_ADDRESS=local to start a Ray on "
+                "this machine"
             ) from error
         return False
     return True

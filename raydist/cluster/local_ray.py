@@ -1,4 +1,5 @@
-"""A Ray that this program has started ends with the program, even if the program is killed. (driver)"""
+"""A Ray that this program has started ends with the program, even if the program is killed.
+(driver)"""
 
 from __future__ import annotations
 
@@ -13,25 +14,35 @@ from raydist.shared.errors import LaunchError
 from raydist.shared.own_path import own_folder
 
 LONGEST = 107 - len("/ray/session_2026-11-24_23-53-23_123456_1234567/sockets/plasma_store")
-"""Maximum length in bytes of the path of Ray's folder. Linux takes 107 bytes for the path of a socket (unix(7))."""
+"""Maximum length in bytes of the path of Ray's folder. Linux takes 107 bytes for the path of a
+socket (unix(7))."""
 
 
 def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
-    """Start a process that waits for the end of this one, and then kills the process groups of `leaders`."""
+    """Start a process that waits for the end of this one, and then kills the process groups of
+    `leaders`."""
     groups = [f"-{pid}" for pid in leaders]
     command = ["sh", "-c", 'read -r _; kill -s KILL -- "$@"', "reaper", *groups]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
 
 
 def protect_token(home: Path | None) -> None:
-    """Make Ray's token in this home readable by its owner only: Ray would make it so that others may read it.
+    """Make Ray's token in this home readable by its owner only: Ray would make it so that others
+    may read it.
 
-    Who reads it can run programs as this user. Nothing is done where the environment has a token or names its file.
-    Without a home, or in one that can't be written (/ of a container), the token is in this program's environment.
+    Who reads it can run programs as this user. Nothing is done where the environment has a token or
+    names its file. Without a home, or in one that can't be written (/ of a container), the token is
+    in this program's environment.
     """
-    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() or os.environ.get("RAY_AUTH_MODE") == "disabled":
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() or os.environ.get(
+        "RAY_AUTH_MODE"
+    ) == "disabled":
         return
     token = secrets.token_hex(32)
     if home is None or not os.access(home, os.W_OK):
@@ -50,10 +61,11 @@ def protect_token(home: Path | None) -> None:
 
 
 def temp_folder() -> Path:
-    """The folder for the files of a Ray that is started here: one that no other user can enter. It is made.
+    """The folder for the files of a Ray that is started here: one that no other user can enter. It
+    is made.
 
-    Ray gives its own folders mode 0777, also those with its sockets and with the code of jobs. LaunchError: another
-    user has made it, or it can't be made.
+    Ray gives its own folders mode 0777, also those with its sockets and with the code of jobs.
+    LaunchError: another user has made it, or it can't be made.
     """
     folder = outer_folder()
     with contextlib.suppress(OSError):
@@ -68,7 +80,9 @@ def temp_folder() -> Path:
             return own
     except OSError as error:
         raise LaunchError(f"Ray has no folder for its files: {error}; {advice}") from error
-    raise LaunchError(f"{own}, for Ray's files, is no folder of uid {os.getuid()} with mode 700; {advice}")
+    raise LaunchError(
+        f"{own}, for Ray's files, is no folder of uid {os.getuid()} with mode 700; {advice}"
+    )
 
 
 def outer_folder() -> Path:
@@ -77,17 +91,21 @@ def outer_folder() -> Path:
 
 
 def folder_of_user(folder: Path) -> Path:
-    """The name of this user's folder for Ray in one that others can enter: as deploy/node/environment.sh has it."""
+    """The name of this user's folder for Ray in one that others can enter: as
+    deploy/node/environment.sh has it."""
     return folder / f"ray-{os.getuid()}"
 
 
 def noted_address() -> str | None:
-    """The address of the last Ray that this user, or root, has started on this machine by `ray start`; None without.
+    """The address of the last Ray that this user, or root, has started on this machine by `ray
+    start`; None without.
 
-    Everybody can write into Ray's default folder. The address of a Ray of another user would get this user's token
-    and code.
+    Everybody can write into Ray's default folder. The address of a Ray of another user would get
+    this user's token and code.
     """
-    for folder in dict.fromkeys((outer_folder(), folder_of_user(outer_folder()), folder_of_user(Path("/tmp")))):
+    for folder in dict.fromkeys(
+        (outer_folder(), folder_of_user(outer_folder()), folder_of_user(Path("/tmp")))
+    ):
         with contextlib.suppress(OSError), (folder / "ray" / "ray_current_cluster").open() as file:
             if os.fstat(file.fileno()).st_uid in (0, os.getuid()):
                 return file.read().strip() or None

@@ -1,9 +1,10 @@
-"""A file of incidents: nodes that failed or slowed earlier runs, which the next run avoids if it can. (driver)
+"""A file of incidents: nodes that failed or slowed earlier runs, which the next run avoids if it
+can. (driver)
 
-    ~/.cache/raydist/nodes.json        or below XDG_CACHE_HOME, or the file that RAYDIST_LEDGER names
+    ~/.cache/raydist/nodes.json     or below XDG_CACHE_HOME, or the file that RAYDIST_LEDGER names
 
-It holds host names, addresses, run folders and raydist's own terms; no output of a job. A run does not fail if the file
-can't be read or written: then it avoids no node, or records no incident.
+It holds host names, addresses, run folders and raydist's own terms; no output of a job. A run does
+not fail if the file can't be read or written: then it avoids no node, or records no incident.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ MOST = 500
 REPEATED = 2
 """A node is avoided after incidents in this many runs; one may be an accident."""
 
-NODE_DIED = re.compile(r"node\b.*(died|dead|terminated unexpectedly|was terminated$)", re.IGNORECASE)
-"""Ray 2.60's text for an actor whose node died. It terminates a drained node "expectedly"; an actor that the memory
-monitor killed is the job's fault."""
-BROKEN_GPU = re.compile(
-    r"uncorrectable (ECC|NVLink) error|fallen off the bus|hardware stack error|GPU is lost|ECC error encountered"
+NODE_DIED = re.compile(
+    r"node\b.*(died|dead|terminated unexpectedly|was terminated$)", re.IGNORECASE
 )
-"""Texts of CUDA for a broken GPU (cudaGetErrorString, nvidia-smi). Most other CUDA errors are the program's fault."""
+"""Ray 2.60's text for an actor whose node died. It terminates a drained node "expectedly"; an actor
+that the memory monitor killed is the job's fault."""
+BROKEN_GPU = re.compile(
+    r"uncorrectable (ECC|NVLink) error|fallen off the bus|hardware stack error|GPU is lost|ECC "
+    r"error encountered"
+)
+"""Texts of CUDA for a broken GPU (cudaGetErrorString, nvidia-smi). Most other CUDA errors are the
+program's fault."""
 HOLD_S = 2
 """Longest wait for the CPUs of the avoided nodes."""
 PLACE_S = 5
@@ -83,7 +88,8 @@ def incidents(
 
 
 def incident_kind(end: End) -> str:
-    """lost or gpu if the node is at fault for the end of a rank; empty if it is not, or if that is unknown."""
+    """lost or gpu if the node is at fault for the end of a rank; empty if it is not, or if that is
+    unknown."""
     by_node = end.silent or end.stuck or NODE_DIED.search(end.message)
     if end.how == "lost" and not end.preempted and by_node:
         return "lost"
@@ -103,18 +109,26 @@ def read_incidents(path: Path | None) -> list[NodeIncident]:
     if path is None:
         return []
     try:
-        return [NodeIncident(**{**plain, "at": float(plain["at"])}) for plain in json.loads(path.read_text("utf-8"))]
+        return [
+            NodeIncident(**{**plain, "at": float(plain["at"])})
+            for plain in json.loads(path.read_text("utf-8"))
+        ]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 
 
 def note_incidents(path: Path | None, new: Sequence[NodeIncident], now: float) -> None:
-    """Add incidents to the file, and delete old ones. Atomic: other runs may read or write the file meanwhile."""
+    """Add incidents to the file, and delete old ones. Atomic: other runs may read or write the file
+    meanwhile."""
     if not new or path is None:
         return
     with contextlib.suppress(OSError), _locked(path):
-        kept = [incident for incident in [*read_incidents(path), *new] if now - incident.at < KEEP_S][-MOST:]
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as temporary:
+        kept = [
+            incident for incident in [*read_incidents(path), *new] if now - incident.at < KEEP_S
+        ][-MOST:]
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, delete=False, encoding="utf-8"
+        ) as temporary:
             json.dump([asdict(incident) for incident in kept], temporary, indent=1)
         os.replace(temporary.name, path)
 
@@ -131,7 +145,8 @@ def _locked(path: Path) -> Iterator[None]:
 def repeat_offenders(
     noted: Iterable[NodeIncident], cluster: str, nodes: Iterable[Node], now: float
 ) -> dict[str, list[NodeIncident]]:
-    """Node id -> recent incidents, for nodes with incidents in several runs; those with most runs come first."""
+    """Node id -> recent incidents, for nodes with incidents in several runs; those with most runs
+    come first."""
     offenders: dict[str, list[NodeIncident]] = {}
     recent = [each for each in noted if each.cluster == cluster and now - each.at < COUNT_S]
     for node in nodes:
@@ -141,21 +156,27 @@ def repeat_offenders(
     return dict(sorted(offenders.items(), key=lambda item: -len({each.run for each in item[1]})))
 
 
-def avoidable(request: ResourceRequest, nodes: Sequence[Node], offenders: Sequence[str]) -> list[str]:
-    """The first offenders, as many as the job can do without now: avoiding a node never makes a job wait.
+def avoidable(
+    request: ResourceRequest, nodes: Sequence[Node], offenders: Sequence[str]
+) -> list[str]:
+    """The first offenders, as many as the job can do without now: avoiding a node never makes a job
+    wait.
 
     `offenders`: node ids, the worst first.
     """
     selected = [node for node in nodes if matches(node.labels, request.selector)]
     for count in range(len(offenders), 0, -1):
         rest = [node for node in selected if node.id not in offenders[:count]]
-        if room(request, [(fit_count(node.free, request.bundles[0]), 1) for node in rest]) >= len(request.bundles):
+        if room(request, [(fit_count(node.free, request.bundles[0]), 1) for node in rest]) >= len(
+            request.bundles
+        ):
             return list(offenders[:count])
     return []
 
 
 def incident_text(node: Node, of_node: Sequence[NodeIncident], avoided: bool) -> str:
-    """`node-7 (10.0.0.7) is avoided: in the last 7 days it was lost in 2 runs, the last on 2026-11-20; ...`."""
+    """`node-7 (10.0.0.7) is avoided: in the last 7 days it was lost in 2 runs, the last on
+    2026-11-20; ...`."""
     parts = [
         f"{text} in {counted(len(runs), 'run')}"
         for what, text in KINDS.items()
@@ -164,13 +185,20 @@ def incident_text(node: Node, of_node: Sequence[NodeIncident], avoided: bool) ->
     last = time.strftime("%Y-%m-%d", time.localtime(max(each.at for each in of_node)))
     history = f"in the last {COUNT_S / 86400:g} days it was {', '.join(parts)}, the last on {last}"
     if avoided:
-        return f"{node.host} ({node.ip}) is avoided: {history}; scale.avoid=false uses it nevertheless"
+        return (
+            f"{node.host} ({node.ip}) is avoided: {history}; scale.avoid=false uses it nevertheless"
+        )
     return f"{node.host} ({node.ip}) may be used, because there is no room without it: {history}"
 
 
 def reason_to_avoid(job: Job, cluster: str, node: Node, avoided: bool) -> str:
-    """The incidents of a node onto which a running job could grow, as text; empty if it need not be avoided."""
-    bad = repeat_offenders(read_incidents(history_file()), cluster, [node], time.time()) if job.scale.avoid else {}
+    """The incidents of a node onto which a running job could grow, as text; empty if it need not be
+    avoided."""
+    bad = (
+        repeat_offenders(read_incidents(history_file()), cluster, [node], time.time())
+        if job.scale.avoid
+        else {}
+    )
     return incident_text(node, bad[node.id], avoided) if bad else ""
 
 
@@ -184,15 +212,19 @@ class Offender(NamedTuple):
     text: str
 
 
-def offenders(job: Job, request: ResourceRequest, nodes: Sequence[Node], cluster: str) -> list[Offender]:
-    """The nodes with incidents in several runs, those that the job avoids first. None with scale.avoid=false."""
+def offenders(
+    job: Job, request: ResourceRequest, nodes: Sequence[Node], cluster: str
+) -> list[Offender]:
+    """The nodes with incidents in several runs, those that the job avoids first. None with
+    scale.avoid=false."""
     if not job.scale.avoid or len(nodes) < 2:
         return []
     by_id = {node.id: node for node in nodes}
     bad = repeat_offenders(read_incidents(history_file()), cluster, nodes, time.time())
     avoided = avoidable(request, nodes, list(bad))
     return [
-        Offender(id, id in avoided, incident_text(by_id[id], of_node, id in avoided)) for id, of_node in bad.items()
+        Offender(id, id in avoided, incident_text(by_id[id], of_node, id in avoided))
+        for id, of_node in bad.items()
     ]
 
 
@@ -200,11 +232,12 @@ def offenders(job: Job, request: ResourceRequest, nodes: Sequence[Node], cluster
 def avoiding_offenders(
     job: Job, request: ResourceRequest, nodes: Sequence[Node], cluster: str, events: Events
 ) -> Iterator[bool]:
-    """Inside the block, Ray finds no free CPU on nodes with incidents, if the job has room without them.
+    """Inside the block, Ray finds no free CPU on nodes with incidents, if the job has room without
+    them.
 
-    Yields whether it avoids any node. It reserves the nodes' free CPUs for the time of the block. A label selector in
-    the job's own placement group (`ray.io/node-id: !in(...)`) would be permanent: after the loss of a node the job
-    would wait for another node even while an avoided one is free.
+    Yields whether it avoids any node. It reserves the nodes' free CPUs for the time of the block. A
+    label selector in the job's own placement group (`ray.io/node-id: !in(...)`) would be permanent:
+    after the loss of a node the job would wait for another node even while an avoided one is free.
     """
     by_id = {node.id: node for node in nodes}
     found = offenders(job, request, nodes, cluster)

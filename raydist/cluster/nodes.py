@@ -35,7 +35,8 @@ class Node:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key: numeric address, then id. It is the same in each process and after a restart."""
+        """Sort key: numeric address, then id. It is the same in each process and after a
+        restart."""
         try:
             address = ipaddress.ip_address(self.ip)
         except ValueError:
@@ -55,11 +56,14 @@ class NodeType:
     """None if Ray does not report them."""
 
 
-def nodes_from_ray(ray_nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]) -> list[Node]:
+def nodes_from_ray(
+    ray_nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
+) -> list[Node]:
     """The nodes of `ray.nodes()` that are alive. `free`: available resources by node id.
 
-    Machines with equal host names, as cloned images have, are named `ubuntu (10.0.0.7)`, by their addresses: clocks,
-    loads and lost nodes are told apart by the name. Nodes with the same address are one machine.
+    Machines with equal host names, as cloned images have, are named `ubuntu (10.0.0.7)`, by their
+    addresses: clocks, loads and lost nodes are told apart by the name. Nodes with the same address
+    are one machine.
     """
     alive = [node for node in ray_nodes if node["Alive"]]
     machines = {(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in alive}
@@ -84,20 +88,26 @@ def _unique_name(host: str, ip: str, named: Mapping[str, int]) -> str:
 
 def _countable(resources: Mapping[str, float]) -> dict[str, float]:
     # node:10.0.0.1 and node:__internal_head__ only pin work to one node
-    return {name: float(amount) for name, amount in resources.items() if not name.startswith("node:")}
+    return {
+        name: float(amount) for name, amount in resources.items() if not name.startswith("node:")
+    }
 
 
 def types_from_config(config: Any) -> list[NodeType]:
-    """The node types of the autoscaler's ClusterConfig message; `config`: None without an autoscaler."""
+    """The node types of the autoscaler's ClusterConfig message; `config`: None without an
+    autoscaler."""
     return [
-        NodeType(group.name, dict(group.resources), UNLIMITED if group.max_count < 0 else group.max_count)
+        NodeType(
+            group.name, dict(group.resources), UNLIMITED if group.max_count < 0 else group.max_count
+        )
         for group in (config.node_group_configs if config else ())
         if group.resources and group.max_count
     ]
 
 
 def types_from_file(config: Mapping[str, Any]) -> list[NodeType]:
-    """The node types of a cluster.yaml. The head's own type has no workers unless its max_workers says so."""
+    """The node types of a cluster.yaml. The head's own type has no workers unless its max_workers
+    says so."""
     head, limit = config.get("head_node_type"), config.get("max_workers")
     types = []
     for name, kind in (config.get("available_node_types") or {}).items():
@@ -141,7 +151,10 @@ class ResourceRequest:
 
 def fit_count(have: Mapping[str, float], need: Mapping[str, float]) -> int:
     """How often the resources `need` fit into `have`."""
-    return min((_fit_count(name, have.get(name, 0), amount) for name, amount in need.items() if amount), default=0)
+    return min(
+        (_fit_count(name, have.get(name, 0), amount) for name, amount in need.items() if amount),
+        default=0,
+    )
 
 
 def _fit_count(name: str, have: float, amount: float) -> int:
@@ -165,13 +178,15 @@ def bundle(need: Mapping[str, float], ranks: int) -> dict[str, float]:
 
 
 def holds(request: ResourceRequest, capacity: Capacity) -> bool:
-    """Whether nodes that are otherwise empty hold all bundles. Exact, because all bundles are equal."""
+    """Whether nodes that are otherwise empty hold all bundles. Exact, because all bundles are
+    equal."""
     fits = [(fit_count(have, request.bundles[0]), more) for have, more in capacity]
     return room(request, fits) >= len(request.bundles)
 
 
 def room(request: ResourceRequest, fits: Sequence[tuple[int, int]]) -> int:
-    """Number of bundles that fit at once under the request's strategy. `fits`: (bundles on a node, number of nodes)."""
+    """Number of bundles that fit at once under the request's strategy. `fits`: (bundles on a node,
+    number of nodes)."""
     match request.strategy:
         case "STRICT_SPREAD":
             return sum(more for bundles, more in fits if bundles)
@@ -185,7 +200,8 @@ _SELECTOR = re.compile(rf"!?(?:in\({_VALUE}(?:, ?{_VALUE})*\)|{_VALUE})")
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node with these labels fits a label selector of Ray: v, !v, in(a,b) or !in(a,b) for each key."""
+    """Whether a node with these labels fits a label selector of Ray: v, !v, in(a,b) or !in(a,b) for
+    each key."""
     return all(_matches(labels.get(key), pattern) for key, pattern in selector.items())
 
 
@@ -221,9 +237,13 @@ def _unmatched(nodes: Sequence[Node], selector: Mapping[str, str]) -> ConfigErro
             return ConfigError.of(name, pattern, cause, guess=guess, known=values)
         keys = {each for node in nodes for each in node.labels} - {"ray.io/node-id"}
         close = nearest(key, keys, "scale.labels.")
-        return ConfigError.of(name, pattern, cause, guess=close and f"{close}={pattern}", known=keys)
+        return ConfigError.of(
+            name, pattern, cause, guess=close and f"{close}={pattern}", known=keys
+        )
     every = " ".join(f"scale.labels.{key}={pattern}" for key, pattern in selector.items())
-    return ConfigError.of("scale.labels", dict(selector), "no node has all of them; leave one out", typed=every)
+    return ConfigError.of(
+        "scale.labels", dict(selector), "no node has all of them; leave one out", typed=every
+    )
 
 
 def check_resource_names(need: Mapping[str, float], have: Iterable[Mapping[str, float]]) -> None:
@@ -243,8 +263,11 @@ def amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources[name]:g} {name}" for name in order) or "nothing"
 
 
-def listing(nodes: Sequence[Node], types: Iterable[tuple[NodeType, int]], names: Iterable[str]) -> list[str]:
-    """The cluster's amounts of the resources `names`, a line for equal nodes: `2 nodes with 8 GPU (gpu-1, gpu-2)`."""
+def listing(
+    nodes: Sequence[Node], types: Iterable[tuple[NodeType, int]], names: Iterable[str]
+) -> list[str]:
+    """The cluster's amounts of the resources `names`, a line for equal nodes: `2 nodes with 8 GPU
+    (gpu-1, gpu-2)`."""
     shown = {"CPU", "GPU", *names}
     hosts_with: dict[str, list[str]] = {}
     for node in sorted(nodes, key=lambda node: node.order):
@@ -255,7 +278,9 @@ def listing(nodes: Sequence[Node], types: Iterable[tuple[NodeType, int]], names:
     ]
     for kind, more in types:
         number = "any number" if more > UNLIMITED // 2 else f"up to {more} more"
-        lines.append(f"{number} of the autoscaler's type {kind.name} with {_shown(kind.resources, shown)}")
+        lines.append(
+            f"{number} of the autoscaler's type {kind.name} with {_shown(kind.resources, shown)}"
+        )
     return lines or ["no node"]
 
 

@@ -1,4 +1,5 @@
-"""(Job, nodes) -> Plan: the node and the numbers of each rank, or an error if the nodes can't hold them. (pure)"""
+"""(Job, nodes) -> Plan: the node and the numbers of each rank, or an error if the nodes can't hold
+them. (pure)"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Plan:
-    """The slots of all ranks in order of rank. Ranks of a node are contiguous; nodes are in order of address."""
+    """The slots of all ranks in order of rank. Ranks of a node are contiguous; nodes are in order
+    of address."""
 
     request: ResourceRequest
     slots: tuple[Slot, ...]
@@ -55,32 +57,51 @@ class Plan:
         """The fields of the event `plan`. `gpus` is a number: only the agents know the GPU ids."""
         gpus = self.request.rank_resources.get("GPU", 0)
         slots = [
-            {"rank": slot.rank, "host": slot.node.host, "ip": slot.node.ip, "node": slot.node.id,
-             "local_rank": slot.local_rank, "gpus": gpus}
+            {
+                "rank": slot.rank,
+                "host": slot.node.host,
+                "ip": slot.node.ip,
+                "node": slot.node.id,
+                "local_rank": slot.local_rank,
+                "gpus": gpus,
+            }
             for slot in self.slots
-        ]  # fmt: skip
+        ]
         spares = [{"host": node.host, "ip": node.ip, "node": node.id} for node in self.spares]
         event = {"backend": self.request.backend, "world_size": self.world_size, "slots": slots}
         return event | ({"spares": spares} if spares else {})
 
 
 def needs_no_ray(job: Job) -> bool:
-    """Whether one machine is all that the job asks for, and Ray would do nothing for it: a program on one node."""
+    """Whether one machine is all that the job asks for, and Ray would do nothing for it: a program
+    on one node."""
     scale = job.scale
     one_node = scale.nodes == 1 and scale.max_nodes is None and not scale.spares
-    by_ray = scale.labels or scale.resources or scale.gpus not in (None, 0, 1) or job.pip or job.working_dir
+    by_ray = (
+        scale.labels
+        or scale.resources
+        or scale.gpus not in (None, 0, 1)
+        or job.pip
+        or job.working_dir
+    )
     return bool(job.script) and one_node and not by_ray
 
 
-def resources_for(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] | None = ()) -> ResourceRequest:
+def resources_for(
+    job: Job, nodes: Sequence[Node], types: Sequence[NodeType] | None = ()
+) -> ResourceRequest:
     """The resources that a job requests from Ray; a ConfigError if the cluster can never hold them.
 
-    `types`: node types that the autoscaler may add; None if they are not known: then no request is refused.
+    `types`: node types that the autoscaler may add; None if they are not known: then no request is
+    refused.
     """
     scale = job.scale
     chosen, kinds = cluster_nodes.select_nodes(nodes, types or (), scale.labels)
     coming = [] if scale.nodes is None else cluster_nodes.still_to_come(kinds, chosen)
-    capacity = [*((node.total, 1) for node in chosen), *((kind.resources, more) for kind, more in coming)]
+    capacity = [
+        *((node.total, 1) for node in chosen),
+        *((kind.resources, more) for kind, more in coming),
+    ]
     backend, gpus = choose_backend(job, [have for have, _ in capacity])
     need = rank_resources(scale, gpus)
     if capacity:
@@ -93,20 +114,31 @@ def resources_for(job: Job, nodes: Sequence[Node], types: Sequence[NodeType] | N
 
 
 def check_parallel(job: Job, request: ResourceRequest) -> None:
-    """Raise ConfigError if `parallel=` does not fit these ranks. Ranks of a node are consecutive, as tp needs them."""
+    """Raise ConfigError if `parallel=` does not fit these ranks. Ranks of a node are consecutive,
+    as tp needs them."""
     if not divides(job.parallel):
         return
     per_node = request.ranks_per_bundle
-    if request.strategy != "STRICT_SPREAD" and (job.parallel.tp or job.parallel.name in ("tp", "hsdp")):
+    if request.strategy != "STRICT_SPREAD" and (
+        job.parallel.tp or job.parallel.name in ("tp", "hsdp")
+    ):
         cause = "it needs equal numbers of ranks on all nodes"
-        key, value = ("parallel.tp", job.parallel.tp) if job.parallel.tp else ("parallel", job.parallel.name)
-        raise ConfigError.of(key, value, cause, "scale.placement=STRICT_SPREAD scale.per_node=N", "parallel=fsdp")
+        key, value = (
+            ("parallel.tp", job.parallel.tp) if job.parallel.tp else ("parallel", job.parallel.name)
+        )
+        raise ConfigError.of(
+            key, value, cause, "scale.placement=STRICT_SPREAD scale.per_node=N", "parallel=fsdp"
+        )
     check_microbatches(job, mesh_shape(job.parallel, request.world_size, per_node))
 
 
 def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, float]:
     """(backend, GPUs of one rank). The backend is never auto. `have`: resources of each node."""
-    name, gpus, most = job.backend.name, job.scale.gpus, max((each.get("GPU", 0) for each in have), default=0)
+    name, gpus, most = (
+        job.backend.name,
+        job.scale.gpus,
+        max((each.get("GPU", 0) for each in have), default=0),
+    )
     if gpus and gpus > 1 and gpus % 1:
         cause = "above 1 Ray assigns whole GPUs only"
         raise ConfigError.of("scale.gpus", f"{gpus:g}", cause, f"scale.gpus={math.ceil(gpus)}")
@@ -117,7 +149,9 @@ def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, 
     if name == "nccl" and not most:
         where = "the nodes that scale.labels selects have" if job.scale.labels else "the nodes have"
         instead = "backend=gloo" + (" scale.gpus=0" if gpus else "")
-        raise ConfigError.of("backend", "nccl", f"{where} no GPU ({counted(len(have), 'node')})", instead)
+        raise ConfigError.of(
+            "backend", "nccl", f"{where} no GPU ({counted(len(have), 'node')})", instead
+        )
     if name == "nccl" and gpus is not None and gpus < 1:
         cause = "nccl requires one GPU for each rank"
         raise ConfigError.of("scale.gpus", f"{gpus:g}", cause, "scale.gpus=1", "backend=gloo")
@@ -131,11 +165,16 @@ def rank_resources(scale: Scale, gpus: float) -> dict[str, float]:
             amount = f"{scale.resources[name]:g}"
             cause, right = "it has a setting of its own", f"scale.{name.lower()}s={amount}"
             raise ConfigError.of(f"scale.resources.{name}", amount, cause, right)
-    return {"CPU": scale.cpus, **({"GPU": gpus} if gpus else {}), **{k: v for k, v in scale.resources.items() if v}}
+    return {
+        "CPU": scale.cpus,
+        **({"GPU": gpus} if gpus else {}),
+        **{k: v for k, v in scale.resources.items() if v},
+    }
 
 
 def scale_between(scale: Scale, need: Mapping[str, float], nodes: Sequence[Node]) -> Scale:
-    """With scale.max_nodes: `nodes` becomes the number of nodes with room now, from scale.nodes to scale.max_nodes."""
+    """With scale.max_nodes: `nodes` becomes the number of nodes with room now, from scale.nodes to
+    scale.max_nodes."""
     if scale.max_nodes is None:
         return scale
     least, most = scale.nodes or 1, scale.max_nodes
@@ -143,17 +182,27 @@ def scale_between(scale: Scale, need: Mapping[str, float], nodes: Sequence[Node]
     return replace(scale, nodes=max(least, min(most, ready)))
 
 
-def resource_request(scale: Scale, backend: str, need: Mapping[str, float], capacity: Capacity) -> ResourceRequest:
-    """The placement group that the settings describe, whether or not it fits. `need`: resources of one rank."""
-    strategy, fitting = scale.placement, [fits for have, _ in capacity if (fits := fit_count(have, need))]
+def resource_request(
+    scale: Scale, backend: str, need: Mapping[str, float], capacity: Capacity
+) -> ResourceRequest:
+    """The placement group that the settings describe, whether or not it fits. `need`: resources of
+    one rank."""
+    strategy, fitting = (
+        scale.placement,
+        [fits for have, _ in capacity if (fits := fit_count(have, need))],
+    )
     if scale.nodes is not None:
-        nodes, per_node = scale.nodes, scale.per_node or default_ranks_per_node(scale.nodes, need, capacity)
+        nodes, per_node = (
+            scale.nodes,
+            scale.per_node or default_ranks_per_node(scale.nodes, need, capacity),
+        )
     elif scale.per_node is not None:
         nodes, per_node = sum(fits >= scale.per_node for fits in fitting) or 1, scale.per_node
     elif len(set(fitting)) < 2:
         nodes, per_node = len(fitting) or 1, max(fitting, default=1)
     else:
-        # Unequal nodes, each with all ranks that it can hold. Bundles of a group are equal here: one for each rank.
+        # Unequal nodes, each with all ranks that it can hold. Bundles of a group are equal here:
+        # one for each rank.
         nodes, per_node = sum(fitting), 1
         strategy = "PACK" if strategy == "STRICT_SPREAD" else strategy
     ranks_per_bundle = per_node if strategy == "STRICT_SPREAD" else 1
@@ -171,11 +220,15 @@ def resource_request(scale: Scale, backend: str, need: Mapping[str, float], capa
 
 
 def default_ranks_per_node(nodes: int, need: Mapping[str, float], capacity: Capacity) -> int:
-    """Ranks of each node if scale.per_node is not set: one per GPU; without GPUs 2 on one node, else by scale.cpus."""
+    """Ranks of each node if scale.per_node is not set: one per GPU; without GPUs 2 on one node,
+    else by scale.cpus."""
     if "GPU" not in need and nodes == 1:
         return 2
     by = "GPU" if "GPU" in need else "CPU"
-    fits = sorted((fit_count(have, {by: need[by]}) for have, more in capacity for _ in range(more)), reverse=True)
+    fits = sorted(
+        (fit_count(have, {by: need[by]}) for have, more in capacity for _ in range(more)),
+        reverse=True,
+    )
     return max(1, fits[nodes - 1]) if nodes <= len(fits) else max(1, *fits[:1])
 
 
@@ -185,7 +238,9 @@ def assign_ranks(request: ResourceRequest, bundle_nodes: Sequence[Node]) -> Plan
     for i, node in enumerate(bundle_nodes):
         bundles_of.setdefault(node.id, []).extend([i] * request.ranks_per_bundle)
     # by node id, not by address: two raylets on one machine are two nodes
-    in_order = sorted({node.id: node for node in bundle_nodes}.values(), key=lambda node: node.order)
+    in_order = sorted(
+        {node.id: node for node in bundle_nodes}.values(), key=lambda node: node.order
+    )
     used = in_order[: len(in_order) - request.spares]
     return Plan(request, _slots(used, bundles_of), tuple(in_order[len(used) :]))
 
@@ -195,15 +250,19 @@ def _slots(in_order: Sequence[Node], bundles_of: Mapping[str, Sequence[int]]) ->
     slots: list[Slot] = []
     for node_rank, node in enumerate(in_order):
         bundles = bundles_of[node.id]
-        slots += [Slot(len(slots) + i, i, node_rank, len(bundles), bundle, node) for i, bundle in enumerate(bundles)]
+        slots += [
+            Slot(len(slots) + i, i, node_rank, len(bundles), bundle, node)
+            for i, bundle in enumerate(bundles)
+        ]
     return tuple(slots)
 
 
 def resize_plan(plan: Plan, ready: Mapping[int, Node], least: int, most: int) -> Plan | None:
-    """A plan for `least` to `most` of the ready nodes (bundle -> node); None if fewer than `least` are ready.
+    """A plan for `least` to `most` of the ready nodes (bundle -> node); None if fewer than `least`
+    are ready.
 
-    A node that stays keeps its ranks if possible: new nodes first take the ranks of lost nodes, then ranks behind the
-    last.
+    A node that stays keeps its ranks if possible: new nodes first take the ranks of lost nodes,
+    then ranks behind the last.
     """
     per_node = plan.request.ranks_per_bundle
     before = [(slot.bundle, slot.node.id) for slot in plan.slots if slot.local_rank == 0]
@@ -213,19 +272,30 @@ def resize_plan(plan: Plan, ready: Mapping[int, Node], least: int, most: int) ->
     chosen = [bundle for bundle in [*replaced, *new] if bundle is not None][:most]
     if len(chosen) < least:
         return None
-    slots = _slots([ready[bundle] for bundle in chosen], {ready[bundle].id: [bundle] * per_node for bundle in chosen})
+    slots = _slots(
+        [ready[bundle] for bundle in chosen],
+        {ready[bundle].id: [bundle] * per_node for bundle in chosen},
+    )
     bundles = (plan.request.bundles[0],) * (len(chosen) + plan.request.spares)
-    spares = tuple(node for bundle, node in ready.items() if bundle not in chosen) if plan.request.spares else ()
+    spares = (
+        tuple(node for bundle, node in ready.items() if bundle not in chosen)
+        if plan.request.spares
+        else ()
+    )
     return Plan(replace(plan.request, world_size=len(slots), bundles=bundles), slots, spares)
 
 
 def replace_nodes(plan: Plan, bundle_nodes: Sequence[Node]) -> Plan:
-    """The same ranks in the same bundles, some of which Ray has moved to other nodes. Each rank keeps its number."""
-    moved = Plan(plan.request, tuple(replace(slot, node=bundle_nodes[slot.bundle]) for slot in plan.slots))
+    """The same ranks in the same bundles, some of which Ray has moved to other nodes. Each rank
+    keeps its number."""
+    moved = Plan(
+        plan.request, tuple(replace(slot, node=bundle_nodes[slot.bundle]) for slot in plan.slots)
+    )
     nodes = {(slot.node_rank, slot.node.id) for slot in moved.slots}
     if len(nodes) != len({slot.node_rank for slot in moved.slots}):
         raise LaunchError(
-            f"scale.placement={plan.request.strategy}: Ray has placed the ranks of a lost node on several nodes, but "
+            f"scale.placement={plan.request.strategy}: Ray has placed the ranks of a lost node "
+            "on several nodes, but "
             "they share one node's numbers; set scale.placement=STRICT_SPREAD"
         )
     return moved

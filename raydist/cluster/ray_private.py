@@ -1,6 +1,7 @@
 """Every use of Ray's private API: Ray has no public API for these. (driver)
 
-`OPTIONAL` lists the parts that a run can do without: if the installed Ray lacks one, the run warns once and continues.
+`OPTIONAL` lists the parts that a run can do without: if the installed Ray lacks one, the run warns
+once and continues.
 """
 
 from __future__ import annotations
@@ -32,19 +33,25 @@ CONNECT_S = 30.0
 TOKEN_SETUP = "ray._private.authentication.authentication_token_setup"
 STATE, SERVICES = "ray._private.state", "ray._private.services"
 MESSAGES, STUBS = "ray.core.generated.gcs_service_pb2", "ray.core.generated.gcs_service_pb2_grpc"
-NODE_MESSAGES, NODE_STUBS = "ray.core.generated.node_manager_pb2", "ray.core.generated.node_manager_pb2_grpc"
+NODE_MESSAGES, NODE_STUBS = (
+    "ray.core.generated.node_manager_pb2",
+    "ray.core.generated.node_manager_pb2_grpc",
+)
 OPTIONAL = {
     f"{STATE}:state.get_draining_nodes": "raydist notices a drained node only when it is gone",
     f"{STATE}:state.get_cluster_config": "raydist reads the autoscaler's node types from its file",
-    f"{NODE_MESSAGES}:PrestartWorkersRequest": "the actors of a further run take half a second longer to start",
+    f"{NODE_MESSAGES}:PrestartWorkersRequest": "the actors of a further run take half a second "
+    "longer to start",
     f"{SERIALIZERS}.apply": "each command takes a fifth of a second longer",
     f"{SERVICES}:ConsolePopen": "a signal to the whole process group ends Ray before the ranks",
 }
 """module:attribute -> the consequence for a run if this Ray lacks it."""
 NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
-"""Methods of Ray's Node that start the autoscaler, the forwarder of workers' output, and the dashboard's process.
+"""Methods of Ray's Node that start the autoscaler, the forwarder of workers' output, and the
+dashboard's process.
 
-They take 2 s of CPU, of the 4.5 s of a Ray that is started for one program, while torch is imported beside them.
+They take 2 s of CPU, of the 4.5 s of a Ray that is started for one program, while torch is imported
+beside them.
 """
 
 
@@ -62,7 +69,9 @@ def require(path: str) -> Any:
     import ray
 
     if (part := find_part(path)) is None:
-        raise LaunchError(f"ray {ray.__version__} has no {path}, which raydist needs: pip install -U raydist ray")
+        raise LaunchError(
+            f"ray {ray.__version__} has no {path}, which raydist needs: pip install -U raydist ray"
+        )
     return part
 
 
@@ -70,28 +79,37 @@ def missing_parts() -> list[str]:
     """A warning for each optional part that the installed Ray lacks."""
     import ray
 
-    return [f"ray {ray.__version__} has no {path}: {why}" for path, why in OPTIONAL.items() if find_part(path) is None]
+    return [
+        f"ray {ray.__version__} has no {path}: {why}"
+        for path, why in OPTIONAL.items()
+        if find_part(path) is None
+    ]
 
 
 def nvml() -> Any:
-    """Ray's copy of pynvml; None in a process that does not use Ray, which would take a second to import."""
+    """Ray's copy of pynvml; None in a process that does not use Ray, which would take a second to
+    import."""
     return find_part("ray._private.thirdparty.pynvml:pynvml") if "ray" in sys.modules else None
 
 
 async def read_log(client: Any, node: str, name: str, follow: bool) -> AsyncIterator[bytes]:
     """A file below the folder of Ray's logs on a node, through a JobSubmissionClient.
 
-    `follow`: continue with what is added to it, until the connection breaks. FileNotFoundError: no such file; another
-    OSError: the connection broke.
+    `follow`: continue with what is added to it, until the connection breaks. FileNotFoundError: no
+    such file; another OSError: the connection broke.
     """
     import aiohttp  # hardly any command needs it
 
     kind = f"stream?interval={LOG_EVERY_S}&" if follow else "file?"
-    address = f"{client.get_address()}/api/v0/logs/{kind}lines=-1&node_id={node}&filename={quote(name)}"
+    address = (
+        f"{client.get_address()}/api/v0/logs/{kind}lines=-1&node_id={node}&filename={quote(name)}"
+    )
     limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     try:
         async with (
-            aiohttp.ClientSession(headers=client._headers, timeout=limits, trust_env=True) as session,
+            aiohttp.ClientSession(
+                headers=client._headers, timeout=limits, trust_env=True
+            ) as session,
             session.get(address) as reply,
         ):
             if reply.status >= 400:  # Ray answers 500 if there is no such file
@@ -123,7 +141,8 @@ def log_folder() -> Path:
 
 
 def current_node() -> Any:
-    """The ray._private.node.Node that this process has started or is connected through; None without a connection."""
+    """The ray._private.node.Node that this process has started or is connected through; None
+    without a connection."""
     return find_part("ray._private.worker:_global_node")
 
 
@@ -144,7 +163,8 @@ def is_dead(actor: str) -> bool:
 
 
 def default_address() -> str | None:
-    """The host:port of RAY_ADDRESS, else of the last Ray started on this machine; None if ray.init would start one.
+    """The host:port of RAY_ADDRESS, else of the last Ray started on this machine; None if ray.init
+    would start one.
 
     It imports Ray only for the first.
     """
@@ -174,14 +194,16 @@ def cluster_config() -> Any:
 
 
 def draining_nodes() -> dict[str, int]:
-    """Node id -> deadline of each node that Ray drains, in ms since the epoch; 0 without a deadline."""
+    """Node id -> deadline of each node that Ray drains, in ms since the epoch; 0 without a
+    deadline."""
     get_draining = find_part(f"{STATE}:state.get_draining_nodes")
     deadlines: dict[str, int] = get_draining() if get_draining else {}
     return deadlines
 
 
 def upload_folder(folder: str, include_gitignore: bool, excludes: Sequence[str] = ()) -> str:
-    """Upload a folder to Ray's store unless it is there already; its URI. `excludes`: patterns as in .gitignore."""
+    """Upload a folder to Ray's store unless it is there already; its URI. `excludes`: patterns as
+    in .gitignore."""
     worker = require("ray._private.worker:global_worker")
     connect_kv()
     uploaded = require("ray._private.runtime_env.working_dir:upload_working_dir_if_needed")(
@@ -194,15 +216,18 @@ def upload_folder(folder: str, include_gitignore: bool, excludes: Sequence[str] 
 
 @contextlib.contextmanager
 def few_processes_in_own_sessions() -> Iterator[None]:
-    """Inside the block, ray.init starts only the processes that a program of its own needs, each in a new session.
+    """Inside the block, ray.init starts only the processes that a program of its own needs, each in
+    a new session.
 
-    `timeout`, a shell or a batch system sends SIGTERM to the whole process group. If that ended the GCS, every call of
-    Ray would wait for a minute, and Ray would then abort this process.
+    `timeout`, a shell or a batch system sends SIGTERM to the whole process group. If that ended the
+    GCS, every call of Ray would wait for a minute, and Ray would then abort this process.
     """
     services, node = importlib.import_module(SERVICES), find_part("ray._private.node:Node")
     with contextlib.ExitStack() as stack:
         if popen := getattr(services, "ConsolePopen", None):
-            stack.enter_context(replaced(services, "ConsolePopen", functools.partial(popen, start_new_session=True)))
+            stack.enter_context(
+                replaced(services, "ConsolePopen", functools.partial(popen, start_new_session=True))
+            )
         for name in NOT_NEEDED:
             if hasattr(node, name):
                 stack.enter_context(replaced(node, name, lambda self, **_: None))
@@ -223,25 +248,31 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def kill_on_shutdown(node: Any) -> None:
     """Make ray.shutdown() kill the processes of a Node that this process has started.
 
-    By default Ray ends them one after the other, and waits for each: more than a second, when Ctrl-C allows two.
+    By default Ray ends them one after the other, and waits for each: more than a second, when
+    Ctrl-C allows two.
     """
     end = node.kill_all_processes
     node.kill_all_processes = lambda **_: end(check_alive=False, allow_graceful=False)
 
 
 def keep_quiet_about_token() -> None:
-    """Have Ray not say at each start how to switch off its token, without which others could run programs here."""
+    """Have Ray not say at each start how to switch off its token, without which others could run
+    programs here."""
     logging.getLogger(TOKEN_SETUP).setLevel(logging.ERROR)
 
 
 def refused_token(message: str) -> bool:
-    """Whether an AuthenticationError with this message says that the token is wrong, not that there is none."""
-    wrong = find_part("ray._private.authentication.authentication_constants:TOKEN_INVALID_ERROR_MESSAGE")
+    """Whether an AuthenticationError with this message says that the token is wrong, not that there
+    is none."""
+    wrong = find_part(
+        "ray._private.authentication.authentication_constants:TOKEN_INVALID_ERROR_MESSAGE"
+    )
     return bool(wrong) and wrong in message
 
 
 def load_auth_token() -> None:
-    """Use this user's token for clusters from now on, if the user has one, as Ray's own commands do."""
+    """Use this user's token for clusters from now on, if the user has one, as Ray's own commands
+    do."""
     require(f"{TOKEN_SETUP}:maybe_enable_token_auth_if_token_available")(warn_if_disabled=False)
 
 
@@ -266,48 +297,66 @@ def check_alive(address: str, timeout: float) -> None:
 
 
 def prestart_workers(address: str, number: int, keep_s: float, timeout: float) -> None:
-    """Have the raylet at host:port start so many workers, for whichever actor without a runtime_env comes next.
+    """Have the raylet at host:port start so many workers, for whichever actor without a runtime_env
+    comes next.
 
     It ends those that nobody has used within `keep_s` seconds. grpc.RpcError if it does not answer.
     """
     if (request := find_part(f"{NODE_MESSAGES}:PrestartWorkersRequest")) is not None:
         with grpc_channel(address) as channel:
             stub = require(f"{NODE_STUBS}:NodeManagerServiceStub")(channel)
-            stub.PrestartWorkers(request(num_workers=number, keep_alive_duration_secs=int(keep_s)), timeout=timeout)
+            stub.PrestartWorkers(
+                request(num_workers=number, keep_alive_duration_secs=int(keep_s)), timeout=timeout
+            )
 
 
 def import_for_shutdown() -> None:
-    """Import what ray.shutdown imports, in a thread: while this process waits, not when a person waits for its end."""
+    """Import what ray.shutdown imports, in a thread: while this process waits, not when a person
+    waits for its end."""
     threading.Thread(target=find_part, args=(SHUTDOWN_IMPORTS,), daemon=True).start()
 
 
 def skip_serializers() -> None:
-    """Keep Ray from importing pydantic and pyarrow into this process, which sends and receives only raydist's messages.
+    """Keep Ray from importing pydantic and pyarrow into this process, which sends and receives only
+    raydist's messages.
 
-    Ray imports them before the first message, in case it holds objects of theirs: 0.08 s each, in driver and actor.
+    Ray imports them before the first message, in case it holds objects of theirs: 0.08 s each, in
+    driver and actor.
     """
     if (addons := find_part(SERIALIZERS)) is not None:
         addons.apply = lambda context: None
 
 
-def change_job_entry(address: str, id: str, change: Callable[[bytes], bytes | None], timeout: float) -> None:
-    """Read the entry of a submitted job from the GCS at host:port, and write back the result of `change`.
+def change_job_entry(
+    address: str, id: str, change: Callable[[bytes], bytes | None], timeout: float
+) -> None:
+    """Read the entry of a submitted job from the GCS at host:port, and write back the result of
+    `change`.
 
-    `change`: JSON bytes -> JSON bytes, or None to write nothing. Raises grpc.RpcError, and LaunchError if this Ray
-    stores its jobs in another way.
+    `change`: JSON bytes -> JSON bytes, or None to write nothing. Raises grpc.RpcError, and
+    LaunchError if this Ray stores its jobs in another way.
     """
-    key = require("ray.dashboard.modules.job.common:JobInfoStorageClient").JOB_DATA_KEY.format(job_id=id).encode()
+    key = (
+        require("ray.dashboard.modules.job.common:JobInfoStorageClient")
+        .JOB_DATA_KEY.format(job_id=id)
+        .encode()
+    )
     entry = {"key": key, "namespace": require("ray._private.ray_constants:KV_NAMESPACE_JOB")}
     with grpc_channel(address) as channel:
         store = require(f"{STUBS}:InternalKVGcsServiceStub")(channel)
-        reply = store.InternalKVGet(require(f"{MESSAGES}:InternalKVGetRequest")(**entry), timeout=timeout)
+        reply = store.InternalKVGet(
+            require(f"{MESSAGES}:InternalKVGetRequest")(**entry), timeout=timeout
+        )
         if (changed := change(reply.value)) is not None:
-            request = require(f"{MESSAGES}:InternalKVPutRequest")(**entry, value=changed, overwrite=True)
+            request = require(f"{MESSAGES}:InternalKVPutRequest")(
+                **entry, value=changed, overwrite=True
+            )
             store.InternalKVPut(request, timeout=timeout)
 
 
 def connect_kv() -> None:
-    """Connect this process to the GCS's store, as ray.init does, if a Cluster of this process that ended has cut it."""
+    """Connect this process to the GCS's store, as ray.init does, if a Cluster of this process that
+    ended has cut it."""
     if not require("ray.experimental.internal_kv:_internal_kv_initialized")():
         client = require("ray._private.worker:global_worker").gcs_client
         require("ray.experimental.internal_kv:_initialize_internal_kv")(client)
@@ -316,5 +365,7 @@ def connect_kv() -> None:
 def internal_kv(key: str, namespace: str | None = None) -> bytes | None:
     """The value of a key in the GCS's store; None if it has none."""
     connect_kv()
-    value: bytes | None = require("ray.experimental.internal_kv:_internal_kv_get")(key, namespace=namespace)
+    value: bytes | None = require("ray.experimental.internal_kv:_internal_kv_get")(
+        key, namespace=namespace
+    )
     return value

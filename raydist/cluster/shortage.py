@@ -1,4 +1,5 @@
-"""Texts for a request that the cluster can't hold: request, capacity, what to set instead, what is missing. (pure)"""
+"""Texts for a request that the cluster can't hold: request, capacity, what to set instead, what is
+missing. (pure)"""
 
 from __future__ import annotations
 
@@ -24,15 +25,19 @@ from raydist.shared.rank_names import counted
 ROOM = "waiting for Ray to place the ranks: the cluster has room for all"
 
 
-def never_fits(scale: Scale, request: ResourceRequest, capacity: Capacity, listed: Sequence[str]) -> ConfigError:
-    """The error for a request that the cluster can never hold. `listed`: lines that describe the cluster's nodes."""
+def never_fits(
+    scale: Scale, request: ResourceRequest, capacity: Capacity, listed: Sequence[str]
+) -> ConfigError:
+    """The error for a request that the cluster can never hold. `listed`: lines that describe the
+    cluster's nodes."""
     size = f"{scale.nodes}x{request.world_size // scale.nodes}" if scale.nodes else "cluster"
     size += f" scale.spares={request.spares}" if request.spares else ""
     per_node = f" scale.per_node={scale.per_node}" if scale.per_node and not scale.nodes else ""
     labels = f" with {_labels(request)}" if request.selector else ""
     fitting = suggestion(request, capacity)
     lines = [
-        f"scale={size}{per_node} requests {describe_request(request)}, which this cluster can never hold. "
+        f"scale={size}{per_node} requests {describe_request(request)}, which this cluster can "
+        "never hold. "
         f"Its nodes{labels}:",
         *(f"    {line}" for line in listed),
         fitting,
@@ -53,9 +58,13 @@ def describe_request(request: ResourceRequest) -> str:
 
 def suggestion(request: ResourceRequest, capacity: Capacity) -> str:
     """What to set instead: the settings nearest to the request that fit."""
-    without_spares = replace(request, bundles=request.bundles[: len(request.bundles) - request.spares], spares=0)
+    without_spares = replace(
+        request, bundles=request.bundles[: len(request.bundles) - request.spares], spares=0
+    )
     if request.spares and holds(without_spares, capacity):
-        fits = room(request, [(fit_count(have, request.bundles[0]), more) for have, more in capacity])
+        fits = room(
+            request, [(fit_count(have, request.bundles[0]), more) for have, more in capacity]
+        )
         return f"set scale.spares={fits - len(without_spares.bundles)}"
     if size := fitting_size(request, request.rank_resources, capacity):
         return f"set {size}"
@@ -64,10 +73,13 @@ def suggestion(request: ResourceRequest, capacity: Capacity) -> str:
         return "start a node first" + (", or leave out scale.labels" if request.selector else "")
     # not even one rank fits: make it fit the node that lacks the least
     least = min(lacking, key=lambda each: (sum(not amount for amount in each.values()), len(each)))
-    if least.get("CPU") == 0 or any(not amount for name, amount in least.items() if name not in ("CPU", "GPU")):
+    if least.get("CPU") == 0 or any(
+        not amount for name, amount in least.items() if name not in ("CPU", "GPU")
+    ):
         names = ", ".join(name for name, amount in least.items() if not amount)
         return (
-            f"no node has {names} beside the other resources: add such a node, or start Ray's nodes with more "
+            f"no node has {names} beside the other resources: add such a node, or start Ray's "
+            "nodes with more "
             "(ray start --num-cpus=N)"
         )
     settings, need = smaller_rank(request, least)
@@ -79,7 +91,9 @@ def suggestion(request: ResourceRequest, capacity: Capacity) -> str:
 
 def fitting_size(request: ResourceRequest, need: Mapping[str, float], capacity: Capacity) -> str:
     """`scale=2x4`: the most ranks that fit, at most as many as requested; empty if not one fits."""
-    fits = sorted((fit_count(have, need) for have, more in capacity for _ in range(more)), reverse=True)
+    fits = sorted(
+        (fit_count(have, need) for have, more in capacity for _ in range(more)), reverse=True
+    )
     if not fits or not fits[0]:
         return ""
     if request.strategy in ("PACK", "SPREAD"):
@@ -92,10 +106,16 @@ def fitting_size(request: ResourceRequest, need: Mapping[str, float], capacity: 
 
 def _lacking(need: Mapping[str, float], have: Mapping[str, float]) -> dict[str, float]:
     """The resources of which a node has too little for one rank, with the amount that it has."""
-    return {name: have.get(name, 0.0) for name, amount in need.items() if not fit_count(have, {name: amount})}
+    return {
+        name: have.get(name, 0.0)
+        for name, amount in need.items()
+        if not fit_count(have, {name: amount})
+    }
 
 
-def smaller_rank(request: ResourceRequest, least: Mapping[str, float]) -> tuple[str, dict[str, float]]:
+def smaller_rank(
+    request: ResourceRequest, least: Mapping[str, float]
+) -> tuple[str, dict[str, float]]:
     """Settings for a rank that fits the amounts `least`, and its resources."""
     need, settings = dict(request.rank_resources), []
     for name, have in least.items():
@@ -116,26 +136,38 @@ def smaller_rank(request: ResourceRequest, least: Mapping[str, float]) -> tuple[
 
 def describe_shortage(request: ResourceRequest, nodes: Sequence[Node]) -> str:
     """What a run waits for: `waiting for 1 more node with 8 GPU, 8 CPU: 1 of 2 has room; ...`."""
-    chosen = sorted((node for node in nodes if matches(node.labels, request.selector)), key=lambda node: node.order)
+    chosen = sorted(
+        (node for node in nodes if matches(node.labels, request.selector)),
+        key=lambda node: node.order,
+    )
     n = len(request.bundles)
     ready = room(request, [(fit_count(node.free, request.bundles[0]), 1) for node in chosen])
     if ready >= n:
         return ROOM
-    resources = amounts(request.bundles[0]) + (f" and labels {_labels(request)}" if request.selector else "")
+    resources = amounts(request.bundles[0]) + (
+        f" and labels {_labels(request)}" if request.selector else ""
+    )
     match request.strategy:
         case "STRICT_SPREAD":
             missing = f"{counted(n - ready, 'more node')} with {resources}: {ready} of {n} ready"
         case "STRICT_PACK":
-            missing = f"one node with room for {n} ranks of {resources}: the best has room for {ready}"
+            missing = (
+                f"one node with room for {n} ranks of {resources}: the best has room for {ready}"
+            )
         case _:
-            missing = f"room for {counted(n - ready, 'more rank')} of {resources}: {ready} of {n} have it"
+            missing = (
+                f"room for {counted(n - ready, 'more rank')} of {resources}: {ready} of {n} have it"
+            )
     busy = [text for node in chosen if (text := _occupied(node, request))]
-    folded = busy[:3] + ([f"{counted(len(busy) - 3, 'more node')} like that"] if len(busy) > 3 else [])
+    folded = busy[:3] + (
+        [f"{counted(len(busy) - 3, 'more node')} like that"] if len(busy) > 3 else []
+    )
     return "; ".join([f"waiting for {missing}", *folded])
 
 
 def describe_missing(request: ResourceRequest, nodes: Sequence[Node], held: Iterable[str]) -> str:
-    """What a run waits for that holds a bundle on each of these nodes, by id: bundles for those of nodes that are gone.
+    """What a run waits for that holds a bundle on each of these nodes, by id: bundles for those of
+    nodes that are gone.
 
     The resources that the run itself holds are not taken by others.
     """
@@ -154,12 +186,17 @@ def _labels(request: ResourceRequest) -> str:
 
 
 def _occupied(node: Node, request: ResourceRequest) -> str:
-    """`node-7 has 8 GPU but 4 are taken`; empty for a node that would hold no more bundles if it were free."""
-    need, most = request.bundles[0], 1 if request.strategy == "STRICT_SPREAD" else len(request.bundles)
+    """`node-7 has 8 GPU but 4 are taken`; empty for a node that would hold no more bundles if it
+    were free."""
+    need, most = (
+        request.bundles[0],
+        1 if request.strategy == "STRICT_SPREAD" else len(request.bundles),
+    )
     fits = min(most, fit_count(node.total, need))
     short = [name for name, amount in need.items() if fit_count(node.free, {name: amount}) < fits]
     taken = {name: node.total[name] - node.free.get(name, 0) for name in short}
     text = ", ".join(
-        f"{node.total[name]:g} {name} but {n:g} {'is' if n == 1 else 'are'} taken" for name, n in taken.items()
+        f"{node.total[name]:g} {name} but {n:g} {'is' if n == 1 else 'are'} taken"
+        for name, n in taken.items()
     )
     return text and f"{node.host} has {text}"

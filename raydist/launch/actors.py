@@ -1,4 +1,5 @@
-"""The actors of a worker group: one per rank, in its placement group's bundle, and one per standby node. (driver)"""
+"""The actors of a worker group: one per rank, in its placement group's bundle, and one per standby
+node. (driver)"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ POLL_S = 0.1
 
 
 class Waiting:
-    """A wait for nodes. It reports each reason once, and raises LaunchError after `patience` seconds."""
+    """A wait for nodes. It reports each reason once, and raises LaunchError after `patience`
+    seconds."""
 
     def __init__(self, patience: float, events: Events) -> None:
         self._patience, self._events = patience, events
@@ -43,10 +45,12 @@ class Waiting:
 
 
 class Actors:
-    """The actors of a worker group, one per rank. The first of each node starts at once, the others later."""
+    """The actors of a worker group, one per rank. The first of each node starts at once, the others
+    later."""
 
     def __init__(self, plan: Plan, group: Any, options: Mapping[str, Any]) -> None:
-        """`group`: the placement group of the plan. `options`: further options of each actor, as its runtime_env."""
+        """`group`: the placement group of the plan. `options`: further options of each actor, as
+        its runtime_env."""
         import ray
 
         self.groups: dict[int, tuple[Any, int]] = {
@@ -72,7 +76,8 @@ class Actors:
         self._host_actor = [leads[slot.node_rank] for slot in plan.slots]
 
     def start(self, ranks: Iterable[int] | None = None) -> None:
-        """Start the missing actors of these ranks (None: of all ranks), without waiting for them."""
+        """Start the missing actors of these ranks (None: of all ranks), without waiting for
+        them."""
         for rank in range(self.plan.world_size) if ranks is None else ranks:
             self.start_actor(self._key(rank))
 
@@ -94,7 +99,8 @@ class Actors:
                 self._kill(key)
 
     def replace(self, lost: Sequence[int], plan: Plan) -> None:
-        """Kill the actors of these ranks, and start others in the slots that the plan gives them."""
+        """Kill the actors of these ranks, and start others in the slots that the plan gives
+        them."""
         for rank in lost:
             self._kill(self._key(rank))
         self.set_plan(plan)
@@ -105,7 +111,8 @@ class Actors:
         return self.send(self._host_actor[rank], self.plan.slots[rank].local_rank, request)
 
     def send(self, key: Key, local_rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
-        """Send a request to an agent of this actor; the future fails if the actor is gone and was not replaced."""
+        """Send a request to an agent of this actor; the future fails if the actor is gone and was
+        not replaced."""
         if key not in self._boxes:
             failed: Future[AnyReply] = Future()
             failed.set_exception(LaunchError("its node is gone"))
@@ -118,23 +125,32 @@ class Actors:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(self.plan.slots[rank].node.id, soft=False)
-        task = ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=there, **self._options)
+        task = ray.remote(look).options(
+            num_cpus=0, max_retries=0, scheduling_strategy=there, **self._options
+        )
         return task.remote(*args).future()  # type: ignore[no-any-return]
 
     def gpus(self) -> list[tuple[str, ...]]:
-        """The GPUs of each rank. Only its own actor knows them, so this starts all actors and waits for them.
+        """The GPUs of each rank. Only its own actor knows them, so this starts all actors and waits
+        for them.
 
         LaunchError: names the nodes of actors that did not start in time.
         """
         import ray
 
         self.start()
-        asked = {self._actors[self._key(slot.rank)].gpus.remote(): slot.node.host for slot in self.plan.slots}
+        asked = {
+            self._actors[self._key(slot.rank)].gpus.remote(): slot.node.host
+            for slot in self.plan.slots
+        }
         within = longest(OPEN_S, len(asked))
         _, late = ray.wait([*asked], num_returns=len(asked), timeout=within)
         if late:
             hosts = ", ".join(sorted({asked[each] for each in late}))
-            raise LaunchError(f"{len(late)} of {len(asked)} actors did not start within {within:.3g} s, on {hosts}")
+            raise LaunchError(
+                f"{len(late)} of {len(asked)} actors did not start within {within:.3g} s, on "
+                f"{hosts}"
+            )
         gpus: list[tuple[str, ...]] = ray.get([*asked])
         return gpus
 
@@ -161,7 +177,8 @@ class Actors:
         return slot.bundle, slot.local_rank
 
     def _actor_options(self, bundle: int) -> dict[str, Any]:
-        """The options of one actor, with its resources. Without a runtime_env Ray takes a worker that already runs."""
+        """The options of one actor, with its resources. Without a runtime_env Ray takes a worker
+        that already runs."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         resources = dict(self.plan.request.rank_resources)
@@ -172,5 +189,7 @@ class Actors:
             "memory": resources.pop("memory", None),
             "resources": resources,
             **self._options,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            ),
         }

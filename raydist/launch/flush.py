@@ -1,4 +1,5 @@
-"""Have the last state of a run written to the disk: a whole one by any node, a sharded one by all. (driver)"""
+"""Have the last state of a run written to the disk: a whole one by any node, a sharded one by all.
+(driver)"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Description:
 
 
 def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
-    """Have the newest state written to the disk, if it is not there yet; why no node could, empty if one has.
+    """Have the newest state written to the disk, if it is not there yet; why no node could, empty
+    if one has.
 
     `nodes`: those that answer, that of rank 0 first.
     """
@@ -90,7 +92,8 @@ def flush_shards(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -
 
 
 def choose_shards(held: Mapping[int, HeldShards]) -> WholeShards | str:
-    """The newest step of which the shards of all ranks exist, each from its own node if possible; or a warning.
+    """The newest step of which the shards of all ranks exist, each from its own node if possible;
+    or a warning.
 
     Empty: that step, or a later one, is on the disk. `held`: by node.
     """
@@ -99,7 +102,11 @@ def choose_shards(held: Mapping[int, HeldShards]) -> WholeShards | str:
     chosen = newest_whole(own, copies)
     if chosen is None:
         kept = any((*own.values(), *copies.values()))
-        return "the sharded state is not on the disk: no step has the shards of all ranks in memory" if kept else ""
+        return (
+            "the sharded state is not on the disk: no step has the shards of all ranks in memory"
+            if kept
+            else ""
+        )
     return chosen if chosen.step > max(each.saved for each in held.values()) else ""
 
 
@@ -116,22 +123,32 @@ def have_shards_written(
     within_s: float | None = FLUSH_S,
     wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Have each node write its shards, and one make a checkpoint of them all; or all drop what they wrote.
+    """Have each node write its shards, and one make a checkpoint of them all; or all drop what they
+    wrote.
 
-    `within_s`: longest wait for each of these; None: until it is done, or the node is gone. `wanted`: whether the
-    ranks still wait for it.
+    `within_s`: longest wait for each of these; None: until it is done, or the node is gone.
+    `wanted`: whether the ranks still wait for it.
     """
-    step, mark, folder, began = shards.step, uuid.uuid4().hex[:8], described.folder, time.perf_counter()
+    step, mark, folder, began = (
+        shards.step,
+        uuid.uuid4().hex[:8],
+        described.folder,
+        time.perf_counter(),
+    )
     path = ""
     try:
         requests = {
-            number: WriteShards(step, mark, shards.world_size, ranks, folder) for number, ranks in shards.ranks.items()
+            number: WriteShards(step, mark, shards.world_size, ranks, folder)
+            for number, ranks in shards.ranks.items()
         }
         written = _ask(nodes, requests, emit, within_s)
         files = {number: each.files for number, each in written.items() if each is not None}
         if (missing := requests.keys() - files.keys()) and folder and wanted():
             hosts = ", ".join(sorted(nodes[number].host for number in missing))
-            text = f"the checkpoint of step {step} is not complete, and is dropped: no shards from {hosts}"
+            text = (
+                f"the checkpoint of step {step} is not complete, and is dropped: no shards "
+                f"from {hosts}"
+            )
             emit(event("warning", text=text))
         if not missing and wanted():
             path = _commit(nodes, shards, mark, files, described, emit, within_s)
@@ -151,17 +168,25 @@ def _commit(
     emit: Emit,
     within_s: float | None,
 ) -> str:
-    """Have the first of these nodes make a checkpoint of what they have written; its path, or empty."""
-    first, every = min(files), {name: facts for each in files.values() for name, facts in each.items()}
+    """Have the first of these nodes make a checkpoint of what they have written; its path, or
+    empty."""
+    first, every = (
+        min(files),
+        {name: facts for each in files.values() for name, facts in each.items()},
+    )
     request = CommitShards(shards.step, mark, shards.world_size, every, **vars(described))
     match _ask(nodes, {first: request}, emit, within_s).get(first):
         case SavedShards(path):
             return path
         case UnseenShards(missing, folder):
-            hosts = dict.fromkeys(nodes[number].host for number, own in files.items() if own.keys() & {*missing})
+            hosts = dict.fromkeys(
+                nodes[number].host for number, own in files.items() if own.keys() & {*missing}
+            )
             text = (
-                f"the sharded state of step {shards.step} is not on the disk: {nodes[first].host} does not see what "
-                f"{', '.join(hosts)} wrote to {folder}; set storage=FOLDER, one that all nodes see, or "
+                f"the sharded state of step {shards.step} is not on the disk: "
+                f"{nodes[first].host} does not see what "
+                f"{', '.join(hosts)} wrote to {folder}; set storage=FOLDER, one that all nodes "
+                "see, or "
                 "storage=s3://BUCKET/FOLDER"
             )
             emit(event("warning", text=text))
@@ -174,7 +199,8 @@ def _ask(
     emit: Emit,
     within_s: float | None = FLUSH_S,
 ) -> dict[int, AnyReply]:
-    """Send each of these nodes its request, all at once; the replies by node. A node that is gone has none."""
+    """Send each of these nodes its request, all at once; the replies by node. A node that is gone
+    has none."""
     calls = {number: nodes[number].ask(request) for number, request in requests.items()}
     wait(calls.values(), timeout=within_s)
     replies = {}
@@ -183,5 +209,10 @@ def _ask(
         if call.done() and error is None:
             replies[number] = call.result()
         elif isinstance(error, OSError):  # of its writer process
-            emit(event("warning", text=f"{nodes[number].host}: a checkpoint could not be written: {error}"))
+            emit(
+                event(
+                    "warning",
+                    text=f"{nodes[number].host}: a checkpoint could not be written: {error}",
+                )
+            )
     return replies

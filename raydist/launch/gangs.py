@@ -1,6 +1,8 @@
-"""The worker groups of runs that have ended, for the next runs of this process with the same resources. (driver)
+"""The worker groups of runs that have ended, for the next runs of this process with the same
+resources. (driver)
 
-To place a gang and to start its actors takes longer, and more CPU time, than all else in the launch of a small run.
+To place a gang and to start its actors takes longer, and more CPU time, than all else in the launch
+of a small run.
 """
 
 from __future__ import annotations
@@ -79,8 +81,12 @@ class Gangs:
 
     def _pop(self, request: ResourceRequest, options: Mapping[str, Any]) -> Gang | None:
         with self._lock:
-            fitting = [each for each in self._free if (each.request, each.options) == (request, options)]
-            self._free = [each for each in self._free if each is not fitting[0]] if fitting else self._free
+            fitting = [
+                each for each in self._free if (each.request, each.options) == (request, options)
+            ]
+            self._free = (
+                [each for each in self._free if each is not fitting[0]] if fitting else self._free
+            )
         return fitting[0] if fitting else None
 
     def has(self, request: ResourceRequest) -> bool:
@@ -98,7 +104,8 @@ class Gangs:
 
 @dataclass(frozen=True)
 class OneOfMany:
-    """What a run has that is not the only one of its process: no screen and no signals of its own."""
+    """What a run has that is not the only one of its process: no screen and no signals of its
+    own."""
 
     reader: Reader
     """Gets the events."""

@@ -1,4 +1,5 @@
-"""group=inline, without Ray: one rank in this process, where pdb works, or several as plain processes. (driver)"""
+"""group=inline, without Ray: one rank in this process, where pdb works, or several as plain
+processes. (driver)"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ LOOPBACK = "127.0.0.1"
 def inline_node(job: Job) -> Node:
     """This machine as the only node, as Ray would see it, on its loopback address.
 
-    Without Ray nothing limits ranks by CPUs: a job may have more ranks than CPUs, as under torchrun.
+    Without Ray nothing limits ranks by CPUs: a job may have more ranks than CPUs, as under
+    torchrun.
     """
     ranks = (job.scale.nodes or 1) * (job.scale.per_node or 2)
     have = {"CPU": max(float(os.cpu_count() or 1), ranks * job.scale.cpus)}
@@ -64,10 +66,19 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
     end = End(rank=0, host=plan.slots[0].node.host, how="finished", at=time.time())
     events.say("plan", **plan.as_event())
     checks_node.check_nodes(job, plan, (facts,), lambda text: events.say("warning", text=text))
-    resume = run_storage.RunCheckpoints(job).variables(lambda text: events.say("warning", text=text))
-    env = cache_folder.fill_in({var.name: var.value.replace(RANK_FOLDER, str(logs)) for var in (*variables, *resume)})
+    resume = run_storage.RunCheckpoints(job).variables(
+        lambda text: events.say("warning", text=text)
+    )
+    env = cache_folder.fill_in(
+        {var.name: var.value.replace(RANK_FOLDER, str(logs)) for var in (*variables, *resume)}
+    )
     (cpus,) = binding.bind_all(job, plan, (facts,))
-    with environment(env), bound(cpus), rank_context(events) as pace, Vitals(events, pace, plan, load_reader()):
+    with (
+        environment(env),
+        bound(cpus),
+        rank_context(events) as pace,
+        Vitals(events, pace, plan, load_reader()),
+    ):
         try:
             with backends.join(plan.request.backend, job, os.environ):
                 context.emit_event("joined", pid=os.getpid())
@@ -144,10 +155,13 @@ def rank_context(events: Events) -> Iterator[Callable[[], dict[int, Pace]]]:
 
 @contextlib.contextmanager
 def in_thread(plan: Plan, events: Events) -> Iterator[WorkerGroup]:
-    """A worker group without Ray: its agents live in a thread of this process, its ranks are plain processes."""
+    """A worker group without Ray: its agents live in a thread of this process, its ranks are plain
+    processes."""
     actor = AgentHost(plan.request.backend)
     with loop_in_thread() as loop, Mail() as mail:
-        box = mail.box(lambda requests: asyncio.run_coroutine_threadsafe(actor.exchange(requests), loop))
+        box = mail.box(
+            lambda requests: asyncio.run_coroutine_threadsafe(actor.exchange(requests), loop)
+        )
 
         def call(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
             return box.send(rank, request)

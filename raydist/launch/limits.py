@@ -1,4 +1,5 @@
-"""The longest waits for agents: longer in a run of many ranks, whose answers the driver takes one by one. (pure)"""
+"""The longest waits for agents: longer in a run of many ranks, whose answers the driver takes one
+by one. (pure)"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ EXAMINE_S = 5.0
 SILENT_S = 5.0
 """After a stop's grace period, for every agent to report the end of its rank."""
 REPLIES_PER_S = 300.0
-"""Requests and their replies that the driver can take per second, if each were a Ray call of its own: 1.5 to 3 ms."""
+"""Requests and their replies that the driver can take per second, if each were a Ray call of its
+own: 1.5 to 3 ms."""
 
 
 def longest(limit_s: float, ranks: int) -> float:

@@ -14,16 +14,19 @@ from raydist.messages.agent import GetNews
 from raydist.messages.request import Answer, AnyReply, NodeRequest, Request
 
 LINGER_S = 0.001
-"""Seconds that a request waits for others to the same node: a Ray call costs both sides 1.5 to 3 ms."""
+"""Seconds that a request waits for others to the same node: a Ray call costs both sides 1.5 to 3
+ms."""
 NEWS_LINGER_S = 0.02
 """The same of GetNews, for which nobody waits. So the ranks of a node come to answer together."""
 
 Exchange = Callable[[Sequence[NodeRequest]], "Future[Sequence[Answer]]"]
-"""Sends requests to a node; the future has answers to these or to earlier ones (node.actor.AgentHost.exchange)."""
+"""Sends requests to a node; the future has answers to these or to earlier ones
+(node.actor.AgentHost.exchange)."""
 
 
 class Mail(AbstractContextManager["Mail"]):
-    """The mailboxes of all nodes, and the thread that sends from them. After the `with` block nothing is sent."""
+    """The mailboxes of all nodes, and the thread that sends from them. After the `with` block
+    nothing is sent."""
 
     def __init__(self) -> None:
         self._wake = threading.Condition()
@@ -71,10 +74,14 @@ class Mail(AbstractContextManager["Mail"]):
 
 
 class Mailbox:
-    """The requests to one node that have no answer yet. While there are any, one call to the node is open."""
+    """The requests to one node that have no answer yet. While there are any, one call to the node
+    is open."""
 
     def __init__(
-        self, lock: threading.Condition, send_within: Callable[[Mailbox, float], None], exchange: Exchange
+        self,
+        lock: threading.Condition,
+        send_within: Callable[[Mailbox, float], None],
+        exchange: Exchange,
     ) -> None:
         self._lock, self._send_within, self._exchange = lock, send_within, exchange
         self._unsent: list[NodeRequest] = []
@@ -131,6 +138,8 @@ class Mailbox:
         with self._lock:
             self._calls -= 1
             unsent = {request.number for request in self._unsent}
-            lost = [self._waiting.pop(number) for number in list(self._waiting) if number not in unsent]
+            lost = [
+                self._waiting.pop(number) for number in list(self._waiting) if number not in unsent
+            ]
         for reply in lost:
             reply.set_exception(error)

@@ -1,4 +1,5 @@
-"""The model that `model=` names, before Ray and ranks start: can it be divided as `parallel=` says? (driver)"""
+"""The model that `model=` names, before Ray and ranks start: can it be divided as `parallel=` says?
+(driver)"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ MEMORY = "raydist.training.memory"
 
 
 class ModelCheck:
-    """A question to the fork server of this machine. A model that the job makes itself is looked at by the ranks."""
+    """A question to the fork server of this machine. A model that the job makes itself is looked at
+    by the ranks."""
 
     def __init__(self, job: Job) -> None:
         """Ask. ConfigError: the model cannot be divided, and the answer came at once."""
@@ -41,7 +43,9 @@ class ModelCheck:
         asked = LookAtModel(job.model, job.parallel.blocks, shape.pp, shape.tp, path)
         answer, its_end = os.pipe()
         self._answer, self._text = os.fdopen(answer, "rb", buffering=0), b""
-        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it ends its child when this is closed
+        self._server = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )  # it ends its child when this is closed
         with contextlib.suppress(OSError):  # without an answer the ranks find it
             self._server.connect(f"{server.folder}/fork")
             self._server.send(encode(ImportModules((MEMORY,))))
@@ -56,7 +60,10 @@ class ModelCheck:
 
     def _look(self, wait_s: float) -> None:
         until = time.monotonic() + wait_s
-        while self._answer and select.select([self._answer], [], [], max(0, until - time.monotonic()))[0]:
+        while (
+            self._answer
+            and select.select([self._answer], [], [], max(0, until - time.monotonic()))[0]
+        ):
             if part := self._answer.read(PACKET):
                 self._text += part
                 continue

@@ -1,4 +1,5 @@
-"""backend=mpi: runs mpirun on rank 0's node and its daemons on all nodes, and passes their messages on. (driver)"""
+"""backend=mpi: runs mpirun on rank 0's node and its daemons on all nodes, and passes their messages
+on. (driver)"""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from typing import TypeVar
 
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import ProcessEnd
-from raydist.messages.mpirun import DaemonRequest, EndLaunchAgent, MpirunEnded, NextDaemons, RunDaemon, RunMpirun
+from raydist.messages.mpirun import (
+    DaemonRequest,
+    EndLaunchAgent,
+    MpirunEnded,
+    NextDaemons,
+    RunDaemon,
+    RunMpirun,
+)
 from raydist.messages.request import Request
 from raydist.network import mpi as network_mpi
 from raydist.settings.config import Job
@@ -25,8 +33,14 @@ Reply = TypeVar("Reply")
 
 LEAVE_S = 2.0
 """Longest wait for mpirun to end its daemons before all are killed."""
-NOISE = ("couldn't find that topic", "couldn't open the help", "You were supposed to get help about", "from the file:")
-"""An Open MPI that was moved after its build prints these lines, because its help files are not at their old path."""
+NOISE = (
+    "couldn't find that topic",
+    "couldn't open the help",
+    "You were supposed to get help about",
+    "from the file:",
+)
+"""An Open MPI that was moved after its build prints these lines, because its help files are not at
+their old path."""
 
 
 @contextlib.contextmanager
@@ -50,7 +64,9 @@ def check_same_mpi(group: WorkerGroup) -> None:
     for slot, facts in zip(group.plan.slots, group.facts, strict=True):
         if (facts.mpi["kind"], facts.mpi["version"]) != (mpi["kind"], mpi["version"]):
             cause = f"{slot.node.host} has {mpi_text(facts.mpi)}, and {host} has {mpi_text(mpi)}"
-            raise ConfigError.of("backend", "mpi", cause, "backend.mpi.mpirun=/path/of/one/that/all/have")
+            raise ConfigError.of(
+                "backend", "mpi", cause, "backend.mpi.mpirun=/path/of/one/that/all/have"
+            )
 
 
 def mpi_text(mpi: Mapping[str, str]) -> str:
@@ -59,14 +75,18 @@ def mpi_text(mpi: Mapping[str, str]) -> str:
 
 
 class MpirunBridge:
-    """Starts the daemons that mpirun's launch agents request on their hosts, and reports the daemons' ends to them."""
+    """Starts the daemons that mpirun's launch agents request on their hosts, and reports the
+    daemons' ends to them."""
 
     def __init__(self, job: Job, group: WorkerGroup) -> None:
         self._job = job
         self._group = group
         self._inbox: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
-        """A handler of each reply, which returns True once mpirun has ended; None ends the thread."""
-        self._leads = {network_mpi.host(s.node_rank): s.rank for s in group.plan.slots if s.local_rank == 0}
+        """A handler of each reply, which returns True once mpirun has ended; None ends the
+        thread."""
+        self._leads = {
+            network_mpi.host(s.node_rank): s.rank for s in group.plan.slots if s.local_rank == 0
+        }
         self._first_error = ""
         self._output = ""
         self._ended = threading.Event()
@@ -74,9 +94,13 @@ class MpirunBridge:
     def begin(self) -> None:
         """Start mpirun; the agents of the ranks wait for its processes."""
         facts = self._group.facts[0]
-        ranks_of_nodes = [self._group.plan.slots[rank].local_world_size for rank in self._leads.values()]
+        ranks_of_nodes = [
+            self._group.plan.slots[rank].local_world_size for rank in self._leads.values()
+        ]
         args = self._job.backend.mpi.args
-        argv = network_mpi.command(facts.mpi, ranks_of_nodes, facts.interface, os.getuid() == 0, args)
+        argv = network_mpi.command(
+            facts.mpi, ranks_of_nodes, facts.interface, os.getuid() == 0, args
+        )
         self._send(0, RunMpirun(tuple(argv), self._job.env), self._end_mpirun)
         self._send(0, NextDaemons(), self._start_daemons)
         threading.Thread(target=self._handle_replies, name="raydist-mpi", daemon=True).start()
@@ -89,8 +113,12 @@ class MpirunBridge:
             logs.mkdir(parents=True, exist_ok=True)
             (logs / "mpirun.log").write_text(self._output)
 
-    def _send(self, rank: int, request: Request[Reply], handle: Callable[[Future[Reply]], bool]) -> None:
-        self._group.call(rank, request).add_done_callback(lambda done: self._inbox.put(partial(handle, done)))
+    def _send(
+        self, rank: int, request: Request[Reply], handle: Callable[[Future[Reply]], bool]
+    ) -> None:
+        self._group.call(rank, request).add_done_callback(
+            lambda done: self._inbox.put(partial(handle, done))
+        )
 
     def _handle_replies(self) -> None:
         """Handle replies until mpirun has ended or the attempt is over."""
@@ -103,9 +131,13 @@ class MpirunBridge:
         for daemon in daemons:
             if daemon.host in self._leads:
                 request = RunDaemon(daemon.argv, self._job.env)
-                self._send(self._leads[daemon.host], request, partial(self._end_daemon, daemon.agent))
+                self._send(
+                    self._leads[daemon.host], request, partial(self._end_daemon, daemon.agent)
+                )
             else:
-                text = f"mpirun requested a daemon on {daemon.host}, which is not a host of this job\n"
+                text = (
+                    f"mpirun requested a daemon on {daemon.host}, which is not a host of this job\n"
+                )
                 self._group.call(0, EndLaunchAgent(daemon.agent, failed_end(text)))
         if daemons:
             self._send(0, NextDaemons(), self._start_daemons)
@@ -126,8 +158,15 @@ class MpirunBridge:
         else:
             end = reply.result()
             self._output = end.output
-            ended = f"was killed by signal {end.signal}" if end.signal else f"ended with code {end.code}"
-            why = f"mpirun {ended}: {self._first_error or summarize(self._output) or 'it printed nothing'}"
+            ended = (
+                f"was killed by signal {end.signal}"
+                if end.signal
+                else f"ended with code {end.code}"
+            )
+            why = (
+                f"mpirun {ended}: "
+                f"{self._first_error or summarize(self._output) or 'it printed nothing'}"
+            )
         calls = [self._group.call(slot.rank, MpirunEnded(why)) for slot in self._group.plan.slots]
         wait(calls, timeout=LEAVE_S)
         self._ended.set()
@@ -142,5 +181,7 @@ def failed_end(text: str) -> ProcessEnd:
 def summarize(output: str) -> str:
     """The output of mpirun on one line, without rules and noise."""
     lines = [line.strip() for line in output.splitlines()]
-    plain = [line for line in lines if line.strip("-=") and not any(noise in line for noise in NOISE)]
+    plain = [
+        line for line in lines if line.strip("-=") and not any(noise in line for noise in NOISE)
+    ]
     return " ".join(plain)[:500]

@@ -24,7 +24,9 @@ class RemoteCall:
     """Function, args and kwargs, pickled."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteCall:
+    def of(
+        cls, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> RemoteCall:
         """Pickle a call. ConfigError: the function or an argument can't be pickled."""
         import cloudpickle
 
@@ -32,12 +34,15 @@ class RemoteCall:
             packed = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
         except Exception as error:
             name = getattr(function, "__qualname__", function)
-            raise ConfigError(f"{name} or one of its arguments can't be pickled for the ranks: {error}") from error
+            raise ConfigError(
+                f"{name} or one of its arguments can't be pickled for the ranks: {error}"
+            ) from error
         return cls(function, tuple(args), kwargs, packed)
 
 
 def unpack_all(results: Sequence[RankValue]) -> tuple[tuple[Any, ...], dict[int, BaseException]]:
-    """Unpickle the value that each rank returned (None for none), and by rank the exceptions of those that failed."""
+    """Unpickle the value that each rank returned (None for none), and by rank the exceptions of
+    those that failed."""
     import cloudpickle
 
     values: list[Any] = []

@@ -1,4 +1,5 @@
-"""A worker group on the cluster: one placement group, one actor per rank, replacements for lost nodes. (driver)"""
+"""A worker group on the cluster: one placement group, one actor per rank, replacements for lost
+nodes. (driver)"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ NAME = "raydist-"
 def placed_group(
     job: Job, request: ResourceRequest, events: Events, gangs: Gangs | None = None
 ) -> Iterator[WorkerGroup]:
-    """The worker group of a job: one placement group, one actor per rank. Leaving the block removes both.
+    """The worker group of a job: one placement group, one actor per rank. Leaving the block removes
+    both.
 
     `gangs`: it may take them from there, and leave them there.
     """
@@ -48,20 +50,26 @@ def placed_group(
     held = gang.group if gang else steered_group(job, request, address, events)
     actors: Actors | None = None
     try:
-        plan = placement.assign_ranks(request, wait_until_placed(held, request, job.scale.wait_s, events))
+        plan = placement.assign_ranks(
+            request, wait_until_placed(held, request, job.scale.wait_s, events)
+        )
         events.say("phase", name="place", s=time.time() - began)
         actors = gang.actors if gang else Actors(plan, held, options)
         standby = None
         if validate.size_override(job.scale):
             reason_to_avoid = partial(node_history.reason_to_avoid, job, address)
-            standby = StandbyNodes(actors, job.scale, events, remaining_nodes, create_group, reason_to_avoid)
+            standby = StandbyNodes(
+                actors, job.scale, events, remaining_nodes, create_group, reason_to_avoid
+            )
         with WorkerGroup(
             plan,
             actors.call,
             events,
             gpus=actors.gpus if request.rank_resources.get("GPU") else None,
             start_other_actors=actors.start,
-            replace_nodes=standby.replace_nodes if standby else partial(replace_lost_nodes, actors, held, job, events),
+            replace_nodes=standby.replace_nodes
+            if standby
+            else partial(replace_lost_nodes, actors, held, job, events),
             draining=drain.draining,
             standby=standby,
             record_attempt=partial(record_attempt, job, address, actors),
@@ -84,10 +92,13 @@ def placed_group(
 
 
 def steered_group(job: Job, request: ResourceRequest, address: str, events: Events) -> Any:
-    """A placement group for this request, without nodes that were lost or slow in other runs if there is room."""
+    """A placement group for this request, without nodes that were lost or slow in other runs if
+    there is room."""
     if ray_private.own_actor():
         remove_orphans()
-    with node_history.avoiding_offenders(job, request, remaining_nodes(), address, events) as steered:
+    with node_history.avoiding_offenders(
+        job, request, remaining_nodes(), address, events
+    ) as steered:
         held = create_group(request, len(request.bundles))
         if steered:
             held.wait(node_history.PLACE_S)
@@ -95,9 +106,11 @@ def steered_group(job: Job, request: ResourceRequest, address: str, events: Even
 
 
 def remove_orphans() -> None:
-    """Remove the placement groups of earlier runs of this Ray job whose process was an actor that was killed.
+    """Remove the placement groups of earlier runs of this Ray job whose process was an actor that
+    was killed.
 
-    As a trial of Ray Tune. Ray keeps a group until both the actor that made it and the actor's job have ended.
+    As a trial of Ray Tune. Ray keeps a group until both the actor that made it and the actor's job
+    have ended.
     """
     from ray.util import placement_group_table
     from ray.util.placement_group import get_placement_group, remove_placement_group
@@ -110,33 +123,49 @@ def remove_orphans() -> None:
 
 
 def group_name() -> str:
-    """A name by which remove_orphans() knows who made the group; empty in a driver, with which its groups end."""
+    """A name by which remove_orphans() knows who made the group; empty in a driver, with which its
+    groups end."""
     actor = ray_private.own_actor()
     return f"{NAME}{uuid.uuid4().hex[:8]}-of-{actor}" if actor else ""
 
 
 def create_group(request: ResourceRequest, bundles: int, elsewhere: Sequence[str] = ()) -> Any:
-    """Create a placement group of the first `bundles` bundles. `elsewhere`: ids of nodes that it must not use."""
+    """Create a placement group of the first `bundles` bundles. `elsewhere`: ids of nodes that it
+    must not use."""
     from ray.util.placement_group import placement_group
 
-    labels = {**({"ray.io/node-id": f"!in({','.join(elsewhere)})"} if elsewhere else {}), **request.selector}
+    labels = {
+        **({"ray.io/node-id": f"!in({','.join(elsewhere)})"} if elsewhere else {}),
+        **request.selector,
+    }
     selector: dict[str, Any] = {"bundle_label_selector": [labels] * bundles} if labels else {}
     return placement_group(
-        [dict(bundle) for bundle in request.bundles[:bundles]], strategy=request.strategy, name=group_name(), **selector
+        [dict(bundle) for bundle in request.bundles[:bundles]],
+        strategy=request.strategy,
+        name=group_name(),
+        **selector,
     )
 
 
-def record_attempt(job: Job, address: str, actors: Actors, cause: End | None, slow: Sequence[Slow]) -> None:
-    """Record the incidents of an attempt in the node history. A cluster of one node has no other to prefer."""
+def record_attempt(
+    job: Job, address: str, actors: Actors, cause: End | None, slow: Sequence[Slow]
+) -> None:
+    """Record the incidents of an attempt in the node history. A cluster of one node has no other to
+    prefer."""
     if len(alive_nodes()) > 1:
         now = time.time()
         node_history.note_incidents(
-            node_history.history_file(), node_history.incidents(address, job.dir, actors.plan, cause, slow, now), now
+            node_history.history_file(),
+            node_history.incidents(address, job.dir, actors.plan, cause, slow, now),
+            now,
         )
 
 
-def wait_until_placed(held: Any, request: ResourceRequest, patience: float, events: Events) -> list[Node]:
-    """Wait until every bundle has a node, and report which resources are missing; the node of each bundle."""
+def wait_until_placed(
+    held: Any, request: ResourceRequest, patience: float, events: Events
+) -> list[Node]:
+    """Wait until every bundle has a node, and report which resources are missing; the node of each
+    bundle."""
     waiting = Waiting(patience, events)
     while True:
         placed = held.wait(WAIT_S)
@@ -144,11 +173,15 @@ def wait_until_placed(held: Any, request: ResourceRequest, patience: float, even
         found = bundle_nodes(held, nodes) if placed else None
         if found is not None:
             return found
-        waiting.report(shortage.describe_missing(request, nodes, _bundles(held)["bundles_to_node_id"].values()))
+        waiting.report(
+            shortage.describe_missing(request, nodes, _bundles(held)["bundles_to_node_id"].values())
+        )
         time.sleep(POLL_S)
 
 
-def replace_lost_nodes(actors: Actors, held: Any, job: Job, events: Events, lost: Sequence[int]) -> Plan:
+def replace_lost_nodes(
+    actors: Actors, held: Any, job: Job, events: Events, lost: Sequence[int]
+) -> Plan:
     """Wait for replacement nodes for the lost ranks, and start actors there; the new plan.
 
     Ray moves the bundles of a node that it has declared dead, and keeps all others where they are.
@@ -159,7 +192,8 @@ def replace_lost_nodes(actors: Actors, held: Any, job: Job, events: Events, lost
 
 
 def bundle_nodes(held: Any, nodes: Sequence[Node]) -> list[Node] | None:
-    """The node of each bundle; None if one has none, or if its node is not alive. `nodes`: those that are alive.
+    """The node of each bundle; None if one has none, or if its node is not alive. `nodes`: those
+    that are alive.
 
     From the placement group's table: it is known before any actor starts.
     """

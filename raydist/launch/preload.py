@@ -1,4 +1,5 @@
-"""The modules that a fork server imports before it forks: torch, and those that the job's file imports. (driver)"""
+"""The modules that a fork server imports before it forks: torch, and those that the job's file
+imports. (driver)"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from raydist.state.object_store import DRIVERS, scheme
 from raydist.worker.backends import module_of
 
 LOOP = ("raydist.training.loop", "torch._dynamo", "hydra.utils")
-"""Modules of raydist.fit. torch's optimizers import torch._dynamo in their first step; `_target_` needs hydra."""
+"""Modules of raydist.fit. torch's optimizers import torch._dynamo in their first step; `_target_`
+needs hydra."""
 SHARDS = ("torch.distributed.checkpoint.state_dict",)
 """What fit imports besides, where the model is in shards."""
 DDP = Parallel()
@@ -29,11 +31,15 @@ def of(job: Job) -> list[str]:
     return modules(job.job.target, job.backend.name, job.script, job.storage, job.parallel)
 
 
-def modules(target: str, backend: str, script: str = "", store: str = "", parallel: Parallel = DDP) -> list[str]:
-    """The modules to import for a target (`/path/file.py:function` or `package.module:function`), in order.
+def modules(
+    target: str, backend: str, script: str = "", store: str = "", parallel: Parallel = DDP
+) -> list[str]:
+    """The modules to import for a target (`/path/file.py:function` or `package.module:function`),
+    in order.
 
-    `backend`: a key of BACKENDS, or `auto`, which becomes a backend of torch.distributed. `script`: the program that
-    runs instead of a target; the result is then its own imports. `store`: the URL of the checkpoints.
+    `backend`: a key of BACKENDS, or `auto`, which becomes a backend of torch.distributed. `script`:
+    the program that runs instead of a target; the result is then its own imports. `store`: the URL
+    of the checkpoints.
     """
     if script:
         return script_modules(script)
@@ -43,7 +49,13 @@ def modules(target: str, backend: str, script: str = "", store: str = "", parall
     backend_module = module_of("gloo" if backend == "auto" else backend, parallel)
     driver = [DRIVERS[scheme(store)]] if scheme(store) in DRIVERS else []
     further = installed_imports(source) if source else []
-    names = [*ALWAYS, backend_module, *loop, *driver, *(name for name in (*imports, *further) if name != "raydist")]
+    names = [
+        *ALWAYS,
+        backend_module,
+        *loop,
+        *driver,
+        *(name for name in (*imports, *further) if name != "raydist"),
+    ]
     return list(dict.fromkeys(names))
 
 
@@ -54,9 +66,11 @@ def script_modules(script: str) -> list[str]:
 
 
 def installed_imports(first: Path) -> list[str]:
-    """The installed modules that a Python file imports, itself or through files beside it or in the current folder.
+    """The installed modules that a Python file imports, itself or through files beside it or in the
+    current folder.
 
-    Its own files are left to the ranks: at import they may read variables that only a rank has, as LOCAL_RANK.
+    Its own files are left to the ranks: at import they may read variables that only a rank has, as
+    LOCAL_RANK.
     """
     names: list[str] = []
     seen, unread = set[Path](), [first]
@@ -66,15 +80,23 @@ def installed_imports(first: Path) -> list[str]:
             continue
         source = file.read_text(encoding="utf-8", errors="replace")
         imports = imported_modules(source)
-        own = [folder / f"{name.replace('.', '/')}.py" for folder in (file.parent, Path()) for name in imports]
+        own = [
+            folder / f"{name.replace('.', '/')}.py"
+            for folder in (file.parent, Path())
+            for name in imports
+        ]
         unread += [path for path in own if path.is_file() and path not in seen]
         # torch's optimizers import torch._dynamo in their first step
-        names += [*imports, *(["torch._dynamo"] if "torch.optim" in source or "optim." in source else [])]
+        names += [
+            *imports,
+            *(["torch._dynamo"] if "torch.optim" in source or "optim." in source else []),
+        ]
     return [*lasting(dict.fromkeys(names))]
 
 
 def lasting(modules: Iterable[str]) -> tuple[str, ...]:
-    """Those that a server may import that stays: the user's own files change from run to run, the ranks import them."""
+    """Those that a server may import that stays: the user's own files change from run to run, the
+    ranks import them."""
     return tuple(name for name in modules if is_installed(name.partition(".")[0]))
 
 
@@ -106,7 +128,8 @@ def source_of(target: str) -> Path | None:
 
 
 def imported_modules(source: str) -> list[str]:
-    """The modules that a file imports at its top level; imports in functions or conditions are left to the rank."""
+    """The modules that a file imports at its top level; imports in functions or conditions are left
+    to the rank."""
     names: list[str] = []
     try:
         body = ast.parse(source).body

@@ -1,4 +1,5 @@
-"""A run's storage: reserved before the launch, read for the checkpoint to resume, given the records. (driver)"""
+"""A run's storage: reserved before the launch, read for the checkpoint to resume, given the
+records. (driver)"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Warn = Callable[[str], None]
 def reserve_run(job: Job) -> None:
     """Write the settings of the run to its storage, if it has one.
 
-    ConfigError: the storage can't be written (no such bucket, no credentials, no network, a full disk).
+    ConfigError: the storage can't be written (no such bucket, no credentials, no network, a full
+    disk).
     """
     if not job.storage:
         return
@@ -40,8 +42,13 @@ def reserve_run(job: Job) -> None:
                 file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
     except Exception as error:
-        cause = f"it cannot be written ({object_store.reason(error)}); credentials belong into env_file="
-        raise ConfigError.of("storage", job.storage, cause, "storage=FOLDER", "storage=s3://BUCKET/FOLDER") from error
+        cause = (
+            f"it cannot be written ({object_store.reason(error)}); credentials belong into "
+            "env_file="
+        )
+        raise ConfigError.of(
+            "storage", job.storage, cause, "storage=FOLDER", "storage=s3://BUCKET/FOLDER"
+        ) from error
 
 
 class RunCheckpoints:
@@ -50,14 +57,16 @@ class RunCheckpoints:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._folder = ""
-        """Where they go, as text: a connection to a store is not kept. Empty before the first attempt."""
+        """Where they go, as text: a connection to a store is not kept. Empty before the first
+        attempt."""
 
     def variables(self, warn: Warn) -> list[EnvVar]:
-        """The variables of the next attempt: RAYDIST_RESUME, and where checkpoints go if that is another place.
+        """The variables of the next attempt: RAYDIST_RESUME, and where checkpoints go if that is
+        another place.
 
-        It resumes from what `resume=` means, after a restart from this training's newest, if it has one. ConfigError:
-        the storage can't be read. If a restart can't read it, there is no RAYDIST_RESUME: a rank that has no snapshot
-        then looks for checkpoints itself.
+        It resumes from what `resume=` means, after a restart from this training's newest, if it has
+        one. ConfigError: the storage can't be read. If a restart can't read it, there is no
+        RAYDIST_RESUME: a rank that has no snapshot then looks for checkpoints itself.
         """
         try:
             with environment(self._job.env):
@@ -80,19 +89,29 @@ class RunCheckpoints:
         if not self._folder:
             self._folder = str(run_checkpoints.folder_for(run, path))
             if self._folder != str(run / CHECKPOINTS):
-                warn(f"{run} has checkpoints of another training: those of this one go to {self._folder}")
+                warn(
+                    f"{run} has checkpoints of another training: those of this one go to "
+                    f"{self._folder}"
+                )
         return [EnvVar(env_names.RESUME, str(path or ""), f"resume={self._job.resume}")]
 
     def _place(self) -> list[EnvVar]:
         if self._folder in ("", str(run_folder(self._job) / CHECKPOINTS)):
             return []
-        return [EnvVar(env_names.CHECKPOINTS, self._folder, "other trainings have checkpoints in the run folder")]
+        return [
+            EnvVar(
+                env_names.CHECKPOINTS,
+                self._folder,
+                "other trainings have checkpoints in the run folder",
+            )
+        ]
 
     def report_saved(self, events: Events, wait_s: float = 0.0, step: int | None = None) -> bool:
-        """Add the event of the newest checkpoint if it is missing: a node that lost its driver saves on its own.
+        """Add the event of the newest checkpoint if it is missing: a node that lost its driver
+        saves on its own.
 
-        `wait_s`: how long to wait for one of this step (None: of a step later than all that were reported), or of a
-        later one. False: there is none.
+        `wait_s`: how long to wait for one of this step (None: of a step later than all that were
+        reported), or of a later one. False: there is none.
         """
         folder = parse_path(self._folder) if self._folder else run_folder(self._job) / CHECKPOINTS
         try:
@@ -101,7 +120,9 @@ class RunCheckpoints:
                 folder = run_checkpoints.last_fit(folder)
                 reported = _reported(events, folder)
                 wanted = reported + 1 if step is None else step
-                while (newest := checkpoint_files.newest_step(folder)) < wanted and time.monotonic() < until:
+                while (
+                    newest := checkpoint_files.newest_step(folder)
+                ) < wanted and time.monotonic() < until:
                     time.sleep(LOOK_S)
                 saved = checkpoint_files.newest(folder, hashed=False) if newest > reported else None
                 if saved is not None and saved.step > reported:
@@ -109,23 +130,27 @@ class RunCheckpoints:
                     reported = saved.step
                 return reported >= wanted
         except Exception as error:  # the reported checkpoints exist all the same
-            text = f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
+            text = (
+                f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
+            )
             events.say("warning", text=text)
         return False
 
 
 def _reported(events: Events, folder: StoragePath) -> int:
-    """The newest step of the reported checkpoints of the raydist.fit that saves into this folder; -1 for none."""
+    """The newest step of the reported checkpoints of the raydist.fit that saves into this folder;
+    -1 for none."""
     number = run_checkpoints.fit_of(folder / "any")
     saved = ((event["step"], Path(event.get("path", ""))) for event in events.all("saved"))
     return max((step for step, path in saved if run_checkpoints.fit_of(path) == number), default=-1)
 
 
 def _own(folder: StoragePath, warn: Warn) -> Saved | None:
-    """The newest checkpoint of this run, for a restart: most find a newer state in memory, and read none of it.
+    """The newest checkpoint of this run, for a restart: most find a newer state in memory, and read
+    none of it.
 
-    Ranks that need it read all of it, and then compare the checksum (worker.checkpoint.latest). Of a sharded one each
-    rank reads only its part, so its checksums are compared here.
+    Ranks that need it read all of it, and then compare the checksum (worker.checkpoint.latest). Of
+    a sharded one each rank reads only its part, so its checksums are compared here.
     """
     found = run_checkpoints.newest_of_training(folder, warn, hashed=False)
     if found is None or not found.sharded:
@@ -150,7 +175,10 @@ def upload_records(job: Job, events: Events) -> None:
             for file in (file for pattern in RECORDS for file in sorted(local.glob(pattern))):
                 _copy(file, storage / str(file.relative_to(local)))
     except Exception as error:
-        text = f"the records of the run could not be copied to {storage} ({object_store.reason(error)})"
+        text = (
+            f"the records of the run could not be copied to {storage} "
+            f"({object_store.reason(error)})"
+        )
         events.say("warning", text=f"{text}; they are in {local}")
 
 

@@ -13,10 +13,12 @@ from raydist.shared.errors import LaunchError
 from raydist.shared.home import expand_home
 
 INSTALL_S = 1800.0
-"""Longest wait for packages: Ray tries three times, ten minutes each (setup_timeout_seconds of runtime_env)."""
+"""Longest wait for packages: Ray tries three times, ten minutes each (setup_timeout_seconds of
+runtime_env)."""
 
 SECRET_FILES = (".env", "*.env", "!example.env")
-"""Files with tokens and passwords, which must not lie in Ray's store. env_file= sends what they hold."""
+"""Files with tokens and passwords, which must not lie in Ray's store. env_file= sends what they
+hold."""
 
 
 def root(job: Job) -> str:
@@ -45,13 +47,16 @@ def actor_options(job: Job) -> ActorOptions:
     env: RuntimeEnv = {}
     if job.pip:
         env["pip"] = [
-            line for each in job.pip for line in (read_requirements(each) if each.endswith(".txt") else [each])
+            line
+            for each in job.pip
+            for line in (read_requirements(each) if each.endswith(".txt") else [each])
         ]
     if folder := root(job):
         env["working_dir"] = upload(folder)
     if env and " " in sys.executable:
         raise LaunchError(
-            f"Ray can't start a worker for {'pip=' if job.pip else 'working_dir='} from a path with a space: "
+            f"Ray can't start a worker for {'pip=' if job.pip else 'working_dir='} from a path "
+            "with a space: "
             f"{sys.executable}; use an environment in another folder"
         )
     return {"runtime_env": env} if env else {}
@@ -59,16 +64,22 @@ def actor_options(job: Job) -> ActorOptions:
 
 def read_requirements(file: str) -> list[str]:
     """The lines of a requirements file, without comments."""
-    lines = (line.partition(" #")[0].strip() for line in Path(file).read_text(encoding="utf-8").splitlines())
+    lines = (
+        line.partition(" #")[0].strip()
+        for line in Path(file).read_text(encoding="utf-8").splitlines()
+    )
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def upload(folder: str) -> str:
-    """Upload a folder to Ray, as `ray job submit --working-dir` does, except what .gitignore names; its URI."""
+    """Upload a folder to Ray, as `ray job submit --working-dir` does, except what .gitignore names;
+    its URI."""
     try:
         gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
         return ray_private.upload_folder(folder, gitignore, SECRET_FILES)
     except LaunchError:
         raise
     except Exception as error:
-        raise LaunchError(f"working_dir={folder} could not be sent to the nodes: {error}") from error
+        raise LaunchError(
+            f"working_dir={folder} could not be sent to the nodes: {error}"
+        ) from error

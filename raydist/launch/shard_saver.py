@@ -13,15 +13,19 @@ from raydist.state.shard_choice import WholeShards
 
 
 class ShardSaver:
-    """The nodes write in turn what the ranks of an attempt ask for. Those of a later attempt do not wait for it."""
+    """The nodes write in turn what the ranks of an attempt ask for. Those of a later attempt do not
+    wait for it."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._thread: threading.Thread | None = None
         """Of the newest checkpoint."""
 
-    def start(self, nodes: Sequence[FlushNode], shards: WholeShards, description: Description) -> None:
-        """Have this checkpoint written. The one before is on the disk, or of an attempt that has ended."""
+    def start(
+        self, nodes: Sequence[FlushNode], shards: WholeShards, description: Description
+    ) -> None:
+        """Have this checkpoint written. The one before is on the disk, or of an attempt that has
+        ended."""
 
         def write() -> None:
             def wanted() -> bool:
@@ -30,7 +34,9 @@ class ShardSaver:
             try:
                 flush.have_shards_written(nodes, shards, description, self._emit, None, wanted)
             except Exception as error:
-                text = f"the checkpoint of step {shards.step} could not be written: {last_line(error)}"
+                text = (
+                    f"the checkpoint of step {shards.step} could not be written: {last_line(error)}"
+                )
                 self._emit(event("warning", text=text))
 
         self._thread = thread = threading.Thread(target=write, name="raydist-save", daemon=True)

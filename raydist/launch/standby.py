@@ -1,4 +1,5 @@
-"""Standby nodes: nodes without ranks whose fork servers are warm, as spares or for an elastic job. (driver)"""
+"""Standby nodes: nodes without ranks whose fork servers are warm, as spares or for an elastic job.
+(driver)"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PENDING = 8
 """Most bundles that wait for a node at a time: each is a placement group of its own."""
 
 AVOID_S = 30.0
-"""Seconds that a placement group waits for a node without incidents; then a node with incidents is used."""
+"""Seconds that a placement group waits for a node without incidents; then a node with incidents is
+used."""
 
 
 class WarmNode(NamedTuple):
@@ -37,7 +39,8 @@ class WarmNode(NamedTuple):
 
 
 class StandbyNodes:
-    """The nodes beside those of the ranks, for an elastic job or one with spares; it replaces lost nodes by them."""
+    """The nodes beside those of the ranks, for an elastic job or one with spares; it replaces lost
+    nodes by them."""
 
     def __init__(
         self,
@@ -50,14 +53,20 @@ class StandbyNodes:
     ) -> None:
         """`nodes`: returns the cluster's nodes that are alive and not draining.
 
-        `create_group`: as in placement_group. `reason_to_avoid`: describes a node's incidents, for a node that is
-        avoided or is used all the same; empty without incidents.
+        `create_group`: as in placement_group. `reason_to_avoid`: describes a node's incidents, for
+        a node that is avoided or is used all the same; empty without incidents.
         """
         size = len(actors.plan.nodes)
         self.elastic = scale.max_nodes is not None
-        self._min, self._max = (scale.nodes or 1, scale.max_nodes) if scale.max_nodes else (size, size)
+        self._min, self._max = (
+            (scale.nodes or 1, scale.max_nodes) if scale.max_nodes else (size, size)
+        )
         self._actors, self._events, self._wait_s = actors, events, scale.wait_s
-        self._nodes, self._create_group, self._reason_to_avoid = nodes, create_group, reason_to_avoid
+        self._nodes, self._create_group, self._reason_to_avoid = (
+            nodes,
+            create_group,
+            reason_to_avoid,
+        )
         self._warm: dict[int, WarmNode] = {}
         """By bundle."""
         self._request: Open | None = None
@@ -75,9 +84,11 @@ class StandbyNodes:
         self._request = replace(request, warm_server=None)
 
     def refresh(self, running: bool = True) -> dict[int, Node]:
-        """Read the node of each bundle, warm the nodes without ranks, request more if the job may grow; the nodes.
+        """Read the node of each bundle, warm the nodes without ranks, request more if the job may
+        grow; the nodes.
 
-        `running`: the ranks run, so all their bundles count as used; the supervisor sees the end of a lost rank.
+        `running`: the ranks run, so all their bundles count as used; the supervisor sees the end of
+        a lost rank.
         """
         from ray.util.placement_group import remove_placement_group
 
@@ -89,7 +100,9 @@ class StandbyNodes:
                 del self._warm[bundle]
                 self._actors.kill_bundle(bundle)
         self._stop_avoiding(placed)
-        taken = {node.id for bundle, node in placed.items() if bundle in used or bundle in self._warm}
+        taken = {
+            node.id for bundle, node in placed.items() if bundle in used or bundle in self._warm
+        }
         for bundle, node in placed.items():
             if bundle in used or bundle in self._warm:
                 continue
@@ -97,13 +110,16 @@ class StandbyNodes:
             if node.id not in taken and not self._avoid(node, len(used & placed.keys()), placed):
                 self._open(bundle, node)
                 taken.add(node.id)
-            elif self._actors.groups[bundle][0] is not self._first_group:  # its node has another bundle, or is avoided
+            elif (
+                self._actors.groups[bundle][0] is not self._first_group
+            ):  # its node has another bundle, or is avoided
                 remove_placement_group(self._actors.groups.pop(bundle)[0])
         self._request_nodes(placed)
         return placed
 
     def _avoid(self, node: Node, used: int, placed: Mapping[int, Node]) -> bool:
-        """Whether a node with incidents is left out, which needs room elsewhere; then another node is requested.
+        """Whether a node with incidents is left out, which needs room elsewhere; then another node
+        is requested.
 
         `used`: the number of nodes with ranks.
         """
@@ -117,7 +133,9 @@ class StandbyNodes:
         avoided = count >= self._max or bool(others)
         if (node.id, avoided) not in self._reported:
             self._reported.add((node.id, avoided))
-            self._events.say("avoid", node=node.id, avoided=avoided, text=self._reason_to_avoid(node, avoided))
+            self._events.say(
+                "avoid", node=node.id, avoided=avoided, text=self._reason_to_avoid(node, avoided)
+            )
         return avoided
 
     def _stop_avoiding(self, placed: Mapping[int, Node]) -> None:
@@ -133,24 +151,34 @@ class StandbyNodes:
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
         """The ids of the nodes without incidents that have room for another bundle."""
         request, held = self._actors.plan.request, {node.id for node in placed.values()}
-        fit = [node for node in self._nodes() if node.id not in held and matches(node.labels, request.selector)]
+        fit = [
+            node
+            for node in self._nodes()
+            if node.id not in held and matches(node.labels, request.selector)
+        ]
         roomy = [node for node in fit if fit_count(node.free, request.bundles[0])]
         return [node.id for node in roomy if not self._reason_to_avoid(node, True)]
 
     def growth(self) -> str:
-        """Refresh; describe the growth once the job can use more nodes and all of them are warm, else empty."""
+        """Refresh; describe the growth once the job can use more nodes and all of them are warm,
+        else empty."""
         self.refresh()
-        now, ready = len(self._actors.plan.nodes), [warm for warm in self._warm.values() if warm.opened.done()]
+        now, ready = (
+            len(self._actors.plan.nodes),
+            [warm for warm in self._warm.values() if warm.opened.done()],
+        )
         if not self.elastic or not ready or len(ready) < len(self._warm) or now >= self._max:
             return ""
         return f"{counted(min(self._max, now + len(ready)), 'node')} now, {now} before"
 
     def enough_remain(self) -> bool:
-        """Whether the nodes that are alive and not draining are enough for the job, warming ones included."""
+        """Whether the nodes that are alive and not draining are enough for the job, warming ones
+        included."""
         return len({node.id for node in self._placed().values()}) >= self._min
 
     def replace_nodes(self, lost: Sequence[int]) -> Plan:
-        """Assign the ranks anew after these ranks lost their actors, or because nodes joined; waits for enough nodes.
+        """Assign the ranks anew after these ranks lost their actors, or because nodes joined; waits
+        for enough nodes.
 
         The caller knows that the first actor of every other node answers.
         """
@@ -169,12 +197,19 @@ class StandbyNodes:
         for old, new in zip(before, plan.nodes, strict=False):
             if old.id != new.id and len(plan.nodes) == len(before):
                 self._events.say(
-                    "takeover", node=new.id, host=new.host, ip=new.ip, instead=old.id, of=old.host, **plan.as_event()
+                    "takeover",
+                    node=new.id,
+                    host=new.host,
+                    ip=new.ip,
+                    instead=old.id,
+                    of=old.host,
+                    **plan.as_event(),
                 )
         return plan
 
     def promote(self) -> dict[str, tuple[str, Opened]]:
-        """Drop the nodes that have ranks now; by node id the name of its fork server, and its first agent's reply."""
+        """Drop the nodes that have ranks now; by node id the name of its fork server, and its first
+        agent's reply."""
         used = {slot.bundle for slot in self._actors.plan.slots}
         promoted = [self._warm.pop(bundle) for bundle in list(self._warm) if bundle in used]
         return {warm.node.id: (warm.run, warm.opened.result()) for warm in promoted}
@@ -193,7 +228,11 @@ class StandbyNodes:
         """The plan on the nodes that are ready now; None if they are too few."""
         placed = self.refresh(running=False)
         used = self._used(placed)
-        ready = {b: node for b, node in placed.items() if b in used or (b in self._warm and self._ready(b))}
+        ready = {
+            b: node
+            for b, node in placed.items()
+            if b in used or (b in self._warm and self._ready(b))
+        }
         return placement.resize_plan(self._actors.plan, ready, self._min, self._max)
 
     def _ready(self, bundle: int) -> bool:
@@ -210,7 +249,9 @@ class StandbyNodes:
         from ray.util.placement_group import placement_group_table
 
         alive = {node.id: node for node in self._nodes()}
-        tables = {id(group): placement_group_table(group) for group, _ in self._actors.groups.values()}
+        tables = {
+            id(group): placement_group_table(group) for group, _ in self._actors.groups.values()
+        }
         placed = {}
         for bundle, (group, index) in self._actors.groups.items():
             node = tables[id(group)]["bundles_to_node_id"].get(index)

@@ -1,4 +1,5 @@
-"""Says every some seconds while ranks train how fast each is and how busy each node is: `pace`, `nodes`. (driver)"""
+"""Says every some seconds while ranks train how fast each is and how busy each node is: `pace`,
+`nodes`. (driver)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ EVERY_S = 10.0
 FIRST_S = 2.0
 """Seconds until the first; each later interval is twice the one before, up to EVERY_S."""
 BYTES_PER_S = 100.0
-"""Bytes of each kind per second of a run: both together are 17 MB a day, however many ranks there are."""
+"""Bytes of each kind per second of a run: both together are 17 MB a day, however many ranks there
+are."""
 
 Pace = tuple[int, float, float]
 """(newest step, seconds of own work in one, seconds of one); 0 where they are not timed."""
@@ -41,10 +43,14 @@ class Rhythm:
 
 
 class Vitals(AbstractContextManager["Vitals"]):
-    """One attempt's events `pace` and `nodes`, said by a thread inside the `with` block. Its failure ends no run."""
+    """One attempt's events `pace` and `nodes`, said by a thread inside the `with` block. Its
+    failure ends no run."""
 
-    def __init__(self, events: Events, pace: Callable[[], Mapping[int, Pace]], plan: Plan, call: Transport) -> None:
-        """`pace`: of each rank that has made a step. `call`: asks the first agent of each node for its load."""
+    def __init__(
+        self, events: Events, pace: Callable[[], Mapping[int, Pace]], plan: Plan, call: Transport
+    ) -> None:
+        """`pace`: of each rank that has made a step. `call`: asks the first agent of each node for
+        its load."""
         self._events, self._pace, self._call = events, pace, call
         self._leads = {slot.rank: slot.node.host for slot in plan.slots if slot.local_rank == 0}
         self._asked: dict[int, Future[NodeLoad]] = {}
@@ -60,15 +66,23 @@ class Vitals(AbstractContextManager["Vitals"]):
 
     def _watch(self) -> None:
         first = time.monotonic() + FIRST_S
-        kinds: dict[str, Callable[[], Mapping[str, object]]] = {"pace": self._ranks, "nodes": self._nodes}
+        kinds: dict[str, Callable[[], Mapping[str, object]]] = {
+            "pace": self._ranks,
+            "nodes": self._nodes,
+        }
         due = {kind: Rhythm(first) for kind in kinds}
-        while due and not self._closed.wait(max(0.0, min(each.due for each in due.values()) - time.monotonic())):
+        while due and not self._closed.wait(
+            max(0.0, min(each.due for each in due.values()) - time.monotonic())
+        ):
             kind = min(due, key=lambda name: due[name].due)
             try:
                 facts = kinds[kind]()
             except Exception as error:
                 del due[kind]
-                kind, facts = "warning", {"text": f"no more {kind} events: {type(error).__name__}: {error}"}
+                kind, facts = (
+                    "warning",
+                    {"text": f"no more {kind} events: {type(error).__name__}: {error}"},
+                )
             else:
                 due[kind].said(time.monotonic(), len(json.dumps(facts)))
             with self._lock:
@@ -77,18 +91,28 @@ class Vitals(AbstractContextManager["Vitals"]):
 
     def _ranks(self) -> Mapping[str, object]:
         ranks = {
-            rank: (step, rounded(own), rounded(whole)) for rank, (step, own, whole) in sorted(self._pace().items())
+            rank: (step, rounded(own), rounded(whole))
+            for rank, (step, own, whole) in sorted(self._pace().items())
         }
         return {"ranks": ranks} if ranks else {}
 
     def _nodes(self) -> Mapping[str, object]:
-        """Of each node that answers. One that has not answered the question before is not asked again."""
+        """Of each node that answers. One that has not answered the question before is not asked
+        again."""
         for rank in self._leads:
             if rank not in self._asked or self._asked[rank].done():
                 self._asked[rank] = self._call(rank, GetLoad())
         done, _ = wait(self._asked.values(), longest(LOAD_S, len(self._asked)))
-        answers = {rank: call.result() for rank, call in self._asked.items() if call in done and not call.exception()}
-        return {"nodes": {self._leads[rank]: load for rank, load in answers.items()}} if answers else {}
+        answers = {
+            rank: call.result()
+            for rank, call in self._asked.items()
+            if call in done and not call.exception()
+        }
+        return (
+            {"nodes": {self._leads[rank]: load for rank, load in answers.items()}}
+            if answers
+            else {}
+        )
 
 
 def rounded(seconds: float) -> float:

@@ -1,4 +1,5 @@
-"""The fork server of the driver's machine: it warms up while Ray connects, and stays for the next run. (driver)
+"""The fork server of the driver's machine: it warms up while Ray connects, and stays for the next
+run. (driver)
 
 Agents on this machine use it if they would start an equal one; all others start their own.
 """
@@ -21,7 +22,8 @@ from raydist.node.fork_launcher import ALWAYS, END_S, ForkServer, heritage, node
 from raydist.settings.config import Job, Scale
 
 IDLE_S = 300.0
-"""Seconds without a run after which a server ends that is not kept: a notebook may stay open for days."""
+"""Seconds without a run after which a server ends that is not kept: a notebook may stay open for
+days."""
 
 _Key = tuple[int, tuple[tuple[str, str], ...]]
 """The threads of each rank, and the variables that modules may read at import."""
@@ -34,7 +36,8 @@ _lock = threading.Lock()
 
 
 def acquire(job: Job) -> WarmServer | None:
-    """Start a server for the job on this machine, or return one that runs; None if ranks are not forked."""
+    """Start a server for the job on this machine, or return one that runs; None if ranks are not
+    forked."""
     global _acquired
     if job.start != "fork":
         return None
@@ -44,7 +47,8 @@ def acquire(job: Job) -> WarmServer | None:
 
 
 def prepare(job: Job) -> WarmServer | None:
-    """The server of acquire(), told to import what the job's ranks need, while the driver goes on."""
+    """The server of acquire(), told to import what the job's ranks need, while the driver goes
+    on."""
     from raydist.launch import preload  # the server starts before this is imported
 
     if server := acquire(job):
@@ -53,7 +57,8 @@ def prepare(job: Job) -> WarmServer | None:
 
 
 def begin(overrides: Sequence[str]) -> None:
-    """Start the server of the run that these overrides will most likely be, while they are composed.
+    """Start the server of the run that these overrides will most likely be, while they are
+    composed.
 
     Without settings that change the server, it is the one that acquire() returns.
     """
@@ -84,7 +89,8 @@ def end_all() -> None:
         for server in _servers.values():
             if not server.end(wait=_acquired):
                 print(
-                    f"raydist: a process of the run has not ended for {END_S:g} s after its kill; the fork server of "
+                    f"raydist: a process of the run has not ended for {END_S:g} s after its "
+                    "kill; the fork server of "
                     f"this machine still waits for it ({server.folder}/server.log)",
                     file=sys.stderr,
                 )

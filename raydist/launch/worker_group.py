@@ -1,4 +1,5 @@
-"""The worker group: opens, starts, queries and stops the agents of all ranks by typed requests. (driver)"""
+"""The worker group: opens, starts, queries and stops the agents of all ranks by typed requests.
+(driver)"""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ T = TypeVar("T")
 
 
 class WorkerGroup(AbstractContextManager["WorkerGroup"]):
-    """The agents of a run. One round opens them, one starts the ranks; recovery.supervisor then monitors them."""
+    """The agents of a run. One round opens them, one starts the ranks; recovery.supervisor then
+    monitors them."""
 
     def __init__(
         self,
@@ -79,13 +81,15 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     ) -> None:
         """`gpus`: returns each rank's GPUs; None where Ray assigns none.
 
-        `start_other_actors`: starts the actors that host no agent; they can wait until the ranks have begun.
-        `replace_nodes`: finds other nodes for lost ranks, and returns the new plan. `draining`: returns the nodes that
-        are draining, each with its deadline in seconds since the epoch, or 0. `standby`: the nodes without ranks of a
-        job that has or may get some. `record_attempt`: takes the first cause of an attempt and its stragglers, for the
-        node history. `reachable`: returns those of these nodes that accept connections; Ray itself finds out that one
-        is gone. `put`: puts bytes where each node fetches them once. `on_node`: takes a rank, a function and its
-        arguments, and calls the function on the node of the rank. `ray_stays`: as in Open.
+        `start_other_actors`: starts the actors that host no agent; they can wait until the ranks
+        have begun. `replace_nodes`: finds other nodes for lost ranks, and returns the new plan.
+        `draining`: returns the nodes that are draining, each with its deadline in seconds since the
+        epoch, or 0. `standby`: the nodes without ranks of a job that has or may get some.
+        `record_attempt`: takes the first cause of an attempt and its stragglers, for the node
+        history. `reachable`: returns those of these nodes that accept connections; Ray itself finds
+        out that one is gone. `put`: puts bytes where each node fetches them once. `on_node`: takes
+        a rank, a function and its arguments, and calls the function on the node of the rank.
+        `ray_stays`: as in Open.
         """
         self.plan = plan
         self.first_world_size = plan.world_size
@@ -119,20 +123,35 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._kept_call: bytes | Awaitable[bytes] | None = None
         """The job's pickled function, as `put` has made it."""
 
-    def open(self, job: Job, modules: Sequence[str], warm_server: WarmServer | None = None, attempt: int = 0) -> None:
-        """Round 1: probe every node, warm its fork server, open the rendezvous store on rank 0's node.
+    def open(
+        self,
+        job: Job,
+        modules: Sequence[str],
+        warm_server: WarmServer | None = None,
+        attempt: int = 0,
+    ) -> None:
+        """Round 1: probe every node, warm its fork server, open the rendezvous store on rank 0's
+        node.
 
-        `warm_server`: a fork server that already starts on the driver's machine (launch.warm_server). `attempt`: the
-        number of attempts that other groups made.
+        `warm_server`: a fork server that already starts on the driver's machine
+        (launch.warm_server). `attempt`: the number of attempts that other groups made.
         """
         began = time.time()
         file = self._rendezvous_file(job, attempt)
         self._request = Open(
-            run=uuid.uuid4().hex[:8], start=job.start, modules=tuple(modules), env=job.env,
-            interface=job.fabric.interface, threads=max(1, int(job.scale.cpus)), mpirun=job.backend.mpi.mpirun,
-            secret=secrets.token_hex(32), keep_s=job.scale.keep_warm_s, installed=preload.lasting(modules),
-            warm_server=warm_server, ray_stays=self._ray_stays,
-        )  # fmt: skip
+            run=uuid.uuid4().hex[:8],
+            start=job.start,
+            modules=tuple(modules),
+            env=job.env,
+            interface=job.fabric.interface,
+            threads=max(1, int(job.scale.cpus)),
+            mpirun=job.backend.mpi.mpirun,
+            secret=secrets.token_hex(32),
+            keep_s=job.scale.keep_warm_s,
+            installed=preload.lasting(modules),
+            warm_server=warm_server,
+            ray_stays=self._ray_stays,
+        )
         self._job, self._files = job, shared_paths.files(job, str(file.parent) if file else "")
         self._installs = ", ".join(job.pip)
         self._store: StoreKind = "horovod" if job.backend.name == "horovod" else "tcp"
@@ -147,13 +166,19 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def _set_rendezvous(self, store: StoreAddress | None, file: Path | None, attempt: int) -> None:
         port, secret = (store.port, store.secret) if store else (None, "")
-        self.rendezvous = Rendezvous(self.facts[0].address, port, str(file) if file else None, secret, attempt)
+        self.rendezvous = Rendezvous(
+            self.facts[0].address, port, str(file) if file else None, secret, attempt
+        )
 
-    def prepare_attempt(self, job: Job, attempt: int, resize: bool = False, gone: Collection[int] = ()) -> list[int]:
-        """Replace lost agents and open a new rendezvous for another attempt; the ranks that moved to other nodes.
+    def prepare_attempt(
+        self, job: Job, attempt: int, resize: bool = False, gone: Collection[int] = ()
+    ) -> list[int]:
+        """Replace lost agents and open a new rendezvous for another attempt; the ranks that moved
+        to other nodes.
 
-        `resize`: also use the nodes that have joined. `gone`: the ranks whose agents are known to be lost.
-        LaunchError: no replacement came within scale.wait_s, or rank 0's node can't open the rendezvous.
+        `resize`: also use the nodes that have joined. `gone`: the ranks whose agents are known to
+        be lost. LaunchError: no replacement came within scale.wait_s, or rank 0's node can't open
+        the rendezvous.
         """
         before = {slot.node.id for slot in self.plan.slots}
         until = time.monotonic() + job.scale.wait_s
@@ -167,7 +192,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _replace_lost(self, gone: Collection[int], resize: bool, until: float) -> set[int]:
         """Replace the agents of lost nodes until none is lost; the ranks that had such an agent.
 
-        `gone`, `resize`: as in prepare_attempt. `until`: on the monotonic clock, when no further node is replaced.
+        `gone`, `resize`: as in prepare_attempt. `until`: on the monotonic clock, when no further
+        node is replaced.
         """
         moved = set[int]()
         lost = self._ranks_of_lost_nodes(gone)
@@ -183,7 +209,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return moved
 
     def _ranks_of_lost_nodes(self, gone: Collection[int] = ()) -> list[int]:
-        """The ranks on nodes that are lost or drained. All of a node are: one actor hosts their agents."""
+        """The ranks on nodes that are lost or drained. All of a node are: one actor hosts their
+        agents."""
         ranks = {*self.lost_ranks(gone), *self.draining_ranks()}
         nodes = {self.plan.slots[rank].node.id for rank in ranks}
         return [slot.rank for slot in self.plan.slots if slot.node.id in nodes]
@@ -191,7 +218,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _opens_rendezvous(self, job: Job, attempt: int, replaced: bool, until: float) -> bool:
         """Open the rendezvous of another attempt; False if a node was lost meanwhile.
 
-        `replaced`: agents were. `until`: as in _replace_lost. LaunchError: no node is lost, and it can't be opened.
+        `replaced`: agents were. `until`: as in _replace_lost. LaunchError: no node is lost, and it
+        can't be opened.
         """
         try:
             if replaced:
@@ -220,19 +248,28 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         except Exception as error:  # the attempt then starts from an older checkpoint
             host = self.plan.slots[0].node.host
             why = f"{type(error).__name__}: {last_line(error)}"
-            self._events.say("warning", text=f"not waiting for the checkpoint that {host} may be writing ({why})")
+            self._events.say(
+                "warning", text=f"not waiting for the checkpoint that {host} may be writing ({why})"
+            )
 
     def lost_ranks(self, gone: Collection[int] = ()) -> list[int]:
-        """The ranks that can't be started where they are: the agent is gone, or new and not open yet.
+        """The ranks that can't be started where they are: the agent is gone, or new and not open
+        yet.
 
-        `gone`: ranks of which this is known. Agents on their nodes are asked nothing: a call to a dead host fails only
-        after 20 s, in which Ray calls its actors temporarily unavailable.
+        `gone`: ranks of which this is known. Agents on their nodes are asked nothing: a call to a
+        dead host fails only after 20 s, in which Ray calls its actors temporarily unavailable.
         """
         nodes = {self.plan.slots[rank].node.id for rank in gone}
-        asked = {slot.rank: self.call(slot.rank, IsOpen()) for slot in self.plan.slots if slot.node.id not in nodes}
+        asked = {
+            slot.rank: self.call(slot.rank, IsOpen())
+            for slot in self.plan.slots
+            if slot.node.id not in nodes
+        }
         wait(asked.values(), timeout=longest(IDLE_S, len(asked)))
         is_open = {
-            rank for rank, reply in asked.items() if reply.done() and reply.exception() is None and reply.result()
+            rank
+            for rank, reply in asked.items()
+            if reply.done() and reply.exception() is None and reply.result()
         }
         return [slot.rank for slot in self.plan.slots if slot.rank not in is_open]
 
@@ -245,19 +282,28 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return ranks if ranks and self.standby.enough_remain() else []
 
     def values(self) -> list[RankValue]:
-        """What each rank returned or raised, pickled; an empty RankValue for an agent that is gone."""
+        """What each rank returned or raised, pickled; an empty RankValue for an agent that is
+        gone."""
         ranks = range(self.plan.world_size)
-        calls = {rank: self.call(rank, GetValue()) for rank in ranks if rank not in self._known_values}
+        calls = {
+            rank: self.call(rank, GetValue()) for rank in ranks if rank not in self._known_values
+        }
         wait(calls.values(), timeout=longest(ANSWER_S, len(calls)))
-        answers = {rank: each.result() for rank, each in calls.items() if each.done() and each.exception() is None}
+        answers = {
+            rank: each.result()
+            for rank, each in calls.items()
+            if each.done() and each.exception() is None
+        }
         return [self._known_values.get(rank) or answers.get(rank, RankValue()) for rank in ranks]
 
     def recorded_end(self, rank: int) -> Future[RecordedEnd | None]:
-        """How a rank has ended whose agent does not answer, as its node knows; None if it runs, or nothing is known."""
+        """How a rank has ended whose agent does not answer, as its node knows; None if it runs, or
+        nothing is known."""
         return self._look(rank, recorded_end.read_end, rank)
 
     def newest_state(self, within_s: float) -> int | None:
-        """The step of the newest state that the node of rank 0 holds, whose agent does not answer; -1: none.
+        """The step of the newest state that the node of rank 0 holds, whose agent does not answer;
+        -1: none.
 
         None: the node does not answer either.
         """
@@ -289,7 +335,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return launch_flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
 
     def save_shards(self, asked: Event) -> None:
-        """Have all nodes write the sharded checkpoint that rank 0 has asked for, while the ranks train."""
+        """Have all nodes write the sharded checkpoint that rank 0 has asked for, while the ranks
+        train."""
         of_node = {lead.node_rank: number for number, lead in enumerate(self._leads)}
         ranks: dict[int, tuple[int, ...]] = {}
         for slot in self.plan.slots:
@@ -300,7 +347,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._saver.start(nodes, WholeShards(asked["step"], self.plan.world_size, ranks), described)
 
     def finish_saves(self) -> None:
-        """Wait for the sharded checkpoint that is being written, unless a node that has a part of it is gone."""
+        """Wait for the sharded checkpoint that is being written, unless a node that has a part of
+        it is gone."""
         if not self._silent:
             self._saver.rest(launch_flush.FLUSH_S)
 
@@ -312,7 +360,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _replace(self, lost: Sequence[int]) -> None:
         """Replace the agents of these ranks by agents on other nodes, and open those."""
         if self._replace_nodes is None:
-            raise LaunchError(f"rank {lost[0]} can't be started again here, and there is no other machine")
+            raise LaunchError(
+                f"rank {lost[0]} can't be started again here, and there is no other machine"
+            )
         self.plan = self._replace_nodes(lost)
         self._request = replace(self._request, warm_server=None)
         for node, (run, opened) in (self.standby.promote() if self.standby else {}).items():
@@ -324,7 +374,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._open(new, None)
 
     def _open(self, ranks: Sequence[int], store: StoreKind | None) -> list[Opened]:
-        """Open the agents of these ranks; their replies. `store`: the kind of store that rank 0's agent opens."""
+        """Open the agents of these ranks; their replies. `store`: the kind of store that rank 0's
+        agent opens."""
         slots = [self.plan.slots[rank] for rank in ranks]
         requests = [
             replace(
@@ -341,15 +392,24 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         # not in a later attempt: the run goes on with the paths that its nodes see
         unreachable = self._find_unreachable(self._files) if not self.facts else []
         if self._installs:
-            self._events.say("wait", text=f"Ray installs {self._installs} on each node; the first time takes minutes")
+            self._events.say(
+                "wait",
+                text=f"Ray installs {self._installs} on each node; the first time takes minutes",
+            )
         limit = OPEN_S + (runtime_env.INSTALL_S if self._installs else 0.0)
         replies = self.call_each(requests, limit, ranks)
         for slot, opened in zip(slots, replies, strict=True):
             if slot.local_rank == 0:
                 self._opened[slot.node.id] = opened
             if opened.warm.cuda:
-                text = f"a module imported on {slot.node.host} initialised CUDA, which no fork survives: its ranks are"
-                self._events.say("warning", text=f"{text} started as new processes, each of which imports everything")
+                text = (
+                    f"a module imported on {slot.node.host} initialised CUDA, which no fork "
+                    "survives: its ranks are"
+                )
+                self._events.say(
+                    "warning",
+                    text=f"{text} started as new processes, each of which imports everything",
+                )
         if unreachable:
             self._check_paths([each.result(ANSWER_S * 2) for each in unreachable])
         return replies
@@ -357,8 +417,14 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _check_paths(self, unreachable: Sequence[Mapping[str, str]]) -> None:
         """Raise for paths of the run that nodes can't see, or warn of them."""
         source = preload.source_of(self._job.job.target)
-        text = source.read_text(encoding="utf-8", errors="replace") if source and source.is_file() else ""
-        if warning := shared_paths.check_paths(self._job, self._hosts, unreachable, text, self._files):
+        text = (
+            source.read_text(encoding="utf-8", errors="replace")
+            if source and source.is_file()
+            else ""
+        )
+        if warning := shared_paths.check_paths(
+            self._job, self._hosts, unreachable, text, self._files
+        ):
             self._events.say("warning", text=warning)
 
     @property
@@ -390,32 +456,47 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return file
 
     def start(self, job: Job, variables: Sequence[Iterable[EnvVar]], call: bytes | None) -> None:
-        """Round 2: send every rank its variables, and fork it. `call`: the pickled function, if the job is one."""
-        checks_node.check_nodes(job, self.plan, self.facts, lambda text: self._events.say("warning", text=text))
+        """Round 2: send every rank its variables, and fork it. `call`: the pickled function, if the
+        job is one."""
+        checks_node.check_nodes(
+            job, self.plan, self.facts, lambda text: self._events.say("warning", text=text)
+        )
         self._send_call(call)
         self._known_values.clear()
         copied = runtime_env.root(job)
         program = shared_arguments.seen_from(copied or os.getcwd(), job.script)
         common = StartRank(
-            rank=0, env={}, job=json.dumps(as_dict(job)), argv=(program or job.job.target,), script=program,
-            cwd="" if copied else os.getcwd(),  # an agent that gets no folder uses its actor's: the copy
-            sys_path=tuple(path for path in sys.path if not copied or os.path.abspath(path) != copied),
-            nccl_aloud=job.fabric.debug, nccl_strict=job.fabric.strict, call=call is not None,
+            rank=0,
+            env={},
+            job=json.dumps(as_dict(job)),
+            argv=(program or job.job.target,),
+            script=program,
+            cwd=""
+            if copied
+            else os.getcwd(),  # an agent that gets no folder uses its actor's: the copy
+            sys_path=tuple(
+                path for path in sys.path if not copied or os.path.abspath(path) != copied
+            ),
+            nccl_aloud=job.fabric.debug,
+            nccl_strict=job.fabric.strict,
+            call=call is not None,
             driver=machine_id(),
-        )  # fmt: skip
+        )
         requests, cpus = [], binding.bind_all(job, self.plan, self.facts)
         for rank, rank_variables in enumerate(variables):
             env = {var.name: var.value for var in rank_variables}
             args = shared_arguments.fill(job.args, env, job.init_method, self.plan.request.backend)
-            requests.append(replace(common, rank=rank, env=env, argv=(*common.argv, *args), cpus=cpus[rank]))
+            requests.append(
+                replace(common, rank=rank, env=env, argv=(*common.argv, *args), cpus=cpus[rank])
+            )
         for slot, pid in zip(self.plan.slots, self.call_each(requests), strict=True):
             self._events.say("began", rank=slot.rank, host=slot.node.host, pid=pid)
 
     def _send_call(self, call: bytes | None) -> None:
         """Send the pickled function to each node, once for all its ranks.
 
-        For each attempt, because a node may clean its temporary folder during a run of weeks. Ray sends it only to
-        nodes that do not have it in memory.
+        For each attempt, because a node may clean its temporary folder during a run of weeks. Ray
+        sends it only to nodes that do not have it in memory.
         """
         if call is None:
             return
@@ -429,7 +510,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return self._runs.get(slot.node.id, self._request.run)
 
     def report_network(self) -> None:
-        """Report which network the run used; nothing for a run on one node, or if a node is gone."""
+        """Report which network the run used; nothing for a run on one node, or if a node is
+        gone."""
         if len(self.plan.nodes) < 2 or self._silent:
             return
         try:
@@ -448,37 +530,50 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         index = {slot.node_rank: number for number, slot in enumerate(self._leads)}
         node_of_rank = [index[slot.node_rank] for slot in self.plan.slots]
         logs = [reply.nccl for reply in replies]
-        event, warnings = traffic.traffic_event(self.plan.request.backend, nodes, node_of_rank, logs)
+        event, warnings = traffic.traffic_event(
+            self.plan.request.backend, nodes, node_of_rank, logs
+        )
         for text in warnings:
             self._events.say("warning", text=text)
         self._events.say("network", **event)
 
     def stop(self, ranks: Iterable[int], grace: float) -> None:
-        """Send these ranks SIGTERM, and SIGKILL after `grace` seconds. Does not wait: GetNews reports their ends."""
+        """Send these ranks SIGTERM, and SIGKILL after `grace` seconds. Does not wait: GetNews
+        reports their ends."""
         for rank in ranks:
             self.call(rank, StopRank(grace))
 
     def call_each(
-        self, requests: Sequence[Request[Reply]], limit_s: float = ANSWER_S, ranks: Sequence[int] | None = None
+        self,
+        requests: Sequence[Request[Reply]],
+        limit_s: float = ANSWER_S,
+        ranks: Sequence[int] | None = None,
     ) -> list[Reply]:
-        """Send one request to the agent of each of `ranks` (None: all) at once; their replies, in order.
+        """Send one request to the agent of each of `ranks` (None: all) at once; their replies, in
+        order.
 
-        LaunchError: names the first rank whose agent failed, or did not reply within `limit_s` seconds; ranks by the
-        hundred have a little more.
+        LaunchError: names the first rank whose agent failed, or did not reply within `limit_s`
+        seconds; ranks by the hundred have a little more.
         """
         slots = self.plan.slots if ranks is None else [self.plan.slots[rank] for rank in ranks]
-        futures = [self.call(slot.rank, request) for slot, request in zip(slots, requests, strict=True)]
+        futures = [
+            self.call(slot.rank, request) for slot, request in zip(slots, requests, strict=True)
+        ]
         within = longest(limit_s, len(futures))
         wait(futures, timeout=within, return_when="FIRST_EXCEPTION")
         for slot, future in zip(slots, futures, strict=True):
             if future.done() and (error := future.exception()) is not None:
                 kind = ConfigError if isinstance(error, ConfigError) else LaunchError
-                raise kind(f"rank {slot.rank} on {slot.node.host} ({slot.node.ip}): {last_line(error)}") from error
+                raise kind(
+                    f"rank {slot.rank} on {slot.node.host} ({slot.node.ip}): {last_line(error)}"
+                ) from error
         silent = [slot for slot, future in zip(slots, futures, strict=True) if not future.done()]
         if silent:
             raise LaunchError(
-                f"{len(silent)} of {len(futures)} agents did not answer {type(requests[0]).__name__} within "
-                f"{within:.3g} s; the first is rank {silent[0].rank} on {silent[0].node.host} ({silent[0].node.ip})"
+                f"{len(silent)} of {len(futures)} agents did not answer "
+                f"{type(requests[0]).__name__} within "
+                f"{within:.3g} s; the first is rank {silent[0].rank} on {silent[0].node.host} "
+                f"({silent[0].node.ip})"
             )
         return [future.result() for future in futures]
 
@@ -492,7 +587,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         gpus = self._gpus() if self._gpus else [None] * self.plan.world_size
         opened = [self._opened[slot.node.id] for slot in self.plan.slots]
         self.facts = tuple(
-            replace(each.facts, gpus=own) for each, own in zip(opened, gpus, strict=True) if each.facts is not None
+            replace(each.facts, gpus=own)
+            for each, own in zip(opened, gpus, strict=True)
+            if each.facts is not None
         )
         self._ports = [each.ports for each in opened]
         self.failed_imports = tuple(each.warm.failed for each in opened)

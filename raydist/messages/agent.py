@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from raydist.shared.events import Event
 
 DYING_S = 45.0
-"""Longest wait of an agent, and of the driver, for the end of a process that was sent SIGKILL. To free much memory
-takes seconds; one that waits for a dead disk or a dead GPU never ends."""
+"""Longest wait of an agent, and of the driver, for the end of a process that was sent SIGKILL. To
+free much memory takes seconds; one that waits for a dead disk or a dead GPU never ends."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class WarmServer:
 
     folder: str
     heritage: tuple[str, ...]
-    """The properties that its processes inherit (node.fork_launcher.heritage). An agent with equal ones may use it."""
+    """The properties that its processes inherit (node.fork_launcher.heritage). An agent with equal
+    ones may use it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class ProcessEnd:
     at: float
     """Seconds since the epoch, on the clock of its node."""
     lost: str = ""
-    """The end of the fork server's log if the process was lost with that server; or MPI's last message."""
+    """The end of the fork server's log if the process was lost with that server; or MPI's last
+    message."""
     output: str = ""
     """The end of the output of an MPI program."""
 
@@ -67,7 +69,8 @@ class RankEnd(ProcessEnd):
     by_mpirun: bool = False
     """mpirun ended its child of the rank before."""
     told: bool = False
-    """Its agent had been told to stop it while it ran, and had raised nothing. No clock is needed to know that."""
+    """Its agent had been told to stop it while it ran, and had raised nothing. No clock is needed
+    to know that."""
     error: RecordedError | None = None
     """The error that torch.distributed.elastic's `@record` wrote."""
 
@@ -102,12 +105,15 @@ class Open(Request[Opened]):
     secret: str
     """Proves that a process is a child of this run's mpirun."""
     keep_s: float = 0
-    """Seconds that the fork server of a node stays after the run, for the next one; 0: it ends with the run."""
+    """Seconds that the fork server of a node stays after the run, for the next one; 0: it ends with
+    the run."""
     installed: tuple[str, ...] = ()
-    """Those of the modules that a server imports that stays: not the user's own files, which change from run to run."""
+    """Those of the modules that a server imports that stays: not the user's own files, which change
+    from run to run."""
     warm_server: WarmServer | None = None
     ray_stays: bool = False
-    """The Ray of this run is not the driver's own: it outlives the run, and the fork server ends with it."""
+    """The Ray of this run is not the driver's own: it outlives the run, and the fork server ends
+    with it."""
     rank: int = -1
     node_id: str = ""
     node_ip: str = ""
@@ -148,7 +154,8 @@ class StartRank(Request[int]):
     cpus: tuple[int, ...] | None = None
     """The CPUs to which the rank is bound; None: it is not."""
     driver: str = ""
-    """The driver's machine, as shared.own_path.machine_id(): the person has chosen the files that lie there."""
+    """The driver's machine, as shared.own_path.machine_id(): the person has chosen the files that
+    lie there."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,8 @@ class RankActivity:
     busy: float
     """CPU seconds that it used per second."""
     stack: str
-    """The stacks of its threads, in faulthandler's format; of a rank that could not answer, the main thread's only."""
+    """The stacks of its threads, in faulthandler's format; of a rank that could not answer, the
+    main thread's only."""
     collectives: Sequence[Collective]
     """The last entries of torch's flight recorder, the oldest first."""
     beat: tuple[int, str, float] = (0, "", 0.0)
@@ -236,8 +244,8 @@ class GetValue(Request[RankValue]):
 
 @dataclass(frozen=True)
 class IsOpen(Request[bool]):
-    """Whether the agent can start a rank. It can't if it is new and not open yet, if its fork server has ended, or if a
-    process of an earlier attempt does not end."""
+    """Whether the agent can start a rank. It can't if it is new and not open yet, if its fork
+    server has ended, or if a process of an earlier attempt does not end."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +260,8 @@ class Flush(Request["list[Event]"]):
 
 @dataclass(frozen=True)
 class StopRank(Request[None]):
-    """Send SIGTERM, and SIGKILL after `grace` seconds; without grace SIGKILL at once. Reply after the end."""
+    """Send SIGTERM, and SIGKILL after `grace` seconds; without grace SIGKILL at once. Reply after
+    the end."""
 
     grace: float
 

@@ -36,7 +36,8 @@ class Trip(NamedTuple):
     """The outcome of a call to a peer."""
 
     kind: str
-    """fine, silent, refused, unreachable, broken, or stalled (short packets passed, long ones did not)."""
+    """fine, silent, refused, unreachable, broken, or stalled (short packets passed, long ones did
+    not)."""
     words: str = ""
     rtt_s: float = 0.0
     ahead_s: float = 0.0
@@ -73,7 +74,8 @@ class ReachStore(CheckupRequest[str]):
 
 @dataclass(frozen=True)
 class TryLibraries(CheckupRequest["dict[str, LibraryTrial]"]):
-    """Try which addresses gloo and NCCL choose with the variables of a rank; by library the result of node.dryrun."""
+    """Try which addresses gloo and NCCL choose with the variables of a rank; by library the result
+    of node.dryrun."""
 
     names: tuple[str, ...]
     env: Mapping[str, str]
@@ -89,7 +91,8 @@ class HostCheck:
     addresses: Sequence[str]
     """The addresses of the host's own name."""
     lookup_s: float = 0.0
-    """Seconds that the look-up of the name of `CheckHost.address` took; at most checkup.LOOKUP_LIMIT_S."""
+    """Seconds that the look-up of the name of `CheckHost.address` took; at most
+    checkup.LOOKUP_LIMIT_S."""
 
 
 @dataclass(frozen=True)

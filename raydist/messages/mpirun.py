@@ -37,7 +37,8 @@ class RunDaemon(Request[ProcessEnd]):
 
 @dataclass(frozen=True)
 class NextDaemons(Request["list[DaemonRequest]"]):
-    """Reply with the next daemons that mpirun's launch agents request; with none once mpirun has ended."""
+    """Reply with the next daemons that mpirun's launch agents request; with none once mpirun has
+    ended."""
 
 
 @dataclass(frozen=True)

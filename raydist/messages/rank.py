@@ -19,7 +19,8 @@ class RankReply(Message):
 
 
 class Collective(TypedDict):
-    """An entry of torch's flight recorder, with the fields that a hang report uses; a torch without a field gives None.
+    """An entry of torch's flight recorder, with the fields that a hang report uses; a torch without
+    a field gives None.
 
     torch documents them in docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html.
     """
@@ -61,7 +62,8 @@ class Holding(RankReply):
 
 @dataclass(frozen=True)
 class HoldRank(Request[int], RankMessage):
-    """Have the rank stand still after the step that it is making; reply with that step. To the rank as well."""
+    """Have the rank stand still after the step that it is making; reply with that step. To the rank
+    as well."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What the driver asks of agents: requests with typed replies, and what carries them. (either side)"""
+"""What the driver asks of agents: requests with typed replies, and what carries them. (either
+side)"""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ AnyReply = TypeVar("AnyReply")
 
 
 class Request(Generic[Reply]):
-    """A request of the driver to the agent of one rank; its type parameter is the type of the reply."""
+    """A request of the driver to the agent of one rank; its type parameter is the type of the
+    reply."""
 
 
 class Transport(Protocol):
     """Sends requests to agents: through Ray's actors, or to a thread of this process."""
 
     def __call__(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
-        """Send a request to the agent of a rank. The future raises what the agent raised, or that it is gone."""
+        """Send a request to the agent of a rank. The future raises what the agent raised, or that
+        it is gone."""
         ...
 
 

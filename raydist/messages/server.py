@@ -50,7 +50,8 @@ class ProgramSpec(ServerMessage):
 
 @dataclass(frozen=True)
 class LookAtModel(ServerMessage):
-    """Build the model that `model=` names without values, and write to the descriptor why it cannot be divided.
+    """Build the model that `model=` names without values, and write to the descriptor why it cannot
+    be divided.
 
     That is JSON of the arguments of a ConfigError, or nothing.
     """
@@ -67,7 +68,8 @@ class WriteCheckpoint(ServerMessage):
     """Fork a writer process for a checkpoint; its events go to the descriptor."""
 
     last: bool = True
-    """Write the newest snapshot, if no checkpoint on the disk is as new; else what the first rank asks for."""
+    """Write the newest snapshot, if no checkpoint on the disk is as new; else what the first rank
+    asks for."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,16 @@ class GetNewestState(ServerMessage):
 
 @dataclass(frozen=True)
 class NewestState(ServerReply):
-    """The step of the newest state that the memories of a run hold on this node; -1: they hold none."""
+    """The step of the newest state that the memories of a run hold on this node; -1: they hold
+    none."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class SignalProcess(ServerMessage):
-    """Send a signal to a process that was forked for this agent; SIGKILL goes to its whole process group."""
+    """Send a signal to a process that was forked for this agent; SIGKILL goes to its whole process
+    group."""
 
     pid: int
     signal: int
@@ -94,7 +98,8 @@ class SignalProcess(ServerMessage):
 
 @dataclass(frozen=True)
 class Claim(ServerMessage):
-    """Serve the process that has the other end of the socket sent along, until that closes; reply with Claimed.
+    """Serve the process that has the other end of the socket sent along, until that closes; reply
+    with Claimed.
 
     Without a socket it only asks whether the server would.
     """
@@ -102,7 +107,8 @@ class Claim(ServerMessage):
 
 @dataclass(frozen=True)
 class Claimed(ServerReply):
-    """Whether the server serves this process: not if it serves another one, or a file that it imported has changed."""
+    """Whether the server serves this process: not if it serves another one, or a file that it
+    imported has changed."""
 
     ok: bool
 
@@ -111,7 +117,8 @@ class Claimed(ServerReply):
 class BeginRun(ServerMessage):
     """Make the folder of a run, with a link to the server, and remove it when the claim ends.
 
-    A server that stays does so for `keep_s` seconds afterwards, and no longer than the process `guard`; 0: none.
+    A server that stays does so for `keep_s` seconds afterwards, and no longer than the process
+    `guard`; 0: none.
     """
 
     folder: str
@@ -159,12 +166,14 @@ class Forked(ServerReply):
 
 @dataclass(frozen=True)
 class Busy(ServerReply):
-    """The fork server imports modules, or looks whether their files have changed, before it handles messages again."""
+    """The fork server imports modules, or looks whether their files have changed, before it handles
+    messages again."""
 
 
 @dataclass(frozen=True)
 class StoreOpened(ServerReply):
-    """What the process of a store writes to the descriptor that came with OpenStore: its port, or why it has none."""
+    """What the process of a store writes to the descriptor that came with OpenStore: its port, or
+    why it has none."""
 
     port: int = 0
     secret: str = ""

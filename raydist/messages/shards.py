@@ -1,4 +1,5 @@
-"""Driver, agent and writer: the shards of a sharded state in memory and on the disk. (either side)"""
+"""Driver, agent and writer: the shards of a sharded state in memory and on the disk. (either
+side)"""
 
 from __future__ import annotations
 
@@ -28,12 +29,14 @@ class HeldShards(ShardsReply):
     copies: Sequence[tuple[int, int, int]]
     """Of ranks of another node."""
     saved: int
-    """The newest of these steps of which the node sees a checkpoint, or a later one; -1 if there is none."""
+    """The newest of these steps of which the node sees a checkpoint, or a later one; -1 if there is
+    none."""
 
 
 @dataclass(frozen=True)
 class ListShards(Request["HeldShards | None"], ShardsRequest):
-    """Reply with the shards in the memory of this node; None if there are none. To the writer as well."""
+    """Reply with the shards in the memory of this node; None if there are none. To the writer as
+    well."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class WrittenShards(ShardsReply):
 
 @dataclass(frozen=True)
 class WriteShards(Request[WrittenShards], ShardsRequest):
-    """Write the shards of these ranks to the disk, beside the checkpoints. To the writer as well."""
+    """Write the shards of these ranks to the disk, beside the checkpoints. To the writer as
+    well."""
 
     step: int
     mark: str
@@ -54,8 +58,9 @@ class WriteShards(Request[WrittenShards], ShardsRequest):
     world_size: int
     ranks: tuple[int, ...]
     folder: str = ""
-    """The checkpoints' folder of raydist.sharded.save: the ranks wait with what they save next until this is committed
-    or dropped. Empty: the newest kept states of a run that can't continue, in its own folder."""
+    """The checkpoints' folder of raydist.sharded.save: the ranks wait with what they save next
+    until this is committed or dropped. Empty: the newest kept states of a run that can't continue,
+    in its own folder."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ class CommitShards(Request["SavedShards | UnseenShards"], ShardsRequest):
 
 @dataclass(frozen=True)
 class DropShards(Request[None], ShardsRequest):
-    """Delete the files that this node has written: they become no checkpoint. To the writer as well."""
+    """Delete the files that this node has written: they become no checkpoint. To the writer as
+    well."""
 
     step: int
     mark: str

@@ -1,15 +1,16 @@
 """A message as a packet or a line of JSON. (either side)
 
-| from         | to           | carried by                         | messages                                     |
-|--------------|--------------|------------------------------------|----------------------------------------------|
-| driver       | agent        | a Ray call, or a call of a thread  | each `Request[Reply]`, answered by its Reply |
-| agent        | fork server  | a Unix socket, JSON                | `ServerMessage`                              |
-| fork server  | agent        | the same socket                    | `ServerReply`                                |
-| writer       | agent        | a socket pair, one JSON per line   | events, and `ShardsReply`                    |
-| agent        | rank         | a socket pair, one JSON per line   | `RankMessage`                                |
-| rank         | agent        | the same pair                      | events (shared.events), and `RankReply`    |
+| from        | to          | carried by                       | messages                      |
+|-------------|-------------|----------------------------------|-------------------------------|
+| driver      | agent       | a Ray call, or a thread's call   | `Request[Reply]`, its Reply   |
+| agent       | fork server | a Unix socket, JSON              | `ServerMessage`               |
+| fork server | agent       | the same socket                  | `ServerReply`                 |
+| writer      | agent       | a socket pair, one JSON per line | events, and `ShardsReply`     |
+| agent       | rank        | a socket pair, one JSON per line | `RankMessage`                 |
+| rank        | agent       | the same pair                    | events, and `RankReply`       |
 
-The files of this package import only the standard library: the Ray worker of each node loads them at launch.
+The files of this package import only the standard library: the Ray worker of each node loads them
+at launch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _KINDS: dict[str, type[Message]] = {}
 
 
 class Message:
-    """Base of what is sent as JSON; each subclass that is a dataclass can be decoded where it was imported."""
+    """Base of what is sent as JSON; each subclass that is a dataclass can be decoded where it was
+    imported."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -59,7 +61,11 @@ def from_json(fields: Mapping[str, Any]) -> Message:
     """The message of parsed JSON. ValueError: it is no message."""
     try:
         kind = _KINDS[fields[TAG]]
-        own = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items() if name != TAG}
+        own = {
+            name: tuple(v) if isinstance(v, list) else v
+            for name, v in fields.items()
+            if name != TAG
+        }
         made: Message = kind(**own)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a message of raydist: {error}") from error

@@ -1,7 +1,9 @@
-"""(scale.numa, the NUMA nodes and GPUs of one machine) -> the CPUs to which each of its ranks is bound. (pure)
+"""(scale.numa, the NUMA nodes and GPUs of one machine) -> the CPUs to which each of its ranks is
+bound. (pure)
 
-The modes are those of torchrun's --numa-binding (torch/numa/binding.py). Memory needs no binding of its own: Linux puts
-a page on the NUMA node of the CPU that touches it first, and a rank is bound before it runs any code of its own.
+The modes are those of torchrun's --numa-binding (torch/numa/binding.py). Memory needs no binding of
+its own: Linux puts a page on the NUMA node of the CPU that touches it first, and a rank is bound
+before it runs any code of its own.
 """
 
 from __future__ import annotations
@@ -27,12 +29,17 @@ class Binding:
     cpus: tuple[Cpus, ...] = ()
     """By local rank; empty: no rank is bound."""
     cores: int = 0
-    """Physical cores of each rank, divided by the ranks that share them; of the rank that has the fewest."""
+    """Physical cores of each rank, divided by the ranks that share them; of the rank that has the
+    fewest."""
 
 
 def bind_all(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Cpus | None]:
     """The CPUs of every rank, by rank; None: not bound. `facts`: as for plan_variables."""
-    of_node = {slot.node_rank: bind_node(job, plan, facts, slot) for slot in plan.slots if slot.local_rank == 0}
+    of_node = {
+        slot.node_rank: bind_node(job, plan, facts, slot)
+        for slot in plan.slots
+        if slot.local_rank == 0
+    }
     chosen = [(of_node[slot.node_rank].cpus, slot.local_rank) for slot in plan.slots]
     return [cpus[local_rank] if cpus else None for cpus, local_rank in chosen]
 
@@ -52,16 +59,23 @@ def bind_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> Bindi
     homes = gpu_homes(node, gpu_ids(plan, facts, lead), ranks)
     if mode != "auto":
         near = "each GPU" if homes else "no GPU: the ranks are spread"
-        return _bound(mode, f"scale.numa={mode}, {near}", node, homes or spread_ranks(node.numa, ranks))
+        return _bound(
+            mode, f"scale.numa={mode}, {near}", node, homes or spread_ranks(node.numa, ranks)
+        )
     if homes is None:
-        return Binding("no GPU whose NUMA node is known; scale.numa=node spreads the ranks over the NUMA nodes")
+        return Binding(
+            "no GPU whose NUMA node is known; scale.numa=node spreads the ranks over the NUMA nodes"
+        )
     total = sum(len(each.cpus) for each in node.numa)
     for mode in ("node", "socket"):
-        binding = _bound(mode, f"{counted(len(node.numa), 'NUMA node')}, with GPUs at each {mode}", node, homes)
+        binding = _bound(
+            mode, f"{counted(len(node.numa), 'NUMA node')}, with GPUs at each {mode}", node, homes
+        )
         if len({cpu for cpus in binding.cpus for cpu in cpus}) == total:
             return binding
     return Binding(
-        "the job's GPUs are not at every socket, so CPUs would be left out; scale.numa=node binds all the same"
+        "the job's GPUs are not at every socket, so CPUs would be left out; scale.numa=node "
+        "binds all the same"
     )
 
 
@@ -70,21 +84,31 @@ def gpu_ids(plan: Plan, facts: Sequence[Facts], lead: Slot) -> list[str]:
     ids = assigned_gpus(facts, lead)
     if not ids and plan.request.rank_resources.get("GPU"):  # without Ray: those that are visible
         visible = facts[lead.rank].environment.get("CUDA_VISIBLE_DEVICES")
-        return visible.split(",") if visible else [str(i) for i in range(len(facts[lead.rank].devices))]
+        return (
+            visible.split(",")
+            if visible
+            else [str(i) for i in range(len(facts[lead.rank].devices))]
+        )
     return ids
 
 
 def assigned_gpus(facts: Sequence[Facts], slot: Slot) -> list[str]:
-    """The GPUs that Ray has assigned to the ranks of a slot's node: by number, then the others by name.
+    """The GPUs that Ray has assigned to the ranks of a slot's node: by number, then the others by
+    name.
 
-    Where each rank has several, neighbours are of one rank, and the first ones of all ranks come first: a program that
-    takes the GPU of its LOCAL_RANK, as torch does by itself, has the first one of its own.
+    Where each rank has several, neighbours are of one rank, and the first ones of all ranks come
+    first: a program that takes the GPU of its LOCAL_RANK, as torch does by itself, has the first
+    one of its own.
     """
     first, ranks = slot.rank - slot.local_rank, slot.local_world_size
     found = {gpu for rank in range(first, first + ranks) for gpu in facts[rank].gpus or ()}
     ids = sorted(found, key=lambda gpu: (not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0, gpu))
     each = len(ids) // ranks if len(ids) % ranks == 0 else 1
-    return [ids[rank * each + place] for place in range(each) for rank in range(ranks)] if each > 1 else ids
+    return (
+        [ids[rank * each + place] for place in range(each) for rank in range(ranks)]
+        if each > 1
+        else ids
+    )
 
 
 def gpu_homes(node: Facts, ids: Sequence[str], ranks: int) -> list[int] | None:
@@ -92,7 +116,9 @@ def gpu_homes(node: Facts, ids: Sequence[str], ranks: int) -> list[int] | None:
 
     The number of a GPU is its place in PCI order, which is CUDA's order for GPUs of one model.
     """
-    named = {gpu.uuid: gpu.numa for gpu in node.devices} | {str(i): gpu.numa for i, gpu in enumerate(node.devices)}
+    named = {gpu.uuid: gpu.numa for gpu in node.devices} | {
+        str(i): gpu.numa for i, gpu in enumerate(node.devices)
+    }
     known = {each.number for each in node.numa}
     homes = [named.get(ids[i % len(ids)], -1) for i in range(ranks)] if ids else []
     return homes if homes and known.issuperset(homes) else None
@@ -118,10 +144,17 @@ def _cpus(mode: str, node: Facts, homes: Sequence[int]) -> Iterator[Cpus]:
             case "node":
                 yield own.cpus
             case "socket":
-                yield tuple(sorted(cpu for each in node.numa if each.socket == own.socket for cpu in each.cpus))
+                yield tuple(
+                    sorted(
+                        cpu for each in node.numa if each.socket == own.socket for cpu in each.cpus
+                    )
+                )
             case "exclusive":
                 if ranks > len(own.cores):
-                    cause = f"NUMA node {home} of {node.hostname} has {len(own.cores)} cores for {ranks} ranks"
+                    cause = (
+                        f"NUMA node {home} of {node.hostname} has {len(own.cores)} cores for "
+                        f"{ranks} ranks"
+                    )
                     raise ConfigError.of("scale.numa", mode, cause, "scale.numa=node")
                 each, more = divmod(len(own.cores), ranks)
                 first = place * each + min(place, more)

@@ -1,4 +1,5 @@
-"""(settings, facts of all nodes) -> differences between nodes, and addresses that other nodes can't reach. (pure)"""
+"""(settings, facts of all nodes) -> differences between nodes, and addresses that other nodes can't
+reach. (pure)"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ VIRTUAL = re.compile(r"docker\d|virbr\d|cni\d|lxcbr\d|lxdbr\d|podman\d|br-[0-9a-
 
 
 def check_addresses(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Addresses that no other node can reach. Different networks may be routed: only the doctor can try that."""
+    """Addresses that no other node can reach. Different networks may be routed: only the doctor can
+    try that."""
     if len({(node.hostname, node.address) for node in nodes}) < 2:
         return
     fix = "ray start --node-ip-address=<one that the others reach>, or fabric.interface=NAME"
@@ -27,12 +29,18 @@ def check_addresses(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
         if ipaddress.ip_address(node.address).is_loopback:
             yield Finding("interface", "fail", host, f"{node.address} is a loopback address", fix)
         elif VIRTUAL.match(node.interface):
-            text = f"{node.interface} ({node.address}) is a bridge inside this machine: other nodes can't reach it"
+            text = (
+                f"{node.interface} ({node.address}) is a bridge inside this machine: other "
+                "nodes can't reach it"
+            )
             yield Finding("interface", "warn", host, text, fix)
     for address in {node.address for node in nodes}:
         hosts = tuple(dict.fromkeys(node.hostname for node in nodes if node.address == address))
         if len(hosts) > 1 and not ipaddress.ip_address(address).is_loopback:
-            text = f"{joined_names(hosts)} have the same address {address}: each would connect to itself"
+            text = (
+                f"{joined_names(hosts)} have the same address {address}: each would connect "
+                "to itself"
+            )
             yield Finding("interface", "fail", hosts, text, fix)
     yield from _different_networks(nodes)
 
@@ -41,10 +49,12 @@ def _different_networks(nodes: Sequence[Facts]) -> Iterator[Finding]:
     """Nodes in other networks than most nodes: fine if a router connects the networks."""
     networks = [(node, nic.subnets) for node in nodes if (nic := _nic(node)) and nic.subnets]
     yield from odd_nodes(
-        "interface", "note", [node for node, _ in networks],
+        "interface",
+        "note",
+        [node for node, _ in networks],
         [f"network {', '.join(sorted(subnets))}" for _, subnets in networks],
         "raydist doctor tests the connection",
-    )  # fmt: skip
+    )
 
 
 def check_same_fabric(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
@@ -56,13 +66,18 @@ def check_same_fabric(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
 
 def _fabric(hcas: tuple[Hca, ...]) -> str:
     ports = Counter((hca.active[0].link_layer, hca.active[0].gbps) for hca in hcas if hca.active)
-    return ", ".join(f"{n} x {layer} {gbps:g} Gbit/s" for (layer, gbps), n in sorted(ports.items())) or "no HCA"
+    return (
+        ", ".join(f"{n} x {layer} {gbps:g} Gbit/s" for (layer, gbps), n in sorted(ports.items()))
+        or "no HCA"
+    )
 
 
 def check_mtu(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
     """Nodes whose chosen interface has another MTU than most, or on IPoIB another mode."""
     nics = [(node, nic) for node in nodes if (nic := _nic(node))]
-    mtus = [f"{'IPoIB ' + nic.mode if nic.ipoib else 'interface'} with MTU {nic.mtu}" for _, nic in nics]
+    mtus = [
+        f"{'IPoIB ' + nic.mode if nic.ipoib else 'interface'} with MTU {nic.mtu}" for _, nic in nics
+    ]
     check = "ipoib" if any(nic.ipoib for _, nic in nics) else "interface"
     fix = "the same mode and MTU everywhere: ip link set ... mtu"
     yield from odd_nodes(check, "warn", [node for node, _ in nics], mtus, fix)
@@ -73,20 +88,29 @@ def _nic(node: Facts) -> Nic | None:
 
 
 def check_roce(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """RoCE ports whose IP family or MTU differs between nodes. A packet longer than the other end's MTU is lost."""
+    """RoCE ports whose IP family or MTU differs between nodes. A packet longer than the other end's
+    MTU is lost."""
     gids_of = [(node, gids) for node in nodes if (gids := _gids(job, node))]
     families = [" and ".join(sorted({rdma.family(gid) for gid in gids})) for _, gids in gids_of]
-    yield from odd_nodes("roce gid", "fail", [node for node, _ in gids_of],
-                         [f"{family} GIDs on its RoCE ports" for family in families],
-                         "addresses of one family on all nodes, or NCCL_IB_ADDR_FAMILY")  # fmt: skip
+    yield from odd_nodes(
+        "roce gid",
+        "fail",
+        [node for node, _ in gids_of],
+        [f"{family} GIDs on its RoCE ports" for family in families],
+        "addresses of one family on all nodes, or NCCL_IB_ADDR_FAMILY",
+    )
     mtus = [
         (node, sorted({nic.mtu for nic in node.nics if nic.name in {gid.netdev for gid in gids}}))
         for node, gids in gids_of
     ]
     mtus = [(node, sizes) for node, sizes in mtus if sizes]
-    yield from odd_nodes("roce gid", "warn", [node for node, _ in mtus],
-                         [f"RoCE interfaces with MTU {', '.join(map(str, sizes))}" for _, sizes in mtus],
-                         "the same MTU everywhere: ip link set ... mtu 9000")  # fmt: skip
+    yield from odd_nodes(
+        "roce gid",
+        "warn",
+        [node for node, _ in mtus],
+        [f"RoCE interfaces with MTU {', '.join(map(str, sizes))}" for _, sizes in mtus],
+        "the same MTU everywhere: ip link set ... mtu 9000",
+    )
 
 
 def _gids(job: Job, node: Facts) -> list[Gid]:
@@ -94,7 +118,8 @@ def _gids(job: Job, node: Facts) -> list[Gid]:
 
 
 def check_gpu_versions(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Nodes with other versions of NCCL, CUDA or the NVIDIA driver; the doctor compares Python and packages."""
+    """Nodes with other versions of NCCL, CUDA or the NVIDIA driver; the doctor compares Python and
+    packages."""
     for name, versions in {
         "NCCL": [node.versions.get("nccl", "") for node in nodes],
         "CUDA": [node.versions.get("cuda", "") for node in nodes],
@@ -106,18 +131,33 @@ def check_gpu_versions(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
 
 def check_identity(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
     """Nodes with the same host name and boot id: NCCL's host hash takes them for one machine."""
-    seen = Counter((node.hostname, node.machine.boot_id) for node in nodes if "NCCL_HOSTID" not in node.environment)
+    seen = Counter(
+        (node.hostname, node.machine.boot_id)
+        for node in nodes
+        if "NCCL_HOSTID" not in node.environment
+    )
     for (hostname, boot_id), n in seen.items():
         if n > 1 and boot_id:
             text = f"NCCL takes {n} nodes for one machine: they have the same host name and boot id"
-            yield Finding("identity", "fail", (hostname,), text, "another host name for each container")
+            yield Finding(
+                "identity", "fail", (hostname,), text, "another host name for each container"
+            )
 
 
-def odd_nodes(check: str, level: str, nodes: Sequence[Facts], values: Sequence[str], fix: str) -> Iterator[Finding]:
-    """A finding for each node whose value differs from the most common one. `values`: one text for each node."""
+def odd_nodes(
+    check: str, level: str, nodes: Sequence[Facts], values: Sequence[str], fix: str
+) -> Iterator[Finding]:
+    """A finding for each node whose value differs from the most common one. `values`: one text for
+    each node."""
     if not values:
         return
     common, n = Counter(values).most_common(1)[0]
     for node, value in zip(nodes, values, strict=True):
         if value != common:
-            yield Finding(check, level, (node.hostname,), f"{value}; {n} of {len(values)} nodes have {common}", fix)
+            yield Finding(
+                check,
+                level,
+                (node.hostname,),
+                f"{value}; {n} of {len(values)} nodes have {common}",
+                fix,
+            )

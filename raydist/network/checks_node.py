@@ -1,4 +1,5 @@
-"""(settings, plan, facts of all nodes) -> problems that would keep ranks from the network, each with a fix. (pure)"""
+"""(settings, plan, facts of all nodes) -> problems that would keep ranks from the network, each
+with a fix. (pure)"""
 
 from __future__ import annotations
 
@@ -27,10 +28,19 @@ PROVIDERS = {"0x15b3": "mlx5", "0x1d0f": "efa", "0x14e4": "bnxt_re", "0x8086": "
 SHM, NOFILE = 2**30, 65536
 """The least bytes of /dev/shm and the least number of open files that raise no finding."""
 LEAST_DRIVER = {13: (580,), 12: (525, 60), 11: (450, 80)}
-"""Major version of CUDA -> the oldest NVIDIA driver for it (CUDA release notes, minor version compatibility)."""
+"""Major version of CUDA -> the oldest NVIDIA driver for it (CUDA release notes, minor version
+compatibility)."""
 STACK_SAFE = (2, 28)
 """The first NCCL version that runs with an unlimited stack (NCCL user guide, troubleshooting)."""
-RDMA = ("hca state", "rdma libraries", "rdma devices", "memlock", "site settings", "storage hcas", "vendor")
+RDMA = (
+    "hca state",
+    "rdma libraries",
+    "rdma devices",
+    "memlock",
+    "site settings",
+    "storage hcas",
+    "vendor",
+)
 """Checks whose failures stop a run with fabric.strict."""
 TCP_ONLY = ("gloo", "horovod")
 TCPX = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
@@ -41,19 +51,26 @@ def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
     """All findings, the worst first. `facts`: those of each rank's node, in order of rank."""
     nodes = [facts[slot.rank] for slot in plan.slots if slot.local_rank == 0]
     found = [finding for node in nodes for check in EACH for finding in check(job, node)]
-    strict_mpi = job.fabric.strict and plan.request.backend == "mpi"  # UCX uses RDMA without GPUs too
+    strict_mpi = (
+        job.fabric.strict and plan.request.backend == "mpi"
+    )  # UCX uses RDMA without GPUs too
     if plan.request.rank_resources.get("GPU") or plan.request.backend == "nccl" or strict_mpi:
         found += [finding for node in nodes for check in WITH_GPUS for finding in check(job, node)]
         found += [finding for check_all in BETWEEN_GPUS for finding in check_all(job, nodes)]
     elif job.fabric.strict and plan.request.backend in TCP_ONLY:
         text = f"backend {plan.request.backend} without GPUs supports TCP only"
-        found.append(Finding("hca state", "fail", (), text, "fabric.strict=false, or backend=nccl on GPUs"))
+        found.append(
+            Finding("hca state", "fail", (), text, "fabric.strict=false, or backend=nccl on GPUs")
+        )
     found += [finding for check_all in BETWEEN for finding in check_all(job, nodes)]
     return fold_findings(found)
 
 
-def check_nodes(job: Job, plan: Plan, facts: Sequence[Facts], warn: Callable[[str], object]) -> None:
-    """Give each finding above a note to `warn`. With fabric.strict, raise LaunchError where RDMA can't work.
+def check_nodes(
+    job: Job, plan: Plan, facts: Sequence[Facts], warn: Callable[[str], object]
+) -> None:
+    """Give each finding above a note to `warn`. With fabric.strict, raise LaunchError where RDMA
+    can't work.
 
     Findings that the error contains are not given to `warn`.
     """
@@ -67,52 +84,105 @@ def check_nodes(job: Job, plan: Plan, facts: Sequence[Facts], warn: Callable[[st
 
 
 def refusals(job: Job, found: Sequence[Finding]) -> list[Finding]:
-    """The failures that stop a run with fabric.strict, because RDMA can't work; none without fabric.strict."""
-    return [finding for finding in found if job.fabric.strict and finding.check in RDMA and finding.level == "fail"]
+    """The failures that stop a run with fabric.strict, because RDMA can't work; none without
+    fabric.strict."""
+    return [
+        finding
+        for finding in found
+        if job.fabric.strict and finding.check in RDMA and finding.level == "fail"
+    ]
 
 
 def check_hostname(job: Job, node: Facts) -> Iterator[Finding]:
-    """A host name that resolves to a loopback address. A note only: raydist gives ranks the interface by name."""
-    loopback = [address for address in node.machine.own_name if ipaddress.ip_address(address).is_loopback]
+    """A host name that resolves to a loopback address. A note only: raydist gives ranks the
+    interface by name."""
+    loopback = [
+        address for address in node.machine.own_name if ipaddress.ip_address(address).is_loopback
+    ]
     if loopback and job.fabric.kind == "site":
-        yield Finding("hostname", "warn", (node.hostname,),
-                      f"the host's own name resolves to {loopback[0]}: gloo would listen there",
-                      "remove fabric.kind=site, or correct /etc/hosts")  # fmt: skip
+        yield Finding(
+            "hostname",
+            "warn",
+            (node.hostname,),
+            f"the host's own name resolves to {loopback[0]}: gloo would listen there",
+            "remove fabric.kind=site, or correct /etc/hosts",
+        )
     elif loopback:
-        yield Finding("hostname", "note", (node.hostname,),
-                      f"the host's own name resolves to {loopback[0]}; raydist gives the ranks the interface by name",
-                      )  # fmt: skip
+        yield Finding(
+            "hostname",
+            "note",
+            (node.hostname,),
+            f"the host's own name resolves to {loopback[0]}; raydist gives the ranks the "
+            "interface by name",
+        )
 
 
 def check_limits(job: Job, node: Facts) -> Iterator[Finding]:
     """A small /dev/shm, and a low limit of open files."""
     if node.limits.shm is not None and node.limits.shm < SHM:
-        yield Finding("limits", "warn", (node.hostname,), f"/dev/shm has {node.limits.shm // 2**20} MiB",
-                      "docker run --shm-size=8g; on Kubernetes an emptyDir of medium Memory at /dev/shm")  # fmt: skip
+        yield Finding(
+            "limits",
+            "warn",
+            (node.hostname,),
+            f"/dev/shm has {node.limits.shm // 2**20} MiB",
+            "docker run --shm-size=8g; on Kubernetes an emptyDir of medium Memory at /dev/shm",
+        )
     if node.limits.nofile is not None and 0 <= node.limits.nofile < NOFILE:
-        yield Finding("limits", "note", (node.hostname,), f"a process may open {node.limits.nofile} files",
-                      f"ulimit -n {NOFILE} before ray start")  # fmt: skip
+        yield Finding(
+            "limits",
+            "note",
+            (node.hostname,),
+            f"a process may open {node.limits.nofile} files",
+            f"ulimit -n {NOFILE} before ray start",
+        )
 
 
 def check_hca_state(job: Job, node: Facts) -> Iterator[Finding]:
-    """Ports of HCAs that carry no data: without link, without subnet manager, or not yet configured."""
+    """Ports of HCAs that carry no data: without link, without subnet manager, or not yet
+    configured."""
     host = (node.hostname,)
     for hca in node.hcas:
         requested = hca.name in job.fabric.hca
         if requested and not hca.active:
-            yield Finding("hca state", "fail", host, f"{hca.name}, named in fabric.hca, has no active port",
-                          "remove it from fabric.hca, or repair its link")  # fmt: skip
+            yield Finding(
+                "hca state",
+                "fail",
+                host,
+                f"{hca.name}, named in fabric.hca, has no active port",
+                "remove it from fabric.hca, or repair its link",
+            )
         for port in hca.ports:
             name = f"{hca.name}/{port.number}"
             unmanaged = port.active and port.link_layer == "InfiniBand" and port.sm_lid == 0
             if port.state in ("INIT", "ARMED") or unmanaged:
-                text = f"{name} has no subnet manager" if unmanaged else f"{name} is {port.state}, not ACTIVE"
-                yield Finding("hca state", "warn", host, text, "start a subnet manager: opensm, or the switch's own")
+                text = (
+                    f"{name} has no subnet manager"
+                    if unmanaged
+                    else f"{name} is {port.state}, not ACTIVE"
+                )
+                yield Finding(
+                    "hca state",
+                    "warn",
+                    host,
+                    text,
+                    "start a subnet manager: opensm, or the switch's own",
+                )
             elif port.state == "DOWN" and not requested:
-                yield Finding("hca state", "note", host, f"{name} is DOWN, {port.phys_state}", "check the cable")
+                yield Finding(
+                    "hca state",
+                    "note",
+                    host,
+                    f"{name} is DOWN, {port.phys_state}",
+                    "check the cable",
+                )
     if job.fabric.strict and not any(hca.active for hca in node.hcas):
-        yield Finding("hca state", "fail", host, "no HCA has an active port",
-                      "fabric.strict=false, or a node with RDMA")  # fmt: skip
+        yield Finding(
+            "hca state",
+            "fail",
+            host,
+            "no HCA has an active port",
+            "fabric.strict=false, or a node with RDMA",
+        )
 
 
 def check_libraries(job: Job, node: Facts) -> Iterator[Finding]:
@@ -120,11 +190,18 @@ def check_libraries(job: Job, node: Facts) -> Iterator[Finding]:
     chosen = choose_devices(job, node).hcas
     fix = "apt install libibverbs1 ibverbs-providers, or dnf install rdma-core, in the ranks' image"
     if chosen and not node.rdma.libibverbs:
-        yield Finding("rdma libraries", "fail", (node.hostname,),
-                      "libibverbs.so.1 is missing: NCCL would use TCP", fix)  # fmt: skip
+        yield Finding(
+            "rdma libraries",
+            "fail",
+            (node.hostname,),
+            "libibverbs.so.1 is missing: NCCL would use TCP",
+            fix,
+        )
     for name in sorted({PROVIDERS[hca.vendor] for hca in chosen if hca.vendor in PROVIDERS}):
         if node.rdma.libibverbs and name not in node.rdma.providers:
-            yield Finding("rdma libraries", "fail", (node.hostname,), f"libibverbs has no driver {name}", fix)
+            yield Finding(
+                "rdma libraries", "fail", (node.hostname,), f"libibverbs has no driver {name}", fix
+            )
 
 
 def check_device_files(job: Job, node: Facts) -> Iterator[Finding]:
@@ -132,16 +209,31 @@ def check_device_files(job: Job, node: Facts) -> Iterator[Finding]:
     closed = [hca for hca in choose_devices(job, node).hcas if not hca.openable]
     if closed:
         names = ", ".join(hca.uverbs or f"{hca.name}, which has no device file" for hca in closed)
-        yield Finding("rdma devices", "fail", (node.hostname,), f"can't open {names}",
-                      "docker run --device=/dev/infiniband; on Kubernetes an RDMA device plug-in")  # fmt: skip
+        yield Finding(
+            "rdma devices",
+            "fail",
+            (node.hostname,),
+            f"can't open {names}",
+            "docker run --device=/dev/infiniband; on Kubernetes an RDMA device plug-in",
+        )
 
 
 def check_memlock(job: Job, node: Facts) -> Iterator[Finding]:
     """RDMA locks its buffers in memory: a limit of locked memory that is not `unlimited`."""
     limit = node.limits.memlock
-    if choose_devices(job, node).hcas and limit is not None and limit >= 0 and not node.limits.ipc_lock:
-        yield Finding("memlock", "fail", (node.hostname,), f"a process may lock only {limit // 1024} KiB of memory",
-                      "ulimit -l unlimited (docker: --ulimit memlock=-1), then ray start again")  # fmt: skip
+    if (
+        choose_devices(job, node).hcas
+        and limit is not None
+        and limit >= 0
+        and not node.limits.ipc_lock
+    ):
+        yield Finding(
+            "memlock",
+            "fail",
+            (node.hostname,),
+            f"a process may lock only {limit // 1024} KiB of memory",
+            "ulimit -l unlimited (docker: --ulimit memlock=-1), then ray start again",
+        )
 
 
 def check_storage(job: Job, node: Facts) -> Iterator[Finding]:
@@ -156,15 +248,29 @@ def check_storage(job: Job, node: Facts) -> Iterator[Finding]:
         guess = (
             ""
             if choice.sure
-            else f"PCIe does not show which HCAs are for storage: no GPU is near one; NCCL_IB_HCA=={names}, "
+            else f"PCIe does not show which HCAs are for storage: no GPU is near one; "
+            f"NCCL_IB_HCA=={names}, "
         )
-        yield Finding("storage hcas", "note" if choice.sure else "warn", host,
-                      f"{guess}active HCAs left out: {left_out}",
-                      f"fabric.hca=[{names}] chooses explicitly")  # fmt: skip
+        yield Finding(
+            "storage hcas",
+            "note" if choice.sure else "warn",
+            host,
+            f"{guess}active HCAs left out: {left_out}",
+            f"fabric.hca=[{names}] chooses explicitly",
+        )
     for hca in choice.hcas:
         if servers := servers_over(hca, node):
-            text = f"{hca.name} also leads to the mounted file server {', '.join(servers)}: both share its bandwidth"
-            yield Finding("storage hcas", "note", host, text, "fabric.hca=[...] without it, if storage has its own")
+            text = (
+                f"{hca.name} also leads to the mounted file server {', '.join(servers)}: both "
+                "share its bandwidth"
+            )
+            yield Finding(
+                "storage hcas",
+                "note",
+                host,
+                text,
+                "fabric.hca=[...] without it, if storage has its own",
+            )
 
 
 def servers_over(hca: Hca, node: Facts) -> list[str]:
@@ -172,7 +278,11 @@ def servers_over(hca: Hca, node: Facts) -> list[str]:
     netdevs = {gid.netdev for port in hca.ports for gid in port.gids} - {""}
     nics = [nic for nic in node.nics if nic.name in netdevs or (nic.pci and nic.pci == hca.pci)]
     networks = [ipaddress.ip_network(subnet) for nic in nics for subnet in nic.subnets]
-    return [server for server in node.machine.storage if any(_address(server) in network for network in networks)]
+    return [
+        server
+        for server in node.machine.storage
+        if any(_address(server) in network for network in networks)
+    ]
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -184,49 +294,86 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def check_gid(job: Job, node: Facts) -> Iterator[Finding]:
-    """A chosen RoCE port without a routable RoCE v2 GID, and GID indexes that an old NCCL can't handle."""
-    chosen = [hca for hca in choose_devices(job, node).hcas
-              if hca.active and hca.active[0].link_layer == "Ethernet"]  # fmt: skip
+    """A chosen RoCE port without a routable RoCE v2 GID, and GID indexes that an old NCCL can't
+    handle."""
+    chosen = [
+        hca
+        for hca in choose_devices(job, node).hcas
+        if hca.active and hca.active[0].link_layer == "Ethernet"
+    ]
     gids = {hca.name: best_gid(hca) for hca in chosen}
     for hca in chosen:
         if gids[hca.name] is None:
             netdev = next((gid.netdev for gid in hca.active[0].gids if gid.netdev), "its interface")
-            yield Finding("roce gid", "fail", (node.hostname,), f"{hca.name} has no routable RoCE v2 GID",
-                          f"ip addr add ADDRESS/PREFIX dev {netdev}")  # fmt: skip
+            yield Finding(
+                "roce gid",
+                "fail",
+                (node.hostname,),
+                f"{hca.name} has no routable RoCE v2 GID",
+                f"ip addr add ADDRESS/PREFIX dev {netdev}",
+            )
     if len({gid.index for gid in gids.values() if gid}) > 1 and not nccl_finds_gid(node):
         indexes = ", ".join(f"{name}: {gid.index}" for name, gid in gids.items() if gid)
-        text = f"NCCL {node.versions['nccl']} takes one GID index for all HCAs, but these need several ({indexes})"
-        yield Finding("roce gid", "warn", (node.hostname,), text, "NCCL 2.21 or later: a newer torch")
+        text = (
+            f"NCCL {node.versions['nccl']} takes one GID index for all HCAs, but these need "
+            f"several ({indexes})"
+        )
+        yield Finding(
+            "roce gid", "warn", (node.hostname,), text, "NCCL 2.21 or later: a newer torch"
+        )
 
 
 def check_gpudirect(job: Job, node: Facts) -> Iterator[Finding]:
     """Neither nvidia_peermem nor DMA-BUF is available."""
-    if node.devices and choose_devices(job, node).hcas and not (node.rdma.peermem or node.rdma.dmabuf):
-        yield Finding("gpudirect", "warn", (node.hostname,), "no GPUDirect: data is copied through host memory",
-                      "modprobe nvidia-peermem, or NVIDIA's open driver on kernel 5.12 or later")  # fmt: skip
+    if (
+        node.devices
+        and choose_devices(job, node).hcas
+        and not (node.rdma.peermem or node.rdma.dmabuf)
+    ):
+        yield Finding(
+            "gpudirect",
+            "warn",
+            (node.hostname,),
+            "no GPUDirect: data is copied through host memory",
+            "modprobe nvidia-peermem, or NVIDIA's open driver on kernel 5.12 or later",
+        )
 
 
 def check_affinity(job: Job, node: Facts) -> Iterator[Finding]:
     """GPUs on a NUMA node that has no chosen HCA."""
     hcas = choose_devices(job, node).hcas
-    far = [gpu.bdf for gpu in node.devices if hcas and gpu.numa >= 0 and all(
-        hca.numa >= 0 and hca.numa != gpu.numa for hca in hcas)]  # fmt: skip
+    far = [
+        gpu.bdf
+        for gpu in node.devices
+        if hcas and gpu.numa >= 0 and all(hca.numa >= 0 and hca.numa != gpu.numa for hca in hcas)
+    ]
     if far:
-        yield Finding("affinity", "warn", (node.hostname,), f"no HCA on the NUMA node of GPU {', '.join(far)}",
-                      "fabric.hca=[...] with one of each NUMA node")  # fmt: skip
+        yield Finding(
+            "affinity",
+            "warn",
+            (node.hostname,),
+            f"no HCA on the NUMA node of GPU {', '.join(far)}",
+            "fabric.hca=[...] with one of each NUMA node",
+        )
 
 
 def check_links(job: Job, node: Facts) -> Iterator[Finding]:
     """Chosen HCAs whose PCIe link is narrower or slower than card and slot allow."""
     for hca in choose_devices(job, node).hcas:
         if 0 < hca.link_width < hca.link_width_max or _gt(hca.link_speed) < _gt(hca.link_speed_max):
-            yield Finding("links", "warn", (node.hostname,),
-                          f"{hca.name} runs at x{hca.link_width} {hca.link_speed} "
-                          f"instead of x{hca.link_width_max} {hca.link_speed_max}", "reseat the card")  # fmt: skip
+            yield Finding(
+                "links",
+                "warn",
+                (node.hostname,),
+                f"{hca.name} runs at x{hca.link_width} {hca.link_speed} "
+                f"instead of x{hca.link_width_max} {hca.link_speed_max}",
+                "reseat the card",
+            )
 
 
 def check_slow_ports(job: Job, node: Facts) -> Iterator[Finding]:
-    """HCAs near a GPU that are of the same model as a chosen one, but whose network link is slower."""
+    """HCAs near a GPU that are of the same model as a chosen one, but whose network link is
+    slower."""
     chosen = choose_devices(job, node).hcas
     usual = max((hca.active[0].gbps for hca in chosen if hca.active), default=0.0)
     boards = {(hca.board, hca.active[0].link_layer) for hca in chosen if hca.active}
@@ -234,9 +381,13 @@ def check_slow_ports(job: Job, node: Facts) -> Iterator[Finding]:
         port = hca.active[0] if hca.active else None
         close = any(share_bridge(hca.pci, gpu.pci) for gpu in node.devices)
         if port and close and 0 < port.gbps < usual and (hca.board, port.link_layer) in boards:
-            yield Finding("links", "warn", (node.hostname,),
-                          f"{hca.name} came up at {port.rate}, others of its model at {usual:g} Gb/sec",
-                          "another cable, or the switch port's settings")  # fmt: skip
+            yield Finding(
+                "links",
+                "warn",
+                (node.hostname,),
+                f"{hca.name} came up at {port.rate}, others of its model at {usual:g} Gb/sec",
+                "another cable, or the switch port's settings",
+            )
 
 
 def _gt(speed: str) -> float:
@@ -250,28 +401,56 @@ def check_iommu(job: Job, node: Facts) -> Iterator[Finding]:
     """An IOMMU that is on. Virtual machines are left out: they need it."""
     virtual = any(hca.virtual for hca in node.hcas)
     if node.machine.iommu and choose_devices(job, node).hcas and not virtual:
-        yield Finding("iommu", "note", (node.hostname,), "the IOMMU is on: it may slow GPUDirect down on bare metal",
-                      "kernel parameter iommu=pt, and ACS off in the BIOS")  # fmt: skip
+        yield Finding(
+            "iommu",
+            "note",
+            (node.hostname,),
+            "the IOMMU is on: it may slow GPUDirect down on bare metal",
+            "kernel parameter iommu=pt, and ACS off in the BIOS",
+        )
 
 
 def check_plugin(job: Job, node: Facts) -> Iterator[Finding]:
-    """A cloud's network without its NCCL plug-in or variables; fabric.strict where NCCL_NET can't name the plug-in."""
+    """A cloud's network without its NCCL plug-in or variables; fabric.strict where NCCL_NET can't
+    name the plug-in."""
     plugin, host = vendor_plugin(node), (node.hostname,)
     if any(hca.vendor == EFA for hca in node.hcas) and not node.machine.plugins:
         level = "fail" if job.fabric.strict else "warn"
-        yield Finding("vendor", level, host, "the node has EFA, but not its plug-in libnccl-net.so",
-                      "install aws-ofi-nccl in the ranks' image")  # fmt: skip
-    elif "Google" in node.machine.cloud and plugin and not any(name.startswith(TCPX) for name in node.environment):
-        yield Finding("vendor", "warn", host,
-                      f"{plugin} is installed, but its variables are not set: NCCL would use plain TCP",
-                      f". {plugin.rpartition('/')[0]}/nccl-env-profile.sh before ray start")  # fmt: skip
+        yield Finding(
+            "vendor",
+            level,
+            host,
+            "the node has EFA, but not its plug-in libnccl-net.so",
+            "install aws-ofi-nccl in the ranks' image",
+        )
+    elif (
+        "Google" in node.machine.cloud
+        and plugin
+        and not any(name.startswith(TCPX) for name in node.environment)
+    ):
+        yield Finding(
+            "vendor",
+            "warn",
+            host,
+            f"{plugin} is installed, but its variables are not set: NCCL would use plain TCP",
+            f". {plugin.rpartition('/')[0]}/nccl-env-profile.sh before ray start",
+        )
     elif plugin and job.fabric.strict and not rdma_only_net(node):
-        debug = job.env.get("NCCL_DEBUG") or checks_site.site_settings(job, node).get("NCCL_DEBUG", ("INFO", ""))[0]
+        debug = (
+            job.env.get("NCCL_DEBUG")
+            or checks_site.site_settings(job, node).get("NCCL_DEBUG", ("INFO", ""))[0]
+        )
         if debug.upper() in LOUD:
-            text = f"no NCCL_NET names {plugin}: raydist reads NCCL's log, and ends the run if NCCL takes sockets"
+            text = (
+                f"no NCCL_NET names {plugin}: raydist reads NCCL's log, and ends the run if "
+                "NCCL takes sockets"
+            )
             yield Finding("vendor", "note", host, text)
         else:
-            text = f"no NCCL_NET names {plugin}, and with NCCL_DEBUG={debug} NCCL does not log which network it takes"
+            text = (
+                f"no NCCL_NET names {plugin}, and with NCCL_DEBUG={debug} NCCL does not log "
+                "which network it takes"
+            )
             yield Finding("vendor", "fail", host, text, "env.NCCL_DEBUG=INFO")
 
 
@@ -280,29 +459,52 @@ def check_driver(job: Job, node: Facts) -> Iterator[Finding]:
     cuda, driver = node.versions.get("cuda", ""), node.machine.driver
     least = LEAST_DRIVER.get(version_numbers(cuda)[0]) if version_numbers(cuda) else None
     if least and driver and version_numbers(driver)[: len(least)] < least:
-        yield Finding("versions", "fail", (node.hostname,),
-                      f"NVIDIA driver {driver} is too old for torch's CUDA {cuda}",
-                      f"driver {'.'.join(map(str, least))} or later, or a torch for an older CUDA")  # fmt: skip
+        yield Finding(
+            "versions",
+            "fail",
+            (node.hostname,),
+            f"NVIDIA driver {driver} is too old for torch's CUDA {cuda}",
+            f"driver {'.'.join(map(str, least))} or later, or a torch for an older CUDA",
+        )
 
 
 def check_stack(job: Job, node: Facts) -> Iterator[Finding]:
     """An unlimited stack with an NCCL that may crash with it."""
     nccl = version_numbers(node.versions.get("nccl", ""))
     if node.limits.stack == -1 and nccl and nccl < STACK_SAFE:
-        yield Finding("limits", "warn", (node.hostname,), "the stack is unlimited: NCCL before 2.28 may crash",
-                      "ulimit -s 8192 before ray start")  # fmt: skip
+        yield Finding(
+            "limits",
+            "warn",
+            (node.hostname,),
+            "the stack is unlimited: NCCL before 2.28 may crash",
+            "ulimit -s 8192 before ray start",
+        )
 
 
 NodeCheck = Callable[[Job, Facts], Iterator[Finding]]
 ClusterCheck = Callable[[Job, Sequence[Facts]], Iterator[Finding]]
 EACH: tuple[NodeCheck, ...] = (check_hostname, checks_site.check_site, check_limits)
 WITH_GPUS: tuple[NodeCheck, ...] = (
-    check_hca_state, check_libraries, check_device_files, check_memlock, check_storage, checks_site.check_hcas,
-    check_gid, check_gpudirect, check_affinity, check_links, check_slow_ports, check_iommu, check_plugin,
-    check_driver, check_stack,
-)  # fmt: skip
+    check_hca_state,
+    check_libraries,
+    check_device_files,
+    check_memlock,
+    check_storage,
+    checks_site.check_hcas,
+    check_gid,
+    check_gpudirect,
+    check_affinity,
+    check_links,
+    check_slow_ports,
+    check_iommu,
+    check_plugin,
+    check_driver,
+    check_stack,
+)
 BETWEEN: tuple[ClusterCheck, ...] = (checks_cluster.check_addresses, checks_cluster.check_mtu)
 BETWEEN_GPUS: tuple[ClusterCheck, ...] = (
-    checks_cluster.check_same_fabric, checks_cluster.check_gpu_versions, checks_cluster.check_identity,
+    checks_cluster.check_same_fabric,
+    checks_cluster.check_gpu_versions,
+    checks_cluster.check_identity,
     checks_cluster.check_roce,
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""(settings, facts of one node) -> problems with variables that the site set, and with lists of HCAs. (pure)"""
+"""(settings, facts of one node) -> problems with variables that the site set, and with lists of
+HCAs. (pure)"""
 
 from __future__ import annotations
 
@@ -11,10 +12,18 @@ from raydist.network.finding import Finding
 from raydist.settings.config import Job
 
 HARMFUL = {
-    "NCCL_IB_DISABLE": ("1",), "NCCL_NET": ("socket",), "NCCL_P2P_DISABLE": ("1",), "NCCL_SHM_DISABLE": ("1",),
-    "NCCL_NET_PLUGIN": ("none",), "NCCL_ALGO": (), "NCCL_PROTO": (), "NCCL_BUFFSIZE": (), "NCCL_NVLS_ENABLE": ("0",),
-    "NCCL_MIN_NCHANNELS": (), "NCCL_MAX_NCHANNELS": (),
-}  # fmt: skip
+    "NCCL_IB_DISABLE": ("1",),
+    "NCCL_NET": ("socket",),
+    "NCCL_P2P_DISABLE": ("1",),
+    "NCCL_SHM_DISABLE": ("1",),
+    "NCCL_NET_PLUGIN": ("none",),
+    "NCCL_ALGO": (),
+    "NCCL_PROTO": (),
+    "NCCL_BUFFSIZE": (),
+    "NCCL_NVLS_ENABLE": ("0",),
+    "NCCL_MIN_NCHANNELS": (),
+    "NCCL_MAX_NCHANNELS": (),
+}
 """Variables that slow a job down or break it -> the harmful values; empty: any value."""
 NO_RDMA = ("NCCL_IB_DISABLE", "NCCL_NET")
 GLOO = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
@@ -29,20 +38,46 @@ def check_site(job: Job, node: Facts) -> Iterator[Finding]:
         harmful = HARMFUL.get(name)
         if harmful is not None and (not harmful or value.lower() in harmful):
             level = "fail" if job.fabric.strict and name in NO_RDMA else "warn"
-            yield _site_finding(node, level, f"{name}={value} is set in {origin}",
-                                f"remove it there, or override it: env.{name}=...")  # fmt: skip
+            yield _site_finding(
+                node,
+                level,
+                f"{name}={value} is set in {origin}",
+                f"remove it there, or override it: env.{name}=...",
+            )
         if name == "NCCL_IB_GID_INDEX" and rdma.nccl_finds_gid(node):
-            yield _site_finding(node, "warn", f"{name}={value} is set in {origin}: since 2.21 NCCL itself finds each "
-                                "HCA's index", f"remove it there, or override it: env.{name}=-1")  # fmt: skip
+            yield _site_finding(
+                node,
+                "warn",
+                f"{name}={value} is set in {origin}: since 2.21 NCCL itself finds each HCA's index",
+                f"remove it there, or override it: env.{name}=-1",
+            )
         if name == "NCCL_SOCKET_IFNAME" and (problem := _nccl_interface_problem(value, node)):
-            yield _site_finding(node, "fail", f"{name}={value} in {origin}: {problem}", f"env.{name}=={node.interface}")
-        if name in GLOO and origin == ENVIRONMENT and (problem := _gloo_interface_problem(value, node)):
-            yield _site_finding(node, "fail", f"{name}={value} in {origin}: {problem}", f"env.{name}={node.interface}")
+            yield _site_finding(
+                node,
+                "fail",
+                f"{name}={value} in {origin}: {problem}",
+                f"env.{name}=={node.interface}",
+            )
+        if (
+            name in GLOO
+            and origin == ENVIRONMENT
+            and (problem := _gloo_interface_problem(value, node))
+        ):
+            yield _site_finding(
+                node,
+                "fail",
+                f"{name}={value} in {origin}: {problem}",
+                f"env.{name}={node.interface}",
+            )
 
 
 def site_settings(job: Job, node: Facts) -> Mapping[str, tuple[str, str]]:
-    """Variables that are set on the node: {name: (value, origin)}. The environment overrides NCCL's files."""
-    return {**node.nccl_conf, **{name: (value, ENVIRONMENT) for name, value in node.environment.items()}}
+    """Variables that are set on the node: {name: (value, origin)}. The environment overrides NCCL's
+    files."""
+    return {
+        **node.nccl_conf,
+        **{name: (value, ENVIRONMENT) for name, value in node.environment.items()},
+    }
 
 
 def _site_finding(node: Facts, level: str, text: str, fix: str) -> Finding:
@@ -50,25 +85,45 @@ def _site_finding(node: Facts, level: str, text: str, fix: str) -> Finding:
 
 
 def _nccl_interface_problem(value: str, node: Facts) -> str:
-    """The problem of a value of NCCL_SOCKET_IFNAME; empty if it has none. Syntax: NCCL's parseStringList."""
+    """The problem of a value of NCCL_SOCKET_IFNAME; empty if it has none. Syntax: NCCL's
+    parseStringList."""
     if value.startswith("^"):
-        no_loopback = any("lo".startswith(name) for name in value[1:].removeprefix("=").split(",") if name)
-        return "" if no_loopback else "a list that begins with ^ and does not name lo lets NCCL take lo"
+        no_loopback = any(
+            "lo".startswith(name) for name in value[1:].removeprefix("=").split(",") if name
+        )
+        return (
+            ""
+            if no_loopback
+            else "a list that begins with ^ and does not name lo lets NCCL take lo"
+        )
     exact, names = value.startswith("="), value.removeprefix("=").split(",")
-    fits = any(real == name if exact else real.startswith(name) for real in node.interfaces for name in names)
-    return "" if fits or not node.interfaces else f"the node has no such interface ({', '.join(node.interfaces)})"
+    fits = any(
+        real == name if exact else real.startswith(name)
+        for real in node.interfaces
+        for name in names
+    )
+    return (
+        ""
+        if fits or not node.interfaces
+        else f"the node has no such interface ({', '.join(node.interfaces)})"
+    )
 
 
 def _gloo_interface_problem(value: str, node: Facts) -> str:
-    """The problem of gloo's interface names, which have no prefixes; gloo ignores values of one character or less."""
+    """The problem of gloo's interface names, which have no prefixes; gloo ignores values of one
+    character or less."""
     unknown = [name for name in value.split(",") if name not in node.interfaces]
     if len(value) < 2 or not unknown or not node.interfaces:
         return ""
-    return f"the node has no interface {unknown[0]} ({', '.join(node.interfaces)}); gloo takes whole names only"
+    return (
+        f"the node has no interface {unknown[0]} ({', '.join(node.interfaces)}); gloo takes "
+        "whole names only"
+    )
 
 
 def check_hcas(job: Job, node: Facts) -> Iterator[Finding]:
-    """Lists of HCAs that a person wrote: NCCL_IB_HCA (of the job or of the site), and fabric.hca."""
+    """Lists of HCAs that a person wrote: NCCL_IB_HCA (of the job or of the site), and
+    fabric.hca."""
     usual = rdma.choose_devices(replace(job, fabric=replace(job.fabric, hca=[])), node)
     reasons = dict(usual.aside)
     best = ",".join(hca.name for hca in usual.hcas or node.hcas if hca.active)
@@ -98,18 +153,24 @@ def _storage_finding(node: Facts, level: str, text: str, fix: str) -> Finding:
 
 
 def names_in_value(value: str, node: Facts) -> list[str]:
-    """The node's HCAs that a value of NCCL_IB_HCA selects. Syntax: NCCL's matchIfList; ports are ignored."""
+    """The node's HCAs that a value of NCCL_IB_HCA selects. Syntax: NCCL's matchIfList; ports are
+    ignored."""
     if not value:
         return []
     hcas, names = [hca.name for hca in node.hcas], value.removeprefix("^")
     listed = [entry.partition(":")[0] for entry in names.removeprefix("=").split(",") if entry]
-    fits = {hca for hca in hcas for entry in listed
-            if (hca == entry if names.startswith("=") else hca.startswith(entry))}  # fmt: skip
+    fits = {
+        hca
+        for hca in hcas
+        for entry in listed
+        if (hca == entry if names.startswith("=") else hca.startswith(entry))
+    }
     return [hca for hca in hcas if (hca in fits) != value.startswith("^")]
 
 
 def _prefixes(value: str, node: Facts) -> Iterator[tuple[str, list[str]]]:
-    """(name of an HCA in the list, other HCAs whose names begin with it); none for lists with = or ^."""
+    """(name of an HCA in the list, other HCAs whose names begin with it); none for lists with = or
+    ^."""
     if value.startswith(("^", "=")):
         return
     listed = [entry.partition(":")[0] for entry in value.split(",")]

@@ -1,4 +1,5 @@
-"""Facts of one node as plain data: interfaces, HCAs, GPUs, limits, versions, variables of the site. (pure)"""
+"""Facts of one node as plain data: interfaces, HCAs, GPUs, limits, versions, variables of the site.
+(pure)"""
 
 from __future__ import annotations
 
@@ -153,7 +154,8 @@ class Rdma:
 
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of the probing process, which its ranks inherit. -1: unlimited; None: not known."""
+    """Resource limits of the probing process, which its ranks inherit. -1: unlimited; None: not
+    known."""
 
     memlock: int | None = None
     """Bytes."""
@@ -214,7 +216,8 @@ class Facts:
     nccl_conf: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """NCCL's settings from its files: name -> (value, file)."""
     mpi: Mapping[str, str] = field(default_factory=dict)
-    """With backend=mpi: `kind`, `version`, `mpirun` (its path) and `rdma` (RDMA devices, separated by commas)."""
+    """With backend=mpi: `kind`, `version`, `mpirun` (its path) and `rdma` (RDMA devices, separated
+    by commas)."""
     nics: tuple[Nic, ...] = ()
     hcas: tuple[Hca, ...] = ()
     devices: tuple[Gpu, ...] = ()
@@ -225,5 +228,6 @@ class Facts:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version: (2, 18, 1) of 2.18.1, (2, 8) of 2.8.0+cu128; empty if it is unknown."""
+    """The numbers of a version: (2, 18, 1) of 2.18.1, (2, 8) of 2.8.0+cu128; empty if it is
+    unknown."""
     return tuple(int(part) for part in version.split(".") if part.isdigit())

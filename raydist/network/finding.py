@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from raydist.shared.rank_names import joined_names
 
 LEVELS = ("note", "warn", "fail")
-"""From harmless to severe: for information; the job runs, but less well than it could; the job would break."""
+"""From harmless to severe: for information; the job runs, but less well than it could; the job
+would break."""
 CHECKS = {
-    "interface": "each node's address is on an interface that is up, and the nodes' networks are connected",
+    "interface": "each node's address is on an interface that is up, and the nodes' networks are "
+    "connected",
     "hostname": "the host's own name is not a loopback address",
     "hca state": "the ports of the HCAs are active",
     "rdma libraries": "libibverbs and the device's provider are installed",
@@ -54,9 +56,12 @@ class Finding:
 
 
 def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge findings that differ only in their hosts. Sorted by level, the worst first; otherwise order is kept."""
+    """Merge findings that differ only in their hosts. Sorted by level, the worst first; otherwise
+    order is kept."""
     hosts: dict[Finding, list[str]] = {}
     for finding in findings:
         hosts.setdefault(replace(finding, nodes=()), []).extend(finding.nodes)
-    folded = [replace(finding, nodes=tuple(dict.fromkeys(names))) for finding, names in hosts.items()]
+    folded = [
+        replace(finding, nodes=tuple(dict.fromkeys(names))) for finding, names in hosts.items()
+    ]
     return sorted(folded, key=lambda finding: -LEVELS.index(finding.level))

@@ -1,4 +1,5 @@
-"""Levers of speed: variables of threads, compilers and allocator; each lever on or off, and why. (pure)"""
+"""Levers of speed: variables of threads, compilers and allocator; each lever on or off, and why.
+(pure)"""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ from raydist.network.names import CACHE_FOLDER, EnvVar
 from raydist.settings.config import Job
 from raydist.settings.fused import fused_choice
 
-CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
-"""The folders of torch.compile, Triton and the CUDA driver. By default the first is in /tmp, at a path that another
-user may own, the others are in the home, which may be a network file system."""
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""The folders of torch.compile, Triton and the CUDA driver. By default the first is in /tmp, at a
+path that another user may own, the others are in the home, which may be a network file system."""
 EXPANDABLE = "less GPU memory is lost to fragments when sizes differ"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 RENAMED = (2, 9)
@@ -33,15 +38,19 @@ class Lever(NamedTuple):
 
 
 def thread_variables(job: Job, node: Facts, binding: Binding, ranks: int) -> Iterator[EnvVar]:
-    """OMP_NUM_THREADS: scale.cpus, or the cores to which a rank is bound, if that is more than the default.
+    """OMP_NUM_THREADS: scale.cpus, or the cores to which a rank is bound, if that is more than the
+    default.
 
-    Equal for the `ranks` ranks of the node, so that none of them is slower; within the quota of their cgroup.
+    Equal for the `ranks` ranks of the node, so that none of them is slower; within the quota of
+    their cgroup.
     """
     own, threads = max(1, int(job.scale.cpus)), min(binding.cores, node.cpus // ranks)
     if own > 1 or threads <= 1:
         yield EnvVar("OMP_NUM_THREADS", str(own), f"scale.cpus={job.scale.cpus:g}")
     else:
-        why = f"cores of a rank with scale.numa={binding.mode}, divided by the ranks that share them"
+        why = (
+            f"cores of a rank with scale.numa={binding.mode}, divided by the ranks that share them"
+        )
         yield EnvVar("OMP_NUM_THREADS", str(threads), why)
 
 
@@ -49,7 +58,11 @@ def compiler_variables(gpus: bool) -> Iterator[EnvVar]:
     """The folders of compiled code."""
     for name, folder in CACHES.items():
         if gpus or name != "CUDA_CACHE_PATH":
-            yield EnvVar(name, f"{CACHE_FOLDER}/{folder}", "kept for the next start, shared by the ranks of the node")
+            yield EnvVar(
+                name,
+                f"{CACHE_FOLDER}/{folder}",
+                "kept for the next start, shared by the ranks of the node",
+            )
 
 
 def allocator_variables(job: Job, node: Facts, gpus: bool) -> Iterator[EnvVar]:
@@ -69,15 +82,27 @@ def allocator_obstacle(job: Job, node: Facts, gpus: bool) -> str:
             return f"{name} is set"
     if job.script:
         name = "env.PYTORCH_ALLOC_CONF=expandable_segments:True"
-        return f"a program may share CUDA tensors with other processes, which can fail then (pytorch#165685); {name}"
+        return (
+            f"a program may share CUDA tensors with other processes, which can fail then "
+            f"(pytorch#165685); {name}"
+        )
     return ""
 
 
-def levers(job: Job, plan: Plan, facts: Sequence[Facts], variables: Sequence[EnvVar]) -> Iterator[Lever]:
+def levers(
+    job: Job, plan: Plan, facts: Sequence[Facts], variables: Sequence[EnvVar]
+) -> Iterator[Lever]:
     """Each lever for the ranks of rank 0's node. `variables`: those of rank 0."""
-    gpus, reasons = bool(plan.request.rank_resources.get("GPU")), {var.name: var for var in variables}
+    gpus, reasons = (
+        bool(plan.request.rank_resources.get("GPU")),
+        {var.name: var for var in variables},
+    )
     binding = bind_node(job, plan, facts, plan.slots[0])
-    yield Lever("NUMA binding", bool(binding.cpus), f"{binding.mode}: {binding.why}" if binding.cpus else binding.why)
+    yield Lever(
+        "NUMA binding",
+        bool(binding.cpus),
+        f"{binding.mode}: {binding.why}" if binding.cpus else binding.why,
+    )
     threads = reasons["OMP_NUM_THREADS"]
     yield Lever("threads", threads.value != "1", f"{threads.value} for each rank: {threads.reason}")
     yield Lever("freed memory", True, reasons["MALLOC_TRIM_THRESHOLD_"].reason)
@@ -95,7 +120,11 @@ def collection(job: Job, ranks: int) -> Lever:
         return Lever(name, False, "there is one rank")
     if not every:
         return Lever(name, False, "each rank collects when Python decides; train.gc=100")
-    return Lever(name, True, f"train.gc={every}: a full collection on all ranks after each {every} optimizer steps")
+    return Lever(
+        name,
+        True,
+        f"train.gc={every}: a full collection on all ranks after each {every} optimizer steps",
+    )
 
 
 def tf32(job: Job, gpus: bool) -> Lever:
@@ -104,7 +133,11 @@ def tf32(job: Job, gpus: bool) -> Lever:
         return Lever("TF32", False, "the ranks have no GPU")
     name = "train.fast" if job.train.fast and not job.train.tf32 else "train.tf32"
     on = job.train.tf32 or job.train.fast
-    return Lever("TF32", on, f"{name}=true" if on else "it rounds the factors of fp32 products: train.tf32=true")
+    return Lever(
+        "TF32",
+        on,
+        f"{name}=true" if on else "it rounds the factors of fp32 products: train.tf32=true",
+    )
 
 
 def cudnn_search(job: Job, gpus: bool) -> Lever:
@@ -113,10 +146,14 @@ def cudnn_search(job: Job, gpus: bool) -> Lever:
     if not gpus:
         return Lever(name, False, "the ranks have no GPU")
     if job.deterministic:
-        return Lever(name, False, "deterministic=true: it may find other algorithms in the next run")
+        return Lever(
+            name, False, "deterministic=true: it may find other algorithms in the next run"
+        )
     if train.cudnn_search or train.fast:
         return Lever(name, True, f"train.{'cudnn_search' if train.cudnn_search else 'fast'}=true")
-    return Lever(name, False, "each new shape of a convolution takes longer once: train.cudnn_search=true")
+    return Lever(
+        name, False, "each new shape of a convolution takes longer once: train.cudnn_search=true"
+    )
 
 
 def loop_levers(job: Job, gpus: bool) -> Iterator[Lever]:
@@ -137,5 +174,9 @@ def loop_levers(job: Job, gpus: bool) -> Iterator[Lever]:
     yield tf32(job, gpus)
     yield cudnn_search(job, gpus)
     half = train.precision != "fp32"
-    why = f"train.precision={train.precision}" if half else "it changes the numbers: train.precision=bf16"
+    why = (
+        f"train.precision={train.precision}"
+        if half
+        else "it changes the numbers: train.precision=bf16"
+    )
     yield Lever("half precision", half, why)

@@ -7,22 +7,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from raydist.network.names import EnvVar
 
 CHILD = ("/bin/sh", "-c", 'exec "$RAYDIST_MPI_PYTHON" -IS "$RAYDIST_MPI_CHILD" rank')
-"""The command that mpirun starts for each rank. The rank's agent sets the variables: paths differ between hosts."""
+"""The command that mpirun starts for each rank. The rank's agent sets the variables: paths differ
+between hosts."""
 LOOPBACK = ("lo", "lo0")
 OPEN_MPI_TCP = (("OMPI_MCA_pml", "ob1"), ("OMPI_MCA_btl", "^openib,ofi,uct"))
 """Variables that leave Open MPI 4 or 5 only TCP and shared memory."""
 
 
 def host(node_rank: int) -> str:
-    """mpirun's name of a host. It is no real host name, so mpirun calls the launch agent for every host."""
+    """mpirun's name of a host. It is no real host name, so mpirun calls the launch agent for every
+    host."""
     return f"node{node_rank}"
 
 
-def command(mpi: Mapping[str, str], ranks: Sequence[int], interface: str, root: bool, more: Sequence[str]) -> list[str]:
-    """mpirun's arguments. `ranks`: number of ranks on each host. `more`: the user's arguments (backend.mpi.args).
+def command(
+    mpi: Mapping[str, str], ranks: Sequence[int], interface: str, root: bool, more: Sequence[str]
+) -> list[str]:
+    """mpirun's arguments. `ranks`: number of ranks on each host. `more`: the user's arguments
+    (backend.mpi.args).
 
-    The caller replaces `{agent}` by the path of the launch agent.
-    Source: prterun --help-placement, prte_info --all, plm_ssh_component.c (PRRTE 3.0); mpiexec --help (Hydra 5.0).
+    The caller replaces `{agent}` by the path of the launch agent. Source: prterun --help-placement,
+    prte_info --all, plm_ssh_component.c (PRRTE 3.0); mpiexec --help (Hydra 5.0).
     """
     hosts = ",".join(f"{host(i)}:{count}" for i, count in enumerate(ranks))
     if mpi["kind"] == "openmpi":
@@ -34,7 +39,9 @@ def command(mpi: Mapping[str, str], ranks: Sequence[int], interface: str, root: 
         bind = "--bind-to"
     else:
         arguments = ["-launcher", "ssh", "-launcher-exec", "{agent}", "-hosts", hosts, "-wdir", "/"]
-        arguments += ["-genvnone"]  # otherwise the ranks of all hosts get the environment of this one
+        arguments += [
+            "-genvnone"
+        ]  # otherwise the ranks of all hosts get the environment of this one
         arguments += ["-iface", interface] if interface not in LOOPBACK else []
         bind = "-bind-to"
     if bind not in more and "--bind-to" not in more:
@@ -47,13 +54,20 @@ def open_mpi_5(hosts: int, interface: str) -> list[str]:
     settings = {
         "plm_ssh_agent": "{agent}",
         "plm_ssh_no_tree_spawn": "1",  # otherwise daemons call the agent on their own hosts
-        "plm_ssh_num_concurrent": str(max(128, hosts)),  # with fewer than hosts it waits for agents that never end
+        "plm_ssh_num_concurrent": str(
+            max(128, hosts)
+        ),  # with fewer than hosts it waits for agents that never end
         "prte_do_not_resolve": "1",
-        # PRRTE 3.0.11 does not understand a network (a.b.c.d/n) here; each agent puts in its host's interface name
+        # PRRTE 3.0.11 does not understand a network (a.b.c.d/n) here; each agent puts in its host's
+        # interface name
         **({"prte_if_include": interface} if interface not in LOOPBACK else {}),
     }
-    # without --leave-session-attached daemons detach, and their launch agent would end while they still run
-    return [*(word for name in settings for word in ("--prtemca", name, settings[name])), "--leave-session-attached"]
+    # without --leave-session-attached daemons detach, and their launch agent would end while they
+    # still run
+    return [
+        *(word for name in settings for word in ("--prtemca", name, settings[name])),
+        "--leave-session-attached",
+    ]
 
 
 def open_mpi_4(hosts: int, interface: str) -> list[str]:
@@ -65,15 +79,24 @@ def open_mpi_4(hosts: int, interface: str) -> list[str]:
         "orte_do_not_resolve": "1",
         **({"oob_tcp_if_include": interface} if interface not in LOOPBACK else {}),
     }
-    return [*(word for name in settings for word in ("--mca", name, settings[name])), "--leave-session-attached"]
+    return [
+        *(word for name in settings for word in ("--mca", name, settings[name])),
+        "--leave-session-attached",
+    ]
 
 
 def network_options(
-    mpi: Mapping[str, str], interface: str, hcas: Sequence[str] = (), tcp: bool = False, strict: bool = False
+    mpi: Mapping[str, str],
+    interface: str,
+    hcas: Sequence[str] = (),
+    tcp: bool = False,
+    strict: bool = False,
 ) -> Iterator[EnvVar]:
-    """Variables that keep MPI on the interface and the HCAs. UCX finds a host's RDMA devices without them.
+    """Variables that keep MPI on the interface and the HCAs. UCX finds a host's RDMA devices
+    without them.
 
-    `hcas`: ports of the chosen HCAs (mlx5_0:1), if others were left out. `tcp`: never RDMA. `strict`: RDMA or an error.
+    `hcas`: ports of the chosen HCAs (mlx5_0:1), if others were left out. `tcp`: never RDMA.
+    `strict`: RDMA or an error.
     """
     if interface in LOOPBACK:
         return
@@ -82,7 +105,11 @@ def network_options(
         why = "by default Open MPI stripes over every interface that is up"
         yield EnvVar("OMPI_MCA_btl_tcp_if_include", interface, why)
     else:
-        yield EnvVar("FI_TCP_IFACE", interface, "by default libfabric's TCP takes the first interface that is up")
+        yield EnvVar(
+            "FI_TCP_IFACE",
+            interface,
+            "by default libfabric's TCP takes the first interface that is up",
+        )
     if tcp:
         why = "fabric.kind=ethernet: TCP even where the node has RDMA"
         for name, value in OPEN_MPI_TCP if open_mpi else (("FI_PROVIDER", "tcp"),):
@@ -91,7 +118,11 @@ def network_options(
         return
     if strict:
         why = "fabric.strict: RDMA or an error, never silently TCP"
-        yield EnvVar("OMPI_MCA_pml", "ucx", why) if open_mpi else EnvVar("FI_PROVIDER", "^tcp,sockets", why)
+        yield (
+            EnvVar("OMPI_MCA_pml", "ucx", why)
+            if open_mpi
+            else EnvVar("FI_PROVIDER", "^tcp,sockets", why)
+        )
         yield EnvVar("UCX_TLS", "^tcp", why)
     if hcas:
         why = "the chosen HCAs; by default UCX takes all active HCAs, those of storage too"

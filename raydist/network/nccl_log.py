@@ -1,7 +1,8 @@
-"""NCCL's own log -> the transport between each pair of ranks, and why NCCL took no better one. (pure)
+"""NCCL's own log -> the transport between each pair of ranks, and why NCCL took no better one.
+(pure)
 
-The patterns fit NCCL 2.10 to 2.30 (src/transport/net_ib, src/transport/net.cc, src/plugin/net.cc). A line that is cut
-off or mixed with another matches none of them.
+The patterns fit NCCL 2.10 to 2.30 (src/transport/net_ib, src/transport/net.cc, src/plugin/net.cc).
+A line that is cut off or mixed with another matches none of them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CHANNEL = re.compile(
-    r"Channel \d+(?:/\d+)? : (?P<one>\d+)\[[0-9a-f]+\] -> (?P<other>\d+)\[[0-9a-f]+\] (?:\[(?:send|receive)\] )?"
-    r"via (?P<kind>NET|P2P|SHM)/(?P<name>[^/\n]+?)(?:/\d+(?:\(\d+\))?)?(?P<more>(?:/[A-Za-z()]+|\(PCI\))*)\s*$"
+    r"Channel \d+(?:/\d+)? : (?P<one>\d+)\[[0-9a-f]+\] -> (?P<other>\d+)\[[0-9a-f]+\] "
+    r"(?:\[(?:send|receive)\] )?"
+    r"via (?P<kind>NET|P2P|SHM)/(?P<name>[^/\n]+?)(?:/\d+(?:\(\d+\))?)?"
+    r"(?P<more>(?:/[A-Za-z()]+|\(PCI\))*)\s*$"
 )
 NETWORK = re.compile(r"NCCL INFO Using network (.+?)\s*$")
 COUNTED = re.compile(r"NCCL INFO comm \S+ rank \d+ nRanks (\d+) nNodes (\d+) ")
@@ -20,8 +23,14 @@ FOUND_IB = re.compile(r"\[\d+\](\S+?):(\d+)(?::-?\d*)*/(?:IB|RoCE)")
 # No pattern is anchored at the start of the line: Ray and timestamps write before NCCL's own text.
 CAUSES = (
     (re.compile(r"NET/IB : No device found"), "NCCL found no active device"),
-    (re.compile(r"(?:Count not open|Failed to open) libibverbs\.so"), "libibverbs is missing on the node"),
-    (re.compile(r"NET/IB : Unable to open device (\S+)"), "NCCL can't open a device: /dev/infiniband is missing"),
+    (
+        re.compile(r"(?:Count not open|Failed to open) libibverbs\.so"),
+        "libibverbs is missing on the node",
+    ),
+    (
+        re.compile(r"NET/IB : Unable to open device (\S+)"),
+        "NCCL can't open a device: /dev/infiniband is missing",
+    ),
     (re.compile(r"NCCL_IB_DISABLE set by environment to 1"), "NCCL_IB_DISABLE=1 is set"),
 )
 SOCKET = "Socket"
@@ -54,7 +63,8 @@ class Log:
     why_not: str = ""
     """Why NCCL does not use InfiniBand; empty if the log gives no reason."""
     counted: tuple[int, int] = (0, 0)
-    """(ranks, nodes) of the largest communicator, as NCCL counts them; zeros if the log does not name them."""
+    """(ranks, nodes) of the largest communicator, as NCCL counts them; zeros if the log does not
+    name them."""
 
 
 def parse_nccl_log(text: str) -> Log:
@@ -65,7 +75,11 @@ def parse_nccl_log(text: str) -> Log:
     for line in text.splitlines():
         if match := CHANNEL.search(line):
             direct = "/GDRDMA" in match["more"]
-            channels[NcclChannel(int(match["one"]), int(match["other"]), match["kind"], match["name"], direct)] = None
+            channels[
+                NcclChannel(
+                    int(match["one"]), int(match["other"]), match["kind"], match["name"], direct
+                )
+            ] = None
         elif match := NETWORK.search(line):
             network = match[1]
         elif match := COUNTED.search(line):
@@ -83,6 +97,12 @@ def is_rdma(network: str) -> bool:
 
 
 def channels_between(logs: Sequence[Log], node_of: Sequence[int]) -> list[NcclChannel]:
-    """The channels between ranks on different nodes. `node_of`: for each rank the number of its node."""
-    known = [channel for log in logs for channel in log.channels if max(channel.one, channel.other) < len(node_of)]
+    """The channels between ranks on different nodes. `node_of`: for each rank the number of its
+    node."""
+    known = [
+        channel
+        for log in logs
+        for channel in log.channels
+        if max(channel.one, channel.other) < len(node_of)
+    ]
     return [channel for channel in known if node_of[channel.one] != node_of[channel.other]]

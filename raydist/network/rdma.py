@@ -1,4 +1,5 @@
-"""(settings, facts of one node) -> its interface, HCAs, and their variables, each with its reason. (pure)"""
+"""(settings, facts of one node) -> its interface, HCAs, and their variables, each with its reason.
+(pure)"""
 
 from __future__ import annotations
 
@@ -37,18 +38,21 @@ class DeviceChoice:
     aside: tuple[tuple[str, str], ...] = ()
     """(name, reason) of each active HCA that is left out."""
     sure: bool = True
-    """False where no GPU is near an HCA, so that only the link's speed tells gradient HCAs from storage HCAs."""
+    """False where no GPU is near an HCA, so that only the link's speed tells gradient HCAs from
+    storage HCAs."""
 
 
 def vendor_plugin(node: Facts) -> str:
-    """The cloud vendor's NCCL plug-in or network, which NCCL_NET and NCCL_IB_HCA must not bypass; empty if none."""
+    """The cloud vendor's NCCL plug-in or network, which NCCL_NET and NCCL_IB_HCA must not bypass;
+    empty if none."""
     if node.machine.plugins:
         return node.machine.plugins[0]
     return "EFA" if any(hca.vendor == EFA for hca in node.hcas) else ""
 
 
 def share_bridge(pci: str, other: str) -> bool:
-    """Whether two devices share a PCIe bridge below the root complex (PIX or PXB in `nvidia-smi topo -m`)."""
+    """Whether two devices share a PCIe bridge below the root complex (PIX or PXB in `nvidia-smi
+    topo -m`)."""
     shared = 0
     for one, two in zip(pci.split("/")[:-1], other.split("/")[:-1], strict=False):
         if one != two:
@@ -58,7 +62,8 @@ def share_bridge(pci: str, other: str) -> bool:
 
 
 def choose_devices(job: Job, node: Facts) -> DeviceChoice:
-    """The HCAs of fabric.hca; else the active HCAs of fabric.kind that are nearest to GPUs, all of one link class."""
+    """The HCAs of fabric.hca; else the active HCAs of fabric.kind that are nearest to GPUs, all of
+    one link class."""
     if job.fabric.hca:
         return DeviceChoice(_requested_hcas(job, node), "fabric.hca")
     if job.fabric.kind in ("ethernet", "site") or vendor_plugin(node):
@@ -68,9 +73,13 @@ def choose_devices(job: Job, node: Facts) -> DeviceChoice:
     candidates = [hca for hca in active if layer is None or hca.active[0].link_layer == layer]
     classes = {link_class(hca) for hca in candidates}
     aside = [(hca.name, f"is not {layer}") for hca in active if hca not in candidates]
-    close = [hca for hca in candidates if any(share_bridge(hca.pci, gpu.pci) for gpu in node.devices)]
+    close = [
+        hca for hca in candidates if any(share_bridge(hca.pci, gpu.pci) for gpu in node.devices)
+    ]
     if close:
-        aside += [(hca.name, "shares no PCIe switch with a GPU") for hca in candidates if hca not in close]
+        aside += [
+            (hca.name, "shares no PCIe switch with a GPU") for hca in candidates if hca not in close
+        ]
         candidates = close
     if candidates:
         best = _widest_class(candidates)
@@ -89,7 +98,9 @@ def _requested_hcas(job: Job, node: Facts) -> tuple[Hca, ...]:
     for name in job.fabric.hca:
         if name not in known:
             if not known:
-                raise ConfigError.of("fabric.hca", name, f"{node.hostname} has no HCA", "fabric.hca=[]")
+                raise ConfigError.of(
+                    "fabric.hca", name, f"{node.hostname} has no HCA", "fabric.hca=[]"
+                )
             raise ConfigError.unknown("fabric.hca", name, known, f"{node.hostname} has no such HCA")
     return tuple(known[name] for name in job.fabric.hca)
 
@@ -124,38 +135,55 @@ def socket_variables(job: Job, node: Facts) -> Iterator[EnvVar]:
     requested = job.fabric.interface == node.interface
     why = "fabric.interface" if requested else f"it has {node.ip}, the node's address in Ray"
     name = node.interface
-    yield EnvVar("GLOO_SOCKET_IFNAME", name, f"{why}; by default gloo takes the interface of the host name's address")
+    yield EnvVar(
+        "GLOO_SOCKET_IFNAME",
+        name,
+        f"{why}; by default gloo takes the interface of the host name's address",
+    )
     # without the = it would be a prefix: eth1 also selects eth10
-    yield EnvVar("NCCL_SOCKET_IFNAME", f"={name}", f"{why}; without = it would also select longer names")
+    yield EnvVar(
+        "NCCL_SOCKET_IFNAME", f"={name}", f"{why}; without = it would also select longer names"
+    )
 
 
 def rdma_variables(job: Job, node: Facts, nodes: int) -> Iterator[EnvVar]:
     """Variables that restrict NCCL to the chosen HCAs; none where NCCL's own choice is the same."""
     if job.fabric.kind == "ethernet":
-        yield EnvVar("NCCL_IB_DISABLE", "1", "fabric.kind=ethernet: TCP even where the node has RDMA")
+        yield EnvVar(
+            "NCCL_IB_DISABLE", "1", "fabric.kind=ethernet: TCP even where the node has RDMA"
+        )
         return
     choice = choose_devices(job, node)
     names = ",".join(hca.name for hca in choice.hcas)
     if names and (choice.aside or job.fabric.hca):
         left_out = "; ".join(f"{name} {why}" for name, why in choice.aside)
         # without the = mlx5_1 would also select mlx5_10
-        yield EnvVar("NCCL_IB_HCA", f"={names}", choice.reason + (f": {left_out}" if left_out else ""))
+        yield EnvVar(
+            "NCCL_IB_HCA", f"={names}", choice.reason + (f": {left_out}" if left_out else "")
+        )
     if choice.hcas and nodes > 1:
-        yield EnvVar("NCCL_IGNORE_NET_MISMATCH", "0", "nodes with unequal HCAs are an error; by default they may hang")
+        yield EnvVar(
+            "NCCL_IGNORE_NET_MISMATCH",
+            "0",
+            "nodes with unequal HCAs are an error; by default they may hang",
+        )
     yield from gid_index(node, choice)
     if job.fabric.strict and (network := rdma_only_net(node)):
         yield EnvVar("NCCL_NET", network, "fabric.strict: RDMA or an error, never silently TCP")
 
 
 def best_gid(hca: Hca) -> Gid | None:
-    """The GID that NCCL prefers for RoCE: routable, RoCE v2, IPv4 before IPv6; None if the port has none.
+    """The GID that NCCL prefers for RoCE: routable, RoCE v2, IPv4 before IPv6; None if the port has
+    none.
 
     Source: NCCL 2.30 src/transport/net_ib/connect.cc.
     """
     port = hca.active[0] if hca.active else None
     if port is None or port.link_layer != "Ethernet":
         return None
-    routable = [gid for gid in port.gids if gid.kind == "RoCE v2" and not gid.gid.startswith("fe80")]
+    routable = [
+        gid for gid in port.gids if gid.kind == "RoCE v2" and not gid.gid.startswith("fe80")
+    ]
     return min(routable, key=lambda gid: family(gid) != "IPv4", default=None)
 
 
@@ -165,7 +193,8 @@ def family(gid: Gid) -> str:
 
 
 def nccl_finds_gid(node: Facts) -> bool:
-    """Whether this node's NCCL finds the right GID index of each HCA itself; True if its version is unknown."""
+    """Whether this node's NCCL finds the right GID index of each HCA itself; True if its version is
+    unknown."""
     version = version_numbers(node.versions.get("nccl", ""))
     return len(version) < 2 or version >= FINDS_GID
 
@@ -174,12 +203,16 @@ def gid_index(node: Facts, choice: DeviceChoice) -> Iterator[EnvVar]:
     """NCCL_IB_GID_INDEX for an old NCCL, if one index is right for all HCAs."""
     indexes = {gid.index for hca in choice.hcas if (gid := best_gid(hca))}
     if len(indexes) == 1 and not nccl_finds_gid(node):
-        why = f"NCCL {node.versions['nccl']} takes GID 0 by default; since 2.21 it finds the routable one itself"
+        why = (
+            f"NCCL {node.versions['nccl']} takes GID 0 by default; since 2.21 it finds the "
+            "routable one itself"
+        )
         yield EnvVar("NCCL_IB_GID_INDEX", str(indexes.pop()), why)
 
 
 def rdma_only_net(node: Facts) -> str:
-    """The value of NCCL_NET with which NCCL can't fall back to sockets; empty if no value selects the plug-in."""
+    """The value of NCCL_NET with which NCCL can't fall back to sockets; empty if no value selects
+    the plug-in."""
     if not vendor_plugin(node):
         return "IB"
     if any(hca.vendor == EFA for hca in node.hcas):

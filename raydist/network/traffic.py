@@ -1,4 +1,5 @@
-"""Port counters before and after a run, and NCCL's logs -> which network carried the run, in one line. (pure)"""
+"""Port counters before and after a run, and NCCL's logs -> which network carried the run, in one
+line. (pure)"""
 
 from __future__ import annotations
 
@@ -66,8 +67,11 @@ class NodeTraffic:
     after: Ports
 
     def sent(self, port: str) -> int | None:
-        """Bytes sent during the run; None where the port has no counters, or where they were reset."""
-        start, end = (ports[port]["sent"] if port in ports else None for ports in (self.before, self.after))
+        """Bytes sent during the run; None where the port has no counters, or where they were
+        reset."""
+        start, end = (
+            ports[port]["sent"] if port in ports else None for ports in (self.before, self.after)
+        )
         return None if start is None or end is None or end < start else end - start
 
     @property
@@ -86,17 +90,28 @@ def traffic_event(
     networks = sorted({log.network for log in logs if log.network})
     rdma = any(nccl_log.is_rdma(name) for name in networks)
     hcas = sorted({hca for log in logs for hca in log.hcas}) if rdma else []
-    direct = [channel.direct for channel in nccl_log.channels_between(logs, node_of) if channel.kind == "NET"]
+    direct = [
+        channel.direct
+        for channel in nccl_log.channels_between(logs, node_of)
+        if channel.kind == "NET"
+    ]
     carriers = [hcas or [node.interface] for node in nodes]
-    sent = sum(node.sent(port) or 0 for node, ports in zip(nodes, carriers, strict=True) for port in ports)
+    sent = sum(
+        node.sent(port) or 0 for node, ports in zip(nodes, carriers, strict=True) for port in ports
+    )
     library = " and ".join(f"NET/{name}" for name in networks) or backend
     ports = ", ".join(hcas or dict.fromkeys(node.interface for node in nodes))
-    gpudirect = (" with GPUDirect" if all(direct) else " without GPUDirect") if rdma and direct else ""
-    text = f"{library} over {ports}{gpudirect} on {counted(len(nodes), 'node')}, {amount(sent)} sent"
+    gpudirect = (
+        (" with GPUDirect" if all(direct) else " without GPUDirect") if rdma and direct else ""
+    )
+    text = (
+        f"{library} over {ports}{gpudirect} on {counted(len(nodes), 'node')}, {amount(sent)} sent"
+    )
     if not rdma:
         text += f"; {unused_infiniband(nodes, logs, backend)}"
     event = NetworkEvent(
-        text=text, nodes=[_node_bytes(node, names) for node, names in zip(nodes, carriers, strict=True)]
+        text=text,
+        nodes=[_node_bytes(node, names) for node, names in zip(nodes, carriers, strict=True)],
     )
     warnings = [*counter_contradictions(nodes, hcas), *merged_nodes(len(nodes), len(node_of), logs)]
     return event, [*warnings, *port_errors(nodes)]
@@ -112,7 +127,8 @@ def _node_bytes(node: NodeTraffic, carriers: Sequence[str]) -> NodeBytes:
 
 
 def unused_infiniband(nodes: Sequence[NodeTraffic], logs: Sequence[Log], backend: str) -> str:
-    """The part of the line about InfiniBand after a run over TCP: how many nodes have it, and why it was not used."""
+    """The part of the line about InfiniBand after a run over TCP: how many nodes have it, and why
+    it was not used."""
     equipped = sum(bool(node.hcas) for node in nodes)
     if not equipped:
         return "no node has InfiniBand"
@@ -131,23 +147,28 @@ def counter_contradictions(nodes: Sequence[NodeTraffic], hcas: Sequence[str]) ->
         by_hcas = [sent for hca in hcas if (sent := node.sent(hca)) is not None]
         if by_hcas and sum(by_hcas) == 0 and (chosen or 0) > NOTICED:
             texts.append(
-                f"NCCL's log names {', '.join(hcas)}, but on {node.host} these ports sent nothing and "
+                f"NCCL's log names {', '.join(hcas)}, but on {node.host} these ports sent "
+                "nothing and "
                 f"{node.interface} sent {amount(chosen or 0)}"
             )
         elif not hcas and chosen is not None:
             texts += [
-                f"{node.interface} was chosen on {node.host} and sent {amount(chosen)}, but {port} sent {amount(sent)}"
+                f"{node.interface} was chosen on {node.host} and sent {amount(chosen)}, but "
+                f"{port} sent {amount(sent)}"
                 for port in node.after
-                if (sent := node.sent(port) or 0) > max(NOTICED, 2 * chosen) and node.after[port]["rate"]
+                if (sent := node.sent(port) or 0) > max(NOTICED, 2 * chosen)
+                and node.after[port]["rate"]
             ]
     return texts
 
 
 def merged_nodes(nodes: int, world_size: int, logs: Sequence[Log]) -> list[str]:
-    """Warnings if NCCL takes several nodes for one: it would try shared memory between them, or one HCA for all."""
+    """Warnings if NCCL takes several nodes for one: it would try shared memory between them, or one
+    HCA for all."""
     counts = {log.counted[1] for log in logs if log.counted[0] == world_size}
     return [
-        f"NCCL counts {counted(count, 'node')}, but the job has {nodes}: give each container its own host name, or set "
+        f"NCCL counts {counted(count, 'node')}, but the job has {nodes}: give each container its "
+        "own host name, or set "
         "NCCL_HOSTID"
         for count in sorted(counts)
         if count < nodes
@@ -163,7 +184,8 @@ def port_errors(nodes: Sequence[NodeTraffic]) -> list[str]:
             new = {error: n - before.get(error, n) for error, n in port.get("errors", {}).items()}
             if errors := ", ".join(f"{n} {error}" for error, n in new.items() if n > 0):
                 texts.append(
-                    f"{name} on {node.host} counted errors during the run ({errors}): a bad cable, or a lossy RoCE "
+                    f"{name} on {node.host} counted errors during the run ({errors}): a bad "
+                    "cable, or a lossy RoCE "
                     "network"
                 )
     return texts

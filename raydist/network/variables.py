@@ -1,4 +1,5 @@
-"""(settings, facts of all nodes) -> each rank's environment variables, each with its reason. (pure)"""
+"""(settings, facts of all nodes) -> each rank's environment variables, each with its reason.
+(pure)"""
 
 from __future__ import annotations
 
@@ -41,13 +42,18 @@ class Rendezvous:
     """Restarts so far."""
 
 
-def plan_variables(job: Job, plan: Plan, facts: Sequence[Facts], rendezvous: Rendezvous) -> list[tuple[EnvVar, ...]]:
-    """The variables of each rank. `facts`: for each rank, in order of rank, its node's, with the rank's own GPUs."""
+def plan_variables(
+    job: Job, plan: Plan, facts: Sequence[Facts], rendezvous: Rendezvous
+) -> list[tuple[EnvVar, ...]]:
+    """The variables of each rank. `facts`: for each rank, in order of rank, its node's, with the
+    rank's own GPUs."""
     if plan.request.backend == "horovod":
         network_horovod.check_process_sets(job.backend.horovod.process_sets, plan.world_size)
     shared = tuple(rendezvous_variables(job, rendezvous))
     of_node = {
-        slot.node_rank: tuple(node_variables(job, plan, facts, slot)) for slot in plan.slots if slot.local_rank == 0
+        slot.node_rank: tuple(node_variables(job, plan, facts, slot))
+        for slot in plan.slots
+        if slot.local_rank == 0
     }
     ranks = []
     for slot in plan.slots:
@@ -76,30 +82,57 @@ def slot_variables(plan: Plan, slot: Slot) -> Iterator[EnvVar]:
 
 def rendezvous_variables(job: Job, rendezvous: Rendezvous) -> Iterator[EnvVar]:
     """Variables for the rendezvous and for the identity of the run."""
-    yield EnvVar("MASTER_ADDR", rendezvous.address, "rank 0's node, numeric: a host name may resolve to 127.0.1.1")
+    yield EnvVar(
+        "MASTER_ADDR",
+        rendezvous.address,
+        "rank 0's node, numeric: a host name may resolve to 127.0.1.1",
+    )
     if job.backend.name == "horovod":
         pass  # its ranks have their own rendezvous
     elif rendezvous.file is not None:
-        yield EnvVar(env_names.RENDEZVOUS_FILE, rendezvous.file, "init_method=file: a new file for each attempt")
+        yield EnvVar(
+            env_names.RENDEZVOUS_FILE,
+            rendezvous.file,
+            "init_method=file: a new file for each attempt",
+        )
     else:
         port = LATER if rendezvous.port is None else str(rendezvous.port)
-        yield EnvVar("MASTER_PORT", port, "port of the store on rank 0's node, which is open before ranks start")
-        yield EnvVar("TORCHELASTIC_USE_AGENT_STORE", "True", "all ranks, rank 0 too, join that store as clients")
-    yield EnvVar("TORCHELASTIC_RUN_ID", "_".join(filter(None, (job.name, PurePath(job.dir).name))), "name of the run")
+        yield EnvVar(
+            "MASTER_PORT",
+            port,
+            "port of the store on rank 0's node, which is open before ranks start",
+        )
+        yield EnvVar(
+            "TORCHELASTIC_USE_AGENT_STORE",
+            "True",
+            "all ranks, rank 0 too, join that store as clients",
+        )
+    yield EnvVar(
+        "TORCHELASTIC_RUN_ID",
+        "_".join(filter(None, (job.name, PurePath(job.dir).name))),
+        "name of the run",
+    )
     yield EnvVar("TORCHELASTIC_RESTART_COUNT", str(rendezvous.attempt), "restarts so far")
     yield EnvVar("TORCHELASTIC_MAX_RESTARTS", str(job.restart.max), "restart.max")
     if job.dir:
         yield EnvVar(env_names.RUN_DIR, job.dir, "the run folder")
     if job.storage:
-        yield EnvVar(env_names.CHECKPOINTS, f"{run_folder(job)}/checkpoints", f"storage={job.storage}")
+        yield EnvVar(
+            env_names.CHECKPOINTS, f"{run_folder(job)}/checkpoints", f"storage={job.storage}"
+        )
 
 
 def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[EnvVar]:
     """Variables that all ranks of a node share. `lead`: the node's slot with local rank 0."""
     node, gpus = facts[lead.rank], bool(plan.request.rank_resources.get("GPU"))
     chosen = [
-        *levers.thread_variables(job, node, binding.bind_node(job, plan, facts, lead), lead.local_world_size),
-        *(EnvVar(name, value, "keeps a step's freed memory for the next step") for name, value in MALLOC.items()),
+        *levers.thread_variables(
+            job, node, binding.bind_node(job, plan, facts, lead), lead.local_world_size
+        ),
+        *(
+            EnvVar(name, value, "keeps a step's freed memory for the next step")
+            for name, value in MALLOC.items()
+        ),
         *levers.compiler_variables(gpus),
         *levers.allocator_variables(job, node, gpus),
         *recorder_variables(node),
@@ -115,7 +148,10 @@ def recorder_variables(node: Facts) -> Iterator[EnvVar]:
     """The variable that switches on torch's flight recorder, where it may be off by default."""
     version = version_numbers(node.versions.get("torch", ""))
     if version and version < RECORDS_COLLECTIVES:
-        why = f"torch {node.versions['torch']} may record no collectives by default; a hang report names them"
+        why = (
+            f"torch {node.versions['torch']} may record no collectives by default; a hang "
+            "report names them"
+        )
         yield EnvVar("TORCH_FR_BUFFER_SIZE", "2000", why)
 
 
@@ -133,11 +169,14 @@ def mpi_network(job: Job, node: Facts) -> Iterator[EnvVar]:
     choice, fabric = rdma.choose_devices(job, node), job.fabric
     chosen = choice.hcas if choice.aside or fabric.hca else ()
     ports = [f"{hca.name}:{hca.active[0].number}" for hca in chosen if hca.active]
-    yield from network_mpi.network_options(node.mpi, node.interface, ports, fabric.kind == "ethernet", fabric.strict)
+    yield from network_mpi.network_options(
+        node.mpi, node.interface, ports, fabric.kind == "ethernet", fabric.strict
+    )
 
 
 def nccl_log_variables(job: Job, plan: Plan, slot: Slot, node: Facts) -> Iterator[EnvVar]:
-    """Variables that make NCCL log its network to a file; without fabric.debug only if the site sets none of them."""
+    """Variables that make NCCL log its network to a file; without fabric.debug only if the site
+    sets none of them."""
     file = f"{RANK_FOLDER}/rank-{slot.rank}.nccl"
     if job.fabric.debug:
         why = "fabric.debug: NCCL logs which network it chose, and why"
@@ -152,22 +191,31 @@ def nccl_log_variables(job: Job, plan: Plan, slot: Slot, node: Facts) -> Iterato
     needed = plan.request.rank_resources.get("GPU") and (len(plan.nodes) > 1 or job.fabric.strict)
     if not needed or set_already & NCCL_LOG:
         return
-    why = "fabric.strict reads this log" if job.fabric.strict else "for the summary's line about the network"
+    why = (
+        "fabric.strict reads this log"
+        if job.fabric.strict
+        else "for the summary's line about the network"
+    )
     yield EnvVar("NCCL_DEBUG", "INFO", why)
     yield EnvVar("NCCL_DEBUG_SUBSYS", "INIT,NET,ENV", why)
     yield EnvVar("NCCL_DEBUG_FILE", file, f"{why}; keeps it out of the rank's log")
 
 
-def horovod_variables(job: Job, plan: Plan, slot: Slot, node: Facts, rendezvous: Rendezvous) -> Iterator[EnvVar]:
+def horovod_variables(
+    job: Job, plan: Plan, slot: Slot, node: Facts, rendezvous: Rendezvous
+) -> Iterator[EnvVar]:
     """Horovod's variables: the rank's slot, the rendezvous, the network."""
     port = LATER if rendezvous.port is None else str(rendezvous.port)
     yield from network_horovod.slot_lines(plan, slot)
     yield from network_horovod.rendezvous_lines(rendezvous.address, port, rendezvous.secret)
-    yield from (unless_set(var, node) for var in network_horovod.horovod_settings(job, node.interface))
+    yield from (
+        unless_set(var, node) for var in network_horovod.horovod_settings(job, node.interface)
+    )
 
 
 def gpu_variables(plan: Plan, facts: Sequence[Facts], slot: Slot) -> Iterator[EnvVar]:
-    """The GPUs that a rank sees: all of the job on its node, in one order for all its ranks, as peer access needs."""
+    """The GPUs that a rank sees: all of the job on its node, in one order for all its ranks, as
+    peer access needs."""
     node, ids = facts[slot.rank], binding.assigned_gpus(facts, slot)
     why = "all GPUs of this job on the node; a rank takes its LOCAL_RANK's"
     if not plan.request.rank_resources.get("GPU"):
@@ -179,42 +227,66 @@ def gpu_variables(plan: Plan, facts: Sequence[Facts], slot: Slot) -> Iterator[En
         why = "the MIG instance of this rank: CUDA would use the first one of a list only"
     listed = ",".join(ids)
     yield EnvVar("CUDA_VISIBLE_DEVICES", listed, why)
-    if "rocm" in node.versions.get("torch", ""):  # Ray sets it to the GPUs of the actor, which are one rank's
+    if "rocm" in node.versions.get(
+        "torch", ""
+    ):  # Ray sets it to the GPUs of the actor, which are one rank's
         yield EnvVar("HIP_VISIBLE_DEVICES", listed, why)
     if ids:
-        order = EnvVar("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "Ray counts GPUs in this order, CUDA the fastest first")
+        order = EnvVar(
+            "CUDA_DEVICE_ORDER",
+            "PCI_BUS_ID",
+            "Ray counts GPUs in this order, CUDA the fastest first",
+        )
         yield unless_set(order, node)
 
 
 def mig_variables(plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[EnvVar]:
-    """The variable by which NCCL admits ranks with MIG instances of one GPU. ConfigError: this NCCL has none."""
+    """The variable by which NCCL admits ranks with MIG instances of one GPU. ConfigError: this NCCL
+    has none."""
     node = facts[lead.rank]
     parent = {instance: gpu.uuid for gpu in node.devices for instance in gpu.instances}
     held = [gpu for gpu in binding.assigned_gpus(facts, lead) if gpu.startswith("MIG-")]
     gpus = [parent.get(instance, "") for instance in held]
-    if plan.request.backend != "nccl" or len(held) < 2 or ("" not in gpus and len({*gpus}) == len(gpus)):
+    if (
+        plan.request.backend != "nccl"
+        or len(held) < 2
+        or ("" not in gpus and len({*gpus}) == len(gpus))
+    ):
         return
     version = version_numbers(node.versions.get("nccl", ""))
     if not version or version >= SHARES_GPU:
-        why = "ranks may have MIG instances of one GPU, for which NCCL takes them all; without it NCCL refuses them"
+        why = (
+            "ranks may have MIG instances of one GPU, for which NCCL takes them all; without "
+            "it NCCL refuses them"
+        )
         yield EnvVar("NCCL_MULTI_RANK_GPU_ENABLE", "1", why)
     elif "" not in gpus:
         cause = (
-            f"ranks on {node.hostname} have MIG instances of one GPU, which NCCL {node.versions['nccl']} refuses "
+            f"ranks on {node.hostname} have MIG instances of one GPU, which NCCL "
+            f"{node.versions['nccl']} refuses "
             "(2.30 does not)"
         )
         raise ConfigError.of("backend", "nccl", cause, "backend=gloo")
 
 
 def unless_set(var: EnvVar, node: Facts) -> EnvVar:
-    """The variable, or the site's value: raydist overrides neither the node's environment nor NCCL's own files."""
+    """The variable, or the site's value: raydist overrides neither the node's environment nor
+    NCCL's own files."""
     hint = f"; raydist's own choice: env.{var.name}={var.value}"
     if var.name in node.environment:
         value = node.environment[var.name]
-        return var if value == var.value else EnvVar(var.name, value, f"already set on {node.hostname}{hint}")
+        return (
+            var
+            if value == var.value
+            else EnvVar(var.name, value, f"already set on {node.hostname}{hint}")
+        )
     if var.name in node.nccl_conf:
         value, file = node.nccl_conf[var.name]
-        return EnvVar(var.name, value, f"set in {file} on {node.hostname}" + ("" if value == var.value else hint))
+        return EnvVar(
+            var.name,
+            value,
+            f"set in {file} on {node.hostname}" + ("" if value == var.value else hint),
+        )
     return var
 
 

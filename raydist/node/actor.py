@@ -1,4 +1,5 @@
-"""The Ray actor of one rank: it holds the rank's resources; the first on a node hosts all agents there. (actor)"""
+"""The Ray actor of one rank: it holds the rank's resources; the first on a node hosts all agents
+there. (actor)"""
 
 from __future__ import annotations
 
@@ -39,10 +40,11 @@ class AgentHost:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def exchange(self, requests: Sequence[NodeRequest]) -> list[Answer]:
-        """Pass requests to agents of this node; return the answers that there are, once there is one.
+        """Pass requests to agents of this node; return the answers that there are, once there is
+        one.
 
-        They may be answers to requests of earlier calls: a slow answer does not delay the others. Only the newest call
-        waits; one before it returns at once.
+        They may be answers to requests of earlier calls: a slow answer does not delay the others.
+        Only the newest call waits; one before it returns at once.
         """
         loop = asyncio.get_running_loop()
         for request in requests:
@@ -82,7 +84,8 @@ class AgentHost:
             self._wake()
 
     def _ask_all(self) -> None:
-        """It is time for the news of one rank: all others tell theirs too. A reply costs the driver as much as many."""
+        """It is time for the news of one rank: all others tell theirs too. A reply costs the driver
+        as much as many."""
         for local_rank in self._asked:
             self._agents[local_rank].tell_now()
 
@@ -92,10 +95,12 @@ class AgentHost:
 
 
 class NodeActor(AgentHost):
-    """One actor per rank, for Ray's accounting. Only the first of a node takes part in a launch: it hosts all agents.
+    """One actor per rank, for Ray's accounting. Only the first of a node takes part in a launch: it
+    hosts all agents.
 
-    Starting a Ray worker takes half a second of CPU: sixteen ranks with a worker each would wait eight seconds.
-    __init__ has no arguments: Ray would read them before it, with the serializers that it skips.
+    Starting a Ray worker takes half a second of CPU: sixteen ranks with a worker each would wait
+    eight seconds. __init__ has no arguments: Ray would read them before it, with the serializers
+    that it skips.
     """
 
     backend = ""
@@ -106,7 +111,8 @@ class NodeActor(AgentHost):
         super().__init__(self.backend)
 
     async def gpus(self) -> tuple[str, ...]:
-        """The GPUs that Ray assigned to this actor. The actor itself never uses CUDA, so Ray's mask has no effect."""
+        """The GPUs that Ray assigned to this actor. The actor itself never uses CUDA, so Ray's mask
+        has no effect."""
         import ray
 
         return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))

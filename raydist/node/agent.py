@@ -1,7 +1,8 @@
-"""The agent of one rank: starts its process, watches it, answers the driver's requests about it. (actor)
+"""The agent of one rank: starts its process, watches it, answers the driver's requests about it.
+(actor)
 
-A RankAgent is a plain class with coroutines. An actor on its node hosts it; without Ray a thread of the driver does.
-It never imports torch, so it answers and can end the rank wherever the rank hangs.
+A RankAgent is a plain class with coroutines. An actor on its node hosts it; without Ray a thread of
+the driver does. It never imports torch, so it answers and can end the rank wherever the rank hangs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,15 @@ from raydist.messages.agent import (
     WaitForWriter,
 )
 from raydist.messages.checkup import CheckupRequest
-from raydist.messages.rank import Activity, Holding, HoldRank, RankMessage, ReleaseRank, StopAfter, TellActivity
+from raydist.messages.rank import (
+    Activity,
+    Holding,
+    HoldRank,
+    RankMessage,
+    ReleaseRank,
+    StopAfter,
+    TellActivity,
+)
 from raydist.messages.request import Request
 from raydist.messages.server import (
     BeginRun,
@@ -72,7 +81,14 @@ from raydist.node.output_file import OutputFile
 from raydist.node.processes import main_stack, process_state, recorded_error
 from raydist.node.writer import Writer, read_messages, read_reply
 from raydist.shared.errors import LaunchError
-from raydist.worker.heartbeat import BEAT_PAGE, STACKS_SIGNAL, heartbeat_page, read_beat, read_compute_time, read_pauses
+from raydist.worker.heartbeat import (
+    BEAT_PAGE,
+    STACKS_SIGNAL,
+    heartbeat_page,
+    read_beat,
+    read_compute_time,
+    read_pauses,
+)
 
 if TYPE_CHECKING:
     from raydist.network.facts import Facts
@@ -82,17 +98,21 @@ if TYPE_CHECKING:
 LOG_CHUNK = 1 << 20
 """Most bytes of a rank's output in one reply."""
 EXAMINE_S = 0.6
-"""Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a second."""
+"""Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a
+second."""
 STOP_S = 3.0
-"""Longest wait for the end of a rank after SIGKILL: the driver gives up after 5 s (launch.limits.SILENT_S)."""
+"""Longest wait for the end of a rank after SIGKILL: the driver gives up after 5 s
+(launch.limits.SILENT_S)."""
 SERVER_S = 10.0
 """Seconds after which a fork server that does not answer is ended, if it is needed."""
 ANSWER_S = 3.0
-"""Seconds that a busy rank has to answer: a signal handler that interrupts Python code may crash it."""
+"""Seconds that a busy rank has to answer: a signal handler that interrupts Python code may crash
+it."""
 
 
 class RankAgent:
-    """The agent of one rank. The driver sends Open, StartRank, GetNews …, StopRank, Close, in this order."""
+    """The agent of one rank. The driver sends Open, StartRank, GetNews …, StopRank, Close, in this
+    order."""
 
     def __init__(self) -> None:
         self.born = time.time()
@@ -133,7 +153,8 @@ class RankAgent:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, request: Request[Any]) -> Any:
-        """Answer a request of the driver; the type of the reply is the parameter of the request's type."""
+        """Answer a request of the driver; the type of the reply is the parameter of the request's
+        type."""
         match request:
             case Open():
                 return await self.open(request)
@@ -167,7 +188,11 @@ class RankAgent:
             case Flush():
                 return await self.flush()
             case ListShards() | WriteShards() | CommitShards() | DropShards():
-                return await self._writer.ask(request) if self._writer is not None and self.pid else None
+                return (
+                    await self._writer.ask(request)
+                    if self._writer is not None and self.pid
+                    else None
+                )
             case StopRank():
                 return await self.stop(request.grace)
             case GetNetworkUse():
@@ -181,7 +206,8 @@ class RankAgent:
         raise TypeError(f"an agent can't answer {request}")
 
     async def open(self, request: Open) -> Opened:
-        """Round 1: read the facts of the machine, start or join the fork server, open the rendezvous store."""
+        """Round 1: read the facts of the machine, start or join the fork server, open the
+        rendezvous store."""
         self.rank, self._lead = request.rank, request.lead
         self.folder = recorded_end.run_folder_here(request.run, request.node_id)
         facts: Facts | None = None
@@ -190,7 +216,9 @@ class RankAgent:
         if request.lead:
             from raydist.node import probe
 
-            self._own_server, place, modules = await asyncio.to_thread(kept_server.choose, request, place)
+            self._own_server, place, modules = await asyncio.to_thread(
+                kept_server.choose, request, place
+            )
             # the driver knows the GPUs of each rank
             facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
         self._connecting = asyncio.create_task(ForkClient.connect(place))
@@ -201,11 +229,18 @@ class RankAgent:
             keep_s = min(request.keep_s, kept_server.most_s())
             self._server.send(BeginRun(str(self.folder), keep_s, raylet))
         warm = await self._server.ask(ImportModules(modules), Warm)
-        opened = await self.open_store(OpenStore(request.store, facts.address)) if facts and request.store else None
+        opened = (
+            await self.open_store(OpenStore(request.store, facts.address))
+            if facts and request.store
+            else None
+        )
         return Opened(
-            facts=facts, born=self.born, warm=warm, store=opened,
+            facts=facts,
+            born=self.born,
+            warm=warm,
+            store=opened,
             ports=counters.read_counters() if request.lead else None,
-        )  # fmt: skip
+        )
 
     async def open_store(self, request: OpenStore) -> StoreAddress:
         """Open a new rendezvous store for an attempt, on the node of this agent."""
@@ -219,7 +254,9 @@ class RankAgent:
         if not isinstance(opened, StoreOpened):
             raise OSError(f"the process of the rendezvous store ended: {self._server.log_end()}")
         if opened.error:
-            raise OSError(f"the rendezvous store could not listen on {request.address}: {opened.error}")
+            raise OSError(
+                f"the rendezvous store could not listen on {request.address}: {opened.error}"
+            )
         return StoreAddress(opened.port, opened.secret)
 
     async def keep_call(self, request: KeepCall) -> None:
@@ -243,22 +280,30 @@ class RankAgent:
         if request.script:
             self._error_file = Path(f"{base}.error.json")
             self._error_file.unlink(missing_ok=True)
-        spec = rank_spec.complete_spec(request, self.folder, self._error_file, self._mpi_env, self._cpus)
+        spec = rank_spec.complete_spec(
+            request, self.folder, self._error_file, self._mpi_env, self._cpus
+        )
         await self._reset(str(base))
-        self._nccl = NcclLog(Path(f"{base}.nccl"), aloud=request.nccl_aloud, strict=request.nccl_strict)
+        self._nccl = NcclLog(
+            Path(f"{base}.nccl"), aloud=request.nccl_aloud, strict=request.nccl_strict
+        )
         self._log = OutputFile(Path(f"{base}.log"))
         beat = heartbeat_page()
         self._beat = mmap.mmap(beat, BEAT_PAGE)
         agent_end, rank_end = socket.socketpair()
         append = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND)
         try:
-            self.pid, ended = await self._server.fork(spec, [append, rank_end.fileno(), beat, *self._mpi_fds])
+            self.pid, ended = await self._server.fork(
+                spec, [append, rank_end.fileno(), beat, *self._mpi_fds]
+            )
         finally:
             for descriptor in (append, beat):
                 os.close(descriptor)
             rank_end.close()
         self._end = None
-        reading = read_messages(agent_end, self._add_event, self._handle_reply, self._note_connection)
+        reading = read_messages(
+            agent_end, self._add_event, self._handle_reply, self._note_connection
+        )
         self._event_reader = self._spawn(reading)
         self._oom_count = oom.read_count(self.pid)
         self._stopping = self._raised = self._told = False
@@ -271,7 +316,8 @@ class RankAgent:
         return bool(self.pid) and self._end is None
 
     async def is_open(self) -> bool:
-        """Whether the agent can start a rank: its server runs, and no process of an earlier attempt is left.
+        """Whether the agent can start a rank: its server runs, and no process of an earlier attempt
+        is left.
 
         Waits for the end of a process that was just killed.
         """
@@ -284,8 +330,8 @@ class RankAgent:
     async def _end_previous(self) -> None:
         """Kill the process of the previous attempt, if it is left, and wait for its end.
 
-        The driver took the rank for lost, for example because the agent did not answer in time. Two processes would
-        share the GPU, the snapshot memory and the log.
+        The driver took the rank for lost, for example because the agent did not answer in time. Two
+        processes would share the GPU, the snapshot memory and the log.
         """
         if not self._running:
             return
@@ -294,7 +340,8 @@ class RankAgent:
         if self._running:
             state, _ = process_state(self.pid)
             raise LaunchError(
-                f"process {self.pid} of the previous attempt did not end after SIGKILL (its state is {state}): "
+                f"process {self.pid} of the previous attempt did not end after SIGKILL (its "
+                f"state is {state}): "
                 "see dmesg on the node for the disk or the device that it waits for"
             )
 
@@ -311,7 +358,8 @@ class RankAgent:
     async def news(self, patience: float) -> RankNews:
         """New events, log bytes, the heartbeat and its age; the end of the rank comes last.
 
-        Waits `patience` seconds so that a reply carries many events; an end, or its cause, is reported at once.
+        Waits `patience` seconds so that a reply carries many events; an end, or its cause, is
+        reported at once.
         """
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._news.wait(), patience)
@@ -322,7 +370,9 @@ class RankAgent:
         if rank_end is not None and self._event_reader is not None:
             writing = self._writer.reading if self._writer is not None else None
             readers = {self._event_reader} | ({writing} if writing is not None else set())
-            await asyncio.wait(readers, timeout=0.5)  # a child of the rank may still hold the other end
+            await asyncio.wait(
+                readers, timeout=0.5
+            )  # a child of the rank may still hold the other end
         log = self._log.read(LOG_CHUNK)
         events, self._events = self._events, []
         nccl = self._nccl.news() if self._nccl else b""
@@ -337,18 +387,26 @@ class RankAgent:
             error = recorded_error(self._error_file)
             end = replace(rank_end, step=step, phase=phase, error=error, told=self._told)
         quiet = time.time() - at if at else 0.0
-        beat, work, pauses = (step, phase, at), read_compute_time(self._beat), read_pauses(self._beat)
-        return RankNews(events, log, nccl, beat, quiet, work, pauses, end, server_quiet, time.time())
+        beat, work, pauses = (
+            (step, phase, at),
+            read_compute_time(self._beat),
+            read_pauses(self._beat),
+        )
+        return RankNews(
+            events, log, nccl, beat, quiet, work, pauses, end, server_quiet, time.time()
+        )
 
     def tell_now(self) -> None:
         """The driver has waited long enough for news."""
         self._news.set()
 
     async def examine(self) -> RankActivity | None:
-        """The state of the rank's process, the CPU it uses, its stacks, its last collectives; None if it has ended.
+        """The state of the rank's process, the CPU it uses, its stacks, its last collectives; None
+        if it has ended.
 
-        A rank that does not answer, because native code keeps the GIL, shows its main thread's stack by a signal: after
-        EXAMINE_S if it sleeps, after ANSWER_S if it is busy. A part that can't be read is empty.
+        A rank that does not answer, because native code keeps the GIL, shows its main thread's
+        stack by a signal: after EXAMINE_S if it sleeps, after ANSWER_S if it is busy. A part that
+        can't be read is empty.
         """
         if not self.pid or self._end is not None:
             return None
@@ -363,12 +421,18 @@ class RankAgent:
         told = self._activity
         if told is None:
             send_signal = partial(self._server.send, SignalProcess(self.pid, STACKS_SIGNAL))
-            told = Activity(await main_stack(self.pid, self.folder / f"rank-{self.rank}.value.stacks", send_signal), ())
+            told = Activity(
+                await main_stack(
+                    self.pid, self.folder / f"rank-{self.rank}.value.stacks", send_signal
+                ),
+                (),
+            )
         busy, beat = (after - before) / EXAMINE_S, read_beat(self._beat)
         return RankActivity(self.pid, state, busy, told.stack, told.collectives, beat)
 
     async def hold(self, request: HoldRank) -> int:
-        """Have the rank stand still after the step that it is making; that step. LaunchError: it has ended."""
+        """Have the rank stand still after the step that it is making; that step. LaunchError: it
+        has ended."""
         if self._end is not None:
             raise LaunchError("the rank has ended")
         held: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -395,7 +459,8 @@ class RankAgent:
         return events
 
     async def stop(self, grace: float) -> None:
-        """Send SIGTERM, and SIGKILL after `grace` seconds; without grace SIGKILL at once. Returns after the end."""
+        """Send SIGTERM, and SIGKILL after `grace` seconds; without grace SIGKILL at once. Returns
+        after the end."""
         if not self.pid:
             return
         self._stopping = True
@@ -412,7 +477,8 @@ class RankAgent:
             await self._wait_end(1)
 
     def network_use(self) -> NetworkUse:
-        """The counters of this node's network ports (from its first agent), and the rank's channels in NCCL's log."""
+        """The counters of this node's network ports (from its first agent), and the rank's channels
+        in NCCL's log."""
         nccl_file, rank_log = (self.folder / f"rank-{self.rank}.{kind}" for kind in ("nccl", "log"))
         text = nccl_output.read_nccl_output(nccl_file, rank_log)
         ports = counters.read_counters() if self._lead else None
@@ -426,11 +492,13 @@ class RankAgent:
         return await self._checkup.handle(request)
 
     async def close(self) -> None:
-        """Disconnect from the fork server, which ends the rank and the store; end the server if this agent owns it."""
+        """Disconnect from the fork server, which ends the rank and the store; end the server if
+        this agent owns it."""
         if self._checkup is not None:
             await self._checkup.close()
         if self._connecting is not None:
-            self._connecting.cancel()  # the first agent has failed, and this one may wait for its server
+            # the first agent has failed, and this one may wait for its server
+            self._connecting.cancel()
         if self._client is not None:
             if self._client.quiet() > STOP_S:
                 self._client.end_server()
@@ -449,22 +517,32 @@ class RankAgent:
         return self._client
 
     def _saving(self) -> bool:
-        """Whether ranks wait for a checkpoint: for its writer, or for the fork server to tell that it has ended."""
+        """Whether ranks wait for a checkpoint: for its writer, or for the fork server to tell that
+        it has ended."""
         _, phase, at = read_beat(self._beat)
-        return (self._writer is not None and self._writer.busy) or (phase == "save" and time.time() - at > SERVER_S)
+        return (self._writer is not None and self._writer.busy) or (
+            phase == "save" and time.time() - at > SERVER_S
+        )
 
     def _end_refused(self, why: str) -> Event:
-        """Kill the rank because a setting forbids it to go on; the event, as if the rank had raised a LaunchError."""
+        """Kill the rank because a setting forbids it to go on; the event, as if the rank had raised
+        a LaunchError."""
         self._server.send(SignalProcess(self.pid, signal.SIGKILL))
         return {
-            "t": time.time(), "kind": "raised", "rank": self.rank, "type": "LaunchError", "message": why,
-            "traceback": "", "step": read_beat(self._beat)[0],
-        }  # fmt: skip
+            "t": time.time(),
+            "kind": "raised",
+            "rank": self.rank,
+            "type": "LaunchError",
+            "message": why,
+            "traceback": "",
+            "step": read_beat(self._beat)[0],
+        }
 
     def _end_without_news(self, error: Exception) -> RankNews:
         """Kill the rank because its news can't be read; the error as the end of the rank.
 
-        The driver takes an error of the request itself for the loss of the agent, and would replace it.
+        The driver takes an error of the request itself for the loss of the agent, and would replace
+        it.
         """
         if self._running:
             self._server.send(SignalProcess(self.pid, signal.SIGKILL))
@@ -476,7 +554,9 @@ class RankAgent:
     async def _await_end(self, pid: int, ended: asyncio.Future[ProcessEnd]) -> None:
         either: set[asyncio.Future[Any]] = {ended, *filter(None, [self._event_reader])}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        while not ended.done():  # the rank has closed its socket, as its end does: the server should tell of it
+        while (
+            not ended.done()
+        ):  # the rank has closed its socket, as its end does: the server should tell of it
             await asyncio.wait({ended}, timeout=1.0)
             if not ended.done() and self._server.quiet() > SERVER_S:
                 self._server.end_server()
@@ -486,7 +566,9 @@ class RankAgent:
         count = self._oom_count
         if count is not None and not self._stopping and (end.code or end.signal):
             killed = end.signal == signal.SIGKILL and not end.lost
-            why, by_kernel = oom.oom_verdict(pid, count) if killed else (oom.killed_beside(count), False)
+            why, by_kernel = (
+                oom.oom_verdict(pid, count) if killed else (oom.killed_beside(count), False)
+            )
             end = replace(end, why=why, oom="kernel" if by_kernel else "")
         self._end = end
         self._news.set()
@@ -513,13 +595,16 @@ class RankAgent:
             held.set_exception(outcome)
 
     def _add_event(self, event: Event) -> None:
-        """Keep an event for the driver. Of the reports of ranks other than 0 only the newest is kept."""
+        """Keep an event for the driver. Of the reports of ranks other than 0 only the newest is
+        kept."""
         kind = event["kind"]
         self._raised |= kind == "raised"
         if kind == "save":
             assert self._writer is not None, "open() comes first"
             self._writer.start(WriteCheckpoint(last=False))
-        elif kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report":
+        elif (
+            kind == "report" and self.rank and self._events and self._events[-1]["kind"] == "report"
+        ):
             self._events[-1] = event
         else:
             self._events.append(event)

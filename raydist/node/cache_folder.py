@@ -1,4 +1,5 @@
-"""The user's folder for compiled code on this node: on its own disk, kept over runs and boots. (actor)"""
+"""The user's folder for compiled code on this node: on its own disk, kept over runs and boots.
+(actor)"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from raydist.shared.own_path import own_folder
 
 
 def fill_in(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables with the folder in place of CACHE_FOLDER; without those variables, if there is no such folder."""
+    """The variables with the folder in place of CACHE_FOLDER; without those variables, if there is
+    no such folder."""
     if not any(CACHE_FOLDER in value for value in variables.values()):
         return dict(variables)
     folder = next((path for path in candidates() if usable(path)), None)
@@ -26,7 +28,8 @@ def fill_in(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def candidates() -> list[Path]:
-    """A folder on the node's disk; if another user has made it, or code must not run from it, one in the home."""
+    """A folder on the node's disk; if another user has made it, or code must not run from it, one
+    in the home."""
     folders = [Path(f"/var/tmp/raydist-{os.getuid()}-compiled")]
     if cache := home.user_cache():
         folders.append(cache / "raydist" / f"compiled-{socket.gethostname()}")

@@ -1,4 +1,5 @@
-"""The doctor's check-up of one node: connections, libraries, /dev/shm; it leaves nothing behind. (actor)"""
+"""The doctor's check-up of one node: connections, libraries, /dev/shm; it leaves nothing behind.
+(actor)"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ SHM_BYTES = 1 << 20
 """Bytes that are written to /dev/shm: a batch of a DataLoader."""
 
 LOOKUP_LIMIT_S = 20.0
-"""Limit on a look-up of a name, in seconds; a silent name server costs 10 (resolv.conf(5): 5 s, two attempts)."""
+"""Limit on a look-up of a name, in seconds; a silent name server costs 10 (resolv.conf(5): 5 s, two
+attempts)."""
 LOOK_UP = """
 import socket, sys, time
 began = time.perf_counter()
@@ -41,7 +43,8 @@ except OSError:
     pass
 print(time.perf_counter() - began)
 """
-"""Look up the name of an address, as torch's c10d does with each connection's, and print the seconds that it took."""
+"""Look up the name of an address, as torch's c10d does with each connection's, and print the
+seconds that it took."""
 
 
 class Checkup:
@@ -56,7 +59,9 @@ class Checkup:
             case ListenForPeers():
                 return await self.listen(request)
             case CallPeers():
-                return await peers.call_all(request.peers, request.own, request.secret, request.timeout)
+                return await peers.call_all(
+                    request.peers, request.own, request.secret, request.timeout
+                )
             case ReachStore():
                 return await self.reach(request)
             case TryLibraries():
@@ -88,11 +93,19 @@ class Checkup:
 
     async def try_libraries(self, request: TryLibraries) -> dict[str, LibraryTrial]:
         """Run node.dryrun with the variables of a rank; its result for each library."""
-        env = {**os.environ, **cache_folder.fill_in(request.env), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        env = {
+            **os.environ,
+            **cache_folder.fill_in(request.env),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
         command = [sys.executable, "-m", "raydist.node.dryrun", *request.names]
-        done = await asyncio.to_thread(subprocess.run, command, env=env, capture_output=True, text=True)
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=env, capture_output=True, text=True
+        )
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+            last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[
+                -1
+            ]
             return {name: {"error": last} for name in request.names}
         trials: dict[str, LibraryTrial] = json.loads(done.stdout)
         return trials
@@ -105,7 +118,8 @@ class Checkup:
 
 
 def shm_error(folder: Path = Path("/dev/shm")) -> str:
-    """The error of writing to shared memory, or an empty text. The space is allocated: using a hole raises SIGBUS."""
+    """The error of writing to shared memory, or an empty text. The space is allocated: using a hole
+    raises SIGBUS."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, SHM_BYTES)
@@ -115,7 +129,8 @@ def shm_error(folder: Path = Path("/dev/shm")) -> str:
 
 
 def host_addresses() -> list[str]:
-    """The addresses of this host's name: gloo listens on the first if GLOO_SOCKET_IFNAME is not set."""
+    """The addresses of this host's name: gloo listens on the first if GLOO_SOCKET_IFNAME is not
+    set."""
     try:
         infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -132,7 +147,12 @@ def lookup_time(address: str, env: Mapping[str, str]) -> float:
     environ = {**os.environ, **env}
     try:
         done = subprocess.run(
-            command, env=environ, stdout=subprocess.PIPE, text=True, timeout=LOOKUP_LIMIT_S, check=True
+            command,
+            env=environ,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=LOOKUP_LIMIT_S,
+            check=True,
         )
     except subprocess.TimeoutExpired:
         return LOOKUP_LIMIT_S

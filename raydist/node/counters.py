@@ -1,4 +1,5 @@
-"""Byte counters and rates of this machine's network ports, read from /sys under a given root. (actor)"""
+"""Byte counters and rates of this machine's network ports, read from /sys under a given root.
+(actor)"""
 
 from __future__ import annotations
 
@@ -18,8 +19,13 @@ sysfs-class-infiniband, and NVIDIA's "Understanding mlx5 counters"."""
 
 
 def read_counters(root: Path = Path("/")) -> dict[str, PortCounters]:
-    """All ports except the loopback. A port without counters (a VF, a container) has None for its bytes."""
-    nics = {path.name: nic(path) for path in sorted((root / "sys/class/net").glob("*")) if path.name != "lo"}
+    """All ports except the loopback. A port without counters (a VF, a container) has None for its
+    bytes."""
+    nics = {
+        path.name: nic(path)
+        for path in sorted((root / "sys/class/net").glob("*"))
+        if path.name != "lo"
+    }
     ports = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
     return nics | {f"{path.parent.parent.name}:{path.name}": hca(path) for path in ports}
 
@@ -39,10 +45,13 @@ def nic(path: Path) -> PortCounters:
 def hca(path: Path) -> PortCounters:
     """A port of an HCA.
 
-    Its data counters are octets divided by 4 (Linux, Documentation/ABI/stable/sysfs-class-infiniband); EFA counts bytes
-    in hw_counters, those of RDMA reads and writes separately.
+    Its data counters are octets divided by 4 (Linux,
+    Documentation/ABI/stable/sysfs-class-infiniband); EFA counts bytes in hw_counters, those of RDMA
+    reads and writes separately.
     """
-    quarters = [read_counter(path / "counters" / name) for name in ("port_xmit_data", "port_rcv_data")]
+    quarters = [
+        read_counter(path / "counters" / name) for name in ("port_xmit_data", "port_rcv_data")
+    ]
     sent, received = (None if count is None else 4 * count for count in quarters)
     if sent is None:
         sent = sum_counters(path, "tx_bytes", "rdma_write_bytes")
@@ -65,11 +74,14 @@ def hca(path: Path) -> PortCounters:
 
 def sum_counters(path: Path, *names: str) -> int | None:
     """The sum of the hw_counters of these names that exist; None if none exists."""
-    counts = [count for name in names if (count := read_counter(path / "hw_counters" / name)) is not None]
+    counts = [
+        count for name in names if (count := read_counter(path / "hw_counters" / name)) is not None
+    ]
     return sum(counts) if counts else None
 
 
 def read_counter(path: Path) -> int | None:
-    """The number in a file; None if the file is missing, has no value (EINVAL), or says "N/A (no PMA)"."""
+    """The number in a file; None if the file is missing, has no value (EINVAL), or says "N/A (no
+    PMA)"."""
     text = read_text(path)
     return int(text) if re.fullmatch(r"-?\d+", text) else None

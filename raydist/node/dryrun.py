@@ -1,6 +1,8 @@
-"""The addresses that gloo and NCCL choose with a rank's variables, tried before any rank starts. (rank side)
+"""The addresses that gloo and NCCL choose with a rank's variables, tried before any rank starts.
+(rank side)
 
-    python -m raydist.node.dryrun gloo nccl    -> {"gloo": {"addresses": ["10.0.0.5"]}, "nccl": {"error": "..."}}
+    python -m raydist.node.dryrun gloo nccl
+    -> {"gloo": {"addresses": ["10.0.0.5"]}, "nccl": {"error": "..."}}
 
 Each library runs in its own process, because a library reads the environment only once.
 """
@@ -22,7 +24,8 @@ from raydist.messages.checkup import LibraryTrial
 LIMIT_S = 120.0
 """Longest time for one library: importing torch from a cold network file system takes a minute."""
 BOOTSTRAP = re.compile(r"NCCL INFO Bootstrap ?: Using ([^:\s]+):(.+?)<\d+>")
-"""NCCL's line for its bootstrap interface and address; the blank before the colon is gone since 2.24."""
+"""NCCL's line for its bootstrap interface and address; the blank before the colon is gone since
+2.24."""
 WARNING = re.compile(r"NCCL WARN (.+)")
 ENFORCE = re.compile(r"^\w*Error: (\[enforce fail at [^\]]*\] )?")
 """The position in gloo's source, which is cut off."""
@@ -44,7 +47,8 @@ def gloo() -> LibraryTrial:
 
 
 def nccl() -> LibraryTrial:
-    """Let NCCL choose its interface: ncclGetUniqueId opens the bootstrap socket, with or without a GPU."""
+    """Let NCCL choose its interface: ncclGetUniqueId opens the bootstrap socket, with or without a
+    GPU."""
     unique_id = (ctypes.c_char * UNIQUE_ID_BYTES)()
     status: int = ctypes.CDLL(nccl_library()).ncclGetUniqueId(ctypes.byref(unique_id))
     address = None if status else address_in(unique_id.raw)
@@ -55,25 +59,40 @@ def nccl_library() -> str:
     """The path of the NCCL that torch loads: that of NVIDIA's wheel, else the system's."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
-    return next((str(path) for folder in folders for path in folder.glob("nccl/lib/libnccl.so.*")), "libnccl.so.2")
+    return next(
+        (str(path) for folder in folders for path in folder.glob("nccl/lib/libnccl.so.*")),
+        "libnccl.so.2",
+    )
 
 
 def address_in(unique_id: bytes) -> str | None:
-    """The address in an ncclUniqueId: 8 bytes of magic, then a sockaddr (NCCL 2.30 src/include/bootstrap.h)."""
+    """The address in an ncclUniqueId: 8 bytes of magic, then a sockaddr (NCCL 2.30
+    src/include/bootstrap.h)."""
     family = int.from_bytes(unique_id[8:10], sys.byteorder)
     if family == socket.AF_INET:
         return socket.inet_ntop(socket.AF_INET, unique_id[12:16])
-    return socket.inet_ntop(socket.AF_INET6, unique_id[16:32]) if family == socket.AF_INET6 else None
+    return (
+        socket.inet_ntop(socket.AF_INET6, unique_id[16:32]) if family == socket.AF_INET6 else None
+    )
 
 
 def try_library(name: str) -> LibraryTrial:
     """Run one library in its own process; the addresses that it chose, or its error."""
     # NCCL's log goes to stderr: on stdout it would mix with the JSON in the middle of a line
-    log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET", "NCCL_DEBUG_FILE": "/dev/stderr"}
+    log = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET",
+        "NCCL_DEBUG_FILE": "/dev/stderr",
+    }
     command = [sys.executable, "-m", "raydist.node.dryrun", "--in-here", name]
     try:
         done = subprocess.run(
-            command, env={**os.environ, **log}, capture_output=True, text=True, errors="replace", timeout=LIMIT_S
+            command,
+            env={**os.environ, **log},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {LIMIT_S:g} s"}

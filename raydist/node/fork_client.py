@@ -1,4 +1,5 @@
-"""An agent's connection to the fork server of its node: messages, replies, and the ends of processes. (actor)"""
+"""An agent's connection to the fork server of its node: messages, replies, and the ends of
+processes. (actor)"""
 
 from __future__ import annotations
 
@@ -37,14 +38,16 @@ PING_S = 2.0
 NUMBER = 24
 """Bytes that are left for a request's number in a packet."""
 CONNECT_S = 300.0
-"""Longest wait for the server of the first agent: a cold network file system takes minutes to give it torch. The driver
-waits as long for the agent (launch.limits.OPEN_S)."""
+"""Longest wait for the server of the first agent: a cold network file system takes minutes to give
+it torch. The driver waits as long for the agent (launch.limits.OPEN_S)."""
 REFUSED_S = 5.0
-"""Longest wait for a server whose socket refuses: it has died. For a moment a new one does so too."""
+"""Longest wait for a server whose socket refuses: it has died. For a moment a new one does so
+too."""
 
 
 class ForkClient:
-    """One connection to the fork server, which ends the processes that it forked for this agent when it closes."""
+    """One connection to the fork server, which ends the processes that it forked for this agent
+    when it closes."""
 
     def __init__(self, folder: Path, sock: socket.socket) -> None:
         self._folder = folder
@@ -63,13 +66,15 @@ class ForkClient:
         """When the question was sent that is not answered yet, on the monotonic clock."""
         self._answered = 0.0
         self._busy_since: float | None = None
-        """When the server said that it is busy, on the monotonic clock, unless it has sent something since."""
+        """When the server said that it is busy, on the monotonic clock, unless it has sent
+        something since."""
         self._listening = asyncio.get_running_loop().create_task(self._listen())
 
     @classmethod
     async def connect(cls, folder: Path) -> ForkClient:
-        """Connect to the server of `folder`. It may not have started yet, or import modules: it then makes the folder
-        late, or has no place in its queue. OSError: it has died, or is not there after CONNECT_S.
+        """Connect to the server of `folder`. It may not have started yet, or import modules: it
+        then makes the folder late, or has no place in its queue. OSError: it has died, or is not
+        there after CONNECT_S.
         """
         began = refused_since = time.monotonic()
         while True:
@@ -86,10 +91,13 @@ class ForkClient:
                 elif not isinstance(error, ConnectionRefusedError):
                     raise
                 if now - refused_since >= REFUSED_S:
-                    raise OSError(f"the fork server of this node ended: {log_end(folder)}") from None
+                    raise OSError(
+                        f"the fork server of this node ended: {log_end(folder)}"
+                    ) from None
                 if now - began >= CONNECT_S:
                     raise OSError(
-                        f"the fork server of this node is not ready after {CONNECT_S:g} s: nothing listens at "
+                        f"the fork server of this node is not ready after {CONNECT_S:g} s: "
+                        "nothing listens at "
                         f"{folder / 'fork'}"
                     ) from None
             await asyncio.sleep(max(0.01, (now - began) / 100))
@@ -102,8 +110,8 @@ class ForkClient:
     def quiet(self, after: float = PING_S) -> float:
         """Seconds for which the server has not answered: it is stopped, or waits for a disk.
 
-        0 while it is busy with what it has announced, at most CONNECT_S. `after`: seconds after its last answer until
-        it is asked again.
+        0 while it is busy with what it has announced, at most CONNECT_S. `after`: seconds after its
+        last answer until it is asked again.
         """
         now = time.monotonic()
         if self._busy_since is not None and now - self._busy_since < CONNECT_S:
@@ -115,16 +123,23 @@ class ForkClient:
         return 0.0 if self._pinged is None else now - self._pinged
 
     def end_server(self) -> None:
-        """Kill a server that does not answer; its processes end with it, and all their ends are told as lost."""
+        """Kill a server that does not answer; its processes end with it, and all their ends are
+        told as lost."""
         if self.pid and self.connected:
-            places = {self._folder, (self._folder / "fork").resolve().parent}  # the second of a server that is kept
+            places = {
+                self._folder,
+                (self._folder / "fork").resolve().parent,
+            }  # the second of a server that is kept
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             for place in places:
                 shutil.rmtree(place, ignore_errors=True)
 
-    def send(self, message: ServerMessage, descriptors: Sequence[int] = (), number: int = 0) -> None:
-        """Send a message, with copies of `descriptors`. `number`: of a request that gets a reply."""
+    def send(
+        self, message: ServerMessage, descriptors: Sequence[int] = (), number: int = 0
+    ) -> None:
+        """Send a message, with copies of `descriptors`. `number`: of a request that gets a
+        reply."""
         packet = encode(message)
         with contextlib.ExitStack() as stack:
             if len(packet) > PACKET - NUMBER:  # a long environment, or a long command line
@@ -134,13 +149,18 @@ class ForkClient:
                 packet, descriptors = encode(InFile()), [*descriptors, file.fileno()]
             socket.send_fds(self._sock, [numbered(number, packet)], list(descriptors))
 
-    async def ask(self, message: ServerMessage, kind: type[Kind], descriptors: Sequence[int] = ()) -> Kind:
-        """Send a request; the reply, which must be of this kind. OSError: the server could not do it, or has ended."""
+    async def ask(
+        self, message: ServerMessage, kind: type[Kind], descriptors: Sequence[int] = ()
+    ) -> Kind:
+        """Send a request; the reply, which must be of this kind. OSError: the server could not do
+        it, or has ended."""
         self._requests += 1
         number = self._requests
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: the listener notices
+            with contextlib.suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # it has ended: the listener notices
                 self.send(message, descriptors, number)
             reply = await waiting if self.connected else None
         finally:
@@ -150,7 +170,10 @@ class ForkClient:
         if reply is None:
             raise OSError(f"the fork server of this node ended: {self.log_end()}")
         if not isinstance(reply, kind):
-            raise OSError(f"the fork server of this node sent {reply} as its reply to {type(message).__name__}")
+            raise OSError(
+                f"the fork server of this node sent {reply} as its reply to "
+                f"{type(message).__name__}"
+            )
         return reply
 
     async def fork(
@@ -161,7 +184,8 @@ class ForkClient:
         return forked.pid, self._began.pop(forked.serial)
 
     async def close(self) -> None:
-        """Disconnect; returns once the server has ended all that it forked for this agent, and has disconnected too."""
+        """Disconnect; returns once the server has ended all that it forked for this agent, and has
+        disconnected too."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
         await asyncio.wait({self._listening})
@@ -174,8 +198,13 @@ class ForkClient:
             while packet := await loop.sock_recv(self._sock, PACKET):
                 try:
                     self._take(*split_number(packet))
-                except ValueError as error:  # it must not end the listener: the ends of processes come here
-                    print(f"raydist: a message of the fork server was not understood: {error}", file=sys.stderr)
+                except (
+                    ValueError
+                ) as error:  # it must not end the listener: the ends of processes come here
+                    print(
+                        f"raydist: a message of the fork server was not understood: {error}",
+                        file=sys.stderr,
+                    )
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_result(None)
@@ -198,7 +227,9 @@ class ForkClient:
                 end.set_result(ProcessEnd(message.code, message.signal, message.at))
             return
         if isinstance(message, Forked):
-            self._ends[message.serial] = self._began[message.serial] = asyncio.get_running_loop().create_future()
+            self._ends[message.serial] = self._began[message.serial] = (
+                asyncio.get_running_loop().create_future()
+            )
         if (waiting := self._waiting.get(number)) is not None and not waiting.done():
             waiting.set_result(message)
 
@@ -210,5 +241,7 @@ class ForkClient:
 def log_end(folder: Path) -> str:
     """The end of the log of the server of a folder."""
     with contextlib.suppress(OSError):
-        return (folder / "server.log").read_text(errors="replace")[-2000:].strip() or "its log is empty"
+        return (folder / "server.log").read_text(errors="replace")[
+            -2000:
+        ].strip() or "its log is empty"
     return "its log is gone"

@@ -1,4 +1,5 @@
-"""Starts and ends a fork server: for the first agent of a node, or for the driver on its machine. (either side)"""
+"""Starts and ends a fork server: for the first agent of a node, or for the driver on its machine.
+(either side)"""
 
 from __future__ import annotations
 
@@ -25,7 +26,17 @@ END_S = 10.0
 """Longest wait for a fork server that ends its processes without getting on."""
 SOCKET_PATH = 107
 """Most bytes of the path of a Unix socket."""
-STATUS = ("Umask", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed")
+STATUS = (
+    "Umask",
+    "Gid",
+    "Groups",
+    "CapEff",
+    "CapBnd",
+    "NoNewPrivs",
+    "Seccomp",
+    "Cpus_allowed",
+    "Mems_allowed",
+)
 """Lines of /proc/self/status that a child inherits."""
 RAISED = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
 """The limits that a fork server raises as far as it may."""
@@ -33,7 +44,8 @@ RAISED = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
 
 @dataclass(frozen=True)
 class ForkServer:
-    """A fork server that this process started. It owns its folder. When the lifeline closes, all its processes end."""
+    """A fork server that this process started. It owns its folder. When the lifeline closes, all
+    its processes end."""
 
     folder: Path
     lifeline: socket.socket
@@ -50,11 +62,12 @@ class ForkServer:
         keep: str = "0",
         env: Mapping[str, str] | None = None,
     ) -> ForkServer:
-        """Start a server; it listens long before it has imported `modules`, which agents may add to.
+        """Start a server; it listens long before it has imported `modules`, which agents may add
+        to.
 
-        `keep`: as KEEP of fork_server. `idle_s`: seconds without an agent after which it ends; None: never. `env`:
-        variables of the ranks beside those of this process, because some modules read theirs at import.
-        LaunchError: its Python did not start.
+        `keep`: as KEEP of fork_server. `idle_s`: seconds without an agent after which it ends;
+        None: never. `env`: variables of the ranks beside those of this process, because some
+        modules read theirs at import. LaunchError: its Python did not start.
         """
         remove_left_folders()
         folder.mkdir(mode=0o700)
@@ -70,7 +83,9 @@ class ForkServer:
             **MALLOC,
             **os.environ,
             **(env or {}),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path) if keep == "0" else own_search_path()),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, sys.path) if keep == "0" else own_search_path()
+            ),
         }
         cwd = None if keep == "0" else "/"  # one that stays has no module of the current folder
         failure = run_detached(command, folder / "server.log", env, cwd, descriptors)
@@ -94,9 +109,9 @@ class ForkServer:
     def end(self, wait: bool = True) -> bool:
         """End the server, or let it go if it is kept. Returns once its processes have ended.
 
-        False: they have not, and did not get on for END_S; it ends by itself. It reports that they do, which takes
-        minutes while the last state is written. `wait`: False for a server that has forked nothing. It may still
-        import torch, and notices only then.
+        False: they have not, and did not get on for END_S; it ends by itself. It reports that they
+        do, which takes minutes while the last state is written. `wait`: False for a server that has
+        forked nothing. It may still import torch, and notices only then.
         """
         try:
             self.lifeline.shutdown(socket.SHUT_WR)
@@ -113,15 +128,26 @@ class ForkServer:
 
 
 def run_detached(
-    command: Sequence[str], log: Path, env: Mapping[str, str], cwd: str | None, descriptors: Sequence[int]
+    command: Sequence[str],
+    log: Path,
+    env: Mapping[str, str],
+    cwd: str | None,
+    descriptors: Sequence[int],
 ) -> str:
-    """Run a command that detaches itself, with its output in a log; why it could not, or an empty text."""
+    """Run a command that detaches itself, with its output in a log; why it could not, or an empty
+    text."""
     with open(log, "wb") as output:
         try:
             subprocess.run(
-                command, pass_fds=descriptors, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=output, check=True,
-            )  # fmt: skip
+                command,
+                pass_fds=descriptors,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                check=True,
+            )
         except OSError as error:
             return str(error)
         except subprocess.CalledProcessError as error:
@@ -132,7 +158,8 @@ def run_detached(
 
 
 def node_folder(name: str, room: int = 18) -> Path:
-    """The path of a folder on this node's disk, in /tmp if TMPDIR is too long: a Unix socket's path has 107 bytes.
+    """The path of a folder on this node's disk, in /tmp if TMPDIR is too long: a Unix socket's path
+    has 107 bytes.
 
     `room`: bytes of the longest path of a socket below the folder, with the slash before it.
     """
@@ -141,12 +168,15 @@ def node_folder(name: str, room: int = 18) -> Path:
 
 
 def own_search_path() -> list[str]:
-    """Where a server that stays finds modules beside the installed ones: raydist's own folder, PYTHONPATH.
+    """Where a server that stays finds modules beside the installed ones: raydist's own folder,
+    PYTHONPATH.
 
     Without the working_dir of a Ray job, which is another folder whenever a file in it has changed.
     """
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    lasting = [os.path.abspath(each) for each in entries if each and "/working_dir_files/" not in each]
+    lasting = [
+        os.path.abspath(each) for each in entries if each and "/working_dir_files/" not in each
+    ]
     return [str(Path(__file__).parents[2]), *lasting]
 
 
@@ -159,26 +189,34 @@ def rank_search_path(entries: Sequence[str]) -> tuple[str, ...]:
 def safe_search_path(entries: Sequence[str]) -> tuple[str, ...]:
     """The driver's folders for modules, without those that another user of this node may have made.
 
-    That is /tmp/project where only the driver's node has it: somebody could make it here, with modules of their own.
+    That is /tmp/project where only the driver's node has it: somebody could make it here, with
+    modules of their own.
     """
-    return tuple(entry for entry in entries if not entry or of_others(Path(entry).absolute()) is None)
+    return tuple(
+        entry for entry in entries if not entry or of_others(Path(entry).absolute()) is None
+    )
 
 
 def boot_id() -> str:
-    """Names this machine from its start to its end; the host's name where the kernel has no such id."""
+    """Names this machine from its start to its end; the host's name where the kernel has no such
+    id."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def heritage() -> tuple[str, ...]:
-    """The properties that a child inherits: interpreter, user, rights, limits, namespaces, cgroup (container), machine.
+    """The properties that a child inherits: interpreter, user, rights, limits, namespaces, cgroup
+    (container), machine.
 
-    Two processes with equal ones may start each other's ranks. Two properties that Ray changes in its workers are left
-    out: a rank takes the OOM score of its agent, and the nice value of the server that it is forked from.
+    Two processes with equal ones may start each other's ranks. Two properties that Ray changes in
+    its workers are left out: a rank takes the OOM score of its agent, and the nice value of the
+    server that it is forked from.
     """
     properties = [sys.executable, str(os.getuid()), boot_id()]
-    for kind in sorted(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")):
+    for kind in sorted(
+        getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")
+    ):
         soft, hard = resource.getrlimit(kind)
         properties.append(f"{kind} {'raised' if kind in RAISED else soft} {hard}")
     with contextlib.suppress(OSError):
@@ -187,5 +225,7 @@ def heritage() -> tuple[str, ...]:
         status = Path("/proc/self/status").read_text().splitlines()
         properties += [line for line in status if line.partition(":")[0] in STATUS]
     with contextlib.suppress(OSError):
-        properties += [os.readlink(f"/proc/self/ns/{space}") for space in sorted(os.listdir("/proc/self/ns"))]
+        properties += [
+            os.readlink(f"/proc/self/ns/{space}") for space in sorted(os.listdir("/proc/self/ns"))
+        ]
     return tuple(properties)

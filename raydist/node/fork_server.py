@@ -1,12 +1,14 @@
-"""The fork server of a node: a plain process that imports torch once, and forks the ranks from itself. (actor)
+"""The fork server of a node: a plain process that imports torch once, and forks the ranks from
+itself. (actor)
 
     python -m raydist.node.fork_server LISTEN_FD LIFELINE_FD START IDLE_S KEEP MODULE…
 
-It imports these modules at once, and those that agents name later. KEEP: 0, or it is kept for further claims (see
-node.kept_server): 1, or as long as the process of this id lives.
+It imports these modules at once, and those that agents name later. KEEP: 0, or it is kept for
+further claims (see node.kept_server): 1, or as long as the process of this id lives.
 
-It is exec'ed, not forked from a Ray worker, whose threads and gRPC would not survive a fork. It has one thread, and
-never uses CUDA. Agents send it messages of messages.server over a Unix socket, one per packet, with descriptors:
+It is exec'ed, not forked from a Ray worker, whose threads and gRPC would not survive a fork. It has
+one thread, and never uses CUDA. Agents send it messages of messages.server over a Unix socket, one
+per packet, with descriptors:
 
     Claim            the new lifeline             -> Claimed
     BeginRun
@@ -20,11 +22,12 @@ never uses CUDA. Agents send it messages of messages.server over a Unix socket, 
     GetNewestState                                -> NewestState
     SignalProcess
 
-A reply has the number of its request. Before the server imports modules it sends Busy to the other agents.
+A reply has the number of its request. Before the server imports modules it sends Busy to the other
+agents.
 
-When an agent disconnects, the server ends its ranks, writes their last state to the disk, and disconnects too. When the
-other end of the lifeline closes, because its owner ended or died, it ends everything, and itself unless it is kept. It
-ends when no agent came for IDLE_S.
+When an agent disconnects, the server ends its ranks, writes their last state to the disk, and
+disconnects too. When the other end of the lifeline closes, because its owner ended or died, it ends
+everything, and itself unless it is kept. It ends when no agent came for IDLE_S.
 """
 
 from __future__ import annotations
@@ -90,7 +93,8 @@ PR_SET_CHILD_SUBREAPER = 36
 DESCRIPTORS = 16
 """Most descriptors that come with a message."""
 WRITE_S = 600.0
-"""Longest wait for a writer of a last state that does not get on: a file server may be started again."""
+"""Longest wait for a writer of a last state that does not get on: a file server may be started
+again."""
 PROGRESS_S = 1.0
 """Seconds between two looks whether the processes that are to end get on."""
 END_S = 5.0
@@ -111,7 +115,8 @@ class Server:
     guard: int = -1
     """A descriptor of the process without which it does not stay: Ray's raylet. -1: none."""
     scattered: Iterator[int] | None = None
-    """The memory that it puts into huge pages while it has no child and nothing to do: node.huge_pages.scattered."""
+    """The memory that it puts into huge pages while it has no child and nothing to do:
+    node.huge_pages.scattered."""
     run_folders: list[str] = field(default_factory=list)
     """What to remove when the claim ends."""
     locks: list[int] = field(default_factory=list)
@@ -161,7 +166,9 @@ class Server:
                 return
             for key, _ in ready:
                 if self.selector.get_map().get(key.fd) is not key:
-                    continue  # closed since, in this round: of an agent that is gone, of a Ray that is another's now
+                    # closed since, in this round: of an agent that is gone, of a Ray that is
+                    # another's now
+                    continue
                 if key.fd == self.listener.fileno():
                     self.accept()
                 elif key.fd == wake:
@@ -181,7 +188,8 @@ class Server:
             self.reap()
 
     def accept(self) -> None:
-        """Take the connection of an agent. It waits where there are too many open files: others may be closed soon."""
+        """Take the connection of an agent. It waits where there are too many open files: others may
+        be closed soon."""
         try:
             self.selector.register(self.listener.accept()[0], selectors.EVENT_READ)
         except OSError:
@@ -189,7 +197,8 @@ class Server:
             time.sleep(0.1)
 
     def handle(self, agent: socket.socket) -> None:
-        """Handle one message of an agent, or its disconnection. No message ends the server: others need it."""
+        """Handle one message of an agent, or its disconnection. No message ends the server: others
+        need it."""
         try:
             packet, fds, flags, _ = socket.recv_fds(agent, PACKET, DESCRIPTORS)
         except OSError:
@@ -238,24 +247,38 @@ class Server:
                 self.note_fork(pid, agent, number)
             case ProgramSpec() as program:
                 self.mpi_since = self.mpi_since or time.time()
-                self.note_fork(self.fork(lambda: rank_main.run_program(program, *fds)), agent, number)
+                self.note_fork(
+                    self.fork(lambda: rank_main.run_program(program, *fds)), agent, number
+                )
             case LookAtModel() as asked:
                 self.note_fork(self.fork(lambda: look_at_model(asked, *fds)), agent, number)
             case OpenStore(kind, address):
-                self.note_fork(self.fork_child(lambda: store_process(kind, address, *fds)), agent, number)
-            case WriteCheckpoint() | ListShards() | WriteShards() | CommitShards() | DropShards() as request:
+                self.note_fork(
+                    self.fork_child(lambda: store_process(kind, address, *fds)), agent, number
+                )
+            case (
+                WriteCheckpoint()
+                | ListShards()
+                | WriteShards()
+                | CommitShards()
+                | DropShards() as request
+            ):
                 if self.memories[agent].wants_writer(request):
                     self.fork_writer(agent, request, *fds)
             case GetNewestState(run):
-                held = [each.newest_step() for each in self.memories.values() if str(each.run) == run]
+                held = [
+                    each.newest_step() for each in self.memories.values() if str(each.run) == run
+                ]
                 send_message(agent, NewestState(max(held, default=-1)), number)
             case SignalProcess(pid, signal_number) if self.owner.get(pid) is agent:
                 kill(pid, signal_number)
 
     def begin_run(self, folder: str, keep_s: float) -> None:
-        """Make the folder of a run's agents, where all of them find this server. It goes when the claim ends.
+        """Make the folder of a run's agents, where all of them find this server. It goes when the
+        claim ends.
 
-        The server makes it: a process that could be killed before it tells the server would leave it behind.
+        The server makes it: a process that could be killed before it tells the server would leave
+        it behind.
         """
         self.run_folders.append(folder)
         if not os.path.isdir(folder):  # a server of this run alone has it as its own
@@ -272,7 +295,9 @@ class Server:
             self.selector.unregister(self.guard)
             os.close(self.guard)
         self.guard = -1
-        with contextlib.suppress(OSError, AttributeError):  # it has ended; an old kernel, or no Linux
+        with contextlib.suppress(
+            OSError, AttributeError
+        ):  # it has ended; an old kernel, or no Linux
             self.guard = os.pidfd_open(pid) if pid else -1
         if self.guard >= 0:
             self.selector.register(self.guard, selectors.EVENT_READ)
@@ -280,7 +305,8 @@ class Server:
     def warm_up(self, modules: Sequence[str], asking: socket.socket | None = None) -> Warm:
         """Import the modules that ranks need, unless each rank is a new interpreter.
 
-        `asking`: the agent that waits for it. The others must not take this server for one that is stopped.
+        `asking`: the agent that waits for it. The others must not take this server for one that is
+        stopped.
         """
         folders = (*self.run_folders, self.folder)
         missing = self.start == "fork" and any(sys.modules.get(name) is None for name in modules)
@@ -299,14 +325,19 @@ class Server:
     def agents(self) -> list[socket.socket]:
         """The connections of all agents."""
         sources = [key.fileobj for key in self.selector.get_map().values()]
-        return [source for source in sources if isinstance(source, socket.socket) and source is not self.listener]
+        return [
+            source
+            for source in sources
+            if isinstance(source, socket.socket) and source is not self.listener
+        ]
 
     @property
     def folder(self) -> str:
         return os.path.dirname(str(self.listener.getsockname()))
 
     def claim(self, claimant: socket.socket, fds: list[int]) -> None:
-        """Adopt the descriptor as the lifeline, if the server is free, and no file that it imported has changed.
+        """Adopt the descriptor as the lifeline, if the server is free, and no file that it imported
+        has changed.
 
         Without a descriptor the files do not matter: nobody is going to use the server.
         """
@@ -340,10 +371,13 @@ class Server:
         send_message(agent, Forked(pid, self.forks), number)
 
     def disconnect(self, agent: socket.socket) -> None:
-        """An agent has disconnected: SIGKILL its ranks, because a rank in a collective does not handle SIGTERM."""
+        """An agent has disconnected: SIGKILL its ranks, because a rank in a collective does not
+        handle SIGTERM."""
         self.selector.unregister(agent)
         self.leaving.add(agent)
-        for pid in [pid for pid, owner in self.owner.items() if owner is agent and pid not in self.writers]:
+        for pid in [
+            pid for pid, owner in self.owner.items() if owner is agent and pid not in self.writers
+        ]:
             kill(pid, signal.SIGKILL)
 
     def fork_rank(self, spec: RankSpec, fds: list[int], agent: socket.socket) -> int:
@@ -351,13 +385,16 @@ class Server:
             raise ValueError("a rank needs a log, a channel and a heartbeat")
         memories = self.memories[agent] = SnapshotBuffers.of_run(spec, self.memories.values())
         fds = [*fds[:3], *memories.of_rank(agent, spec.env), *fds[3:]]
-        libraries = spec.env.get("LD_LIBRARY_PATH")  # the loader read it at its start: a fork can't change it
+        libraries = spec.env.get(
+            "LD_LIBRARY_PATH"
+        )  # the loader read it at its start: a fork can't change it
         forks = self.start == "fork" and libraries == os.environ.get("LD_LIBRARY_PATH")
         path = None if forks else spawn.write_spec(spec)
         server, peer = os.getpid(), process_of(agent)
 
         def become_rank() -> NoReturn:
-            # Ray has raised that of its workers, as the agent, but not that of the driver, which may own this server.
+            # Ray has raised that of its workers, as the agent, but not that of the driver, which
+            # may own this server.
             take_oom_score(peer)
             if path is not None:
                 spawn.execute_rank(spec, path, fds, server)
@@ -373,8 +410,11 @@ class Server:
         """Fork a child that ignores SIGTERM as the server does, and calls `become`; its pid."""
         return spawn.fork_child(self.close_in_child, become)
 
-    def fork_writer(self, agent: socket.socket, request: WriteCheckpoint | ShardsRequest, reply: int = -1) -> None:
-        """Fork a process that does this, and sends its events or its reply to the descriptor `reply`."""
+    def fork_writer(
+        self, agent: socket.socket, request: WriteCheckpoint | ShardsRequest, reply: int = -1
+    ) -> None:
+        """Fork a process that does this, and sends its events or its reply to the descriptor
+        `reply`."""
         memories = self.memories[agent]
         pid = self.fork_child(lambda: run_writer(memories, request, reply))
         self.owner[pid], self.writers[pid] = agent, memories if ends_save(request) else None
@@ -398,7 +438,10 @@ class Server:
             if memories := self.writers.pop(pid, None):
                 memories.unlock()
             end_session(pid)
-            code, number = max(ended_with := os.waitstatus_to_exitcode(status), 0), max(-ended_with, 0)
+            code, number = (
+                max(ended_with := os.waitstatus_to_exitcode(status), 0),
+                max(-ended_with, 0),
+            )
             if pid in self.ranks:
                 value, beat = self.ranks.pop(pid)
                 record_end(value, code, number, beat)
@@ -421,8 +464,8 @@ class Server:
     def write_owed(self, agent: socket.socket, buffers: SnapshotBuffers) -> bool:
         """Have a process write what the agent has left unwritten; whether one does.
 
-        If the kernel refuses the fork (pids.max, RLIMIT_NPROC), this process writes it. It may have threads afterwards:
-        no rank is forked from it any more, and no other run gets it.
+        If the kernel refuses the fork (pids.max, RLIMIT_NPROC), this process writes it. It may have
+        threads afterwards: no rank is forked from it any more, and no other run gets it.
         """
         while request := buffers.owed():
             try:
@@ -441,7 +484,8 @@ class Server:
     def end_all(self) -> bool:
         """Disconnect every agent, and end all children; whether all have ended.
 
-        Reports to the owner whenever the children have got on: a large state takes minutes to write.
+        Reports to the owner whenever the children have got on: a large state takes minutes to
+        write.
         """
         for agent in self.agents():
             self.disconnect(agent)
@@ -472,7 +516,9 @@ class Server:
 def send_message(agent: socket.socket, message: Message, number: int = 0) -> None:
     """Send a message. `number`: of the request to which it replies, if that has one."""
     packet = encode(message)
-    with contextlib.suppress(OSError):  # the agent has disconnected; its packet of zero bytes is still to be read
+    with contextlib.suppress(
+        OSError
+    ):  # the agent has disconnected; its packet of zero bytes is still to be read
         agent.send(numbered(number, packet) if number else packet)
 
 
@@ -484,18 +530,23 @@ def read_message(descriptor: int) -> Message:
 
 
 def look_at_model(request: LookAtModel, reply_fd: int) -> NoReturn:
-    """In a child: write why the model cannot be divided. Only the child imports what builds models."""
+    """In a child: write why the model cannot be divided. Only the child imports what builds
+    models."""
     from raydist.training import memory
 
     memory.reply_to_check(request, reply_fd)
 
 
-def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *modules: str) -> None:
-    """Detach, import the modules, serve until the lifeline closes; if kept, until nobody claims it any more."""
+def main(
+    listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *modules: str
+) -> None:
+    """Detach, import the modules, serve until the lifeline closes; if kept, until nobody claims it
+    any more."""
     import ctypes
 
     if os.fork():
-        # A Ray worker SIGKILLs its children when it ends. The server outlives it, to end the ranks and their children.
+        # A Ray worker SIGKILLs its children when it ends. The server outlives it, to end the ranks
+        # and their children.
         os._exit(0)
     os.setsid()
     if keep != "0" and sys.path[0] == os.getcwd():  # "/", from which it was launched
@@ -506,10 +557,18 @@ def main(listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for limit in fork_launcher.RAISED:  # as Ray does for its workers
         resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
-    server = Server(socket.socket(fileno=int(listen_fd)), int(lifeline_fd), start, float(idle_s) or None, keep != "0")
+    server = Server(
+        socket.socket(fileno=int(listen_fd)),
+        int(lifeline_fd),
+        start,
+        float(idle_s) or None,
+        keep != "0",
+    )
     if int(keep) > 1:
         server.stay_with(int(keep))
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() then leaves CUDA alone
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # torch.cuda.is_available() then leaves CUDA alone
     folder, code = server.folder, 1
     server.own_lock = lock_folder(folder)
     if server.keep:

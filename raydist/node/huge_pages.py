@@ -1,7 +1,8 @@
-"""A process's memory in pages of 2 MB: a fork copies an entry for each page, and its end frees them. (actor)
+"""A process's memory in pages of 2 MB: a fork copies an entry for each page, and its end frees
+them. (actor)
 
-A process that has imported torch has 280 MB in 70,000 pages of 4 KB. Its fork takes 9 to 18 ms, and the end of its
-child as long; with huge pages a seventh of that.
+A process that has imported torch has 280 MB in 70,000 pages of 4 KB. Its fork takes 9 to 18 ms, and
+the end of its child as long; with huge pages a seventh of that.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ LIBC = ctypes.CDLL(None)
 
 
 def scattered() -> Iterator[int]:
-    """Addresses in this process of what could be huge pages. Some may be, and others have never been used."""
+    """Addresses in this process of what could be huge pages. Some may be, and others have never
+    been used."""
     with contextlib.suppress(OSError):  # no Linux
         yield from could_be_huge(Path("/proc/self/maps").read_text())
 
 
 def could_be_huge(maps: str) -> Iterator[int]:
-    """Addresses of the huge pages that have room in writable private memory of no file, or in the heap."""
+    """Addresses of the huge pages that have room in writable private memory of no file, or in the
+    heap."""
     for line in maps.splitlines():
         span, mode, _, _, inode, *name = line.split(maxsplit=5)
         if mode == "rw-p" and inode == "0" and (not name or name[0] == "[heap]"):
@@ -34,8 +37,10 @@ def could_be_huge(maps: str) -> Iterator[int]:
 
 
 def collapse(address: int) -> None:
-    """Put the 2 MB at an address of `scattered` into a huge page, as madvise(2) says of MADV_COLLAPSE: 1 to 5 ms.
+    """Put the 2 MB at an address of `scattered` into a huge page, as madvise(2) says of
+    MADV_COLLAPSE: 1 to 5 ms.
 
-    Nothing happens where Linux can't. No other process may share them yet: it would keep the old pages.
+    Nothing happens where Linux can't. No other process may share them yet: it would keep the old
+    pages.
     """
     LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(HUGE), MADV_COLLAPSE)

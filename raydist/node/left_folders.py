@@ -1,6 +1,8 @@
-"""Folders of fork servers that were killed together with their agents, by a power cut for example. (either side)
+"""Folders of fork servers that were killed together with their agents, by a power cut for example.
+(either side)
 
-A server holds a lock on its folder and on those of its runs. systemd-tmpfiles leaves such folders alone, too.
+A server holds a lock on its folder and on those of its runs. systemd-tmpfiles leaves such folders
+alone, too.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import time
 from pathlib import Path
 
 AGE_S = 3600.0
-"""Age of a folder, by its own time stamp, from which on it may be one that was left: a new server has no lock yet."""
+"""Age of a folder, by its own time stamp, from which on it may be one that was left: a new server
+has no lock yet."""
 
 
 def lock_folder(folder: str) -> list[int]:
-    """A shared lock on a folder, held until the descriptor is closed; none if its file system has no locks."""
+    """A shared lock on a folder, held until the descriptor is closed; none if its file system has
+    no locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -44,7 +48,8 @@ def remove_left_folders() -> None:
 def is_left(folder: Path) -> bool:
     """Whether this is an old folder of a server, or of a run, and its server has died.
 
-    A file system without locks (NFS, for folders) may be that of other machines, where the server lives: it stays.
+    A file system without locks (NFS, for folders) may be that of other machines, where the server
+    lives: it stays.
     """
     if not os.path.lexists(folder / "server.log") or not is_old(folder):
         return False

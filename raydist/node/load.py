@@ -12,9 +12,11 @@ from raydist.messages.agent import GpuLoad, NodeLoad
 from raydist.node.counters import read_counters
 
 FIRST_S = 0.2
-"""Seconds over which the first CPU share is taken; each later one is the mean since the one before."""
+"""Seconds over which the first CPU share is taken; each later one is the mean since the one
+before."""
 MOST_PORTS = 16
-"""Ports that are told: those with the most bytes. A host of containers has hundreds of virtual interfaces."""
+"""Ports that are told: those with the most bytes. A host of containers has hundreds of virtual
+interfaces."""
 
 
 class LoadReader:
@@ -23,10 +25,12 @@ class LoadReader:
     def __init__(self) -> None:
         self._nvml: Any = None
         self._cpu: tuple[float, float] | None = None
-        """Seconds (idle, in all) of the cores at the last reading; psutil's own memory of them is one per thread."""
+        """Seconds (idle, in all) of the cores at the last reading; psutil's own memory of them is
+        one per thread."""
 
     def read(self) -> NodeLoad:
-        """CPU share of all cores, memory, GPUs, ports. It blocks: 0.2 s at first, later some milliseconds."""
+        """CPU share of all cores, memory, GPUs, ports. It blocks: 0.2 s at first, later some
+        milliseconds."""
         import psutil
 
         if self._cpu is None:
@@ -47,7 +51,9 @@ def cpu_seconds() -> tuple[float, float]:
     import psutil
 
     times = psutil.cpu_times()
-    beside = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # Linux counts them in user and nice too
+    beside = getattr(times, "guest", 0.0) + getattr(
+        times, "guest_nice", 0.0
+    )  # Linux counts them in user and nice too
     return times.idle + getattr(times, "iowait", 0.0), sum(times) - beside
 
 
@@ -63,7 +69,8 @@ def read_ports() -> dict[str, tuple[int, int]]:
 
 
 def open_nvml() -> Any:
-    """pynvml, initialised: that of nvidia-ml-py if it is installed, else Ray's copy; None without an NVIDIA driver."""
+    """pynvml, initialised: that of nvidia-ml-py if it is installed, else Ray's copy; None without
+    an NVIDIA driver."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -80,7 +87,10 @@ def gpu_loads(nvml: Any) -> list[GpuLoad]:
     for index in range(nvml.nvmlDeviceGetCount()):
         gpu = nvml.nvmlDeviceGetHandleByIndex(index)
         memory = told(nvml.nvmlDeviceGetMemoryInfo, gpu)
-        busy, milliwatts = told(nvml.nvmlDeviceGetUtilizationRates, gpu), told(nvml.nvmlDeviceGetPowerUsage, gpu)
+        busy, milliwatts = (
+            told(nvml.nvmlDeviceGetUtilizationRates, gpu),
+            told(nvml.nvmlDeviceGetPowerUsage, gpu),
+        )
         found.append(
             {
                 "util": None if busy is None else busy.gpu / 100,

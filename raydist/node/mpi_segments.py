@@ -1,4 +1,5 @@
-"""Removes shared memory that killed MPI ranks left in /dev/shm, which else stays until a reboot. (actor)"""
+"""Removes shared memory that killed MPI ranks left in /dev/shm, which else stays until a reboot.
+(actor)"""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ INITIAL = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF}
 """The inodes of the namespaces that a machine boots with (Linux, include/linux/proc_ns.h)."""
 
 
-def remove_leftovers(since: float, folder: Path = Path("/dev/shm"), proc: Path = Path("/proc")) -> None:
+def remove_leftovers(
+    since: float, folder: Path = Path("/dev/shm"), proc: Path = Path("/proc")
+) -> None:
     """Remove the segments of this user that are younger than `since` and that no process maps."""
     if shares_memory_with_unseen_processes():
         return
@@ -21,7 +24,11 @@ def remove_leftovers(since: float, folder: Path = Path("/dev/shm"), proc: Path =
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
             status = path.lstat()
-            if NAMES.fullmatch(path.name) and status.st_uid == os.getuid() and status.st_ctime >= since:
+            if (
+                NAMES.fullmatch(path.name)
+                and status.st_uid == os.getuid()
+                and status.st_ctime >= since
+            ):
                 segments.append(path)
     mapped = mapped_files(folder, proc) if segments else set()
     for path in segments:
@@ -30,11 +37,14 @@ def remove_leftovers(since: float, folder: Path = Path("/dev/shm"), proc: Path =
 
 
 def shares_memory_with_unseen_processes() -> bool:
-    """Return whether this is a container with the host's /dev/shm (--ipc=host, hostIPC) and processes of its own.
+    """Return whether this is a container with the host's /dev/shm (--ipc=host, hostIPC) and
+    processes of its own.
 
     Another container's MPI job may use a segment there, and this /proc does not show its processes.
     """
-    initial = {kind: os.stat(f"/proc/self/ns/{kind}").st_ino == inode for kind, inode in INITIAL.items()}
+    initial = {
+        kind: os.stat(f"/proc/self/ns/{kind}").st_ino == inode for kind, inode in INITIAL.items()
+    }
     return initial["ipc"] and not initial["pid"]
 
 

@@ -1,4 +1,5 @@
-"""NCCL's log of one rank: passes it on for fabric.debug, and checks its network for fabric.strict. (actor)"""
+"""NCCL's log of one rank: passes it on for fabric.debug, and checks its network for fabric.strict.
+(actor)"""
 
 from __future__ import annotations
 
@@ -32,19 +33,25 @@ class NcclLog:
         return data
 
     def refusal(self) -> str:
-        """Why the rank must end: NCCL uses sockets; empty otherwise. The log is not read again once NCCL has chosen."""
+        """Why the rank must end: NCCL uses sockets; empty otherwise. The log is not read again once
+        NCCL has chosen."""
         if not self._undecided:
             return ""
         log = nccl_log.parse_nccl_log(read_bytes(self._path, CHUNK).decode(errors="replace"))
         self._undecided = not log.network
         if log.network != nccl_log.SOCKET:
             return ""
-        return f"fabric.strict: NCCL took NET/{nccl_log.SOCKET}" + (f": {log.why_not}" if log.why_not else "")
+        return f"fabric.strict: NCCL took NET/{nccl_log.SOCKET}" + (
+            f": {log.why_not}" if log.why_not else ""
+        )
 
 
 def read_nccl_output(nccl_file: Path, rank_log: Path) -> str:
-    """NCCL's log: from its own file, or from the rank's log, mixed with the rank's output, if it has no file."""
-    return read_bytes(nccl_file if nccl_file.exists() else rank_log, MAX_BYTES).decode(errors="replace")
+    """NCCL's log: from its own file, or from the rank's log, mixed with the rank's output, if it
+    has no file."""
+    return read_bytes(nccl_file if nccl_file.exists() else rank_log, MAX_BYTES).decode(
+        errors="replace"
+    )
 
 
 def read_bytes(path: Path, most: int, offset: int = 0) -> bytes:

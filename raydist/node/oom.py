@@ -1,4 +1,5 @@
-"""Whether the kernel's OOM killer ended a process: its counters before and after, and its log. (actor)"""
+"""Whether the kernel's OOM killer ended a process: its counters before and after, and its log.
+(actor)"""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ from pathlib import Path
 from raydist.shared.cgroup import lineage, memory_limit
 from raydist.shared.sysfs import counter, read_text
 
-KILLED = re.compile(r"ut of memory: Killed process (\d+) .*?anon-rss:(\d+)kB(?:.*?shmem-rss:(\d+)kB)?")
-"""The kernel's log line (mm/oom_kill.c, `__oom_kill_process`), for a cgroup and for the whole machine."""
+KILLED = re.compile(
+    r"ut of memory: Killed process (\d+) .*?anon-rss:(\d+)kB(?:.*?shmem-rss:(\d+)kB)?"
+)
+"""The kernel's log line (mm/oom_kill.c, `__oom_kill_process`), for a cgroup and for the whole
+machine."""
 NOT_KERNEL, ANOTHER = "SIGKILL was not sent by the kernel's OOM killer", "another process sent it"
 
 
@@ -34,11 +38,17 @@ class Count:
 def read_count(pid: int | str, root: Path = Path("/")) -> Count:
     """The counters now, for the cgroup of a living process."""
     group = memory_cgroup(pid, root)
-    return Count(group, cgroup_kills(group), counter(read_text(root / "proc/vmstat"), "oom_kill"), time.monotonic())
+    return Count(
+        group,
+        cgroup_kills(group),
+        counter(read_text(root / "proc/vmstat"), "oom_kill"),
+        time.monotonic(),
+    )
 
 
 def oom_verdict(pid: int, before: Count, root: Path = Path("/")) -> tuple[str, bool]:
-    """Why a process got SIGKILL after `before` (empty: unknown), and whether the kernel's OOM killer sent it."""
+    """Why a process got SIGKILL after `before` (empty: unknown), and whether the kernel's OOM
+    killer sent it."""
     held_bytes = logged_bytes(pid, before.at, root)
     kills = new_kills(before)
     if held_bytes is None and not kills:
@@ -52,7 +62,11 @@ def oom_verdict(pid: int, before: Count, root: Path = Path("/")) -> tuple[str, b
         return "" if kills is None else text, False
     held = f", it held {bytes_text(held_bytes)}" if held_bytes else ""
     limit = memory_limit(before.group)
-    room = f"; its cgroup may have {bytes_text(limit)}" if limit and kills else "; the machine had no more"
+    room = (
+        f"; its cgroup may have {bytes_text(limit)}"
+        if limit and kills
+        else "; the machine had no more"
+    )
     return f"out of memory: the kernel's out-of-memory killer chose it{held}{room}", True
 
 
@@ -63,15 +77,23 @@ def new_kills(before: Count) -> int | None:
 
 
 def killed_beside(before: Count) -> str:
-    """A possible cause of a failure other than SIGKILL: OOM kills in the cgroup since `before`; empty if none."""
+    """A possible cause of a failure other than SIGKILL: OOM kills in the cgroup since `before`;
+    empty if none."""
     killed = new_kills(before) or 0
-    return f"the kernel's out-of-memory killer ended {killed} of its cgroup's processes meanwhile" if killed > 0 else ""
+    return (
+        f"the kernel's out-of-memory killer ended {killed} of its cgroup's processes meanwhile"
+        if killed > 0
+        else ""
+    )
 
 
 def memory_cgroup(pid: int | str, root: Path) -> Path | None:
     """The innermost memory cgroup of a process that counts OOM kills; None if unknown."""
     files = ("memory.events", "memory.oom_control")
-    return next((group for group in lineage(pid, root) if any((group / name).exists() for name in files)), None)
+    return next(
+        (group for group in lineage(pid, root) if any((group / name).exists() for name in files)),
+        None,
+    )
 
 
 def cgroup_kills(group: Path | None) -> int | None:
@@ -83,12 +105,18 @@ def cgroup_kills(group: Path | None) -> int | None:
 
 
 def logged_bytes(pid: int, since: float, root: Path) -> int | None:
-    """The bytes that a process held when the kernel killed it after `since`; None if the kernel's log has no line."""
+    """The bytes that a process held when the kernel killed it after `since`; None if the kernel's
+    log has no line."""
     held = None
     for line in kernel_log(root / "dev/kmsg"):
         prefix, _, text = line.partition(";")
         at = prefix.split(",")[2:3]
-        if (match := KILLED.search(text)) and int(match[1]) == pid and at and int(at[0]) / 1e6 >= since - 1:
+        if (
+            (match := KILLED.search(text))
+            and int(match[1]) == pid
+            and at
+            and int(at[0]) / 1e6 >= since - 1
+        ):
             held = (int(match[2]) + int(match[3] or 0)) * 1024
     return held
 
@@ -99,7 +127,9 @@ def kernel_log(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            while record := os.read(descriptor, 8192):  # one record each; BlockingIOError at the end
+            while record := os.read(
+                descriptor, 8192
+            ):  # one record each; BlockingIOError at the end
                 records += record.decode(errors="replace").splitlines()
         finally:
             os.close(descriptor)

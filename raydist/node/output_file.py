@@ -13,7 +13,8 @@ FREED_AT_ONCE = 1 << 22
 
 
 class OutputFile:
-    """The file that a rank appends to. Its beginning stays, because NCCL's log is in it; the driver has all of it."""
+    """The file that a rank appends to. Its beginning stays, because NCCL's log is in it; the driver
+    has all of it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b", buffering=0)
@@ -23,7 +24,10 @@ class OutputFile:
         """At most so many further bytes."""
         data = self._file.read(most)
         while self._file.tell() - self._freed >= FREED_AT_ONCE:
-            with contextlib.suppress(OSError), self._map() as part:  # the file system can't: the file stays as it is
+            with (
+                contextlib.suppress(OSError),
+                self._map() as part,
+            ):  # the file system can't: the file stays as it is
                 part.madvise(mmap.MADV_REMOVE)
             self._freed += FREED_AT_ONCE
         return data

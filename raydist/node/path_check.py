@@ -35,7 +35,13 @@ async def _check_url(url: str, env: Mapping[str, str]) -> str:
     own_env = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "raydist.state.object_store", url, env=own_env, stdout=pipe, stderr=pipe
+        sys.executable,
+        "-m",
+        "raydist.state.object_store",
+        url,
+        env=own_env,
+        stdout=pipe,
+        stderr=pipe,
     )
     try:
         output, errors = await process.communicate()

@@ -1,11 +1,12 @@
-"""Connections between every two nodes on the training addresses: reachability, round trip, clocks, MTU. (actor)
+"""Connections between every two nodes on the training addresses: reachability, round trip, clocks,
+MTU. (actor)
 
-Each node listens on a port that the kernel chose, as the store, gloo and NCCL do, and calls all others. A call finds
-out whether a connection succeeds, the time of a round trip, the difference of the two clocks, and whether packets of
-full size pass in both directions.
+Each node listens on a port that the kernel chose, as the store, gloo and NCCL do, and calls all
+others. A call finds out whether a connection succeeds, the time of a round trip, the difference of
+the two clocks, and whether packets of full size pass in both directions.
 
-A request is a length and that number of bytes; the reply is the peer's clock and the same bytes. The first request of a
-connection is the secret of the check-up: a caller without it gets no reply.
+A request is a length and that number of bytes; the reply is the peer's clock and the same bytes.
+The first request of a connection is the secret of the check-up: a caller without it gets no reply.
 """
 
 from __future__ import annotations
@@ -81,11 +82,15 @@ class Connection(asyncio.Protocol):
             self._trusted = self._trusted or hmac.compare_digest(request, self._listener.secret)
             if not self._trusted:
                 return self._transport.close()
-            cast(asyncio.Transport, self._transport).write(CLOCK.pack(self._listener.clock()) + request)
+            cast(asyncio.Transport, self._transport).write(
+                CLOCK.pack(self._listener.clock()) + request
+            )
         return None
 
 
-async def call_peer(peer: Peer, secret: bytes, timeout: float, clock: Callable[[], float] = time.time) -> Trip:
+async def call_peer(
+    peer: Peer, secret: bytes, timeout: float, clock: Callable[[], float] = time.time
+) -> Trip:
     """Call one peer. `timeout`: seconds for the connection, and again for all requests."""
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*peer), timeout)
@@ -101,12 +106,17 @@ async def call_peer(peer: Peer, secret: bytes, timeout: float, clock: Callable[[
         return Trip("fine", "", *min(timings))
     except (asyncio.TimeoutError, TimeoutError):
         if len(timings) == PINGS:
-            return Trip("stalled", f"{PAYLOAD >> 10} KiB did not come back within {timeout:g} s", *min(timings))
+            return Trip(
+                "stalled",
+                f"{PAYLOAD >> 10} KiB did not come back within {timeout:g} s",
+                *min(timings),
+            )
         return Trip("silent", f"connected, then no answer within {timeout:g} s")
     except (OSError, EOFError) as error:
         return Trip("broken", f"connected, then {error_text(error)}")
     finally:
-        writer.transport.abort()  # not close(), which would wait for the bytes that a stalled peer does not take
+        # not close(), which would wait for the bytes that a stalled peer does not take
+        writer.transport.abort()
 
 
 async def measure(
@@ -116,7 +126,8 @@ async def measure(
     clock: Callable[[], float],
     timings: list[tuple[float, float]],
 ) -> None:
-    """Append (round trip, lead of the peer's clock) of each short request, in seconds; then send a long request."""
+    """Append (round trip, lead of the peer's clock) of each short request, in seconds; then send a
+    long request."""
     for _ in range(PINGS):
         began, at = time.perf_counter(), clock()
         peer_time = await send_request(reader, writer, secret)
@@ -132,7 +143,9 @@ def error_text(error: Exception) -> str:
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 
-async def send_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> float:
+async def send_request(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
+) -> float:
     """Send a request; the peer's clock when it received it."""
     writer.write(LENGTH.pack(len(request)) + request)
     peer_time: float = CLOCK.unpack(await reader.readexactly(CLOCK.size))[0]
@@ -142,7 +155,8 @@ async def send_request(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
 
 
 async def call_all(peers: Sequence[Peer], own: int, secret: bytes, timeout: float) -> list[Trip]:
-    """Call every peer except number `own`; the trips in order of the peers, a fine one for `own`."""
+    """Call every peer except number `own`; the trips in order of the peers, a fine one for
+    `own`."""
 
     async def one(index: int) -> Trip:
         async with limit:

@@ -1,4 +1,5 @@
-"""Signals, awaits and ends processes with their children; reads their state and their recorded error. (actor)"""
+"""Signals, awaits and ends processes with their children; reads their state and their recorded
+error. (actor)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SIGNAL_S = 0.2
 
 
 def kill(pid: int, number: int) -> None:
-    """Send a signal to a child; SIGKILL to its process group, or to it alone if it has not made one yet."""
+    """Send a signal to a child; SIGKILL to its process group, or to it alone if it has not made one
+    yet."""
     with contextlib.suppress(ProcessLookupError):
         if number == signal.SIGKILL and os.getpgid(pid) == pid:
             os.killpg(pid, number)
@@ -39,7 +41,8 @@ def wait_one() -> tuple[int, int] | None:
 
 
 def end_session(session: int) -> None:
-    """SIGKILL the processes that a dead rank left, as DataLoader workers; this subreaper is now their parent."""
+    """SIGKILL the processes that a dead rank left, as DataLoader workers; this subreaper is now
+    their parent."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(session, signal.SIGKILL)
     for pid in children_of(os.getpid()):
@@ -49,9 +52,11 @@ def end_session(session: int) -> None:
 
 
 def end_children(within: float) -> bool:
-    """SIGKILL all children, and the orphans that thereby become children of this subreaper; whether all have ended.
+    """SIGKILL all children, and the orphans that thereby become children of this subreaper; whether
+    all have ended.
 
-    `within`: seconds. The kernel may not end a child that waits for a dead file server or a lost GPU (state D).
+    `within`: seconds. The kernel may not end a child that waits for a dead file server or a lost
+    GPU (state D).
     """
     until = time.monotonic() + within
     while kill_children():
@@ -74,7 +79,9 @@ def children_of(pid: int) -> list[int]:
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as listed:
             return [int(child) for child in listed.read().split()]
-    except FileNotFoundError:  # not Linux, or a kernel without the file: only groups and sessions can be ended
+    except (
+        FileNotFoundError
+    ):  # not Linux, or a kernel without the file: only groups and sessions can be ended
         return []
 
 
@@ -95,7 +102,8 @@ def recorded_error(file: Path | None) -> RecordedError | None:
 
 
 def process_state(pid: int) -> tuple[str, float]:
-    """The state letter of a process (proc(5)), and the CPU seconds that it has used; ("", 0.0) if unknown."""
+    """The state letter of a process (proc(5)), and the CPU seconds that it has used; ("", 0.0) if
+    unknown."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -104,21 +112,26 @@ def process_state(pid: int) -> tuple[str, float]:
 
 
 def process_of(peer: socket.socket) -> int:
-    """The id of the process that has connected to a Unix socket (SO_PEERCRED of unix(7): pid, uid, gid)."""
+    """The id of the process that has connected to a Unix socket (SO_PEERCRED of unix(7): pid, uid,
+    gid)."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[0])
 
 
 def take_oom_score(other: int) -> None:
-    """Raise the OOM score adjustment of this process to that of another one (proc_pid_oom_score_adj(5))."""
+    """Raise the OOM score adjustment of this process to that of another one
+    (proc_pid_oom_score_adj(5))."""
     with contextlib.suppress(OSError, ValueError):  # it has ended
         score = int(Path(f"/proc/{other}/oom_score_adj").read_text())
-        if score > int(Path("/proc/self/oom_score_adj").read_text()):  # lowering it takes CAP_SYS_RESOURCE
+        if score > int(
+            Path("/proc/self/oom_score_adj").read_text()
+        ):  # lowering it takes CAP_SYS_RESOURCE
             Path("/proc/self/oom_score_adj").write_text(str(score))
 
 
 def work_done(pid: int) -> tuple[float, int]:
-    """The CPU seconds that a process has used and the bytes that it has written: it waits while neither grows."""
+    """The CPU seconds that a process has used and the bytes that it has written: it waits while
+    neither grows."""
     written = 0
     with contextlib.suppress(OSError, ValueError):  # it has ended, or the kernel does not count
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
@@ -127,8 +140,11 @@ def work_done(pid: int) -> tuple[float, int]:
 
 
 async def main_stack(pid: int, file: Path, send_signal: Callable[[], object]) -> str:
-    """The stack of a rank's main thread, which its handler of STACKS_SIGNAL writes to a file; empty if it has none."""
-    if not catches(pid, STACKS_SIGNAL) or process_state(pid)[0] in "Tt":  # it would end it, or be answered too late
+    """The stack of a rank's main thread, which its handler of STACKS_SIGNAL writes to a file; empty
+    if it has none."""
+    if (
+        not catches(pid, STACKS_SIGNAL) or process_state(pid)[0] in "Tt"
+    ):  # it would end it, or be answered too late
         return ""
     with contextlib.suppress(OSError):  # it has just ended
         os.truncate(file, 0)
@@ -144,5 +160,7 @@ def catches(pid: int, number: int) -> bool:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    mask = next(
+        (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
+    )
     return bool(int(mask, 16) >> (number - 1) & 1)

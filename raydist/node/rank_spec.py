@@ -30,9 +30,10 @@ def complete_spec(
 ) -> RankSpec:
     """The driver's request, completed with the paths and variables of this node.
 
-    `folder`: the run's on this node. `error_file`: where a program writes its exception, if it is one. `mpi_env`,
-    `mpi_cpus`: the variables that mpirun sets for the rank, and the CPUs to which it binds it. ConfigError: another
-    user of this node may have put the job's folder or its code there.
+    `folder`: the run's on this node. `error_file`: where a program writes its exception, if it is
+    one. `mpi_env`, `mpi_cpus`: the variables that mpirun sets for the rank, and the CPUs to which
+    it binds it. ConfigError: another user of this node may have put the job's folder or its code
+    there.
     """
     cwd = request.cwd if os.path.isdir(request.cwd) else os.getcwd()
     if request.driver != machine_id():
@@ -44,26 +45,38 @@ def complete_spec(
     if error_file is not None:
         env["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     return RankSpec(
-        rank=request.rank, env=env, job=request.job, argv=request.argv, script=request.script,
+        rank=request.rank,
+        env=env,
+        job=request.job,
+        argv=request.argv,
+        script=request.script,
         cwd=cwd,
         sys_path=rank_search_path(request.sys_path),
-        value=str(folder / f"rank-{request.rank}.value"), call=str(folder / CALL) if request.call else None,
+        value=str(folder / f"rank-{request.rank}.value"),
+        call=str(folder / CALL) if request.call else None,
         cpus=mpi_cpus or request.cpus,
-    )  # fmt: skip
+    )
 
 
 def refuse_code_of_others(request: StartRank, cwd: str) -> None:
-    """ConfigError if another user of this node may have put the folder `cwd`, or the job's file, where they are.
+    """ConfigError if another user of this node may have put the folder `cwd`, or the job's file,
+    where they are.
 
     /tmp/project of the driver's machine, for example, where this node has another one, or none yet.
     """
     for path in (cwd, code_file(request, cwd)):
         if path and (found := of_others(Path(path))):
             host = socket.gethostname()
-            whose = f"belongs to uid {found.lstat().st_uid}" if os.path.lexists(found) else "does not exist"
+            whose = (
+                f"belongs to uid {found.lstat().st_uid}"
+                if os.path.lexists(found)
+                else "does not exist"
+            )
             raise ConfigError(
-                f"{found} on {host} {whose}, and every user of {host} may write to {found.parent}: its code could be "
-                "anybody's; set working_dir=. to send this folder, or put it where only you can write"
+                f"{found} on {host} {whose}, and every user of {host} may write to "
+                f"{found.parent}: its code could be "
+                "anybody's; set working_dir=. to send this folder, or put it where only you can "
+                "write"
             )
 
 

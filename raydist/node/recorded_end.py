@@ -1,4 +1,5 @@
-"""What a node knows of a run whose agents are stopped: how a rank ended, in a file; the newest state. (actor)"""
+"""What a node knows of a run whose agents are stopped: how a rank ended, in a file; the newest
+state. (actor)"""
 
 from __future__ import annotations
 
@@ -35,24 +36,29 @@ def record_end(value: str, code: int, signal: int, beat: int) -> None:
 
 
 def read_end(run: str, node_id: str, rank: int) -> RecordedEnd | None:
-    """How this rank ended in the newest attempt, and its value; None if it runs, or nothing is known."""
+    """How this rank ended in the newest attempt, and its value; None if it runs, or nothing is
+    known."""
     base = run_folder_here(run, node_id) / f"rank-{rank}"
     try:
         code, signal, at, step, phase = json.loads(Path(f"{base}.value.end").read_text())
     except (OSError, ValueError):
         return None
-    end = RankEnd(code, signal, at, step=step, phase=phase, error=recorded_error(Path(f"{base}.error.json")))
+    end = RankEnd(
+        code, signal, at, step=step, phase=phase, error=recorded_error(Path(f"{base}.error.json"))
+    )
     return RecordedEnd(end, read_value(base))
 
 
 def read_value(base: Path) -> RankValue:
-    """What the job of a rank returned or raised, pickled. `base`: the rank's files without their endings."""
+    """What the job of a rank returned or raised, pickled. `base`: the rank's files without their
+    endings."""
     value, error = (Path(f"{base}.value{end}") for end in ("", ".error"))
     return RankValue(*(path.read_bytes() if path.exists() else None for path in (value, error)))
 
 
 def newest_state(run: str, node_id: str) -> int | None:
-    """The step of the newest state of a run that its fork server holds here; -1: none. None: it does not answer."""
+    """The step of the newest state of a run that its fork server holds here; -1: none. None: it
+    does not answer."""
     folder = run_folder_here(run, node_id)
     reply = kept_server.ask(folder, GetNewestState(str(folder)))
     return reply.step if isinstance(reply, NewestState) else None

@@ -1,4 +1,5 @@
-"""The rendezvous TCPStore, served on the training address by a process that outlives rank 0. (actor)"""
+"""The rendezvous TCPStore, served on the training address by a process that outlives rank 0.
+(actor)"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def store_process(kind: str, address: str, reply_fd: int) -> NoReturn:
-    """In a child of the fork server: open the store, write StoreOpened to `reply_fd`, hold the store."""
+    """In a child of the fork server: open the store, write StoreOpened to `reply_fd`, hold the
+    store."""
     os.setsid()
     from raydist.node.rendezvous_http import open_http_store
 
@@ -47,8 +49,8 @@ def hold_store(address: str) -> tuple[Callable[[], None], StoreAddress]:
 def open_store(address: str) -> tuple[TCPStore, int]:
     """Open a TCPStore on a port that the kernel chooses; the store and its port.
 
-    TCPStore would listen on all interfaces; with a bound socket it listens only there. The port is bound from the
-    start, not chosen and bound later, so that no other job can take it in between.
+    TCPStore would listen on all interfaces; with a bound socket it listens only there. The port is
+    bound from the start, not chosen and bound later, so that no other job can take it in between.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -1,4 +1,5 @@
-"""Horovod's rendezvous: its key-value store over HTTP, on the training address only, behind a secret. (actor)
+"""Horovod's rendezvous: its key-value store over HTTP, on the training address only, behind a
+secret. (actor)
 
 Horovod's C++ (gloo_context.cc, http_store.cc of 0.28.1) opens a connection for each request:
 
@@ -6,13 +7,14 @@ Horovod's C++ (gloo_context.cc, http_store.cc of 0.28.1) opens a connection for 
     GET /scope/key       200 with the value, or 404 if it is missing: Horovod asks again 10 ms later
     DELETE /scope/rank   the rank is connected to all others of the scope
 
-So 1,024 ranks ask a million times, each time by a new connection. That takes a process 0.16 to 0.2 ms of CPU, half of
-it the kernel's: three minutes. (Without asyncio's streams it would be a sixth less.) gloo's own full mesh ends before.
+So 1,024 ranks ask a million times, each time by a new connection. That takes a process 0.16 to 0.2
+ms of CPU, half of it the kernel's: three minutes. (Without asyncio's streams it would be a sixth
+less.) gloo's own full mesh ends before.
 
-It has no authentication, and Horovod's own server listens on all interfaces. But it builds its URL as plain text,
-http://ADDR:PORT/scope/key, so an ADDR of `10.0.0.1:41234/SECRET` makes each request go to
-http://10.0.0.1:41234/SECRET:41234/scope/key. A process without the secret can neither read nor store an
-address.
+It has no authentication, and Horovod's own server listens on all interfaces. But it builds its URL
+as plain text, http://ADDR:PORT/scope/key, so an ADDR of `10.0.0.1:41234/SECRET` makes each request
+go to http://10.0.0.1:41234/SECRET:41234/scope/key. A process without the secret can neither read
+nor store an address.
 """
 
 from __future__ import annotations
@@ -37,9 +39,12 @@ REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found"}
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """A listening socket on a port that the kernel chose, and its address for Horovod: `address:port/secret`."""
+    """A listening socket on a port that the kernel chose, and its address for Horovod:
+    `address:port/secret`."""
     if ":" in address:
-        raise OSError(f"{address}: Horovod's rendezvous uses IPv4 only; set fabric.interface=<one with IPv4>")
+        raise OSError(
+            f"{address}: Horovod's rendezvous uses IPv4 only; set fabric.interface=<one with IPv4>"
+        )
     listener = socket.create_server((address, 0), backlog=4096)
     return listener, f"{address}:{listener.getsockname()[1]}/{secrets.token_urlsafe(24)}"
 
@@ -48,7 +53,9 @@ def open_http_store(address: str) -> tuple[Callable[[], None], StoreAddress]:
     """Open the store; a function that serves it until the process ends, and its address."""
     listener, address_text = listen(address)
     secret = address_text.partition("/")[2]
-    return lambda: asyncio.run(serve(listener, secret)), StoreAddress(listener.getsockname()[1], secret)
+    return lambda: asyncio.run(serve(listener, secret)), StoreAddress(
+        listener.getsockname()[1], secret
+    )
 
 
 async def serve(listener: socket.socket, secret: str) -> None:
@@ -68,7 +75,9 @@ def serving(address: str) -> Iterator[str]:
     listener, address_text = listen(address)
     loop = asyncio.new_event_loop()
     task = loop.create_task(serve(listener, address_text.partition("/")[2]))
-    thread = threading.Thread(target=run_until_done, args=(loop, task), name="horovod-rendezvous", daemon=True)
+    thread = threading.Thread(
+        target=run_until_done, args=(loop, task), name="horovod-rendezvous", daemon=True
+    )
     thread.start()
     try:
         yield address_text
@@ -107,7 +116,13 @@ class Store:
             status, value = await self._respond(method, name, body)
         except PermissionError:
             status, value = 403, b""
-        except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.TimeoutError, OSError):
+        except (
+            ValueError,
+            asyncio.IncompleteReadError,
+            asyncio.LimitOverrunError,
+            asyncio.TimeoutError,
+            OSError,
+        ):
             status, value = 400, b""
         head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Length: {len(value)}\r\n\r\n"
         with contextlib.suppress(ConnectionError):
@@ -133,8 +148,8 @@ class Store:
             for waiting in self._awaited.pop(name, ()):
                 waiting.set()
         elif method == "DELETE":
-            # All ranks of the scope are connected before the first DELETE, so no rank needs this address any more. It
-            # must be gone for an init() that follows a shutdown().
+            # All ranks of the scope are connected before the first DELETE, so no rank needs this
+            # address any more. It must be gone for an init() that follows a shutdown().
             scope, _, key = name.partition("/")
             for old in (name, f"{scope}/rank_{key}"):
                 self._values.pop(old, None)

@@ -1,7 +1,8 @@
 """Write a sharded state to the disk: each node writes the shards in its memory. (actor)
 
-All of it happens in a writer process, a child of the fork server, for one request of the driver (launch/flush.py): the
-newest states of a run that can't continue, or those that the ranks have put into SAVE_SLOT while they train.
+All of it happens in a writer process, a child of the fork server, for one request of the driver
+(launch/flush.py): the newest states of a run that can't continue, or those that the ranks have put
+into SAVE_SLOT while they train.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ AT_ONCE = 4
 """Files that a node writes at a time: one thread does not hash as fast as disks write."""
 
 
-def answer_request(descriptors: Descriptors, folder: StoragePath, request: ShardsRequest) -> ShardsReply | None:
+def answer_request(
+    descriptors: Descriptors, folder: StoragePath, request: ShardsRequest
+) -> ShardsReply | None:
     """Do what the driver asks for. `folder`: the checkpoints of the run, as this node sees them."""
     if isinstance(request, WriteShards | CommitShards | DropShards) and request.folder:
         folder = parse_path(request.folder)
@@ -80,7 +83,8 @@ def list_shards(descriptors: Descriptors, folder: StoragePath) -> HeldShards:
 
 
 def parts_in(descriptors: Descriptors) -> Iterator[tuple[RankPart, int, bool]]:
-    """Each rank's part in these memories, its step, and whether it is a copy. Its tensors share the memory."""
+    """Each rank's part in these memories, its step, and whether it is a copy. Its tensors share the
+    memory."""
     from raydist.state.distributed_checkpoint import RankPart
     from raydist.state.snapshot import SnapshotBuffer
 
@@ -98,12 +102,20 @@ def saved_parts(descriptors: Descriptors, step: int) -> list[RankPart]:
     from raydist.state.distributed_checkpoint import RankPart
     from raydist.state.snapshot import SnapshotBuffer
 
-    pages = {descriptor: os.pread(descriptor, PAGE, 0) for _, descriptor in sorted(descriptors.items())}
-    there = [descriptor for descriptor, page in pages.items() if step in complete_slots(page, (SAVE_SLOT,))]
+    pages = {
+        descriptor: os.pread(descriptor, PAGE, 0) for _, descriptor in sorted(descriptors.items())
+    }
+    there = [
+        descriptor
+        for descriptor, page in pages.items()
+        if step in complete_slots(page, (SAVE_SLOT,))
+    ]
     return [RankPart(**SnapshotBuffer(each).read(SAVE_SLOT, clone="none")["own"]) for each in there]
 
 
-def write_shards(descriptors: Descriptors, beside: StoragePath, request: WriteShards) -> WrittenShards:
+def write_shards(
+    descriptors: Descriptors, beside: StoragePath, request: WriteShards
+) -> WrittenShards:
     """Write the parts of some ranks. RuntimeError: their memory holds another step now."""
     from raydist.state.distributed_checkpoint import begin_writing, write_part
 
@@ -117,17 +129,28 @@ def write_shards(descriptors: Descriptors, beside: StoragePath, request: WriteSh
     begin_writing(beside)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         written = [*pool.map(lambda rank: write_part(beside, by_rank[rank]), request.ranks)]
-    # a slot loses its step before its first byte changes: the ranks of a later attempt may have saved another one
+    # a slot loses its step before its first byte changes: the ranks of a later attempt may have
+    # saved another one
     if request.folder and len(saved_parts(descriptors, request.step)) != len(parts):
         raise RuntimeError(f"the state of step {request.step} was replaced while it was written")
-    return WrittenShards({name: asdict(facts) for files in written for name, facts in files.items()})
+    return WrittenShards(
+        {name: asdict(facts) for files in written for name, facts in files.items()}
+    )
 
 
-def commit_shards(folder: StoragePath, beside: StoragePath, request: CommitShards) -> SavedShards | UnseenShards:
+def commit_shards(
+    folder: StoragePath, beside: StoragePath, request: CommitShards
+) -> SavedShards | UnseenShards:
     """Make a checkpoint of the files that all nodes have written, if this node sees them."""
     from raydist.state.distributed_checkpoint import commit
 
     files = {name: FileFacts(**facts) for name, facts in request.files.items()}
     kept, ranks = Checkpoint(keep=request.keep, best=request.best), request.world_size
-    missing = commit(folder, beside, request.step, ranks, files, kept, request.metrics, request.reported)
-    return UnseenShards(missing, str(folder)) if missing else SavedShards(str(folder / f"step-{request.step:08d}"))
+    missing = commit(
+        folder, beside, request.step, ranks, files, kept, request.metrics, request.reported
+    )
+    return (
+        UnseenShards(missing, str(folder))
+        if missing
+        else SavedShards(str(folder / f"step-{request.step:08d}"))
+    )

@@ -1,4 +1,5 @@
-"""The snapshot memories of a node: its fork server holds them, its writer processes write them to disk. (actor)"""
+"""The snapshot memories of a node: its fork server holds them, its writer processes write them to
+disk. (actor)"""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raydist.messages.server import RankSpec, WriteCheckpoint
-from raydist.messages.shards import CommitShards, DropShards, ListShards, ShardsRequest, WriterFailed, WriteShards
+from raydist.messages.shards import (
+    CommitShards,
+    DropShards,
+    ListShards,
+    ShardsRequest,
+    WriterFailed,
+    WriteShards,
+)
 from raydist.messages.wire import encode
 from raydist.node import shards
 from raydist.shared import env_names
@@ -41,14 +49,16 @@ if TYPE_CHECKING:
     from raydist.state.snapshot import SnapshotBuffer
 
 BESIDE_THEM = 5
-"""The nice value of a process that writes a checkpoint while ranks train: with as many ranks as cores it takes a
-quarter of a core from one of them, not half. Where Linux shares CPU time among sessions (sched_autogroup_enabled, and
-no CPU cgroup) it changes nothing, because the writer is a session of its own."""
+"""The nice value of a process that writes a checkpoint while ranks train: with as many ranks as
+cores it takes a quarter of a core from one of them, not half. Where Linux shares CPU time among
+sessions (sched_autogroup_enabled, and no CPU cgroup) it changes nothing, because the writer is a
+session of its own."""
 
 
 @dataclass(eq=False)
 class SnapshotBuffers:
-    """Those of one run on this node, by local rank. They outlive the ranks, and end with the last agent of the run."""
+    """Those of one run on this node, by local rank. They outlive the ranks, and end with the last
+    agent of the run."""
 
     run: Path
     """The run's folder on this node."""
@@ -66,14 +76,22 @@ class SnapshotBuffers:
         if found is not None:
             return found
         named = spec.env.get(env_names.CHECKPOINTS)
-        return cls(run, parse_path(named) if named else Path(spec.env.get(env_names.RUN_DIR, run)) / "checkpoints")
+        return cls(
+            run,
+            parse_path(named)
+            if named
+            else Path(spec.env.get(env_names.RUN_DIR, run)) / "checkpoints",
+        )
 
     def of_rank(self, agent: socket.socket, env: Mapping[str, str]) -> tuple[int, int]:
-        """Descriptors of the memories of a rank and of the first rank on this node; -1 without memfd_create."""
+        """Descriptors of the memories of a rank and of the first rank on this node; -1 without
+        memfd_create."""
         self.agents.add(agent)
         local = int(env.get("LOCAL_RANK", "0"))
         self.first |= env.get("RANK") == "0"
-        for each in sorted({0, local} - self.descriptors.keys()) if hasattr(os, "memfd_create") else ():
+        for each in (
+            sorted({0, local} - self.descriptors.keys()) if hasattr(os, "memfd_create") else ()
+        ):
             self.descriptors[each] = os.memfd_create(f"raydist-snapshot-{each}")
             os.pwrite(self.descriptors[each], blank_page(), 0)
         if local == 0:
@@ -86,8 +104,8 @@ class SnapshotBuffers:
             os.pwrite(self.descriptors[0], blank_page()[:WORD], LOCK)
 
     def owed(self) -> WriteCheckpoint | None:
-        """What the last agent that leaves may not have had written: a checkpoint that rank 0 asked for, then the newest
-        state. Each once at most."""
+        """What the last agent that leaves may not have had written: a checkpoint that rank 0 asked
+        for, then the newest state. Each once at most."""
         if not self.first or len(self.agents) > 1:
             return None
         if self._owes_checkpoint():
@@ -96,7 +114,8 @@ class SnapshotBuffers:
         return WriteCheckpoint() if self.has_state() else None
 
     def _owes_checkpoint(self) -> bool:
-        """Whether rank 0 has asked for a checkpoint of a whole state, which is not on the disk yet."""
+        """Whether rank 0 has asked for a checkpoint of a whole state, which is not on the disk
+        yet."""
         page = os.pread(self.descriptors[0], PAGE, 0) if 0 in self.descriptors else blank_page()
         locked = read_words(page, LOCK, 1)[0]
         return locked >= 0 and bool(read_words(page, at_slot(locked), SLOT_WORDS)[-1])
@@ -104,15 +123,19 @@ class SnapshotBuffers:
     def has_state(self) -> bool:
         """Whether there is a whole state of the first rank here.
 
-        The writer process finds out whether it is on the disk already: a file server that hangs would hang the fork
-        server too, which must be able to end ranks.
+        The writer process finds out whether it is on the disk already: a file server that hangs
+        would hang the fork server too, which must be able to end ranks.
         """
         return 0 in self.descriptors and bool(whole_slots(os.pread(self.descriptors[0], PAGE, 0)))
 
     def newest_step(self) -> int:
-        """The newest step of a state here, of a rank's part of one, or of a checkpoint to be written; -1: none."""
+        """The newest step of a state here, of a rank's part of one, or of a checkpoint to be
+        written; -1: none."""
         pages = [os.pread(descriptor, PAGE, 0) for descriptor in self.descriptors.values()]
-        return max((step for page in pages for step in complete_slots(page, (*range(SLOTS), SAVE_SLOT))), default=-1)
+        return max(
+            (step for page in pages for step in complete_slots(page, (*range(SLOTS), SAVE_SLOT))),
+            default=-1,
+        )
 
     def wants_writer(self, request: WriteCheckpoint | ShardsRequest) -> bool:
         """Whether there is anything to do for a writer process."""
@@ -125,8 +148,12 @@ class SnapshotBuffers:
 
     def has_shards(self) -> bool:
         """Whether these memories hold parts of ranks, and no whole state."""
-        pages = {local: os.pread(descriptor, PAGE, 0) for local, descriptor in self.descriptors.items()}
-        kept = any(complete_slots(page) or complete_slots(page, REPLICA_SLOTS) for page in pages.values())
+        pages = {
+            local: os.pread(descriptor, PAGE, 0) for local, descriptor in self.descriptors.items()
+        }
+        kept = any(
+            complete_slots(page) or complete_slots(page, REPLICA_SLOTS) for page in pages.values()
+        )
         return kept and not whole_slots(pages[0])
 
     def release(self, agent: socket.socket) -> None:
@@ -153,21 +180,31 @@ def ends_save(request: WriteCheckpoint | ShardsRequest) -> bool:
     return not isinstance(request, ListShards | WriteShards)
 
 
-def run_writer(memories: SnapshotBuffers, request: WriteCheckpoint | ShardsRequest, reply: int) -> NoReturn:
-    """In a new child of the fork server: do this; send the events or the reply to the socket `reply` (-1: to none)."""
+def run_writer(
+    memories: SnapshotBuffers, request: WriteCheckpoint | ShardsRequest, reply: int
+) -> NoReturn:
+    """In a new child of the fork server: do this; send the events or the reply to the socket
+    `reply` (-1: to none)."""
     os.setsid()
     try:
         if runs_beside_ranks(request):
             os.nice(BESIDE_THEM)
         if isinstance(request, WriteCheckpoint):
-            lines = [json.dumps(each).encode() for each in write_checkpoint(memories.descriptors, request.last)]
+            lines = [
+                json.dumps(each).encode()
+                for each in write_checkpoint(memories.descriptors, request.last)
+            ]
         else:
             answer = shards.answer_request(memories.descriptors, memories.checkpoints, request)
             lines = [] if answer is None else [encode(answer)]
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         if isinstance(request, WriteCheckpoint):
-            lines = [json.dumps(event("warning", text=f"a checkpoint could not be written: {why}")).encode()]
+            lines = [
+                json.dumps(
+                    event("warning", text=f"a checkpoint could not be written: {why}")
+                ).encode()
+            ]
         else:
             lines = [encode(WriterFailed(why))]
     if reply >= 0:
@@ -190,18 +227,22 @@ def write_checkpoint(descriptors: Mapping[int, int], last: bool) -> list[Event]:
 
 
 def last_state(memory: SnapshotBuffer, descriptors: Mapping[int, int]) -> SaveRequest | None:
-    """The newest snapshot as a checkpoint; None if one of that step, or a later one, is on the disk."""
+    """The newest snapshot as a checkpoint; None if one of that step, or a later one, is on the
+    disk."""
     step, slot = max(memory.steps.items())
     request = memory.read_request(LAST_SLOT, slot)
     if checkpoint_files.is_saved(request.folder, step):
         return None
     loss = float(memory.read(slot, clone="none")["own"]["loss"])
     random = random_states(descriptors, step, request.world_size)
-    return replace(request, step=step, state={**request.state, "random": random}, metrics={"loss": loss})
+    return replace(
+        request, step=step, state={**request.state, "random": random}, metrics={"loss": loss}
+    )
 
 
 def random_states(descriptors: Mapping[int, int], step: int, world_size: int) -> Any:
-    """The random generators of all ranks at this step; empty if some are on other nodes or were not kept.
+    """The random generators of all ranks at this step; empty if some are on other nodes or were not
+    kept.
 
     A run that continues from the checkpoint then seeds them anew.
     """

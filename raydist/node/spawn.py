@@ -1,4 +1,5 @@
-"""Children of the fork server: forks of it, and ranks in a new interpreter where a fork is unsafe. (actor)"""
+"""Children of the fork server: forks of it, and ranks in a new interpreter where a fork is unsafe.
+(actor)"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def fork_rank(close: Callable[[], None], become: Callable[[], NoReturn]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         become()
 
-    # The server ignores SIGTERM. Blocked, one for the new rank waits until the rank has its default handler.
+    # The server ignores SIGTERM. Blocked, one for the new rank waits until the rank has its default
+    # handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return fork_child(close, with_sigterm)
@@ -53,7 +55,9 @@ def fork_rank(close: Callable[[], None], become: Callable[[], NoReturn]) -> int:
 def write_spec(spec: RankSpec) -> Path:
     """Write the spec where the new interpreter reads it."""
     path = Path(f"{spec.value}.spec")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds the environment
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
+    )  # it holds the environment
     with os.fdopen(descriptor, "wb") as file:
         file.write(encode(spec))
     return path
@@ -62,8 +66,9 @@ def write_spec(spec: RankSpec) -> Path:
 def execute_rank(spec: RankSpec, path: Path, fds: list[int], server: int) -> NoReturn:
     """In a child of the fork server: become a new interpreter, which reads the spec at `path`.
 
-    The server forks this child as any other: it reaps the child itself, and the child ends with the server from its
-    first moment. `subprocess` would reap it behind the server's back. `server`: the server's process id.
+    The server forks this child as any other: it reaps the child itself, and the child ends with the
+    server from its first moment. `subprocess` would reap it behind the server's back. `server`: the
+    server's process id.
     """
     redirect(fds[0])
     for fd in fds:

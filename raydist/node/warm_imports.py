@@ -20,8 +20,9 @@ from raydist.messages.server import Warm
 from raydist.shared.imports import uncollected
 
 GPU_DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
-"""A process has one of these open once it has used CUDA or ROCm, even if only to ask whether there is a GPU. NVML, by
-which torch asks instead where PYTORCH_NVML_BASED_CUDA_CHECK is set, opens others."""
+"""A process has one of these open once it has used CUDA or ROCm, even if only to ask whether there
+is a GPU. NVML, by which torch asks instead where PYTORCH_NVML_BASED_CUDA_CHECK is set, opens
+others."""
 FileState = tuple[int, int, int, int]
 """Of a file: mtime and ctime in nanoseconds, size in bytes, inode."""
 
@@ -54,7 +55,8 @@ def keep_operators() -> None:
 
 
 def uses_gpu(descriptors: Path = Path("/proc/self/fd")) -> bool:
-    """Whether this process has used a GPU. Its forks could not: they would train on the CPU, or fail oddly."""
+    """Whether this process has used a GPU. Its forks could not: they would train on the CPU, or
+    fail oddly."""
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized():
         return True
@@ -69,7 +71,8 @@ def uses_gpu(descriptors: Path = Path("/proc/self/fd")) -> bool:
 class ImportedFiles:
     """The files that this process has imported, each with its state at that time.
 
-    States are compared for equality: the clock of a file server may differ from that of this machine.
+    States are compared for equality: the clock of a file server may differ from that of this
+    machine.
     """
 
     def __init__(self) -> None:
@@ -77,7 +80,8 @@ class ImportedFiles:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside the block, note the state of each file before it is imported: it may be changed in the meantime."""
+        """Inside the block, note the state of each file before it is imported: it may be changed in
+        the meantime."""
         known = sys.meta_path
         known.insert(known.index(PathFinder) if PathFinder in known else len(known), self)
         try:
@@ -90,7 +94,9 @@ class ImportedFiles:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find a module as Python does, and note its file (a meta path finder)."""
-        spec = None if name in sys.builtin_module_names else PathFinder.find_spec(name, path, target)
+        spec = (
+            None if name in sys.builtin_module_names else PathFinder.find_spec(name, path, target)
+        )
         if spec is not None and spec.has_location and spec.origin:
             self._states[spec.origin] = file_state(spec.origin)
         return spec
@@ -102,7 +108,10 @@ class ImportedFiles:
 
     def changed(self) -> bool:
         """Whether a file is not there any more, or not as it was when it was imported."""
-        return any((now := file_state(file)) is None or now != self._states.get(file) for file in module_files())
+        return any(
+            (now := file_state(file)) is None or now != self._states.get(file)
+            for file in module_files()
+        )
 
 
 def module_files() -> set[str]:
@@ -124,7 +133,8 @@ def file_state(path: str) -> FileState | None:
 
 @contextlib.contextmanager
 def ends_with(lifeline: int, folders: Sequence[str]) -> Iterator[None]:
-    """End this process and remove `folders` if the lifeline closes while it imports modules, when nothing reads it."""
+    """End this process and remove `folders` if the lifeline closes while it imports modules, when
+    nothing reads it."""
 
     def end(*_: object) -> None:
         for folder in folders:
@@ -139,6 +149,7 @@ def ends_with(lifeline: int, folders: Sequence[str]) -> Iterator[None]:
         if select.select([lifeline], [], [], 0)[0]:  # it closed before the signal was set up
             end()
         yield
-    finally:  # afterwards the server ends its ranks, and writes the last state, before it ends itself
+    finally:
+        # afterwards the server ends its ranks, and writes the last state, before it ends itself
         fcntl.fcntl(lifeline, fcntl.F_SETFL, flags)
         signal.signal(signal.SIGIO, signal.SIG_DFL)

@@ -1,4 +1,5 @@
-"""An agent's way to writer processes, which write checkpoints beside its rank; and messages as lines. (actor)"""
+"""An agent's way to writer processes, which write checkpoints beside its rank; and messages as
+lines. (actor)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 class Writer:
     """Has the fork server fork writer processes, one at a time, and reads what they send."""
 
-    def __init__(self, server: ForkClient, add_event: Callable[[Event], None], spawn: Spawn) -> None:
+    def __init__(
+        self, server: ForkClient, add_event: Callable[[Event], None], spawn: Spawn
+    ) -> None:
         """`spawn`: makes a task that ends with the agent."""
         self._server, self._add_event, self._spawn = server, add_event, spawn
         self._reply: ShardsReply | None = None
@@ -75,7 +78,8 @@ async def read_messages(
     take: Callable[[Message], None],
     opened: Callable[[asyncio.StreamWriter], None] = lambda _: None,
 ) -> None:
-    """Read lines until the other end closes: events, and messages of the protocol. `opened`: gets the way back."""
+    """Read lines until the other end closes: events, and messages of the protocol. `opened`: gets
+    the way back."""
     reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 26)
     opened(writer)
     with contextlib.suppress(OSError, ValueError):

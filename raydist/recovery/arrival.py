@@ -1,4 +1,5 @@
-"""When all ranks had met and the first step was done; after a restart, what the restart cost. (pure)"""
+"""When all ranks had met and the first step was done; after a restart, what the restart cost.
+(pure)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Arrival:
     joined: dict[int, float] = field(default_factory=dict)
     """When each rank joined."""
     stepped: float | None = None
-    """When a step was first reported. A loop without collectives may report it before all ranks have joined."""
+    """When a step was first reported. A loop without collectives may report it before all ranks
+    have joined."""
 
     def add(self, event: Event) -> dict[str, float]:
         """Read one event; return the seconds of each part of the launch that it completes."""
@@ -35,7 +37,11 @@ class Arrival:
         if self.met is None or (self.met, self.stepped) == before:
             return {}
         parts = {} if before[0] else {"rendezvous": self.met - self.began}
-        return parts if self.stepped is None else {**parts, "first step": max(0.0, self.stepped - self.met)}
+        return (
+            parts
+            if self.stepped is None
+            else {**parts, "first step": max(0.0, self.stepped - self.met)}
+        )
 
 
 @dataclass
@@ -48,7 +54,8 @@ class RestartCost:
     stepped: bool = False
 
     def add(self, rank: int, event: Event) -> dict[str, Any] | None:
-        """Read one event of a rank; return the facts of the event `restarted` once, at the first step."""
+        """Read one event of a rank; return the facts of the event `restarted` once, at the first
+        step."""
         if rank != 0 or self.stepped:
             return None
         if event["kind"] == "begin":
@@ -58,6 +65,9 @@ class RestartCost:
         self.stepped, step = True, event["step"]
         repeated = max(0, self.retry.reached - (step - 1 if self.resumed is None else self.resumed))
         return {
-            "number": self.retry.failures, "step": step, "s": event["t"] - self.retry.since, "repeated": repeated,
+            "number": self.retry.failures,
+            "step": step,
+            "s": event["t"] - self.retry.since,
+            "repeated": repeated,
             "resized": self.retry.cause is None,
-        }  # fmt: skip
+        }

@@ -1,4 +1,5 @@
-"""Attempt after attempt: what each starts from, how it ends, what follows it, and what the run ends with. (driver)"""
+"""Attempt after attempt: what each starts from, how it ends, what follows it, and what the run ends
+with. (driver)"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
 
 SAVED_S = 10.0
-"""Longest wait for the last state of a run whose agents are all gone: their fork servers have it written."""
+"""Longest wait for the last state of a run whose agents are all gone: their fork servers have it
+written."""
 
 
 class Attempts:
@@ -43,7 +45,8 @@ class Attempts:
         self._unwritten = ""
         """Why no agent could have the last state written."""
         self._held: int | None = None
-        """The step of that state, as the fork server of rank 0 knows; -1: there is none. None: nobody knows."""
+        """The step of that state, as the fork server of rank 0 knows; -1: there is none. None:
+        nobody knows."""
 
     @property
     def made(self) -> int:
@@ -56,9 +59,13 @@ class Attempts:
             case Retry(elsewhere=False) as retry:
                 attempt = self._in_place(job, group, retry)
             case Retry() as retry:
-                self._events.say("placed", number=retry.number, moved=list(range(group.plan.world_size)))
+                self._events.say(
+                    "placed", number=retry.number, moved=list(range(group.plan.world_size))
+                )
                 group.first_world_size = len(self._past[0].ends)
-                attempt = run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
+                attempt = run_attempt(
+                    job, self._call, group, self._events, self._checkpoints, retry
+                )
             case _:
                 attempt = run_attempt(job, self._call, group, self._events, self._checkpoints)
         self._past.append(attempt)
@@ -67,16 +74,19 @@ class Attempts:
         return self._next
 
     def leave(self, job: Job, group: WorkerGroup) -> None:
-        """No other attempt with this group: save the last state, and conclude the run unless it continues elsewhere."""
+        """No other attempt with this group: save the last state, and conclude the run unless it
+        continues elsewhere."""
         if isinstance(self._next, Retry):
-            # all ranks leave, not only those on drained nodes: Ray cannot move part of a placement group
+            # all ranks leave, not only those on drained nodes: Ray cannot move part of a placement
+            # group
             self._events.say("restart", **self._next.as_event(job.restart))
             self._flush(group)
         elif self._next is not None:
             self.outcome = self._conclude(job, group, self._next)
 
     def concluded(self) -> Attempt:
-        """The outcome, once the agents are ended: a fork server that lost them has the last state written."""
+        """The outcome, once the agents are ended: a fork server that lost them has the last state
+        written."""
         assert self.outcome is not None, "the run is not over"
         left_alone = any(end.how == "lost" or end.silent for end in self.outcome.ends)
         wait_s = SAVED_S if self._unwritten else 0.0
@@ -92,12 +102,15 @@ class Attempts:
         self.outcome = replace(self._past[-1], error=error, earlier=tuple(self._past[:-1]))
 
     def _in_place(self, job: Job, group: WorkerGroup, retry: Retry) -> Attempt:
-        """A retry in the same placement; if that is impossible, the attempt before it with the error."""
+        """A retry in the same placement; if that is impossible, the attempt before it with the
+        error."""
         if retry.cause is None:
             self._events.say("regroup", number=retry.number, text=self._past[-1].resize)
         else:
             self._events.say("restart", **retry.as_event(job.restart))
-        if policy.is_drained(self._past[-1]):  # the nodes that stay have the state in memory, but they may go too
+        if policy.is_drained(
+            self._past[-1]
+        ):  # the nodes that stay have the state in memory, but they may go too
             self._flush(group)
         try:
             gone = {end.rank for end in self._past[-1].ends if end.gone}
@@ -114,7 +127,8 @@ class Attempts:
             self._events.say("warning", text=why)
 
     def _conclude(self, job: Job, group: WorkerGroup, decision: GiveUp) -> Attempt:
-        """All attempts as one. If the last one failed, its last state is on the disk when this returns."""
+        """All attempts as one. If the last one failed, its last state is on the disk when this
+        returns."""
         last = self._past[-1]
         group.give_up({end.rank for end in last.ends if end.gone})
         group.finish_saves()
@@ -122,15 +136,21 @@ class Attempts:
         if last.error is not None or first_cause(last.ends) is not None:
             self._unwritten = group.flush()
             if self._unwritten and any(end.rank == 0 and end.silent for end in last.ends):
-                self._held = group.newest_state(SAVED_S)  # now: its fork server goes on once the agents are ended
+                self._held = group.newest_state(
+                    SAVED_S
+                )  # now: its fork server goes on once the agents are ended
         values, exceptions = unpack_all(group.values())
         earlier = tuple(self._past[:-1])
-        return replace(last, values=values, exceptions=exceptions, earlier=earlier, why_last=decision.reason)
+        return replace(
+            last, values=values, exceptions=exceptions, earlier=earlier, why_last=decision.reason
+        )
 
 
 def settled(job: Job, plan: Plan) -> Job:
     """The job with `backend=auto` and `restart.max=null` replaced by what they mean for it."""
-    return replace(job, backend=replace(job.backend, name=plan.request.backend), restart=policy.rule(job))
+    return replace(
+        job, backend=replace(job.backend, name=plan.request.backend), restart=policy.rule(job)
+    )
 
 
 def run_attempt(
@@ -141,8 +161,11 @@ def run_attempt(
     checkpoints: run_storage.RunCheckpoints,
     retry: Retry | None = None,
 ) -> Attempt:
-    """Start the ranks, and supervise them until all have ended. `retry`: why, if it is not the first attempt."""
-    job = sized(job, group.first_world_size, group.plan.world_size, group.plan.slots[0].local_world_size)
+    """Start the ranks, and supervise them until all have ended. `retry`: why, if it is not the
+    first attempt."""
+    job = sized(
+        job, group.first_world_size, group.plan.world_size, group.plan.slots[0].local_world_size
+    )
     with mpi.launching(job, group):
         resume = checkpoints.variables(lambda text: events.say("warning", text=text))
         variables = rank_variables(job, group, resume)
@@ -155,12 +178,15 @@ def run_attempt(
             return explained(Attempt(ends), events, group.rendezvous.attempt)
         supervisor = Supervisor(group, events, Path(job.dir) / "logs", job, retry)
         attempt = Attempt(ends=supervisor.run(), error=supervisor.stopped, resize=supervisor.resize)
-        group.record_attempt(first_cause(attempt.ends) if attempt.error is None else None, supervisor.slow)
+        group.record_attempt(
+            first_cause(attempt.ends) if attempt.error is None else None, supervisor.slow
+        )
         return explained(attempt, events, group.rendezvous.attempt)
 
 
 def lost_at_start(group: WorkerGroup, error: LaunchError) -> list[End]:
-    """How the ranks of an attempt ended if a node was lost as they were started; empty if none was."""
+    """How the ranks of an attempt ended if a node was lost as they were started; empty if none
+    was."""
     group.stop(range(group.plan.world_size), 0.0)  # those on other nodes may run
     lost = set(group.lost_ranks())
     now, cause = time.time(), error.__cause__ or error
@@ -174,7 +200,8 @@ def lost_at_start(group: WorkerGroup, error: LaunchError) -> list[End]:
 
 
 def explained(attempt: Attempt, events: Events, number: int = 0) -> Attempt:
-    """The attempt with the text of its failure, which the event `failure` has too; unchanged if no rank failed."""
+    """The attempt with the text of its failure, which the event `failure` has too; unchanged if no
+    rank failed."""
     first = first_cause(attempt.ends)
     if first is None or attempt.error is not None:
         return attempt
@@ -184,23 +211,33 @@ def explained(attempt: Attempt, events: Events, number: int = 0) -> Attempt:
 
 
 def sized(job: Job, first: int, ranks: int, per_node: int) -> Job:
-    """Rescale gradient accumulation for `ranks` ranks so that the global batch stays what it was on `first` ranks.
+    """Rescale gradient accumulation for `ranks` ranks so that the global batch stays what it was on
+    `first` ranks.
 
-    Ranks of a tp group and stages of a pipeline have the same samples, and count once. `per_node`: ranks of each node.
-    A rank's part of one pass does not grow beyond its size on `first` ranks, because the rank's memory may not hold
-    more, as long as the global batch has a sample for every rank in every pass.
+    Ranks of a tp group and stages of a pipeline have the same samples, and count once. `per_node`:
+    ranks of each node. A rank's part of one pass does not grow beyond its size on `first` ranks,
+    because the rank's memory may not hold more, as long as the global batch has a sample for every
+    rank in every pass.
     """
     if job.scale.max_nodes is None or job.data.resize == "scale":
         return job
     first, ranks = (mesh_shape(job.parallel, number, per_node).data for number in (first, ranks))
     batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * first
     passes = min(math.ceil(job.train.accumulate * first / ranks), max(1, batch // ranks))
-    return replace(job, data=replace(job.data, global_batch=batch), train=replace(job.train, accumulate=passes))
+    return replace(
+        job, data=replace(job.data, global_batch=batch), train=replace(job.train, accumulate=passes)
+    )
 
 
 def rank_variables(job: Job, group: WorkerGroup, resume: list[EnvVar]) -> list[list[EnvVar]]:
-    """Each rank's environment. `resume`: the checkpoint to resume from, and where checkpoints go."""
+    """Each rank's environment. `resume`: the checkpoint to resume from, and where checkpoints
+    go."""
     for variable in resume:
         if variable.name == env_names.RESUME and variable.value and not group.rendezvous.attempt:
-            group.require_visible(f"resume={variable.value}", f"{variable.value}/meta.json", "each rank reads it")
-    return [[*own, *resume] for own in network_variables.plan_variables(job, group.plan, group.facts, group.rendezvous)]
+            group.require_visible(
+                f"resume={variable.value}", f"{variable.value}/meta.json", "each rank reads it"
+            )
+    return [
+        [*own, *resume]
+        for own in network_variables.plan_variables(job, group.plan, group.facts, group.rendezvous)
+    ]

@@ -1,4 +1,5 @@
-"""How the ranks of an attempt ended -> the first cause, the reason for it, and the text that a person reads. (pure)"""
+"""How the ranks of an attempt ended -> the first cause, the reason for it, and the text that a
+person reads. (pure)"""
 
 from __future__ import annotations
 
@@ -30,33 +31,43 @@ NETWORK_TYPES = frozenset(
         "BrokenPipeError",
     }
 )
-"""Exceptions that the death of another rank causes (torch/distributed/__init__.py, horovod/common/exceptions.py)."""
+"""Exceptions that the death of another rank causes (torch/distributed/__init__.py,
+horovod/common/exceptions.py)."""
 
 NETWORK_WORDS = re.compile(
-    r"gloo/transport/|Connection (closed|reset) by peer|Connection refused|Broken pipe|monitoredBarrier"
-    r"|NCCL (error|watchdog|communicator was aborted)|ncclRemoteError|ncclSystemError|unhandled system error"
+    r"gloo/transport/|Connection (closed|reset) by peer|Connection refused|Broken "
+    r"pipe|monitoredBarrier"
+    r"|NCCL (error|watchdog|communicator was aborted)|ncclRemoteError|ncclSystemError|unhandled "
+    r"system error"
     r"|[Ww]atchdog caught collective|collective operation timeout|Horovod has been shut down"
     r"|The client socket has (timed out|failed)|wait timeout after \d+ ?ms",
 )
-"""Messages after the death of a peer: of gloo and TCPStore (torch 2.15, one of three ranks killed), NCCL, Horovod."""
+"""Messages after the death of a peer: of gloo and TCPStore (torch 2.15, one of three ranks killed),
+NCCL, Horovod."""
 
 DISAGREE = re.compile(
     r"data size doesn't match expected size|op\.preamble\.length"
     r"|Mismatched (?:[A-Z]+ tensor|data types|operations|reduction operation|prescale)"
 )
-"""Messages of gloo (when it aborts) and of Horovod (an error on all ranks) if ranks call different collectives."""
+"""Messages of gloo (when it aborts) and of Horovod (an error on all ranks) if ranks call different
+collectives."""
 
 LAST_WORDS = re.compile(
-    r"^ *what\(\): +(.+)|^(F\d{4} .+)|^((?:double free|(?:free|malloc|realloc|munmap_chunk)\(\)|corrupted ).*)",
+    r"^ *what\(\): +(.+)|^(F\d{4} .+)|^((?:double "
+    r"free|(?:free|malloc|realloc|munmap_chunk)\(\)|corrupted ).*)",
     re.MULTILINE,
 )
 """The messages of C++, glog's checks and glibc before they abort."""
 
 MEANINGS = {
-    signal.SIGKILL: "from the kernel's out-of-memory killer, see dmesg on the node, or from another process: kill -9",
-    signal.SIGSEGV: "native code accessed invalid memory; the stack of each thread is at the end of the log",
-    signal.SIGBUS: "a memory-mapped file could not grow, most often because /dev/shm is full (docker: --shm-size)",
-    signal.SIGABRT: "native code aborted: a failed check, or a collective that timed out; see the end of the log",
+    signal.SIGKILL: "from the kernel's out-of-memory killer, see dmesg on the node, or from "
+    "another process: kill -9",
+    signal.SIGSEGV: "native code accessed invalid memory; the stack of each thread is at the end "
+    "of the log",
+    signal.SIGBUS: "a memory-mapped file could not grow, most often because /dev/shm is full "
+    "(docker: --shm-size)",
+    signal.SIGABRT: "native code aborted: a failed check, or a collective that timed out; see "
+    "the end of the log",
     signal.SIGILL: "an instruction that this CPU lacks: a library was built for another CPU",
     signal.SIGFPE: "an integer division by zero in native code",
     signal.SIGTERM: "another process or the cluster asked it to terminate",
@@ -67,21 +78,30 @@ MEANINGS = {
 
 
 def is_victim(end: End) -> bool:
-    """Whether another rank may have caused this end: that rank is given time to fail before the cause is chosen."""
+    """Whether another rank may have caused this end: that rank is given time to fail before the
+    cause is chosen."""
     return _guilt(end) > 0
 
 
 def first_cause(ends: Iterable[End]) -> End | None:
     """The first cause: the failure that caused the others; None if no rank failed.
 
-    Failures that no other rank can cause come first, then aborts, then network errors. Time decides only between equal
-    ones: ranks that wait for a dead rank often fail before the driver sees the death.
+    Failures that no other rank can cause come first, then aborts, then network errors. Time decides
+    only between equal ones: ranks that wait for a dead rank often fail before the driver sees the
+    death.
     """
-    failed = sorted((end for end in ends if end.failed), key=lambda end: (_guilt(end), end.at, end.rank))
+    failed = sorted(
+        (end for end in ends if end.failed), key=lambda end: (_guilt(end), end.at, end.rank)
+    )
     first = next(iter(failed), None)
     if first is not None and first.how == "exited":
-        # MPI's ranks, and programs that catch the error, may exit with a code before the driver sees what caused it.
-        killed = (end for end in failed if end.how == "killed" and not _guilt(end) and end.at - first.at < ECHO_S)
+        # MPI's ranks, and programs that catch the error, may exit with a code before the driver
+        # sees what caused it.
+        killed = (
+            end
+            for end in failed
+            if end.how == "killed" and not _guilt(end) and end.at - first.at < ECHO_S
+        )
         return next(killed, first)
     return min(_together(first, failed), key=lambda end: end.rank) if first is not None else None
 
@@ -93,17 +113,24 @@ def last_words(log: str) -> str:
 
 
 def disagree(end: End) -> bool:
-    """Whether ranks called different collectives. The rank that failed need not be the one that is wrong."""
+    """Whether ranks called different collectives. The rank that failed need not be the one that is
+    wrong."""
     return end.how in ("raised", "killed") and DISAGREE.search(end.message) is not None
 
 
 def _together(first: End, ends: Iterable[End]) -> list[End]:
-    """This end and those with the same cause: the ranks of a node are lost together, and reported one by one."""
-    return [end for end in ends if end is first or (end.how == first.how == "lost" and end.host == first.host)]
+    """This end and those with the same cause: the ranks of a node are lost together, and reported
+    one by one."""
+    return [
+        end
+        for end in ends
+        if end is first or (end.how == first.how == "lost" and end.host == first.host)
+    ]
 
 
 def _guilt(end: End) -> int:
-    """0: no other rank causes this. 1: an abort, by its own check or by a watchdog. 2: a network error."""
+    """0: no other rank causes this. 1: an abort, by its own check or by a watchdog. 2: a network
+    error."""
     if disagree(end):
         return 0
     if end.how == "raised" and (end.type in NETWORK_TYPES or NETWORK_WORDS.search(end.message)):
@@ -112,7 +139,8 @@ def _guilt(end: End) -> int:
 
 
 def failure_text(ends: Sequence[End]) -> str:
-    """For a person: the first cause with its log and the end of its traceback, the other failures in a few lines."""
+    """For a person: the first cause with its log and the end of its traceback, the other failures
+    in a few lines."""
     first = first_cause(ends)
     if first is None:
         return ""
@@ -135,40 +163,68 @@ def blame_reason(ends: Sequence[End]) -> str:
     others = [end for end in ends if end.failed and end is not first]
     victims = [end for end in others if _guilt(end) > _guilt(first)]
     if first.how == "hung":
-        return "what the ranks were doing when they were silent: " + first.message.partition("\n")[0]
+        return (
+            "what the ranks were doing when they were silent: " + first.message.partition("\n")[0]
+        )
     if first.how == "drained":
         return "the cluster drains its node; nothing has failed"
     if disagree(first):
-        return "its collective did not match another rank's; only the job can tell which of the two is wrong"
+        return (
+            "its collective did not match another rank's; only the job can tell which of the "
+            "two is wrong"
+        )
     if is_victim(first):
         done = _finished_before(first, ends)
-        known = f"{_name_ranks(done)} had finished before" if done else "the rank that failed first is not known"
+        known = (
+            f"{_name_ranks(done)} had finished before"
+            if done
+            else "the rank that failed first is not known"
+        )
         return f"{known}; all errors are typical of losing a peer"
     if not others:
         return "the only rank that failed; the others were stopped because of it"
     if len(victims) == len(others):
         errors = (
-            f"{_name_ranks(victims)}'s error is" if len(victims) == 1 else f"the errors of {_name_ranks(victims)} are"
+            f"{_name_ranks(victims)}'s error is"
+            if len(victims) == 1
+            else f"the errors of {_name_ranks(victims)} are"
         )
-        return f"{errors} typical of losing a peer; rank {first.rank}'s failure is not caused by other ranks"
+        return (
+            f"{errors} typical of losing a peer; rank {first.rank}'s failure is not caused by "
+            "other ranks"
+        )
     if len(lost := _together(first, ends)) + len(victims) == len(others) + 1:
         return f"{_name_ranks(lost)} were lost together, with their node or actor on {first.host}"
     rival = min((end for end in others if end not in victims), key=lambda end: (end.at, end.rank))
     if rival.at < first.at:
         return f"rank {rival.rank} exited first, as programs do when a peer is killed"
     rivals = len(others) + 1 - len(victims)
-    return f"the first of {rivals} possible causes, {rival.at - first.at:.3f} s before rank {rival.rank}"
+    return (
+        f"the first of {rivals} possible causes, {rival.at - first.at:.3f} s before rank "
+        f"{rival.rank}"
+    )
 
 
 def failure_facts(first: End, ends: Sequence[End]) -> dict[str, Any]:
     """The facts of the event `failure`."""
     others = [end for end in ends if end.failed and end is not first]
     return {
-        "cause": asdict(first), "text": failure_text(ends), "reason": blame_reason(ends),
-        "reached": max(end.step for end in ends), "ended": max(end.at for end in ends),
-        "others": [{"rank": end.rank, "host": end.host, "how": end.how, "step": end.step, "words": short_cause(end)}
-                   for end in others],
-    }  # fmt: skip
+        "cause": asdict(first),
+        "text": failure_text(ends),
+        "reason": blame_reason(ends),
+        "reached": max(end.step for end in ends),
+        "ended": max(end.at for end in ends),
+        "others": [
+            {
+                "rank": end.rank,
+                "host": end.host,
+                "how": end.how,
+                "step": end.step,
+                "words": short_cause(end),
+            }
+            for end in others
+        ],
+    }
 
 
 def where(end: End) -> str:
@@ -183,9 +239,17 @@ def describe_end(end: End) -> str:
     if end.how == "raised":
         return f"{end.type}: {end.message}" if end.message else end.type
     if end.how == "killed":
-        usual = MEANINGS.get(signal.Signals(end.signal), "") if end.signal in set(signal.Signals) else ""
+        usual = (
+            MEANINGS.get(signal.Signals(end.signal), "")
+            if end.signal in set(signal.Signals)
+            else ""
+        )
         meaning = end.why or usual
-        return f"killed by {_signal_name(end.signal)}" + (f" ({meaning})" if meaning else "") + _said(end)
+        return (
+            f"killed by {_signal_name(end.signal)}"
+            + (f" ({meaning})" if meaning else "")
+            + _said(end)
+        )
     if end.how == "exited":
         return f"exited with code {end.code}" + _said(end)
     if end.how == "hung":
@@ -204,13 +268,22 @@ def short_cause(end: End) -> str:
     if end.how != "raised":
         return describe_end(end).partition(" (")[0].partition("; ")[0]
     first = next(iter(end.message.strip().splitlines()), "")
-    # "[…/pair.cc:561] Read error [127.0.0.1]:29062: Connection reset by peer. This is typically …" -> the words between
-    plain = re.sub(r"^\[[^\]]*\.cc:\d+\] |\[[\da-fA-F.:]+\]:\d+:? ?", "", first).partition(". ")[0].strip().rstrip(".")
-    return f"{end.type}: {plain[:95]}..." if len(plain) > 98 else f"{end.type}: {plain}".rstrip(": ")
+    # "[…/pair.cc:561] Read error [127.0.0.1]:29062: Connection reset by peer. This is typically …"
+    # -> the words between
+    plain = (
+        re.sub(r"^\[[^\]]*\.cc:\d+\] |\[[\da-fA-F.:]+\]:\d+:? ?", "", first)
+        .partition(". ")[0]
+        .strip()
+        .rstrip(".")
+    )
+    return (
+        f"{end.type}: {plain[:95]}..." if len(plain) > 98 else f"{end.type}: {plain}".rstrip(": ")
+    )
 
 
 def _finished_before(first: End, ends: Iterable[End]) -> list[End]:
-    """The ranks that had finished when this one failed. Other ranks may notice that before the node reports it."""
+    """The ranks that had finished when this one failed. Other ranks may notice that before the node
+    reports it."""
     return [end for end in ends if end.how == "finished" and end.at <= first.at + ECHO_S]
 
 
@@ -220,7 +293,11 @@ def _suspects(first: End, ends: Sequence[End]) -> list[str]:
         return []
     done = _finished_before(first, ends)
     behind = [end for end in ends if end.how == "stopped" and end.step <= first.step]
-    lines = [f"  {_name_ranks(done)} had finished before: did the job return early there?"] if done else []
+    lines = (
+        [f"  {_name_ranks(done)} had finished before: did the job return early there?"]
+        if done
+        else []
+    )
     for end in behind[:3]:
         lines.append(f"  still running, perhaps waited for: {where(end).rstrip(':')}")
     return lines + ([f"  ... and {len(behind) - 3} more"] if len(behind) > 3 else [])
@@ -236,7 +313,8 @@ def _follow_on(others: Sequence[End]) -> list[str]:
 
 def kind_of(end: End) -> tuple[str, int, int, str, str]:
     """Equal for ends that are the same, numbers in the message aside."""
-    # one that has raised exits with code 1, or is killed before that because another rank has failed
+    # one that has raised exits with code 1, or is killed before that because another rank has
+    # failed
     code, number = (0, 0) if end.how == "raised" else (end.code, end.signal)
     return end.how, code, number, end.type, re.sub(r"0x[0-9a-f]+|\d+", "#", end.message)
 

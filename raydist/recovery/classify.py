@@ -1,4 +1,5 @@
-"""A rank's report of its end, and what the driver knows of the attempt -> how the rank ended. (pure)"""
+"""A rank's report of its end, and what the driver knows of the attempt -> how the rank ended.
+(pure)"""
 
 from __future__ import annotations
 
@@ -40,15 +41,27 @@ class AttemptRecord:
     """The nodes that the cluster is about to take away."""
 
 
-def classify_end(report: RankEnd, rank: RankRecord, attempt: AttemptRecord, log_tail: str = "") -> End:
+def classify_end(
+    report: RankEnd, rank: RankRecord, attempt: AttemptRecord, log_tail: str = ""
+) -> End:
     """How a rank ended whose process is gone. The first rule that applies decides.
 
     `log_tail`: the last bytes of the log of a rank that SIGABRT killed.
     """
     end = End(
-        rank=rank.rank, host=rank.host, how="finished", at=report.at, step=report.step, phase=report.phase,
-        code=report.code, signal=report.signal, log=rank.log, message=report.lost, why=report.why, oom=report.oom,
-    )  # fmt: skip
+        rank=rank.rank,
+        host=rank.host,
+        how="finished",
+        at=report.at,
+        step=report.step,
+        phase=report.phase,
+        code=report.code,
+        signal=report.signal,
+        log=rank.log,
+        message=report.lost,
+        why=report.why,
+        oom=report.oom,
+    )
     drain = attempt.drain
     if drain and report.told and not attempt.signalled:
         return _drained(end, drain)
@@ -69,7 +82,8 @@ def classify_end(report: RankEnd, rank: RankRecord, attempt: AttemptRecord, log_
 
 
 def _raised(end: End, report: RankEnd, rank: RankRecord) -> End | None:
-    """The exception that ended it, as it was reported or as its error file has it; None if there is none."""
+    """The exception that ended it, as it was reported or as its error file has it; None if there is
+    none."""
     if rank.raised:
         facts = {name: rank.raised[name] for name in ("type", "message", "traceback", "step")}
         return replace(end, how="raised", at=rank.raised["t"], **facts)
@@ -79,7 +93,8 @@ def _raised(end: End, report: RankEnd, rank: RankRecord) -> End | None:
 
 
 def _drained(end: End, drain: DrainNotice) -> End:
-    """A rank that left in time: because its own node is drained, or because other ranks' nodes are."""
+    """A rank that left in time: because its own node is drained, or because other ranks' nodes
+    are."""
     if end.rank in drain.ranks:
         return replace(end, how="drained", message=drain.text, preempted=True)
     return replace(end, how="stopped")
@@ -87,10 +102,14 @@ def _drained(end: End, drain: DrainNotice) -> End:
 
 def _hung(end: End, hang: ConfirmedHang) -> End:
     found = hang.diagnosis
-    return replace(end, how="hung", at=hang.since, message=found.text, traceback=found.stack_of(end.rank))
+    return replace(
+        end, how="hung", at=hang.since, message=found.text, traceback=found.stack_of(end.rank)
+    )
 
 
-def classify_lost(rank: RankRecord, beat: Beat, at: float, error: BaseException | None = None) -> End:
+def classify_lost(
+    rank: RankRecord, beat: Beat, at: float, error: BaseException | None = None
+) -> End:
     """The end of a rank whose agent is lost; its last heartbeat tells the step and the phase.
 
     `error`: the error of the call to the agent; None if the agent did not answer in time.
@@ -101,24 +120,31 @@ def classify_lost(rank: RankRecord, beat: Beat, at: float, error: BaseException 
         return replace(end, message="its agent stopped responding", silent=True)
     why = out_of_memory(error)
     preempted = bool(getattr(error, "preempted", False))  # of Ray's ActorDiedError
-    return replace(end, message=last_line(error), why=why, oom="ray" if why else "", preempted=preempted)
+    return replace(
+        end, message=last_line(error), why=why, oom="ray" if why else "", preempted=preempted
+    )
 
 
 def classify_stuck(rank: RankRecord, beat: Beat, at: float, within_s: float) -> End:
     """The end of a rank whose process does not end, although its agent answers."""
     step, phase, _ = beat
     why = (
-        f"its process did not end within {within_s:.0f} s of SIGKILL, as one that waits for a disk or a GPU that does "
+        f"its process did not end within {within_s:.0f} s of SIGKILL, as one that waits for a "
+        "disk or a GPU that does "
         "not answer; see dmesg on its node"
     )
     return End(rank.rank, rank.host, "lost", at, step, phase, log=rank.log, why=why, stuck=True)
 
 
-def lost_at(host: str, ends: Iterable[End], answered: float | None, now: float, interval: float, alone: bool) -> float:
-    """When a rank was lost, in seconds since the epoch: Ray reports a node that is cut off seconds later.
+def lost_at(
+    host: str, ends: Iterable[End], answered: float | None, now: float, interval: float, alone: bool
+) -> float:
+    """When a rank was lost, in seconds since the epoch: Ray reports a node that is cut off seconds
+    later.
 
-    `answered`: when its agent last answered; None if it never did. `interval`: seconds between two answers. `alone`:
-    no other rank has failed so far. If one has, an answer that is overdue must not make this rank the first cause.
+    `answered`: when its agent last answered; None if it never did. `interval`: seconds between two
+    answers. `alone`: no other rank has failed so far. If one has, an answer that is overdue must
+    not make this rank the first cause.
     """
     for end in ends:
         if end.how == "lost" and end.host == host:  # all ranks of a node are lost at once

@@ -1,4 +1,5 @@
-"""When to stop the ranks of an attempt, for which reason, and when an agent that does not answer is lost. (pure)"""
+"""When to stop the ranks of an attempt, for which reason, and when an agent that does not answer is
+lost. (pure)"""
 
 from __future__ import annotations
 
@@ -15,20 +16,23 @@ from raydist.shared.outcome import End, StopReason
 VICTIM_S = 0.5
 """Seconds that a failure which another rank may have caused waits for that rank's own failure."""
 GRACE_S = 1.0
-"""Seconds between SIGTERM and SIGKILL when a signal stops the run; `ray job stop` allows three seconds in all."""
+"""Seconds between SIGTERM and SIGKILL when a signal stops the run; `ray job stop` allows three
+seconds in all."""
 ANSWER_S = (0.5, 1.0)
-"""Seconds between two answers of one agent, unless its rank ends: at the start of a run, and later, when the ranks need
-the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
+"""Seconds between two answers of one agent, unless its rank ends: at the start of a run, and later,
+when the ranks need the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
 AGENT_S = 10.0
 """Seconds after its time within which an agent, or a fork server, must answer."""
 NODE_S = 30.0
-"""Seconds within which a node tells how a rank has ended: a worker of Ray may have to start there, and has a low
-priority (Ray's worker_niceness is 15)."""
+"""Seconds within which a node tells how a rank has ended: a worker of Ray may have to start there,
+and has a low priority (Ray's worker_niceness is 15)."""
 UNHEARD = 3
-"""A run of which no agent answers any more is ended after this many times as long: its ranks may well go on."""
+"""A run of which no agent answers any more is ended after this many times as long: its ranks may
+well go on."""
 ANSWERS_PER_S = 300.0
-"""Answers that the driver takes per second; with more ranks each agent answers less often. 1,024 ranks then cost it a
-tenth of a core, of which more than half is Ray's part of the calls (bench driver)."""
+"""Answers that the driver takes per second; with more ranks each agent answers less often. 1,024
+ranks then cost it a tenth of a core, of which more than half is Ray's part of the calls (bench
+driver)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Deadlines:
     """The one deadline that an attempt has at a time; on the monotonic clock, in seconds."""
 
     due: float | None = None
-    """Before the stop: when to stop all ranks. After it: when ranks whose agents do not answer any more are lost."""
+    """Before the stop: when to stop all ranks. After it: when ranks whose agents do not answer any
+    more are lost."""
     stopping: bool = False
     """The stop was sent."""
     since: float = 0.0
@@ -59,10 +64,13 @@ class Deadlines:
         """Stop all ranks that many seconds from now, or earlier if an earlier time was set."""
         if self.stopping:
             return self
-        return replace(self, due=now + seconds if self.due is None else min(self.due, now + seconds))
+        return replace(
+            self, due=now + seconds if self.due is None else min(self.due, now + seconds)
+        )
 
     def stop_sent(self, grace_s: float, now: float, ranks: int = 0) -> Deadlines:
-        """So many ranks were sent a stop with that grace period. A second stop sets the deadline again."""
+        """So many ranks were sent a stop with that grace period. A second stop sets the deadline
+        again."""
         killed = now + grace_s
         due = killed + longest(SILENT_S, ranks)
         return Deadlines(due, stopping=True, since=now, final=max(due, killed + DYING_S))
@@ -100,7 +108,8 @@ def drain_stop(drain: DrainNotice) -> Stop:
 
 
 def answer_interval(running_s: float, ranks: int) -> float:
-    """Seconds that an agent may collect news before it answers. `running_s`: seconds since the ranks have met."""
+    """Seconds that an agent may collect news before it answers. `running_s`: seconds since the
+    ranks have met."""
     first, later = ANSWER_S
     return max(min(later, max(first, running_s / 20)), ranks / ANSWERS_PER_S)
 
@@ -111,7 +120,8 @@ def longest_interval(ranks: int) -> float:
 
 
 def late_answer(ranks: int) -> float:
-    """Seconds that an agent answers later than with few ranks, for which the limits of a hang are made."""
+    """Seconds that an agent answers later than with few ranks, for which the limits of a hang are
+    made."""
     return longest_interval(ranks) - ANSWER_S[1]
 
 

@@ -11,11 +11,13 @@ from raydist.cluster.drain import DrainNotice, drain_notice
 from raydist.launch.worker_group import WorkerGroup
 
 POLL_S = 1.0
-"""Seconds between two polls, of a millisecond each. Spot instances get 30 to 120 seconds of notice."""
+"""Seconds between two polls, of a millisecond each. Spot instances get 30 to 120 seconds of
+notice."""
 
 
 class DrainMonitor(AbstractContextManager["DrainMonitor"]):
-    """One attempt's watch over its nodes. Inside the `with` block a thread polls, and calls `post` once at most."""
+    """One attempt's watch over its nodes. Inside the `with` block a thread polls, and calls `post`
+    once at most."""
 
     def __init__(self, group: WorkerGroup, post: Callable[[DrainNotice], None]) -> None:
         self._group, self._post = group, post

@@ -1,4 +1,5 @@
-"""Examine all ranks when one is silent for longer than its steps explain; end the run for a certain hang. (driver)"""
+"""Examine all ranks when one is silent for longer than its steps explain; end the run for a certain
+hang. (driver)"""
 
 from __future__ import annotations
 
@@ -25,12 +26,18 @@ CHECK_S = 0.25
 class HangMonitor(AbstractContextManager["HangMonitor"]):
     """One attempt's stall check. Leaving the `with` block ends it: nothing is reported afterwards.
 
-    The supervisor passes heartbeats in. The ranks are examined in a thread of the monitor's own, which writes the event
-    `hang` and the stacks, and calls `post` only if the run is to be ended for it.
+    The supervisor passes heartbeats in. The ranks are examined in a thread of the monitor's own,
+    which writes the event `hang` and the stacks, and calls `post` only if the run is to be ended
+    for it.
     """
 
     def __init__(
-        self, group: WorkerGroup, settings: Hang, events: Events, logs: Path, post: Callable[[ConfirmedHang], None]
+        self,
+        group: WorkerGroup,
+        settings: Hang,
+        events: Events,
+        logs: Path,
+        post: Callable[[ConfirmedHang], None],
     ) -> None:
         self._group = group
         self._settings = settings
@@ -38,7 +45,8 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         self._logs = logs
         self._post = post
         self._lock = threading.Lock()
-        """Guards all below; Events has a lock of its own, which is taken inside this one, never around it."""
+        """Guards all below; Events has a lock of its own, which is taken inside this one, never
+        around it."""
         self._stalls = StallCheck(settings, deadlines.late_answer(len(group.plan.slots)))
         self._unheard: dict[int, Beat] = {}
         """The last heartbeat of ranks whose agents were silent."""
@@ -52,7 +60,8 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._closed = True
 
     def note(self, rank: int, beat: Beat, age: float) -> None:
-        """Take in a heartbeat, `age` seconds old, as its agent has just read it. Examine all ranks if one is silent."""
+        """Take in a heartbeat, `age` seconds old, as its agent has just read it. Examine all ranks
+        if one is silent."""
         now = time.monotonic()
         with self._lock:
             self._stalls.note(rank, beat, now - age)
@@ -64,7 +73,9 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._examining = True
             beats = self._stalls.beats()
         calls = {rank: self._group.call(rank, Examine()) for rank in beats}
-        threading.Thread(target=self._examine, args=(calls, beats), name="raydist-hang", daemon=True).start()
+        threading.Thread(
+            target=self._examine, args=(calls, beats), name="raydist-hang", daemon=True
+        ).start()
 
     def beat(self, rank: int) -> Beat:
         """The last heartbeat of a rank."""
@@ -76,7 +87,8 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             return self._unheard | self._stalls.beats()
 
     def leave_out(self, rank: int) -> None:
-        """The agent of this rank is silent: nobody knows what the rank does, but its last heartbeat."""
+        """The agent of this rank is silent: nobody knows what the rank does, but its last
+        heartbeat."""
         with self._lock:
             self._unheard[rank] = self._stalls.beats().get(rank, (0, "", 0.0))
             self._stalls.forget(rank)
@@ -91,7 +103,9 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         with self._lock:
             self._stalls.forget(rank)
 
-    def _examine(self, calls: Mapping[int, Future[RankActivity | None]], beats: Mapping[int, Beat]) -> None:
+    def _examine(
+        self, calls: Mapping[int, Future[RankActivity | None]], beats: Mapping[int, Beat]
+    ) -> None:
         """In a thread. Whatever goes wrong with one diagnosis, the next one is made."""
         try:
             self._diagnose(answers_of(calls), beats)
@@ -107,30 +121,46 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
     def _diagnose(self, answers: Mapping[int, RankActivity], beats: Mapping[int, Beat]) -> None:
         states = [self._state(rank, beats[rank], found) for rank, found in sorted(answers.items())]
         went_on = any(found.beat[2] > beats[rank][2] for rank, found in answers.items())
-        if (hang := self._weigh(hang_verdict.diagnose(states), went_on, self._at_work(answers))) is not None:
+        if (
+            hang := self._weigh(hang_verdict.diagnose(states), went_on, self._at_work(answers))
+        ) is not None:
             self._post(hang)
 
     def _at_work(self, answers: Mapping[int, RankActivity]) -> bool:
-        """Whether ranks that report no steps make further collectives: they were between two of them."""
+        """Whether ranks that report no steps make further collectives: they were between two of
+        them."""
         with self._lock:
             unpaced = self._stalls.unpaced()
         if not unpaced or not any(found.collectives for found in answers.values()):
             return False
         later = answers_of({rank: self._group.call(rank, Examine()) for rank in answers})
-        return any(newest_collective(found) > newest_collective(answers[rank]) for rank, found in later.items())
+        return any(
+            newest_collective(found) > newest_collective(answers[rank])
+            for rank, found in later.items()
+        )
 
     def _state(self, rank: int, beat: Beat, found: RankActivity) -> RankState:
         host = self._group.plan.slots[rank].node.host
         return RankState(
-            rank, host, step=beat[0], phase=beat[1], pid=found.pid, state=found.state, busy=found.busy,
-            stack=found.stack, collectives=found.collectives,
-        )  # fmt: skip
+            rank,
+            host,
+            step=beat[0],
+            phase=beat[1],
+            pid=found.pid,
+            state=found.state,
+            busy=found.busy,
+            stack=found.stack,
+            collectives=found.collectives,
+        )
 
     def _weigh(self, diagnosis: Diagnosis, went_on: bool, at_work: bool) -> ConfirmedHang | None:
-        """Report a new diagnosis; return the hang if the run is to be ended. `went_on`: a rank has, meanwhile."""
+        """Report a new diagnosis; return the hang if the run is to be ended. `went_on`: a rank has,
+        meanwhile."""
         with self._lock:
             now = time.monotonic()
-            if self._closed or not (diagnosis.certain or (self._stalls.silent(now) and not went_on)):
+            if self._closed or not (
+                diagnosis.certain or (self._stalls.silent(now) and not went_on)
+            ):
                 return None
             silence, over = self._stalls.silence(now), self._stalls.over(now)
             self._stalls.examined(now)
@@ -148,17 +178,30 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         with suppress(OSError):  # a full disk, which the events report
             for state in diagnosis.states:
                 (self._logs / f"rank-{state.rank}.stacks").write_text(state.stack, encoding="utf-8")
-        self._events.say("hang", text=diagnosis.text, ranks=diagnosis.culprits, certain=diagnosis.certain, s=silence)
+        self._events.say(
+            "hang",
+            text=diagnosis.text,
+            ranks=diagnosis.culprits,
+            certain=diagnosis.certain,
+            s=silence,
+        )
 
 
 def answers_of(calls: Mapping[int, Future[RankActivity | None]]) -> dict[int, RankActivity]:
     """By rank, of those that run and whose agent answers in time."""
     wait(calls.values(), timeout=longest(EXAMINE_S, len(calls)))
-    answers = {rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()}
+    answers = {
+        rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()
+    }
     return {rank: found for rank, found in answers.items() if found is not None}
 
 
 def newest_collective(found: RankActivity) -> tuple[int, int]:
-    """The numbers of a rank's last collective and of its last operation with one other rank; 0 where there is none."""
-    numbers = [(each["collective_seq_id"] or 0, each["p2p_seq_id"] or 0) for each in found.collectives]
-    return max((each for each, _ in numbers), default=0), max((each for _, each in numbers), default=0)
+    """The numbers of a rank's last collective and of its last operation with one other rank; 0
+    where there is none."""
+    numbers = [
+        (each["collective_seq_id"] or 0, each["p2p_seq_id"] or 0) for each in found.collectives
+    ]
+    return max((each for each, _ in numbers), default=0), max(
+        (each for _, each in numbers), default=0
+    )

@@ -1,4 +1,5 @@
-"""What each silent rank was found doing -> which ranks block the others, and whether that is certain. (pure)"""
+"""What each silent rank was found doing -> which ranks block the others, and whether that is
+certain. (pure)"""
 
 from __future__ import annotations
 
@@ -11,17 +12,23 @@ from typing import Any
 from raydist.shared.rank_names import rank_ranges
 
 IDLE = 0.2
-"""CPUs in use below which a process counts as waiting: threads of gloo and Horovod wake up often while they wait."""
+"""CPUs in use below which a process counts as waiting: threads of gloo and Horovod wake up often
+while they wait."""
 DISTRIBUTED = re.compile(r"/torch/distributed/|/horovod/")
 LOADER = re.compile(r"/torch/utils/data/dataloader\.py")
 WAITS = re.compile(r'/horovod/torch/mpi_ops\.py", line \d+ in synchronize$')
-"""The frame in which the main thread waits for other ranks, however busy it is: Horovod polls 1000 times a second."""
+"""The frame in which the main thread waits for other ranks, however busy it is: Horovod polls 1000
+times a second."""
 LEAVES = re.compile(
-    r'/raydist/worker/backends/__init__\.py", line \d+ in join\n.*/contextlib\.py", line \d+ in __exit__'
+    r'/raydist/worker/backends/__init__\.py", line \d+ in join\n.*/contextlib\.py", line \d+ in '
+    r"__exit__"
 )
-"""The frames of a rank whose job has returned, and which waits for the others before it leaves the process group."""
+"""The frames of a rank whose job has returned, and which waits for the others before it leaves the
+process group."""
 LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|<frozen|<string>")
-LAUNCH = re.compile(r"^<frozen runpy>|/runpy\.py|/raydist/(node/\w+|worker/(main|program|target))\.py")
+LAUNCH = re.compile(
+    r"^<frozen runpy>|/runpy\.py|/raydist/(node/\w+|worker/(main|program|target))\.py"
+)
 """Frames between the start of the process and the first of the job's own."""
 SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce"})
 """Collectives to which all ranks must bring tensors of one size."""
@@ -38,11 +45,13 @@ class RankState:
     phase: str = ""
     pid: int = 0
     state: str = ""
-    """State of the process, as in /proc/PID/stat: R runs, S sleeps, D waits for a device, T stopped, t traced."""
+    """State of the process, as in /proc/PID/stat: R runs, S sleeps, D waits for a device, T
+    stopped, t traced."""
     busy: float = 0.0
     """CPUs that it used while it was examined: 1.0 is one CPU."""
     stack: str = ""
-    """Python stacks in faulthandler's format, the main thread's as current; empty if the rank could not answer."""
+    """Python stacks in faulthandler's format, the main thread's as current; empty if the rank could
+    not answer."""
     collectives: Sequence[Mapping[str, Any]] = ()
     """The last entries of torch's flight recorder, the oldest first."""
 
@@ -56,14 +65,20 @@ class RankState:
     def waits_in(self) -> Mapping[str, Any] | None:
         """The first collective that it has begun and not finished."""
         # gloo leaves the state at "scheduled"; only NCCL sets "completed"
-        pending = (call for call in self.collectives if call.get("state") != "completed" and not call.get("retired"))
+        pending = (
+            call
+            for call in self.collectives
+            if call.get("state") != "completed" and not call.get("retired")
+        )
         return next(pending, None)
 
     @property
     def waiting(self) -> bool:
         """Whether it waits for other ranks."""
         innermost = self.frames[:4]
-        return self.waits_in is not None or any(DISTRIBUTED.search(frame["file"]) for frame in innermost)
+        return self.waits_in is not None or any(
+            DISTRIBUTED.search(frame["file"]) for frame in innermost
+        )
 
     @property
     def idle(self) -> bool:
@@ -98,14 +113,18 @@ class Diagnosis:
 
     @property
     def final(self) -> Diagnosis:
-        """The diagnosis with which a run is ended: it always has a text, and culprits if any rank was examined."""
+        """The diagnosis with which a run is ended: it always has a text, and culprits if any rank
+        was examined."""
         found = "; ".join(f"{name([each])} {doing(each)}" for each in self.states[:4])
         text = self.text or found or "no rank makes progress, and none could be examined"
         return replace(self, text=text, culprits=self.culprits or rank_numbers(self.states))
 
     def stack_of(self, rank: int) -> str:
-        """The main thread's stack of that rank as a traceback, the innermost line last, from the job's first frame."""
-        frames = [frame for each in self.states if each.rank == rank for frame in reversed(each.frames)]
+        """The main thread's stack of that rank as a traceback, the innermost line last, from the
+        job's first frame."""
+        frames = [
+            frame for each in self.states if each.rank == rank for frame in reversed(each.frames)
+        ]
         own = itertools.dropwhile(lambda frame: LAUNCH.search(frame["file"]), frames)
         return "\n".join(f'File "{f["file"]}", line {f["line"]}, in {f["name"]}' for f in own)
 
@@ -137,8 +156,14 @@ def _stopped(ranks: Sequence[RankState]) -> Diagnosis | None:
     if not held:
         return None
     traced = [rank for rank in held if rank.state == "t"]
-    why = "held by a debugger" if traced else f"stopped by a signal (SIGSTOP); kill -CONT {held[0].pid} would wake it"
-    return Diagnosis(f"{name(held)} {'is' if len(held) == 1 else 'are'} {why}", rank_numbers(held), not traced)
+    why = (
+        "held by a debugger"
+        if traced
+        else f"stopped by a signal (SIGSTOP); kill -CONT {held[0].pid} would wake it"
+    )
+    return Diagnosis(
+        f"{name(held)} {'is' if len(held) == 1 else 'are'} {why}", rank_numbers(held), not traced
+    )
 
 
 def _different(ranks: Sequence[RankState]) -> Diagnosis | None:
@@ -151,11 +176,16 @@ def _different(ranks: Sequence[RankState]) -> Diagnosis | None:
     same = {collective_key(rank.waits_in or {}) for rank in ranks}
     if len(same) == 1:
         return None
-    # In different process groups, or in send and recv, ranks may wait in different ones while data is on its way.
-    certain = len({of for of, *_ in same}) == 1 and not any((rank.waits_in or {}).get("is_p2p") for rank in ranks)
+    # In different process groups, or in send and recv, ranks may wait in different ones while data
+    # is on its way.
+    certain = len({of for of, *_ in same}) == 1 and not any(
+        (rank.waits_in or {}).get("is_p2p") for rank in ranks
+    )
     odd = min(kinds.values(), key=lambda own: (len(own), -own[0].rank))
     parts = [f"{name(own)} {verb_wait(own)} in {words}{at(own[0])}" for words, own in kinds.items()]
-    return Diagnosis("the ranks wait in different collectives: " + "; ".join(parts), rank_numbers(odd), certain)
+    return Diagnosis(
+        "the ranks wait in different collectives: " + "; ".join(parts), rank_numbers(odd), certain
+    )
 
 
 def _absent(ranks: Sequence[RankState]) -> Diagnosis | None:
@@ -167,7 +197,10 @@ def _absent(ranks: Sequence[RankState]) -> Diagnosis | None:
     where = describe_collective(waiting[0].waits_in) if waiting[0].waits_in else "a collective"
     parts = [f"{name([rank])} {doing(rank)}" for rank in absent[:4]]
     parts += [f"and {len(absent) - 4} more"] if len(absent) > 4 else []
-    return Diagnosis(f"{name(waiting)} {verb_wait(waiting)} in {where}, but " + "; ".join(parts), rank_numbers(absent))
+    return Diagnosis(
+        f"{name(waiting)} {verb_wait(waiting)} in {where}, but " + "; ".join(parts),
+        rank_numbers(absent),
+    )
 
 
 def _all_wait(ranks: Sequence[RankState]) -> Diagnosis | None:
@@ -176,8 +209,13 @@ def _all_wait(ranks: Sequence[RankState]) -> Diagnosis | None:
         return None
     if all(rank.waits_in is not None for rank in ranks) and len(ranks) > 1:
         what = describe_collective(ranks[0].waits_in or {})
-        return Diagnosis(f"all ranks wait in the same collective, {what}, and no data arrives: is the network cut?")
-    return Diagnosis("; ".join(f"{name([rank])} {doing(rank)}" for rank in ranks[:4]), rank_numbers(ranks))
+        return Diagnosis(
+            f"all ranks wait in the same collective, {what}, and no data arrives: is the network "
+            "cut?"
+        )
+    return Diagnosis(
+        "; ".join(f"{name([rank])} {doing(rank)}" for rank in ranks[:4]), rank_numbers(ranks)
+    )
 
 
 def doing(rank: RankState) -> str:
@@ -191,7 +229,9 @@ def doing(rank: RankState) -> str:
         return "has returned from the job, and waits for the others to leave"
     if not rank.stack:
         return "does not answer: it is blocked outside of Python"
-    return f"{'waits' if rank.idle else 'computes'}{line}" + (f" ({rank.phase})" if rank.phase else "")
+    return f"{'waits' if rank.idle else 'computes'}{line}" + (
+        f" ({rank.phase})" if rank.phase else ""
+    )
 
 
 def describe_collective(entry: Mapping[str, Any]) -> str:
@@ -200,14 +240,22 @@ def describe_collective(entry: Mapping[str, Any]) -> str:
     sizes = entry.get("input_sizes") or []
     number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
     group = (entry.get("process_group") or ["0"])[0]
-    return f"{what} of {sizes}, number {number}" + (f" of group {group}" if str(group) not in ("0", "") else "")
+    return f"{what} of {sizes}, number {number}" + (
+        f" of group {group}" if str(group) not in ("0", "") else ""
+    )
 
 
 def collective_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """(group, number, name, and sizes where these must agree): equal for the calls of one collective on all ranks."""
+    """(group, number, name, and sizes where these must agree): equal for the calls of one
+    collective on all ranks."""
     what = str(entry.get("profiling_name")).rpartition(":")[2]
     group = str((entry.get("process_group") or ["0"])[0])
-    return group, entry.get("collective_seq_id"), what, str(entry.get("input_sizes")) if what in SAME_SIZE else ""
+    return (
+        group,
+        entry.get("collective_seq_id"),
+        what,
+        str(entry.get("input_sizes")) if what in SAME_SIZE else "",
+    )
 
 
 def at(rank: RankState) -> str:

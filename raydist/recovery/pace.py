@@ -11,12 +11,14 @@ from raydist.settings.config import Hang
 LEARN = 3
 """Steps after which the pace of a rank is known."""
 UNKNOWN_S = 60.0
-"""Seconds of silence after which the ranks are examined while a rank's pace is unknown. By itself that ends no rank."""
+"""Seconds of silence after which the ranks are examined while a rank's pace is unknown. By itself
+that ends no rank."""
 SLOW = frozenset({"start", "evaluate", "save"})
 """Phases whose length does not depend on the time of a step."""
 
 Beat = tuple[int, str, float]
-"""(step, phase, seconds since the epoch on the rank's own clock), as worker.heartbeat.read_beat returns it."""
+"""(step, phase, seconds since the epoch on the rank's own clock), as worker.heartbeat.read_beat
+returns it."""
 
 
 @dataclass
@@ -40,7 +42,8 @@ class StallCheck:
 
     settings: Hang
     late_s: float = 0.0
-    """Seconds more that a heartbeat may take to come than `hang.after_s` allows for; not 0 with many ranks."""
+    """Seconds more that a heartbeat may take to come than `hang.after_s` allows for; not 0 with
+    many ranks."""
     paces: dict[int, RankPace] = field(default_factory=dict)
     again: float = 0.0
     """Silence in seconds after which to examine again, once that was in vain."""
@@ -70,11 +73,16 @@ class StallCheck:
     def allowed(self, pace: RankPace) -> float:
         """Seconds that this rank may be silent before all ranks are examined."""
         known = pace.learnt >= LEARN and pace.beat[1] not in SLOW
-        step = self.settings.after_s + self.settings.steps * statistics.median(pace.steps) if known else UNKNOWN_S
+        step = (
+            self.settings.after_s + self.settings.steps * statistics.median(pace.steps)
+            if known
+            else UNKNOWN_S
+        )
         return min(self.settings.limit_s, step)
 
     def unpaced(self) -> bool:
-        """Whether some rank has reported too few steps for its silence to mean that it stands still."""
+        """Whether some rank has reported too few steps for its silence to mean that it stands
+        still."""
         return any(pace.learnt < LEARN for pace in self.paces.values())
 
     def silence(self, now: float) -> float:
@@ -82,14 +90,21 @@ class StallCheck:
         return max((now - pace.heard for pace in self.paces.values()), default=0.0)
 
     def over(self, now: float) -> bool:
-        """Whether a rank was silent beyond `hang.limit_s`. Ranks without a heartbeat, as of a script, do not count."""
-        return any(now - pace.heard > self.settings.limit_s for pace in self.paces.values() if pace.beat[2])
+        """Whether a rank was silent beyond `hang.limit_s`. Ranks without a heartbeat, as of a
+        script, do not count."""
+        return any(
+            now - pace.heard > self.settings.limit_s for pace in self.paces.values() if pace.beat[2]
+        )
 
     def silent(self, now: float) -> bool:
         """Whether it is time to examine all ranks."""
-        return any(now - pace.heard > max(self.allowed(pace) + self.late_s, self.again) for pace in self.paces.values())
+        return any(
+            now - pace.heard > max(self.allowed(pace) + self.late_s, self.again)
+            for pace in self.paces.values()
+        )
 
     def examined(self, now: float) -> None:
-        """The ranks were examined. The next time is after twice the silence, but once more at the limit."""
+        """The ranks were examined. The next time is after twice the silence, but once more at the
+        limit."""
         silence, limit = self.silence(now), self.settings.limit_s
         self.again = min(2 * silence, limit) if silence < limit else 2 * silence

@@ -12,9 +12,11 @@ from raydist.settings.config import Job, Restart
 from raydist.shared.outcome import Attempt, End
 
 NEVER = frozenset({"ConfigError", "LaunchError"})
-"""Exceptions that a retry cannot help: a setting is wrong, or a file, a module or a device is missing."""
+"""Exceptions that a retry cannot help: a setting is wrong, or a file, a module or a device is
+missing."""
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT})
-"""Signals that another process sends: the same one twice at the same step says nothing about the job."""
+"""Signals that another process sends: the same one twice at the same step says nothing about the
+job."""
 USUAL = 3
 """`restart.max` of jobs that do not set it."""
 STUCK = 3
@@ -37,7 +39,8 @@ class Retry:
 
     @property
     def failures(self) -> int:
-        """The number of this restart for a person: a change of the number of nodes is no failure."""
+        """The number of this restart for a person: a change of the number of nodes is no
+        failure."""
         return sum(first_cause(attempt.ends) is not None for attempt in self.past)
 
     @property
@@ -60,10 +63,15 @@ class Retry:
         end = self.cause
         assert end is not None, "no rank has failed"
         return {
-            "number": self.failures, "most": rule.max, "rank": end.rank, "host": end.host, "how": end.how,
-            "step": end.step, "text": f"{where(end)} {first_line(end)}",
+            "number": self.failures,
+            "most": rule.max,
+            "rank": end.rank,
+            "host": end.host,
+            "how": end.how,
+            "step": end.step,
+            "text": f"{where(end)} {first_line(end)}",
             "free": end.preempted,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -106,19 +114,26 @@ def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) ->
 
 
 def is_drained(attempt: Attempt) -> bool:
-    """Whether the attempt was ended because nodes are drained: they still run, and are about to be taken away."""
+    """Whether the attempt was ended because nodes are drained: they still run, and are about to be
+    taken away."""
     end = first_cause(attempt.ends)
     return end is not None and end.how == "drained"
 
 
 def counts(rule: Restart, attempt: Attempt, now: float) -> bool:
-    """Whether a failure counts towards `restart.max`: not if it is old, or if the cluster took the node away."""
+    """Whether a failure counts towards `restart.max`: not if it is old, or if the cluster took the
+    node away."""
     end = first_cause(attempt.ends)
-    return end is not None and not end.preempted and (rule.window_s is None or now - end.at <= rule.window_s)
+    return (
+        end is not None
+        and not end.preempted
+        and (rule.window_s is None or now - end.at <= rule.window_s)
+    )
 
 
 def without_progress(past: Sequence[Attempt]) -> int:
-    """Failures in a row, up to the last attempt, since an attempt reached a step that none had reached before."""
+    """Failures in a row, up to the last attempt, since an attempt reached a step that none had
+    reached before."""
     furthest, count = -1, 0
     for attempt in past:
         end = first_cause(attempt.ends)

@@ -12,14 +12,16 @@ from raydist.messages.request import AnyReply, Request
 from raydist.shared.events import Event
 
 REPLY_S = 60.0
-"""Longest wait for the steps of all ranks. They come from a thread of each rank, so within milliseconds."""
+"""Longest wait for the steps of all ranks. They come from a thread of each rank, so within
+milliseconds."""
 
 
 class Quiesce(AbstractContextManager["Quiesce"]):
     """One attempt's way to a point where its ranks can be stopped and no step is lost.
 
-    A program (`script=`) can be stopped at once, as under torchrun. raydist.fit stops after a step that is common to
-    all ranks (worker.context.StopRequest). A function with a loop of its own can be stopped after its next checkpoint.
+    A program (`script=`) can be stopped at once, as under torchrun. raydist.fit stops after a step
+    that is common to all ranks (worker.context.StopRequest). A function with a loop of its own can
+    be stopped after its next checkpoint.
     """
 
     def __init__(self, group: WorkerGroup, script: bool) -> None:
@@ -59,10 +61,11 @@ class Quiesce(AbstractContextManager["Quiesce"]):
             pass
 
     def agree(self) -> int | None:
-        """Have every rank hold, and stop after the largest step that one of them is making; that step.
+        """Have every rank hold, and stop after the largest step that one of them is making; that
+        step.
 
-        None: a rank did not answer in time, as one that compiles; all continue. -1: a rank has ended, of which the
-        supervisor learns from its agent, or the attempt is over.
+        None: a rank did not answer in time, as one that compiles; all continue. -1: a rank has
+        ended, of which the supervisor learns from its agent, or the attempt is over.
         """
         replies = self._ask_each(HoldRank())
         wait(replies, timeout=REPLY_S)
@@ -70,7 +73,9 @@ class Quiesce(AbstractContextManager["Quiesce"]):
         if failed or self._closed.is_set():
             return -1
         if not all(reply.done() for reply in replies):
-            self._ask_each(ReleaseRank())  # they would stand still until the run is ended for a hang
+            self._ask_each(
+                ReleaseRank()
+            )  # they would stand still until the run is ended for a hang
             return None
         step = max(reply.result() for reply in replies)
         self._ask_each(StopAfter(step))

@@ -1,4 +1,5 @@
-"""What each rank printed, in files of the run folder: rank-N.log, and rank-N.nccl for NCCL's own log. (driver)"""
+"""What each rank printed, in files of the run folder: rank-N.log, and rank-N.nccl for NCCL's own
+log. (driver)"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class RankLogs(AbstractContextManager["RankLogs"]):
         return self._folder / f"rank-{rank}.log"
 
     def append(self, rank: int, output: bytes, nccl: bytes) -> None:
-        """Append what a rank printed, and what NCCL wrote for it. On a full disk it is dropped; the events say so."""
+        """Append what a rank printed, and what NCCL wrote for it. On a full disk it is dropped; the
+        events say so."""
         with suppress(OSError):
             self._files[rank].write(output)
             if nccl:

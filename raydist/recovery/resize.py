@@ -23,9 +23,12 @@ class NodesJoined:
 
 
 class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
-    """One attempt's watch over the number of nodes. Inside the `with` block a thread looks, and calls `post` once."""
+    """One attempt's watch over the number of nodes. Inside the `with` block a thread looks, and
+    calls `post` once."""
 
-    def __init__(self, group: WorkerGroup, events: Events, post: Callable[[NodesJoined], None]) -> None:
+    def __init__(
+        self, group: WorkerGroup, events: Events, post: Callable[[NodesJoined], None]
+    ) -> None:
         self._group, self._events, self._post = group, events, post
         self._warned = ""
         """The last warning."""
@@ -51,7 +54,8 @@ class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
                 posted = True
 
     def _growth(self) -> str:
-        """The growth, for a person; empty if there is none. Also prepares the nodes that have joined."""
+        """The growth, for a person; empty if there is none. Also prepares the nodes that have
+        joined."""
         standby = self._group.standby
         if standby is None:
             return ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 PAUSE_S = 5.0
-"""A look that comes this late tells that the driver itself stood still: its agents had no chance to answer."""
+"""A look that comes this late tells that the driver itself stood still: its agents had no chance to
+answer."""
 
 
 class Silences:
@@ -34,7 +35,9 @@ class Silences:
 
     def over(self, seconds: float) -> bool:
         """Whether an agent had not answered for so long at the last look."""
-        return self._looked is not None and any(self._looked - at > seconds for at in self._asked.values())
+        return self._looked is not None and any(
+            self._looked - at > seconds for at in self._asked.values()
+        )
 
     def look(self, now: float) -> list[int]:
         """The ranks whose agents are silent from now on."""
@@ -42,6 +45,10 @@ class Silences:
         self._looked = now
         if late:
             self._asked = dict.fromkeys(self._asked, now)
-        new = sorted(rank for rank, at in self._asked.items() if now - at > self.limit and rank not in self.named)
+        new = sorted(
+            rank
+            for rank, at in self._asked.items()
+            if now - at > self.limit and rank not in self.named
+        )
         self.named.update(new)
         return new

@@ -1,4 +1,5 @@
-"""Each rank's own work in a step, and its pauses -> the ranks that slow the others, step after step. (pure)"""
+"""Each rank's own work in a step, and its pauses -> the ranks that slow the others, step after
+step. (pure)"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ CHECK_S = 5.0
 LEARN = 24
 """Steps that a rank must have timed before it is compared."""
 LASTING = 3
-"""Checks in a row after which a slow rank is reported. In one of them at least, all steps of the median are new."""
+"""Checks in a row after which a slow rank is reported. In one of them at least, all steps of the
+median are new."""
 LEAST_S = 0.001
 """Seconds of a step below which a difference is not reported, whatever its share."""
 
@@ -24,7 +26,8 @@ PAUSES = 0.05
 """Share of a rank's time in its garbage collector beyond which it is reported."""
 
 Own = tuple[int, float, float]
-"""(steps timed, seconds of own work in one, seconds of one), as worker.heartbeat.read_compute_time returns it."""
+"""(steps timed, seconds of own work in one, seconds of one), as worker.heartbeat.read_compute_time
+returns it."""
 
 
 @dataclass
@@ -43,7 +46,8 @@ class Stragglers:
     _seen: dict[int, int] = field(default_factory=dict)
 
     def note(self, rank: int, own: Own, now: float) -> list[Slow]:
-        """Take in a rank's times, at `now` seconds of any clock; return the stragglers if there is a new one."""
+        """Take in a rank's times, at `now` seconds of any clock; return the stragglers if there is
+        a new one."""
         if own[0]:
             self.times[rank] = own
         if now < self._due or not self.percent:
@@ -82,7 +86,8 @@ class Pauses:
     _due: float = 0.0
 
     def note(self, rank: int, share: float, now: float) -> Event | None:
-        """Take in a rank's share, at `now` seconds of any clock; the facts of an event `slow` if there is a new one."""
+        """Take in a rank's share, at `now` seconds of any clock; the facts of an event `slow` if
+        there is a new one."""
         self.shares[rank] = share
         if now < self._due:
             return None
@@ -93,11 +98,19 @@ class Pauses:
         if self.named.issuperset(lasting):
             return None
         self.named |= set(lasting)
-        ranks = [{"rank": rank, "host": self.hosts[rank], "pauses": self.shares[rank]} for rank in lasting]
-        return {"text": pauses_text(lasting, self.hosts, self.shares, self.together), "ranks": ranks}
+        ranks = [
+            {"rank": rank, "host": self.hosts[rank], "pauses": self.shares[rank]}
+            for rank in lasting
+        ]
+        return {
+            "text": pauses_text(lasting, self.hosts, self.shares, self.together),
+            "ranks": ranks,
+        }
 
 
-def pauses_text(ranks: Sequence[int], hosts: Sequence[str], shares: Mapping[int, float], together: int) -> str:
+def pauses_text(
+    ranks: Sequence[int], hosts: Sequence[str], shares: Mapping[int, float], together: int
+) -> str:
     """One line: `rank 3 on node-7: Python's garbage collector takes 9% of the time, and …`."""
     mend = "train.gc=100 collects on all ranks at the same step"
     if together:
@@ -105,7 +118,8 @@ def pauses_text(ranks: Sequence[int], hosts: Sequence[str], shares: Mapping[int,
     up_to = "" if len(ranks) == 1 else "up to "
     return (
         f"{who(ranks, [hosts[rank] for rank in ranks])}: Python's garbage collector takes {up_to}"
-        f"{max(shares[rank] for rank in ranks):.0%} of the time, and the other ranks wait for it; {mend}"
+        f"{max(shares[rank] for rank in ranks):.0%} of the time, and the other ranks wait for "
+        f"it; {mend}"
     )
 
 
@@ -128,11 +142,15 @@ def slower(times: Mapping[int, Own], hosts: Sequence[str], percent: float) -> li
 
 
 def own_shares(times: Mapping[int, Own]) -> dict[int, float]:
-    """By rank the share of a step in which the others wait for it, 0 for one that is not slower than they are."""
+    """By rank the share of a step in which the others wait for it, 0 for one that is not slower
+    than they are."""
     if len(times) < 2:
         return {}
     ordered = sorted(own for _, own, _ in times.values())
-    slow = {rank: Slow(rank, "", own, median_without(ordered, own), step) for rank, (_, own, step) in times.items()}
+    slow = {
+        rank: Slow(rank, "", own, median_without(ordered, own), step)
+        for rank, (_, own, step) in times.items()
+    }
     return {rank: max(0.0, each.share) for rank, each in slow.items()}
 
 
@@ -144,21 +162,30 @@ def median_without(ordered: Sequence[float], one: float) -> float:
 
 
 def straggler_text(slow: Sequence[Slow]) -> str:
-    """One line: `rank 3 on node-7 slows the others: its own work takes 62 ms of a step, the median …`."""
+    """One line: `rank 3 on node-7 slows the others: its own work takes 62 ms of a step, the median
+    …`."""
     worst = max(slow, key=lambda each: each.share)
     named = who((each.rank for each in slow), (each.host for each in slow))
     slows, its = ("slows", "its") if len(slow) == 1 else ("slow", "their")
     return (
-        f"{named} {slows} the others: {its} own work takes {worst.own * 1e3:.3g} ms of a step, the median of the "
-        f"others {worst.others * 1e3:.3g} ms; at their pace a step would take {worst.share:.0%} less"
+        f"{named} {slows} the others: {its} own work takes {worst.own * 1e3:.3g} ms of a step, "
+        "the median of the "
+        f"others {worst.others * 1e3:.3g} ms; at their pace a step would take {worst.share:.0%} "
+        "less"
     )
 
 
 def as_event(slow: Sequence[Slow]) -> dict[str, Any]:
     """The facts of the event `slow`."""
     ranks = [
-        {"rank": each.rank, "host": each.host, "own_s": each.own, "others_s": each.others, "step_s": each.step,
-         "share": each.share}
+        {
+            "rank": each.rank,
+            "host": each.host,
+            "own_s": each.own,
+            "others_s": each.others,
+            "step_s": each.step,
+            "share": each.share,
+        }
         for each in slow
-    ]  # fmt: skip
+    ]
     return {"text": straggler_text(slow), "ranks": ranks}

@@ -54,29 +54,41 @@ class ReachableNodes:
 
 
 Message = (
-    tuple[int, "Future[RankNews]"] | NodeAnswer | ReachableNodes | Stopped | ConfirmedHang | DrainNotice | NodesJoined
+    tuple[int, "Future[RankNews]"]
+    | NodeAnswer
+    | ReachableNodes
+    | Stopped
+    | ConfirmedHang
+    | DrainNotice
+    | NodesJoined
 )
-"""What the supervisor receives: an agent's answer with its rank, a node's, a signal, or the message of a monitor."""
+"""What the supervisor receives: an agent's answer with its rank, a node's, a signal, or the message
+of a monitor."""
 
 LOOK_S = 1.0
 """Time between two looks at agents that have not answered: each look goes over all ranks."""
 OTHERS_S = 10.0
-"""Seconds after all ranks have met until the actors that host no agent are started. Each is a process of Ray that takes
-most of a second of CPU, when the ranks need it most; a short run goes without them."""
+"""Seconds after all ranks have met until the actors that host no agent are started. Each is a
+process of Ray that takes most of a second of CPU, when the ranks need it most; a short run goes
+without them."""
 
 
 class Supervisor:
-    """One attempt's monitor loop. Each agent has one call open, which returns when it has news; nothing is polled.
+    """One attempt's monitor loop. Each agent has one call open, which returns when it has news;
+    nothing is polled.
 
     It keeps the queue, the calls and the files. classify.py and deadlines.py decide.
     """
 
-    def __init__(self, group: WorkerGroup, events: Events, logs: Path, job: Job, retry: Retry | None = None) -> None:
+    def __init__(
+        self, group: WorkerGroup, events: Events, logs: Path, job: Job, retry: Retry | None = None
+    ) -> None:
         """`retry`: why there is this attempt, if it is not the first."""
         self.ends: dict[int, End] = {}
         self.stopped: Stopped | None = None
         self.resize = ""
-        """Why the ranks were stopped to change the number of nodes, for a person; empty if they were not."""
+        """Why the ranks were stopped to change the number of nodes, for a person; empty if they
+        were not."""
         self.slow: list[Slow] = []
         """The stragglers that were reported last."""
         self._group, self._events, self._world = group, events, group.plan.world_size
@@ -89,7 +101,10 @@ class Supervisor:
         self._quiesce = Quiesce(group, bool(job.script))
         self._joined: NodesJoined | None = None
         hosts = [slot.node.host for slot in group.plan.slots]
-        self._stragglers, self._pauses = Stragglers(hosts, job.watch.slow), Pauses(hosts, job.train.gc)
+        self._stragglers, self._pauses = (
+            Stragglers(hosts, job.watch.slow),
+            Pauses(hosts, job.train.gc),
+        )
         self._arrival = Arrival(self._world, time.time())
         self._restart = RestartCost(retry) if retry else None
         self._record = AttemptRecord()
@@ -128,11 +143,15 @@ class Supervisor:
                     self._look_at_agents()
                     self._start_other_actors()
         if self._stragglers.times:
-            self._events.say("work", ranks={rank: own[1:] for rank, own in sorted(self._stragglers.times.items())})
+            self._events.say(
+                "work",
+                ranks={rank: own[1:] for rank, own in sorted(self._stragglers.times.items())},
+            )
         return [self.ends[rank] for rank in range(self._world)]
 
     def _receive_next(self) -> None:
-        """Handle the next message, if one comes before the deadline and the next look at the agents."""
+        """Handle the next message, if one comes before the deadline and the next look at the
+        agents."""
         left = self._deadlines.left(time.monotonic())
         with contextlib.suppress(queue.Empty):
             self._receive(self._messages.get(timeout=LOOK_S if left is None else min(left, LOOK_S)))
@@ -147,11 +166,19 @@ class Supervisor:
     def _look_at_agents(self) -> None:
         """Name agents that do not answer.
 
-        Once nothing else goes on, or all others have ended, their ranks have ended too, or are lost.
+        Once nothing else goes on, or all others have ended, their ranks have ended too, or are
+        lost.
         """
         for rank in self._silences.look(time.monotonic()):
-            text = f"the agent of rank {rank} on {self._host(rank)} has not answered for {self._silences.limit:.0f} s"
-            self._events.say("warning", rank=rank, text=f"{text}: it is stopped, or its node; the training goes on")
+            text = (
+                f"the agent of rank {rank} on {self._host(rank)} has not answered for "
+                f"{self._silences.limit:.0f} s"
+            )
+            self._events.say(
+                "warning",
+                rank=rank,
+                text=f"{text}: it is stopped, or its node; the training goes on",
+            )
             self._hangs.leave_out(rank)
         silent, running = self._silences.named, set(range(self._world)) - self.ends.keys()
         unheard = running <= silent and (
@@ -176,7 +203,8 @@ class Supervisor:
         threading.Thread(target=connect, name="raydist-reach", daemon=True).start()
 
     def _on_reached(self, nodes: frozenset[str]) -> None:
-        """Ask the nodes that accept connections for the ends of ranks; Ray will give the others up."""
+        """Ask the nodes that accept connections for the ends of ranks; Ray will give the others
+        up."""
         self._reaching = False
         if self._deadlines.stopping:
             return
@@ -186,16 +214,22 @@ class Supervisor:
 
     def _start_other_actors(self) -> None:
         met = self._arrival.met
-        if not (self._all_started or self._deadlines.stopping or met is None) and time.time() - met > OTHERS_S:
+        if (
+            not (self._all_started or self._deadlines.stopping or met is None)
+            and time.time() - met > OTHERS_S
+        ):
             self._all_started = True
             self._group.start_other_actors()
 
     def _ask_node(self, rank: int) -> None:
-        """Ask the node of a silent agent whether its rank has ended; if the node does not know, the rank is lost."""
+        """Ask the node of a silent agent whether its rank has ended; if the node does not know, the
+        rank is lost."""
         now = time.monotonic()
         if rank not in self._asked_nodes:
             self._asked_nodes[rank] = now
-            self._group.recorded_end(rank).add_done_callback(lambda done: self._messages.put(NodeAnswer(rank, done)))
+            self._group.recorded_end(rank).add_done_callback(
+                lambda done: self._messages.put(NodeAnswer(rank, done))
+            )
         elif now - self._asked_nodes[rank] > deadlines.NODE_S:
             self._on_lost(rank)
 
@@ -206,7 +240,10 @@ class Supervisor:
         if found is None:
             self._on_lost(rank)
             return
-        text = f"rank {rank} on {self._host(rank)} has ended, as its node knows; its last events and output are lost"
+        text = (
+            f"rank {rank} on {self._host(rank)} has ended, as its node knows; its last events "
+            "and output are lost"
+        )
         self._events.say("warning", rank=rank, text=text)
         self._group.keep_value(rank, found.value)
         self._on_end(rank, found.end, silent=True)
@@ -257,12 +294,15 @@ class Supervisor:
             self._watch(rank)
 
     def _note_server(self, rank: int, quiet_s: float) -> None:
-        """Name a fork server that does not answer, once; its agent ends it if that is in the way of the end."""
+        """Name a fork server that does not answer, once; its agent ends it if that is in the way of
+        the end."""
         host = self._host(rank)
         if quiet_s > deadlines.AGENT_S and host not in self._quiet_servers:
             self._quiet_servers.add(host)
             text = f"the fork server of {host} has not answered for {quiet_s:.0f} s"
-            self._events.say("warning", text=f"{text}: it is stopped, or waits for a disk; the training goes on")
+            self._events.say(
+                "warning", text=f"{text}: it is stopped, or waits for a disk; the training goes on"
+            )
 
     def _on_heartbeat(self, rank: int, news: RankNews) -> None:
         self._hangs.note(rank, news.beat, news.quiet)
@@ -276,7 +316,11 @@ class Supervisor:
         """Of each rank that runs and has made a step."""
         beats, times = self._hangs.beats(), dict(self._stragglers.times)
         steps = {rank: step or times.get(rank, (0,))[0] for rank, (step, _, _) in beats.items()}
-        return {rank: (step, *times.get(rank, (0, 0.0, 0.0))[1:]) for rank, step in steps.items() if step}
+        return {
+            rank: (step, *times.get(rank, (0, 0.0, 0.0))[1:])
+            for rank, step in steps.items()
+            if step
+        }
 
     def _on_event(self, rank: int, event: Event) -> None:
         if event["kind"] == "save_shards":
@@ -305,10 +349,16 @@ class Supervisor:
         self._ended(replace(end, silent=silent))
 
     def _on_lost(self, rank: int, error: BaseException | None = None) -> None:
-        """The agent of this rank is lost. `error`: of the call to it; None if it did not answer in time."""
+        """The agent of this rank is lost. `error`: of the call to it; None if it did not answer in
+        time."""
         host, interval = self._host(rank), deadlines.longest_interval(self._world)
         at = classify.lost_at(
-            host, self.ends.values(), self._answered.get(rank), time.time(), interval, self._deadlines.due is None
+            host,
+            self.ends.values(),
+            self._answered.get(rank),
+            time.time(),
+            interval,
+            self._deadlines.due is None,
         )
         self._ended(classify.classify_lost(self._known(rank), self._hangs.beat(rank), at, error))
 
@@ -323,13 +373,18 @@ class Supervisor:
         self._silences.answered(end.rank)
         self.ends[end.rank] = end
         self._hangs.ended(end.rank)
-        self._events.say("ended", rank=end.rank, how=end.how, code=end.code, signal=end.signal, step=end.step)
+        self._events.say(
+            "ended", rank=end.rank, how=end.how, code=end.code, signal=end.signal, step=end.step
+        )
         if (seconds := deadlines.culprit_wait(end)) is not None:
             self._stop_within(seconds)
 
     def _prepare(self, notice: DrainNotice) -> None:
-        """Nodes are about to be taken away: the ranks stop after a common step, within a part of the time left."""
-        self._events.say("notice", text=notice.text, ranks=notice.ranks, hosts=notice.hosts, s=notice.left_s)
+        """Nodes are about to be taken away: the ranks stop after a common step, within a part of
+        the time left."""
+        self._events.say(
+            "notice", text=notice.text, ranks=notice.ranks, hosts=notice.hosts, s=notice.left_s
+        )
         if not self._deadlines.stopping and not self.ends:
             self._record = replace(self._record, drain=notice)
             self._stop_within(notice.share_s)
@@ -356,7 +411,8 @@ class Supervisor:
         self._deadlines = self._deadlines.stop_within(seconds, time.monotonic())
 
     def _stop_to_move(self) -> None:
-        """The ranks can be stopped: ranks on other nodes, or another number of them, will continue."""
+        """The ranks can be stopped: ranks on other nodes, or another number of them, will
+        continue."""
         if self._deadlines.stopping or any(end.failed for end in self.ends.values()):
             return
         if self._record.drain is not None:
@@ -367,7 +423,8 @@ class Supervisor:
 
     def _stop(self, stop: Stop) -> None:
         self._events.say("stop", cause=stop.reason.value, reason=stop.text)
-        # to lost ranks as well: an agent that Ray took for dead, or that stood still, may be there again
+        # to lost ranks as well: an agent that Ray took for dead, or that stood still, may be there
+        # again
         self._group.stop((rank for rank in range(self._world) if self._may_run(rank)), stop.grace_s)
         self._deadlines = self._deadlines.stop_sent(stop.grace_s, time.monotonic(), self._world)
 
@@ -375,7 +432,9 @@ class Supervisor:
         return rank not in self.ends or self.ends[rank].how == "lost"
 
     def _known(self, rank: int) -> RankRecord:
-        return RankRecord(rank, self._host(rank), str(self._logs.path(rank)), self._raised.get(rank))
+        return RankRecord(
+            rank, self._host(rank), str(self._logs.path(rank)), self._raised.get(rank)
+        )
 
     def _node(self, rank: int) -> str:
         return self._group.plan.slots[rank].node.id

@@ -12,25 +12,31 @@ from raydist.shared.outcome import End
 RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     (
         lambda end: end.oom == "ray",
-        "the node ran low on memory: set a smaller data.workers or data.batch_size, or give the ranks more memory "
-        "(scale.resources, larger nodes); Ray's limit is RAY_memory_usage_threshold where Ray is started",
+        "the node ran low on memory: set a smaller data.workers or data.batch_size, or give the "
+        "ranks more memory "
+        "(scale.resources, larger nodes); Ray's limit is RAY_memory_usage_threshold where Ray is "
+        "started",
     ),
     (
         lambda end: end.oom == "kernel",
-        "reduce the memory of the ranks (data.batch_size, data.workers, snapshot.every=0), or raise the limit of their "
+        "reduce the memory of the ranks (data.batch_size, data.workers, snapshot.every=0), or "
+        "raise the limit of their "
         "node, container or cgroup",
     ),
     (
         lambda end: end.type == "OutOfMemoryError" or "CUDA out of memory" in end.message,
-        "set a smaller data.batch_size with train.accumulate, or train.precision=bf16, or use GPUs with more memory",
+        "set a smaller data.batch_size with train.accumulate, or train.precision=bf16, or use "
+        "GPUs with more memory",
     ),
     (
         lambda end: end.signal == signal.SIGBUS or "bus error" in end.message.lower(),
-        "make /dev/shm larger (docker run --shm-size, an emptyDir of medium Memory), or set data.workers=0",
+        "make /dev/shm larger (docker run --shm-size, an emptyDir of medium Memory), or set "
+        "data.workers=0",
     ),
     (
         lambda end: bool(re.search(r"No space left on device", end.message)),
-        "free space on the disk, keep fewer checkpoints (checkpoint.keep, checkpoint.every), or set another "
+        "free space on the disk, keep fewer checkpoints (checkpoint.keep, checkpoint.every), or "
+        "set another "
         "hydra.run.dir",
     ),
     (
@@ -39,16 +45,19 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     ),
     (
         lambda end: end.how == "lost",
-        "check whether the node is up, and read its log and Ray's (`ray logs`); scale.wait_s is the longest wait for "
+        "check whether the node is up, and read its log and Ray's (`ray logs`); scale.wait_s is "
+        "the longest wait for "
         "another node",
     ),
     (
         lambda end: end.how == "hung" and "SIGSTOP" in end.message,
-        "find the process that stops it: a debugger, a batch system that suspends jobs, a kill -STOP",
+        "find the process that stops it: a debugger, a batch system that suspends jobs, a kill "
+        "-STOP",
     ),
     (
         lambda end: end.how == "hung",
-        "compare the stacks of the ranks, beside their logs: a collective that only some ranks reach hangs all of them",
+        "compare the stacks of the ranks, beside their logs: a collective that only some ranks "
+        "reach hangs all of them",
     ),
     (
         lambda end: end.type in ("ConfigError", "LaunchError"),
@@ -56,8 +65,10 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     ),
     (
         disagree,
-        "compare the code of the ranks at that step: all must call the same collectives in the same order, with "
-        "tensors of the same shape; usual causes are branches on the rank, and a smaller last batch on one rank",
+        "compare the code of the ranks at that step: all must call the same collectives in the "
+        "same order, with "
+        "tensors of the same shape; usual causes are branches on the rank, and a smaller last "
+        "batch on one rank",
     ),
     (
         is_victim,
@@ -65,17 +76,23 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     ),
     (
         lambda end: (
-            end.how == "killed" and end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+            end.how == "killed"
+            and end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
         ),
-        "read the end of the rank's log for the native stack; env.TORCH_SHOW_CPP_STACKTRACES=1 shows more",
+        "read the end of the rank's log for the native stack; env.TORCH_SHOW_CPP_STACKTRACES=1 "
+        "shows more",
     ),
     (
-        lambda end: end.how == "killed" and end.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT),
-        "find out what ends processes on that node: a person, a batch system's limit, a container that was stopped",
+        lambda end: (
+            end.how == "killed" and end.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+        ),
+        "find out what ends processes on that node: a person, a batch system's limit, a "
+        "container that was stopped",
     ),
     (
         lambda end: end.how in ("raised", "exited"),
-        "correct the job at the last line shown; group=inline scale=1x1 runs it in one process, where pdb works",
+        "correct the job at the last line shown; group=inline scale=1x1 runs it in one process, "
+        "where pdb works",
     ),
 )
 """(test of a rank's end, advice). The first test that is true counts."""

@@ -1,4 +1,5 @@
-"""A screen for notebooks: lines that stay, and one line in the cell's output that IPython replaces. (driver)"""
+"""A screen for notebooks: lines that stay, and one line in the cell's output that IPython replaces.
+(driver)"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ REPLACED_S = 0.2
 
 
 class Cell(Lines):
-    """Needs no widgets: a display with an id is a part of Jupyter's protocol, which every front end has."""
+    """Needs no widgets: a display with an id is a part of Jupyter's protocol, which every front end
+    has."""
 
     def __init__(self, stream: TextIO, every_s: float) -> None:
         super().__init__(stream, every_s)
@@ -30,7 +32,8 @@ class Cell(Lines):
         self._replace(self._launch)
 
     def draw(self, progress: Progress, t: float, moment: str) -> None:
-        """Replace the live line, at most every REPLACED_S; an evaluation becomes a line that stays."""
+        """Replace the live line, at most every REPLACED_S; an evaluation becomes a line that
+        stays."""
         if moment == "evaluation":
             self.say("  ".join([*progress.position(), *progress.evaluation()]))
         elif moment == "step" and abs(t - self._replaced) < REPLACED_S:
@@ -38,7 +41,11 @@ class Cell(Lines):
         self._replaced = t
         text = flat("  ".join([*progress.position(), *progress.health(), *progress.left()]))
         steps, step = progress.totals.get("steps"), progress.step
-        bar = f"<progress max='{steps}' value='{step or 0}'></progress> " if steps and steps > 0 else ""
+        bar = (
+            f"<progress max='{steps}' value='{step or 0}'></progress> "
+            if steps and steps > 0
+            else ""
+        )
         self._replace(text, f"{bar}<code>{escape(text)}</code>")
 
     def show(self, rows: Sequence[Sequence[str]], t: float) -> None:
@@ -58,7 +65,10 @@ class Cell(Lines):
     def _replace(self, text: str, html: str | None = None) -> None:
         from IPython.display import display
 
-        shown = {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>" if html is None else html}
+        shown = {
+            "text/plain": text,
+            "text/html": f"<pre>{escape(text)}</pre>" if html is None else html,
+        }
         if self._handle is None:
             self._handle = display(shown, raw=True, display_id=True)
         else:

@@ -24,7 +24,9 @@ def time_line(folder: Path, entered: float) -> str:
     with contextlib.suppress(OSError, json.JSONDecodeError):
         events = list(read_events(folder / "events.jsonl"))
     began, now = process_began(), time.time()
-    shown = " + ".join(f"{name} {seconds:.2f}" for name, seconds in split(events, began, entered, now))
+    shown = " + ".join(
+        f"{name} {seconds:.2f}" for name, seconds in split(events, began, entered, now)
+    )
     return f"time  {shown} = {now - began:.2f} s"
 
 
@@ -37,12 +39,15 @@ def process_began() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def split(events: Iterable[Event], began: float, entered: float, now: float) -> list[tuple[str, float]]:
-    """The parts of the time from `began` to `now`, in order and without gaps: what each is for, and its seconds.
+def split(
+    events: Iterable[Event], began: float, entered: float, now: float
+) -> list[tuple[str, float]]:
+    """The parts of the time from `began` to `now`, in order and without gaps: what each is for, and
+    its seconds.
 
-    python: the interpreter. settings: imports, composing, checks. launch: until the ranks have met. ranks: until the
-    last has ended. records: until the result is written. exit: the rest. A run that ended early has fewer parts. All
-    times are in seconds since the epoch.
+    python: the interpreter. settings: imports, composing, checks. launch: until the ranks have met.
+    ranks: until the last has ended. records: until the result is written. exit: the rest. A run
+    that ended early has fewer parts. All times are in seconds since the epoch.
     """
     marks = {"python": entered}
     for event in events:

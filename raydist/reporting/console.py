@@ -1,4 +1,5 @@
-"""Shows a run from its events: a live line in a terminal or a notebook, plain lines elsewhere. (driver)"""
+"""Shows a run from its events: a live line in a terminal or a notebook, plain lines elsewhere.
+(driver)"""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ if TYPE_CHECKING:
 
 
 class Console(AbstractContextManager["Console"]):
-    """A reader of events that writes to the screen. The driver calls it for each event, so it redraws seldom."""
+    """A reader of events that writes to the screen. The driver calls it for each event, so it
+    redraws seldom."""
 
-    def __init__(self, settings: Watch, stream: TextIO | None = None, failures: Failures | None = None) -> None:
-        """`failures`: reads each event before this does; without it no page of a failure is named."""
+    def __init__(
+        self, settings: Watch, stream: TextIO | None = None, failures: Failures | None = None
+    ) -> None:
+        """`failures`: reads each event before this does; without it no page of a failure is
+        named."""
         self._quiet = settings.progress == "none"
         self._screen = screen(settings, sys.stdout if stream is None else stream)
         self._progress = Progress()
@@ -117,12 +122,18 @@ class Console(AbstractContextManager["Console"]):
             return
         failure = f" {self._pending['text']};" if self._pending else ""
         self._pending = None
-        self._screen.say(f"restart {event['number']}:{failure} {wording.restart_cost(event)}{self._page()}", "yellow")
+        self._screen.say(
+            f"restart {event['number']}:{failure} {wording.restart_cost(event)}{self._page()}",
+            "yellow",
+        )
 
     def _show_pending(self) -> None:
-        """Show the pending restart on its own line, before an event that comes between it and the next step."""
+        """Show the pending restart on its own line, before an event that comes between it and the
+        next step."""
         if self._pending is not None:
-            self._screen.say(f"restart {self._pending['number']}: {self._pending['text']}", "yellow")
+            self._screen.say(
+                f"restart {self._pending['number']}: {self._pending['text']}", "yellow"
+            )
         self._pending = None
 
     def _page(self) -> str:
@@ -135,10 +146,14 @@ class Console(AbstractContextManager["Console"]):
 
     def _on_takeover(self, event: Event) -> None:
         self._show_pending()
-        self._screen.say(f"{event['host']} ({event['ip']}) takes over the ranks of {event['of']}", "yellow")
+        self._screen.say(
+            f"{event['host']} ({event['ip']}) takes over the ranks of {event['of']}", "yellow"
+        )
 
     def _on_stop(self, event: Event) -> None:
-        if event.get("cause") != StopReason.FAILURE.value:  # the text of a failure follows in another event
+        if (
+            event.get("cause") != StopReason.FAILURE.value
+        ):  # the text of a failure follows in another event
             self._screen.say(f"stop  {event['reason']}", "yellow")
 
     def _on_result(self, event: Event) -> None:

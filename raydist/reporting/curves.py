@@ -29,7 +29,8 @@ class Piece(NamedTuple):
 
 @dataclass
 class Curve:
-    """One value over steps. Steps only grow: a step that is reported again replaces it and all that came after it."""
+    """One value over steps. Steps only grow: a step that is reported again replaces it and all that
+    came after it."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     times: array[float] = field(default_factory=lambda: array("d"))
@@ -47,8 +48,11 @@ class Curve:
         self.times.append(t)
         self.values.append(value)
 
-    def piece(self, low: float = -math.inf, high: float = math.inf, by: str = "step", most: int = SHOWN) -> Piece:
-        """The points between two steps (`by="time"`: times), thinned to `most`: of each stretch its extremes."""
+    def piece(
+        self, low: float = -math.inf, high: float = math.inf, by: str = "step", most: int = SHOWN
+    ) -> Piece:
+        """The points between two steps (`by="time"`: times), thinned to `most`: of each stretch its
+        extremes."""
         column: Sequence[float] = self.times if by == "time" else self.steps
         first, last = bisect_left(column, low), bisect_right(column, high)
         return self._columns(thinned(self.values, first, last, most))
@@ -67,14 +71,16 @@ class Curve:
 
 
 def add_report(curves: dict[str, Curve], report: Event, step: int) -> None:
-    """Take in what rank 0 has reported of a step: every number that does not measure progress has a curve."""
+    """Take in what rank 0 has reported of a step: every number that does not measure progress has a
+    curve."""
     for name, value in report["values"].items():
         if name not in PROGRESS_NAMES and isinstance(value, int | float):
             curves.setdefault(name, Curve()).add(step, report["t"], float(value))
 
 
 def thinned(values: Sequence[float], first: int, last: int, most: int) -> Sequence[int]:
-    """At most `most` indices from `first` to `last`: of each stretch its lowest, its highest, one that is no number."""
+    """At most `most` indices from `first` to `last`: of each stretch its lowest, its highest, one
+    that is no number."""
     if last - first <= most:
         return range(first, last)
     size = math.ceil((last - first) / (most // 3))

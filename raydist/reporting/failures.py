@@ -9,7 +9,8 @@ from typing import Any
 from raydist.shared.events import Event
 
 PARTS = ("detect", "kill", "save", "place", "fork", "rendezvous", "restore", "first step")
-"""The parts of the time from a failure to the next step. `save`: the state is written to disk before the run moves."""
+"""The parts of the time from a failure to the next step. `save`: the state is written to disk
+before the run moves."""
 
 
 @dataclass
@@ -66,13 +67,26 @@ class Failure:
     def to_json(self) -> dict[str, Any]:
         """All fields, as plain JSON data."""
         return {
-            "number": self.number, "page": self.page, "at": self.at, "attempt": self.attempt, "status": self.status,
-            "cause": dict(self.cause), "slot": dict(self.slot), "reason": self.reason, "text": self.text,
-            "others": [dict(one) for one in self.others], "reached": self.reached, "resumed": self.resumed,
-            "repeated": self.repeated, "s": self.s, "parts": {name: round(s, 4) for name, s in self.parts.items()},
-            "moved": list(self.moved), "renewed": list(self.renewed), "checkpoint": self.checkpoint,
+            "number": self.number,
+            "page": self.page,
+            "at": self.at,
+            "attempt": self.attempt,
+            "status": self.status,
+            "cause": dict(self.cause),
+            "slot": dict(self.slot),
+            "reason": self.reason,
+            "text": self.text,
+            "others": [dict(one) for one in self.others],
+            "reached": self.reached,
+            "resumed": self.resumed,
+            "repeated": self.repeated,
+            "s": self.s,
+            "parts": {name: round(s, 4) for name, s in self.parts.items()},
+            "moved": list(self.moved),
+            "renewed": list(self.renewed),
+            "checkpoint": self.checkpoint,
             "why_last": self.why_last,
-        }  # fmt: skip
+        }
 
 
 @dataclass
@@ -120,7 +134,12 @@ class Failures:
                 return self._begin(happened)
             case "saved":
                 self.saved = max(self.saved, (happened["step"], happened["path"]))
-                if now and now.restart and now.cause["how"] == "drained" and "place" not in self.marks:
+                if (
+                    now
+                    and now.restart
+                    and now.cause["how"] == "drained"
+                    and "place" not in self.marks
+                ):
                     self.marks["save"] = t
             case "restart" if now:
                 now.restart, self.marks = happened, {}
@@ -161,16 +180,27 @@ class Failures:
         self.stopped, self.before_it = 0.0, self.slots
         number = len(self.found) + 1
         made = Failure(
-            number=number, page=f"blame-{self.before + number}.txt", t=t, cause=cause, text=happened["text"],
-            reason=happened["reason"], reached=happened["reached"], others=list(happened["others"]),
-            attempt=happened.get("attempt", 0), slot=self.slots.get(cause["rank"], {}),
+            number=number,
+            page=f"blame-{self.before + number}.txt",
+            t=t,
+            cause=cause,
+            text=happened["text"],
+            reason=happened["reason"],
+            reached=happened["reached"],
+            others=list(happened["others"]),
+            attempt=happened.get("attempt", 0),
+            slot=self.slots.get(cause["rank"], {}),
             parts={"detect": detected - cause["at"], "kill": max(0.0, t - detected)},
-        )  # fmt: skip
+        )
         self.found.append(made)
         return made
 
     def _restarted(self, failure: Failure, happened: Event) -> Failure:
-        failure.s, failure.repeated, failure.status = happened["s"], happened["repeated"], "restarted"
+        failure.s, failure.repeated, failure.status = (
+            happened["s"],
+            happened["repeated"],
+            "restarted",
+        )
         before, end = failure.t, failure.at + happened["s"]
         for part in PARTS[2:]:
             if part == "first step" or part in self.marks:

@@ -1,4 +1,5 @@
-"""Events of a run -> seconds of its parts: training steps, launch, failures, evaluation, saves, rest. (pure)"""
+"""Events of a run -> seconds of its parts: training steps, launch, failures, evaluation, saves,
+rest. (pure)"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Spent:
     repeated_s: float = 0.0
     """The part of earlier_s in steps that a later attempt repeated."""
     counted_s: float | None = None
-    """Seconds in steps of this attempt after the first, as the loop counted them; None if it has not reported them."""
+    """Seconds in steps of this attempt after the first, as the loop counted them; None if it has
+    not reported them."""
     beside: dict[str, float] = field(default_factory=dict)
     """Seconds outside of steps in earlier attempts, by activity."""
     steps: tuple[Event, ...] = ()
@@ -70,11 +72,22 @@ class Spent:
         self.earlier_s += self._attempt_s()
         for what, s in self.now.items():
             self.beside[what] = self.beside.get(what, 0.0) + s
-        self.steps, self.now, self.counted_s, self.between_s, self.waiting_s = (), {}, None, 0.0, 0.0
+        self.steps, self.now, self.counted_s, self.between_s, self.waiting_s = (
+            (),
+            {},
+            None,
+            0.0,
+            0.0,
+        )
 
     def _attempt_s(self) -> float:
-        """Seconds in steps of this attempt: as the loop counted them, else the time between reports."""
-        return max(0.0, apart(self.steps) - self.between_s) if self.counted_s is None else self.counted_s
+        """Seconds in steps of this attempt: as the loop counted them, else the time between
+        reports."""
+        return (
+            max(0.0, apart(self.steps) - self.between_s)
+            if self.counted_s is None
+            else self.counted_s
+        )
 
     @property
     def step_s(self) -> float:
@@ -86,7 +99,10 @@ class Spent:
 
         `wall_s`: seconds of the run. `end`: its end in seconds since the epoch.
         """
-        beside = {what: self.beside.get(what, 0.0) + self.now.get(what, 0.0) for what in {**self.beside, **self.now}}
+        beside = {
+            what: self.beside.get(what, 0.0) + self.now.get(what, 0.0)
+            for what in {**self.beside, **self.now}
+        }
         known = {
             "steps": min(wall_s, self.step_s),
             "launch": self.launch_s,
@@ -100,11 +116,15 @@ class Spent:
         """Seconds of each failure: until the next step, the next failure, or the end of the run."""
         failures = self.failures.found
         ends = [*(failure.at for failure in failures), end][1:]
-        return [max(0.0, at - each.at) if each.s is None else each.s for each, at in zip(failures, ends, strict=True)]
+        return [
+            max(0.0, at - each.at) if each.s is None else each.s
+            for each, at in zip(failures, ends, strict=True)
+        ]
 
     @property
     def recovery(self) -> dict[str, float]:
-        """Seconds of each part of a recovery (detect, kill, place, fork, ...), summed over all failures."""
+        """Seconds of each part of a recovery (detect, kill, place, fork, ...), summed over all
+        failures."""
         total: dict[str, float] = {}
         for failure in self.failures.found:
             for part, s in failure.parts.items():

@@ -1,4 +1,5 @@
-"""watch.job_metadata=true: writes the result into the metadata of the Ray job, for `ray job list`. (driver)"""
+"""watch.job_metadata=true: writes the result into the metadata of the Ray job, for `ray job list`.
+(driver)"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ ANSWER_S = 5.0
 
 
 def result_metadata(result: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of a result (the dict of result.json): names with the prefix raydist. -> text."""
+    """The metadata of a result (the dict of result.json): names with the prefix raydist. ->
+    text."""
     texts = {
         "result": result["status"],
         "run_dir": result["dir"],
@@ -44,20 +46,27 @@ def is_number(value: Any) -> bool:
 
 
 def merged(entry: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, Any] | None:
-    """A job's entry with this metadata in place of an earlier run's; None if Ray has recorded the job's end."""
+    """A job's entry with this metadata in place of an earlier run's; None if Ray has recorded the
+    job's end."""
     if entry["status"] != "RUNNING":
         return None
     before = entry.get("metadata") or {}
-    kept = {name: text for name, text in before.items() if name == OVERRIDES or not name.startswith("raydist.")}
+    kept = {
+        name: text
+        for name, text in before.items()
+        if name == OVERRIDES or not name.startswith("raydist.")
+    }
     return {**entry, "metadata": {**kept, **metadata}}
 
 
 class JobMetadata:
-    """A reader of events. It does nothing without watch.job_metadata, or outside of a job submitted to Ray.
+    """A reader of events. It does nothing without watch.job_metadata, or outside of a job submitted
+    to Ray.
 
-    Ray has no API to change a job's metadata, so this reads the job's entry from the GCS and writes it back. Ray itself
-    writes the entry only before the job's process starts and after it has ended (job_supervisor.py, Ray 2.60). If a Ray
-    stores its jobs in another way, this reader raises: the run warns of it, and continues.
+    Ray has no API to change a job's metadata, so this reads the job's entry from the GCS and writes
+    it back. Ray itself writes the entry only before the job's process starts and after it has ended
+    (job_supervisor.py, Ray 2.60). If a Ray stores its jobs in another way, this reader raises: the
+    run warns of it, and continues.
     """
 
     def __init__(self, settings: Watch) -> None:
@@ -81,7 +90,9 @@ class JobMetadata:
             changed = merged(json.loads(entry), metadata)
             return None if changed is None else json.dumps(changed).encode()
 
-        with contextlib.suppress(grpc.RpcError):  # the GCS does not answer: other parts of the run report that
+        with contextlib.suppress(
+            grpc.RpcError
+        ):  # the GCS does not answer: other parts of the run report that
             # Ray's job server sets RAY_ADDRESS to the address of the GCS
             ray_private.change_job_entry(os.environ["RAY_ADDRESS"], self._id, change, ANSWER_S)
 
@@ -89,6 +100,8 @@ class JobMetadata:
 def submission_id() -> str:
     """The id under which this program was submitted to Ray as a job; empty if it was not."""
     try:
-        return str(json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"])
+        return str(
+            json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]
+        )
     except (KeyError, ValueError, TypeError):
         return ""

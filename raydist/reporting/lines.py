@@ -44,14 +44,19 @@ class Lines:
         self.say(f"launch: {name} {seconds:.2f} s")
 
     def draw(self, progress: Progress, t: float, moment: str) -> None:
-        """Write a line of progress for the first step, the last, an evaluation, and every `every_s` seconds.
+        """Write a line of progress for the first step, the last, an evaluation, and every `every_s`
+        seconds.
 
         `t`: time of the event. `moment`: as Progress.report returns it.
         """
         if moment == "step" and abs(t - self._drawn) < self._every_s:
             return
         self._drawn = t
-        parts = progress.evaluation() if moment == "evaluation" else [*progress.health(), *progress.left()]
+        parts = (
+            progress.evaluation()
+            if moment == "evaluation"
+            else [*progress.health(), *progress.left()]
+        )
         self._progress_line(progress, t, parts)
 
     def saved(self, progress: Progress, t: float) -> None:
@@ -62,7 +67,10 @@ class Lines:
 
     def _progress_line(self, progress: Progress, t: float, parts: Sequence[str]) -> None:
         self._began = t if self._began is None else self._began
-        self.say(f"[{duration(max(0.0, t - self._began))}] " + flat(", ".join([*progress.position(), *parts])))
+        self.say(
+            f"[{duration(max(0.0, t - self._began))}] "
+            + flat(", ".join([*progress.position(), *parts]))
+        )
 
     def close(self) -> None:
         """Do nothing: plain lines stay."""

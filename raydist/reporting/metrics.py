@@ -1,9 +1,11 @@
-"""Figures of a run for Prometheus: Ray's node agents serve them, and its `/api/prometheus/sd` lists those. (driver)
+"""Figures of a run for Prometheus: Ray's node agents serve them, and its `/api/prometheus/sd` lists
+those. (driver)
 
-Ray's agent drops a gauge that was not set for two report intervals (20 s), and an alert needs it for longer. So all
-gauges are set again each second while the run goes on, and none after its result: a gauge that is there is one of a run
-that goes on. Counters stay until Ray ends, also those of a driver that has left: there are few of them.
-docs/monitoring.md says what each is for; deploy/monitoring/ has a board and alerts of them.
+Ray's agent drops a gauge that was not set for two report intervals (20 s), and an alert needs it
+for longer. So all gauges are set again each second while the run goes on, and none after its
+result: a gauge that is there is one of a run that goes on. Counters stay until Ray ends, also those
+of a driver that has left: there are few of them. docs/monitoring.md says what each is for;
+deploy/monitoring/ has a board and alerts of them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from raydist.reporting.result import Figures
 from raydist.shared.events import Event
 
 AGAIN_S = 1.0
-"""Seconds after which all gauges are set again: Ray's shortest report interval (`metrics_report_interval_ms`)."""
+"""Seconds after which all gauges are set again: Ray's shortest report interval
+(`metrics_report_interval_ms`)."""
 VALUES = 100
 """The most names of `value`, each of which is a series: a job may make a name of each step."""
 CAUSES = ("killed", "oom", "raised", "exited", "hung", "lost", "drained", "ended")
@@ -29,14 +32,26 @@ GAUGES = {
     "step": ("newest step", ()),
     "steps": ("steps in all, if the loop says so", ()),
     "steps_per_second": ("over the last half minute", ()),
-    "samples_per_second": ("of all ranks, over the last half minute, if the loop counts samples", ()),
+    "samples_per_second": (
+        "of all ranks, over the last half minute, if the loop counts samples",
+        (),
+    ),
     "step_timestamp_seconds": ("when the newest step was reported, since the epoch", ()),
     "value": ("newest value of each name that rank 0 reported", ("name",)),
     "goodput_ratio": ("share of the time since the start in steps that counted", ()),
-    "slow_ratio": ("share of a step that others wait for this rank, once it was named", ("rank", "host")),
-    "hang_seconds": ("how long ranks have been silent, at the last alarm; 0 after the next step", ()),
+    "slow_ratio": (
+        "share of a step that others wait for this rank, once it was named",
+        ("rank", "host"),
+    ),
+    "hang_seconds": (
+        "how long ranks have been silent, at the last alarm; 0 after the next step",
+        (),
+    ),
     "kept_timestamp_seconds": ("when the newest state was kept, since the epoch", ("where",)),
-    "port_received_bytes": ("of each NIC and HCA port, since its driver was loaded", ("host", "port")),
+    "port_received_bytes": (
+        "of each NIC and HCA port, since its driver was loaded",
+        ("host", "port"),
+    ),
     "port_sent_bytes": ("of each NIC and HCA port, since its driver was loaded", ("host", "port")),
 }
 COUNTERS = {
@@ -49,10 +64,12 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Metrics(AbstractContextManager["Metrics"]):
-    """A reader of events. Without Ray there is nobody who would serve the figures: it does nothing then."""
+    """A reader of events. Without Ray there is nobody who would serve the figures: it does nothing
+    then."""
 
     def __init__(self, run: str, figures: Figures, warn: Callable[[str], None]) -> None:
-        """`run`: the label of all series. `figures`: reads each event before this does. `warn`: says a warning."""
+        """`run`: the label of all series. `figures`: reads each event before this does. `warn`:
+        says a warning."""
         self._run, self._figures, self._warn = run, figures, warn
         self._made: dict[str, Any] = {}
         self._gauges: dict[Series, float] = {}
@@ -127,15 +144,23 @@ class Metrics(AbstractContextManager["Metrics"]):
             self._names.add(name)
         elif name not in self._names and not self._full:
             self._full = True
-            self._warn(f"Prometheus gets {VALUES} names of reported values, and {name!r} is one more: it is left out")
+            self._warn(
+                f"Prometheus gets {VALUES} names of reported values, and {name!r} is one more: "
+                "it is left out"
+            )
         return name in self._names
 
     def _set_step(self, event: Event) -> None:
         steps_per_s, samples_per_s = self._progress.rates()
-        found = {"step": event["step"], "steps": self._progress.totals.get("steps"),
-                 "step_timestamp_seconds": event["t"], "steps_per_second": steps_per_s,
-                 "samples_per_second": samples_per_s, "goodput_ratio": self._figures.goodput,
-                 "hang_seconds": 0}  # fmt: skip
+        found = {
+            "step": event["step"],
+            "steps": self._progress.totals.get("steps"),
+            "step_timestamp_seconds": event["t"],
+            "steps_per_second": steps_per_s,
+            "samples_per_second": samples_per_s,
+            "goodput_ratio": self._figures.goodput,
+            "hang_seconds": 0,
+        }
         for name, value in found.items():
             if value is not None:
                 self._set(name, value)
@@ -155,9 +180,12 @@ class Metrics(AbstractContextManager["Metrics"]):
                 self._set("slow_ratio", each["share"], rank=str(each["rank"]), host=each["host"])
 
     def _on_pace(self, event: Event) -> None:
-        """A rank is named as slow once: how slow it is now, or that it is no more, is in each `pace`."""
+        """A rank is named as slow once: how slow it is now, or that it is no more, is in each
+        `pace`."""
         if self._slow:
-            shares = own_shares({int(rank): (int(own[0]), *own[1:]) for rank, own in event["ranks"].items()})
+            shares = own_shares(
+                {int(rank): (int(own[0]), *own[1:]) for rank, own in event["ranks"].items()}
+            )
             for rank in self._slow.keys() & shares.keys():
                 self._set("slow_ratio", shares[rank], rank=str(rank), host=self._slow[rank])
 

@@ -1,4 +1,5 @@
-"""The rich form of a Result in a notebook: the summary, and a small curve of each reported value. (driver)"""
+"""The rich form of a Result in a notebook: the summary, and a small curve of each reported value.
+(driver)"""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ Line = list[tuple[int, float]]
 
 
 def result_html(facts: Mapping[str, Any]) -> str:
-    """A table of the summary, and the curves as SVG. No script, no colors of its own: it fits light and dark.
+    """A table of the summary, and the curves as SVG. No script, no colors of its own: it fits light
+    and dark.
 
     `facts`: the content of result.json.
     """
     rows = "".join(
-        f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
+        f"<tr><th style='text-align:left'>{escape(name)}</th><td "
+        f"style='text-align:left'>{escape(value)}</td></tr>"
         for name, value in wording.summary(facts)
     )
     curves: dict[str, Line] = {}
@@ -44,7 +47,8 @@ def result_html(facts: Mapping[str, Any]) -> str:
 
 
 def curves_of(events: Iterable[Event]) -> tuple[dict[str, Line], list[int]]:
-    """The curve of each reported value as the page of the run has it, without what is no number; and its restarts."""
+    """The curve of each reported value as the page of the run has it, without what is no number;
+    and its restarts."""
     curves, restarts = dict[str, Curve](), list[int]()
     for event in events:
         if event["kind"] == "restart":
@@ -54,7 +58,11 @@ def curves_of(events: Iterable[Event]) -> tuple[dict[str, Line], list[int]]:
     found: dict[str, Line] = {}
     for name, curve in curves.items():
         piece = curve.piece(most=POINTS)
-        if line := [(step, value) for step, value in zip(piece.steps, piece.values, strict=True) if value is not None]:
+        if line := [
+            (step, value)
+            for step, value in zip(piece.steps, piece.values, strict=True)
+            if value is not None
+        ]:
             found[name] = line
     return found, restarts
 
@@ -68,11 +76,13 @@ def svg(name: str, curve: Line, restarts: Sequence[int] = ()) -> str:
         return f"{PAD + (WIDTH - 2 * PAD) * (step - first) / max(1, last - first):.1f}"
 
     def y(value: float) -> str:
-        return f"{HEIGHT - PAD - (HEIGHT - 2 * PAD) * ((value - low) / (high - low) if high > low else 0.5):.1f}"
+        share = (value - low) / (high - low) if high > low else 0.5
+        return f"{HEIGHT - PAD - (HEIGHT - 2 * PAD) * share:.1f}"
 
     line = " ".join(f"{x(step)},{y(value)}" for step, value in curve)
     marks = "".join(
-        f"<line x1='{x(step)}' x2='{x(step)}' y1='0' y2='{HEIGHT}' stroke='currentColor' stroke-dasharray='2' "
+        f"<line x1='{x(step)}' x2='{x(step)}' y1='0' y2='{HEIGHT}' stroke='currentColor' "
+        "stroke-dasharray='2' "
         "opacity='0.5'/>"
         for step in restarts
         if first <= step <= last
@@ -82,6 +92,7 @@ def svg(name: str, curve: Line, restarts: Sequence[int] = ()) -> str:
     span = f"{label}: steps {first} to {last}, from {number_text(low)} to {number_text(high)}"
     return (
         f"<figure style='display:inline-block;margin:4px'><figcaption>{label}</figcaption>"
-        f"<svg width='{WIDTH}' height='{HEIGHT}' role='img' aria-label='{span}'><title>{span}</title>"
+        f"<svg width='{WIDTH}' height='{HEIGHT}' role='img' "
+        f"aria-label='{span}'><title>{span}</title>"
         f"<polyline points='{line}' fill='none' stroke='currentColor'/>{dot}{marks}</svg></figure>"
     )

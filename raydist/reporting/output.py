@@ -21,7 +21,9 @@ class Output:
         """The lines that these bytes complete; none if the rank is not shown."""
         if self._shown is not None and rank not in self._shown:
             return
-        decoder = self._decoders.setdefault(rank, codecs.getincrementaldecoder("utf-8")("backslashreplace"))
+        decoder = self._decoders.setdefault(
+            rank, codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        )
         first, *others = decoder.decode(chunk).split("\n")
         *whole, rest = self._unfinished.get(rank, "") + first, *others
         self._unfinished[rank] = _visible(rest)
@@ -44,7 +46,8 @@ def ranks_of(shown: str) -> set[int] | None:
 
 
 def _visible(line: str) -> str:
-    """What is left of a line on a screen: a progress bar returns to its beginning, and may write it for hours."""
+    """What is left of a line on a screen: a progress bar returns to its beginning, and may write it
+    for hours."""
     last = line.rstrip("\r").rpartition("\r")[2][: LONG + 1]
     return last + "\r" if line.endswith("\r") else last
 

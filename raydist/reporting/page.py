@@ -24,7 +24,9 @@ def page(failure: Failure, dir: str) -> str:
         ("recovery", recovery_lines(failure)),
         ("advice", advice_lines(failure, dir)),
     )
-    blocks = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines]
+    blocks = [
+        "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines
+    ]
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.at))
     return clean("\n\n".join([f"failure {failure.number}, {at}, in {dir}", *blocks])) + "\n"
 
@@ -39,10 +41,22 @@ def page_lines(failure: Failure, dir: str) -> list[str]:
 def where_lines(failure: Failure) -> list[str]:
     """The rank's host, address and GPUs, and the files with stacks."""
     slot = failure.slot
-    known = {"host": slot.get("host"), "address": slot.get("ip"), "GPU": describe_gpus(slot.get("gpus"))}
+    known = {
+        "host": slot.get("host"),
+        "address": slot.get("ip"),
+        "GPU": describe_gpus(slot.get("gpus")),
+    }
     node = ", ".join(f"{name} {value}" for name, value in known.items() if value)
-    stacks = f"{Path(failure.cause['log']).parent}/rank-*.stacks" if failure.cause["how"] == "hung" else ""
-    return [f"  {name}: {value}" for name, value in (("node", node), ("stacks of all ranks", stacks)) if value]
+    stacks = (
+        f"{Path(failure.cause['log']).parent}/rank-*.stacks"
+        if failure.cause["how"] == "hung"
+        else ""
+    )
+    return [
+        f"  {name}: {value}"
+        for name, value in (("node", node), ("stacks of all ranks", stacks))
+        if value
+    ]
 
 
 def describe_gpus(gpus: Any) -> str:
@@ -59,10 +73,17 @@ def cost_lines(failure: Failure) -> list[str]:
     if failure.status == "restarted" and failure.s is not None:
         lines.append(f"{failure.s:.2f} s until the next step, {repeated_steps(repeated)}")
     elif failure.status in ("failed", "stopped"):
-        saved = f"step {failure.reached - repeated} is saved" if failure.checkpoint else "no checkpoint is saved"
+        saved = (
+            f"step {failure.reached - repeated} is saved"
+            if failure.checkpoint
+            else "no checkpoint is saved"
+        )
         lines.append(f"the run ended; {saved}, {counted(repeated, 'step')} after it lost")
     if failure.parts:
-        lines.append("time: " + sum_text({name: failure.parts[name] for name in PARTS if name in failure.parts}))
+        lines.append(
+            "time: "
+            + sum_text({name: failure.parts[name] for name in PARTS if name in failure.parts})
+        )
     return lines
 
 
@@ -71,13 +92,24 @@ def recovery_lines(failure: Failure) -> list[str]:
     restart, over = failure.restart, failure.status in ("failed", "stopped")
     if not restart:
         return [f"not restarted: {failure.why_last or 'restart.max=0'}"] if over else []
-    number = f"restart {restart['number']}" + ("" if restart.get("free") else f" of at most {restart['most']}")
+    number = f"restart {restart['number']}" + (
+        "" if restart.get("free") else f" of at most {restart['most']}"
+    )
     if "place" in failure.parts and over:
-        return [f"{number}, but Ray could not place all ranks: {failure.why_last or failure.status}"]
-    lines = [f"{number}: all ranks forked again " + ("on other nodes" if failure.moved else "on their nodes")]
+        return [
+            f"{number}, but Ray could not place all ranks: {failure.why_last or failure.status}"
+        ]
+    lines = [
+        f"{number}: all ranks forked again "
+        + ("on other nodes" if failure.moved else "on their nodes")
+    ]
     for what, ranks in (("another node", failure.moved), ("a new actor", failure.renewed)):
         hosts = sorted(set(ranks.values()) - {""})
-        lines += [f"{what} for {name_ranks(ranks)}" + (f": {', '.join(hosts)}" if hosts else "")] if ranks else []
+        lines += (
+            [f"{what} for {name_ranks(ranks)}" + (f": {', '.join(hosts)}" if hosts else "")]
+            if ranks
+            else []
+        )
     if failure.resized:
         before, after = failure.resized
         lines.append(f"{'fewer' if after < before else 'more'} nodes: {after} instead of {before}")

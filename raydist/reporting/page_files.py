@@ -1,4 +1,5 @@
-"""Writes a page for each failure into the run folder: blame-1.txt for people, blame-1.json for programs. (driver)"""
+"""Writes a page for each failure into the run folder: blame-1.txt for people, blame-1.json for
+programs. (driver)"""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from raydist.shared.events import Event
 
 
 class Pages:
-    """A reader of events. It writes a page when a failure is known, and again when its consequences are."""
+    """A reader of events. It writes a page when a failure is known, and again when its consequences
+    are."""
 
     def __init__(self, folder: Path, failures: Failures) -> None:
         """`failures`: reads each event before this does."""

@@ -1,4 +1,5 @@
-"""Reports of rank 0 -> points of a curve: each step once over all attempts, and settled before it is told. (pure)"""
+"""Reports of rank 0 -> points of a curve: each step once over all attempts, and settled before it
+is told. (pure)"""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from raydist.shared.events import Event
 TOTALS = ("steps", "epochs")
 """Reported names that say how long the training is: no curves."""
 HELD_S = 30.0
-"""Longest time that a step waits for a snapshot or a checkpoint: a loop may save once an hour, or never."""
+"""Longest time that a step waits for a snapshot or a checkpoint: a loop may save once an hour, or
+never."""
 
 
 @dataclass
@@ -27,16 +29,19 @@ class Point:
 
 @dataclass
 class Points:
-    """Holds a step until no restart repeats it: a later step is reported, and a snapshot or a checkpoint has it.
+    """Holds a step until no restart repeats it: a later step is reported, and a snapshot or a
+    checkpoint has it.
 
-    If a step is told because it has waited HELD_S and is repeated all the same, its first values stay: a tracker can
-    not take a point back, and must not have two.
+    If a step is told because it has waited HELD_S and is repeated all the same, its first values
+    stay: a tracker can not take a point back, and must not have two.
     """
 
     told: int = -1
-    """The newest step that was told, in this run or in the one that it resumes. It is never told again."""
+    """The newest step that was told, in this run or in the one that it resumes. It is never told
+    again."""
     repeats: bool = True
-    """Whether a restart can repeat steps; if not, a step is settled once a later one is reported."""
+    """Whether a restart can repeat steps; if not, a step is settled once a later one is
+    reported."""
     attempt: int = 0
     kept: int = -1
     """The newest step in a snapshot or a checkpoint."""
@@ -69,11 +74,15 @@ class Points:
         self._drop_after(step - 1)
         self.kept = max(self.kept, report.get("kept", -1))
         if step > self.told:
-            self.held.setdefault(step, Point(step, report["t"], self.attempt)).values.update(numbers(report["values"]))
+            self.held.setdefault(step, Point(step, report["t"], self.attempt)).values.update(
+                numbers(report["values"])
+            )
 
     def _drop_after(self, step: int) -> None:
         """Forget later steps of earlier attempts: this attempt does them again."""
-        self.held = {at: one for at, one in self.held.items() if at <= step or one.attempt == self.attempt}
+        self.held = {
+            at: one for at, one in self.held.items() if at <= step or one.attempt == self.attempt
+        }
 
     def _settled(self, now: float) -> list[Point]:
         """Steps before the newest, because an evaluation may still add to that one."""

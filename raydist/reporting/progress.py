@@ -57,7 +57,13 @@ class Progress:
     def _update_totals(self, values: Mapping[str, Any]) -> None:
         """Keep PROGRESS_NAMES that are numbers: a job may report anything under any name."""
         totals = {name: values.get(name) for name in PROGRESS_NAMES}
-        self.totals.update({name: n for name, n in totals.items() if isinstance(n, int | float) and math.isfinite(n)})
+        self.totals.update(
+            {
+                name: n
+                for name, n in totals.items()
+                if isinstance(n, int | float) and math.isfinite(n)
+            }
+        )
 
     def _second_report(self, step: int, metrics: Mapping[str, Any]) -> str:
         """A second report of one step is an evaluation, unless the loop reports each step twice."""
@@ -83,21 +89,30 @@ class Progress:
         return (step1 - step0) / (t1 - t0), (samples1 - samples0) / (t1 - t0)
 
     def left(self) -> list[str]:
-        """`0:42 left` at the current rate; empty at the last step, or if the number of steps is not known."""
+        """`0:42 left` at the current rate; empty at the last step, or if the number of steps is not
+        known."""
         rate, _ = self.rates()
         steps = (self.totals.get("steps") or 0) - (self.step or 0)
         return [f"{duration(steps / rate)} left"] if steps > 0 and rate > 0 else []
 
     def position(self) -> list[str]:
         """`epoch 2/8`, `step 45/360`."""
-        return [*filter(None, (_of("epoch", self.totals), _of("step", {**self.totals, "step": self.step})))]
+        return [
+            *filter(
+                None, (_of("epoch", self.totals), _of("step", {**self.totals, "step": self.step}))
+            )
+        ]
 
     def health(self) -> list[str]:
-        """`loss 0.1234`, `1,234 samples/s`: the loss, or the first two metrics if the loop reports no loss."""
+        """`loss 0.1234`, `1,234 samples/s`: the loss, or the first two metrics if the loop reports
+        no loss."""
         names = ["loss"] if "loss" in self.values else list(self.values)[:2]
         steps_per_s, samples_per_s = self.rates()
         rate = rate_text(samples_per_s, "samples") or rate_text(steps_per_s, "steps")
-        return [*(f"{name} {number_text(self.values[name])}" for name in names), *([rate] if rate else [])]
+        return [
+            *(f"{name} {number_text(self.values[name])}" for name in names),
+            *([rate] if rate else []),
+        ]
 
     def evaluation(self) -> list[str]:
         """`accuracy 0.98`: the metrics of the newest evaluation."""

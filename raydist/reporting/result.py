@@ -22,12 +22,14 @@ from raydist.state.object_store import Remote, StoragePath, scheme
 
 T = TypeVar("T")
 WARNINGS = 1000
-"""Most different warnings that are counted: some have a number in them that changes from step to step."""
+"""Most different warnings that are counted: some have a number in them that changes from step to
+step."""
 
 
 @dataclass(frozen=True)
 class Result(Generic[T]):
-    """The result of a run. `result.json` in the run folder has all of it but `values` and `exceptions`."""
+    """The result of a run. `result.json` in the run folder has all of it but `values` and
+    `exceptions`."""
 
     status: str
     """finished, failed or stopped."""
@@ -38,31 +40,38 @@ class Result(Generic[T]):
     values: tuple[T | None, ...] = ()
     """What the job's function returned, by rank."""
     exceptions: Mapping[int, BaseException] = field(default_factory=dict)
-    """Of each rank that failed, its exception; a RaydistError with its text if the object could not be pickled."""
+    """Of each rank that failed, its exception; a RaydistError with its text if the object could not
+    be pickled."""
     ends: tuple[End, ...] = ()
     """How each rank ended, by rank."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """The last value of each name that rank 0 reported."""
     launch: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each part of the launch: connect, place, actors, warm-up, rendezvous, first step."""
+    """Seconds of each part of the launch: connect, place, actors, warm-up, rendezvous, first
+    step."""
     wall_s: float = 0.0
     """Seconds from the beginning of the run to its end."""
     goodput: float = 0.0
     """Time in training steps that counted, as a fraction of the time of the run: 0 to 1."""
     spent: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each part of the run: steps, launch, failures, steps done again, evaluation, saves, rest."""
+    """Seconds of each part of the run: steps, launch, failures, steps done again, evaluation,
+    saves, rest."""
     recovery: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each part of the failures: detect, kill, place, fork, rendezvous, restore, first step."""
+    """Seconds of each part of the failures: detect, kill, place, fork, rendezvous, restore, first
+    step."""
     throughput: float = 0.0
-    """Samples per second of all ranks together during training steps; 0 if the job did not report `samples`."""
+    """Samples per second of all ranks together during training steps; 0 if the job did not report
+    `samples`."""
     checkpoint: StoragePath | None = None
     """The newest checkpoint that was saved."""
     network: str = ""
     """Which network carried the traffic of the ranks; empty for a run on one node."""
     work: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """By rank, as text: seconds of the rank's own work in a step, and seconds of the whole step (medians)."""
+    """By rank, as text: seconds of the rank's own work in a step, and seconds of the whole step
+    (medians)."""
     slow: Mapping[str, Any] = field(default_factory=dict)
-    """`text` and `ranks` of ranks that slowed the others, from the last such report; empty without one."""
+    """`text` and `ranks` of ranks that slowed the others, from the last such report; empty without
+    one."""
     warnings: tuple[str, ...] = ()
     """Each warning once, with its ranks or its count."""
     signal: int = 0
@@ -84,15 +93,28 @@ class Result(Generic[T]):
     def to_json(self) -> dict[str, Any]:
         """The content of result.json and of the last event, as plain JSON without NaN."""
         facts = {
-            "status": self.status, "dir": str(self.dir), "world_size": self.world_size, "metrics": dict(self.metrics),
-            "launch": dict(self.launch), "wall_s": self.wall_s, "goodput": self.goodput,
-            "spent": dict(self.spent), "recovery": dict(self.recovery), "throughput": self.throughput,
-            "checkpoint": self.checkpoint and str(self.checkpoint), "warnings": list(self.warnings),
-            "network": self.network, "work": dict(self.work), "slow": dict(self.slow),
-            "signal": self.signal, "error": type(self.error).__name__ if self.error else "", "failure": self.failure,
-            "cause": self.cause and asdict(self.cause), "restarts": [asdict(end) for end in self.restarts],
+            "status": self.status,
+            "dir": str(self.dir),
+            "world_size": self.world_size,
+            "metrics": dict(self.metrics),
+            "launch": dict(self.launch),
+            "wall_s": self.wall_s,
+            "goodput": self.goodput,
+            "spent": dict(self.spent),
+            "recovery": dict(self.recovery),
+            "throughput": self.throughput,
+            "checkpoint": self.checkpoint and str(self.checkpoint),
+            "warnings": list(self.warnings),
+            "network": self.network,
+            "work": dict(self.work),
+            "slow": dict(self.slow),
+            "signal": self.signal,
+            "error": type(self.error).__name__ if self.error else "",
+            "failure": self.failure,
+            "cause": self.cause and asdict(self.cause),
+            "restarts": [asdict(end) for end in self.restarts],
             "why_last": self.why_last,
-        }  # fmt: skip
+        }
         return {name: strict_json(value) for name, value in facts.items()}
 
     def save(self) -> None:
@@ -100,12 +122,15 @@ class Result(Generic[T]):
         self.dir.mkdir(parents=True, exist_ok=True)
         path = self.dir / "result.json"
         try:
-            path.write_text(json.dumps(self.to_json(), indent=2, default=str) + "\n", encoding="utf-8")
+            path.write_text(
+                json.dumps(self.to_json(), indent=2, default=str) + "\n", encoding="utf-8"
+            )
         except OSError:
             path.unlink(missing_ok=True)
 
     def __str__(self) -> str:
-        """Return what a command prints at the end of the run: how it ended, then a line for each figure."""
+        """Return what a command prints at the end of the run: how it ended, then a line for each
+        figure."""
         from raydist.reporting import wording
 
         facts = self.to_json()
@@ -124,7 +149,9 @@ class Result(Generic[T]):
         return self
 
 
-def make_result(folder: Path, tried: Attempt, figures: Figures, now: float | None = None) -> Result[Any]:
+def make_result(
+    folder: Path, tried: Attempt, figures: Figures, now: float | None = None
+) -> Result[Any]:
     """The Result of a run, from the outcome of its last attempt and its figures.
 
     `now`: the end of the run in seconds since the epoch; None: now.
@@ -153,7 +180,9 @@ def make_result(folder: Path, tried: Attempt, figures: Figures, now: float | Non
         warnings=_warnings(figures.warned),
         signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,
         error=tried.error,
-        restarts=tuple(first for each in tried.earlier if (first := first_cause(each.ends)) is not None),
+        restarts=tuple(
+            first for each in tried.earlier if (first := first_cause(each.ends)) is not None
+        ),
         why_last=tried.why_last,
         failure=_failure(tried),
     )
@@ -189,7 +218,8 @@ class Figures:
     ended: float = 0.0
     """Time of the end of the run, else of the last event."""
     done: int = 0
-    """Samples of the steps of the last attempt after its first over all ranks, as the loop itself counted."""
+    """Samples of the steps of the last attempt after its first over all ranks, as the loop itself
+    counted."""
     samples: tuple[Event, ...] = ()
     """The first and the last report with `samples`."""
     warned: dict[str, Counter[int | None]] = field(default_factory=dict)
@@ -207,7 +237,9 @@ class Figures:
             case "plan":
                 self.world_size = happened["world_size"]
             case "phase" if not self.spent.failures.found:  # later ones are part of a restart
-                self.launch[happened["name"]] = self.launch.get(happened["name"], 0.0) + happened["s"]
+                self.launch[happened["name"]] = (
+                    self.launch.get(happened["name"], 0.0) + happened["s"]
+                )
             case "report" if rank == 0:
                 self._add_report(happened)
             case "recalled":
@@ -251,12 +283,17 @@ class Figures:
     def throughput(self) -> float:
         """Samples per second: by the loop's own count, else from the first to the last report.
 
-        Reports count by their difference, because `samples` of a resumed run include those of earlier runs.
+        Reports count by their difference, because `samples` of a resumed run include those of
+        earlier runs.
         """
         if self.done and self.spent.counted_s:
             return self.done / self.spent.counted_s
         took = apart(self.samples)
-        return (self.samples[-1]["values"]["samples"] - self.samples[0]["values"]["samples"]) / took if took else 0.0
+        return (
+            (self.samples[-1]["values"]["samples"] - self.samples[0]["values"]["samples"]) / took
+            if took
+            else 0.0
+        )
 
 
 def _saved(text: str) -> StoragePath:

@@ -27,13 +27,16 @@ class Terminal:
     """Draws only when an event comes. It has no thread that could slow the run."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+        self._console = Console(
+            file=stream, force_terminal=True, highlight=False, markup=False, emoji=False
+        )
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._launch = "launch"
         self._drawn = -math.inf
 
     def say(self, text: str, style: str = "") -> None:
-        """Write one or more lines that stay. They are not wrapped, so that a path can be copied whole."""
+        """Write one or more lines that stay. They are not wrapped, so that a path can be copied
+        whole."""
         # Text, not str: brackets in a job's text are no markup.
         self._console.print(Text(clean(text), style=style), soft_wrap=True)
 
@@ -44,21 +47,28 @@ class Terminal:
         self.say("\n".join(rest))
 
     def show(self, rows: Sequence[Sequence[str]], t: float) -> None:
-        """Redraw a table in place of the live line, at most every REDRAW_S. `t`: now, on any clock."""
+        """Redraw a table in place of the live line, at most every REDRAW_S. `t`: now, on any
+        clock."""
         if abs(t - self._drawn) < REDRAW_S:
             return
         self._drawn = t
         room = max(4, self._console.height - 2)
-        self._refresh(Text("\n".join(table(rows[:room], self._console.width)), no_wrap=True, overflow="crop"))
+        self._refresh(
+            Text("\n".join(table(rows[:room], self._console.width)), no_wrap=True, overflow="crop")
+        )
 
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
         """Write (name, value) rows, aligned; long values are wrapped between words."""
         width = max(len(name) for name, _ in facts)
         room = max(20, self._console.width - width - 4)
         for name, value in facts:
-            lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
+            lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [
+                ""
+            ]
             text = ("\n" + " " * (width + 4)).join(lines)
-            self._console.print(Text.assemble(f"  {name:{width}}  ", (text, "bold")), soft_wrap=True)
+            self._console.print(
+                Text.assemble(f"  {name:{width}}  ", (text, "bold")), soft_wrap=True
+            )
 
     def phase(self, name: str, seconds: float) -> None:
         """Append the time of a part of the launch to the live line; the bar will replace it."""
@@ -94,13 +104,18 @@ class Terminal:
         self._live.refresh()
 
     def _bar(self, progress: Progress) -> RenderableType:
-        """One row in a wide terminal, two in a narrow one, no bar without a known number of steps."""
-        position, health, left = map(_one_line, (progress.position(), progress.health(), progress.left()))
+        """One row in a wide terminal, two in a narrow one, no bar without a known number of
+        steps."""
+        position, health, left = map(
+            _one_line, (progress.position(), progress.health(), progress.left())
+        )
         steps, step = progress.totals.get("steps"), progress.step
         if step is None or not steps or steps < 0:
             return Text("  ").join((position, health))
         done = max(0, min(step, steps)) / steps
-        bar = ProgressBar(total=1, completed=done)  # not of `steps`: rich multiplies, and a huge number overflows
+        bar = ProgressBar(
+            total=1, completed=done
+        )  # not of `steps`: rich multiplies, and a huge number overflows
         if self._console.width >= WIDE:
             return _row(position, bar, Text("  ").join((health, left)))
         return Group(_row(position, bar, left), health)

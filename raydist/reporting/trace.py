@@ -1,8 +1,10 @@
-"""Events of a run -> a trace for Perfetto and chrome://tracing: launch, steps, saves, failures. (pure)
+"""Events of a run -> a trace for Perfetto and chrome://tracing: launch, steps, saves, failures.
+(pure)
 
-Format: Trace Event Format, as https://ui.perfetto.dev reads it: `X` is a span, `i` an instant, `M` a name. A process is
-a host, a thread is a rank; the run itself is process 1. Times are in microseconds since the run began. Each event has
-the clock of its own host: between hosts spans are as far off as those clocks are.
+Format: Trace Event Format, as https://ui.perfetto.dev reads it: `X` is a span, `i` an instant, `M`
+a name. A process is a host, a thread is a rank; the run itself is process 1. Times are in
+microseconds since the run began. Each event has the clock of its own host: between hosts spans are
+as far off as those clocks are.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Trace:
                 self._hosts[host] = len(self._hosts) + 2
                 self._name("process_name", self._hosts[host], 0, host)
             if self._seats.get(slot["rank"]) != host:
-                self._name("thread_name", self._hosts[host], slot["rank"] + 1, f"rank {slot['rank']}")
+                self._name(
+                    "thread_name", self._hosts[host], slot["rank"] + 1, f"rank {slot['rank']}"
+                )
             self._seats[slot["rank"]] = host
         if event["kind"] in ("restart", "regroup"):
             self._since, self._steps = {}, {}
@@ -95,7 +99,9 @@ class Trace:
     def _on_failure(self, event: Event) -> None:
         self._failed = event
         cause = event["cause"]
-        self._mark(f"{cause['how']} at step {cause['step']}", cause["at"], *self._seat(cause["rank"]))
+        self._mark(
+            f"{cause['how']} at step {cause['step']}", cause["at"], *self._seat(cause["rank"])
+        )
 
     def _on_restarted(self, event: Event) -> None:
         if self._failed is not None:
@@ -117,16 +123,35 @@ class Trace:
         return self._hosts.get(self._seats.get(rank, ""), RUN), rank + 1
 
     def _span(
-        self, name: str, begin: float, s: float, process: int, thread: int, args: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        begin: float,
+        s: float,
+        process: int,
+        thread: int,
+        args: Mapping[str, Any] | None = None,
     ) -> None:
         times = {"ts": self._us(begin), "dur": max(0, round(s * 1e6))}
-        self.spans.append({"ph": "X", "name": name, "pid": process, "tid": thread, **times, "args": dict(args or {})})
+        self.spans.append(
+            {
+                "ph": "X",
+                "name": name,
+                "pid": process,
+                "tid": thread,
+                **times,
+                "args": dict(args or {}),
+            }
+        )
 
     def _mark(self, name: str, t: float, process: int, thread: int) -> None:
-        self.spans.append({"ph": "i", "s": "t", "name": name, "pid": process, "tid": thread, "ts": self._us(t)})
+        self.spans.append(
+            {"ph": "i", "s": "t", "name": name, "pid": process, "tid": thread, "ts": self._us(t)}
+        )
 
     def _name(self, what: str, process: int, thread: int, name: str) -> None:
-        self.spans.append({"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}})
+        self.spans.append(
+            {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+        )
 
     def _us(self, t: float) -> int:
         return max(0, round((t - self._began) * 1e6))

@@ -17,7 +17,9 @@ METRICS_SHOWN = 12
 SHOWN_S = 0.005
 """Shorter times are not shown."""
 
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
 
 
 def clean(text: str) -> str:
@@ -31,9 +33,14 @@ def flat(text: str) -> str:
 
 
 def cluster_line(event: Mapping[str, Any]) -> str:
-    """Ray's address, whether this run started it, and its number of nodes; or why there is no Ray."""
+    """Ray's address, whether this run started it, and its number of nodes; or why there is no
+    Ray."""
     if not event.get("address"):
-        why = "for a program on one node; group=ray starts one" if event.get("asked") == "auto" else "group=inline"
+        why = (
+            "for a program on one node; group=ray starts one"
+            if event.get("asked") == "auto"
+            else "group=inline"
+        )
         return f"ray   none ({why})"
     at = "started here, at" if event.get("started") else "at"
     return f"ray   {at} {event.get('address')}: {counted(event.get('nodes', 1), 'node')}"
@@ -44,7 +51,8 @@ def plan_line(event: Mapping[str, Any]) -> str:
     nodes = {slot.get("node", slot.get("ip")) for slot in event["slots"]}
     hosts = [node["host"] for node in event.get("spares", ())]
     spares = (
-        f", {counted(len(hosts), 'spare')} ({', '.join(hosts)}; warm some seconds after the first step)"
+        f", {counted(len(hosts), 'spare')} ({', '.join(hosts)}; warm some seconds after the "
+        "first step)"
         if hosts
         else ""
     )
@@ -59,16 +67,25 @@ def resize_line(event: Mapping[str, Any]) -> str:
 
 
 def slot_rows(event: Mapping[str, Any]) -> list[list[str]]:
-    """A table of the slots: a row of headings, then a row for each rank, or for each node if there are many ranks."""
+    """A table of the slots: a row of headings, then a row for each rank, or for each node if there
+    are many ranks."""
     slots: Sequence[Mapping[str, Any]] = event["slots"]
     if len(slots) <= RANKS_SHOWN:
         head = ["rank", "host", "ip", "local_rank", "gpus"]
-        return [head, *([*(str(slot.get(name, "")) for name in head[:-1]), _gpus([slot])] for slot in slots)]
+        return [
+            head,
+            *([*(str(slot.get(name, "")) for name in head[:-1]), _gpus([slot])] for slot in slots),
+        ]
     nodes: dict[Any, list[Mapping[str, Any]]] = {}
     for slot in slots:
         nodes.setdefault(slot.get("node", slot.get("ip")), []).append(slot)
     rows = [
-        [str(of_node[0]["host"]), str(of_node[0]["ip"]), rank_ranges(slot["rank"] for slot in of_node), _gpus(of_node)]
+        [
+            str(of_node[0]["host"]),
+            str(of_node[0]["ip"]),
+            rank_ranges(slot["rank"] for slot in of_node),
+            _gpus(of_node),
+        ]
         for of_node in list(nodes.values())[:NODES_SHOWN]
     ]
     more = len(nodes) - NODES_SHOWN
@@ -87,7 +104,8 @@ def _gpus(slots: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Rows as lines with aligned columns. If `width` characters are too few, the widest column is cut."""
+    """Rows as lines with aligned columns. If `width` characters are too few, the widest column is
+    cut."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     if width is not None and (over := sum(widths) + 2 * len(widths) - width) > 0:
         widest = widths.index(max(widths))
@@ -101,7 +119,10 @@ def _fit(cell: str, width: int) -> str:
 
 def restart_cost(event: Mapping[str, Any]) -> str:
     """The cost of a restart: `back at step 12 after 0.31 s, no step repeated`."""
-    return f"back at step {event['step']} after {event['s']:.2f} s, {repeated_steps(event['repeated'])}"
+    return (
+        f"back at step {event['step']} after {event['s']:.2f} s, "
+        f"{repeated_steps(event['repeated'])}"
+    )
 
 
 def repeated_steps(n: int) -> str:
@@ -127,11 +148,18 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}" if signum else "an unknown signal"
 
 
-def summary(result: Mapping[str, Any], first: Iterable[str] = (), brief: bool = False) -> list[tuple[str, str]]:
-    """The summary as (name, value) rows. `first`: metrics that come first; `brief`: only the essential rows."""
+def summary(
+    result: Mapping[str, Any], first: Iterable[str] = (), brief: bool = False
+) -> list[tuple[str, str]]:
+    """The summary as (name, value) rows. `first`: metrics that come first; `brief`: only the
+    essential rows."""
     finished = result["status"] == "finished"
     reported = result.get("metrics", {})
-    names = [name for name in dict.fromkeys([*first, *reported]) if name in reported and name not in PROGRESS_NAMES]
+    names = [
+        name
+        for name in dict.fromkeys([*first, *reported])
+        if name in reported and name not in PROGRESS_NAMES
+    ]
     metrics = {name: number_text(reported[name]) for name in names}
     rows = list(metrics.items())[:METRICS_SHOWN] if finished else []
     if finished and len(metrics) > METRICS_SHOWN:
@@ -142,17 +170,27 @@ def summary(result: Mapping[str, Any], first: Iterable[str] = (), brief: bool = 
         goodput = result.get("goodput")
         rows.append(("goodput", f"{goodput:.0%} of the time in training steps" if goodput else ""))
         rows.append(("other time", other_time(result)))
-    rows += [("network", result.get("network", "")), ("slow", result.get("slow", {}).get("text", ""))]
+    rows += [
+        ("network", result.get("network", "")),
+        ("slow", result.get("slow", {}).get("text", "")),
+    ]
     if saved := result.get("checkpoint"):
-        rows.append(("checkpoint", saved if finished else f"{saved} (resume=auto continues from it)"))
-    return [(flat(name), flat(value)) for name, value in [*rows, ("folder", result["dir"])] if value]
+        rows.append(
+            ("checkpoint", saved if finished else f"{saved} (resume=auto continues from it)")
+        )
+    return [
+        (flat(name), flat(value)) for name, value in [*rows, ("folder", result["dir"])] if value
+    ]
 
 
 def other_time(result: Mapping[str, Any]) -> str:
-    """Seconds outside of training steps, with the parts of failures: `launch 6.04 + failures 0.31 (...) s`."""
+    """Seconds outside of training steps, with the parts of failures: `launch 6.04 + failures 0.31
+    (...) s`."""
     spent: Mapping[str, float] = result.get("spent") or {}
     recovery: Mapping[str, float] = result.get("recovery") or {}
-    parts = {name: f"{name} {s:.2f}" for name, s in spent.items() if name != "steps" and s >= SHOWN_S}
+    parts = {
+        name: f"{name} {s:.2f}" for name, s in spent.items() if name != "steps" and s >= SHOWN_S
+    }
     inner = " + ".join(f"{name} {s:.2f}" for name, s in recovery.items() if s >= SHOWN_S)
     if inner and "failures" in parts:
         parts["failures"] += f" ({inner})"

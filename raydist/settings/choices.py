@@ -1,4 +1,5 @@
-"""The choices of a group that have no file: scale=2x8, torchvision's models, any job. A config source. (driver)"""
+"""The choices of a group that have no file: scale=2x8, torchvision's models, any job. A config
+source. (driver)"""
 
 from __future__ import annotations
 
@@ -23,12 +24,15 @@ MODEL = re.compile(r"^@register_model\(.*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 
 @functools.cache
 def torchvision_models() -> tuple[str, ...]:
-    """The image models of the installed torchvision, read from its files: importing it takes seconds."""
+    """The image models of the installed torchvision, read from its files: importing it takes
+    seconds."""
     spec = PathFinder.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return ()
     files = (Path(spec.origin).parent / "models").glob("*.py")
-    return tuple(sorted(name for file in files for name in MODEL.findall(file.read_text(encoding="utf-8"))))
+    return tuple(
+        sorted(name for file in files for name in MODEL.findall(file.read_text(encoding="utf-8")))
+    )
 
 
 def schema() -> Container:
@@ -52,7 +56,8 @@ def _make_writable(node: Any) -> None:
 
 
 class Choices(ConfigSource):
-    """Configs that are made from their names: `scale/2x8`, `model/resnet18`, `job/path/to/file.py:function`."""
+    """Configs that are made from their names: `scale/2x8`, `model/resnet18`,
+    `job/path/to/file.py:function`."""
 
     @staticmethod
     def scheme() -> str:
@@ -83,10 +88,16 @@ class Choices(ConfigSource):
         group, _, name = config_path.partition("/")
         # the header is the `# @package` line of a file
         header = {"package": "_global_" if group == "job" else None}
-        return ConfigResult(provider=self.provider, path=self.full_path(), config=_make(group, name), header=header)
+        return ConfigResult(
+            provider=self.provider, path=self.full_path(), config=_make(group, name), header=header
+        )
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        names = {"": ["job", "model", "scale"], "model": [*torchvision_models()], "job": [*targets.job_files()]}
+        names = {
+            "": ["job", "model", "scale"],
+            "model": [*torchvision_models()],
+            "job": [*targets.job_files()],
+        }
         kind = ObjectType.CONFIG if config_path else ObjectType.GROUP
         return names.get(config_path.rstrip("/"), []) if results_filter in (None, kind) else []
 
@@ -103,14 +114,21 @@ def _make(group: str, name: str) -> Container:
 
 
 def parse_scale(choice: str) -> dict[str, int]:
-    """`2x8`: 2 nodes with 8 ranks each. `2..8x4`: 2 to 8 nodes with 4 ranks each. `2..8`: ranks per node by default."""
+    """`2x8`: 2 nodes with 8 ranks each. `2..8x4`: 2 to 8 nodes with 4 ranks each. `2..8`: ranks per
+    node by default."""
     match = SIZE.fullmatch(choice)
     assert match is not None, choice
-    groups = {"nodes": match[1] or match[4], "max_nodes": match[2] or match[5], "per_node": match[3]}
+    groups = {
+        "nodes": match[1] or match[4],
+        "max_nodes": match[2] or match[5],
+        "per_node": match[3],
+    }
     sizes = {name: int(digits) for name, digits in groups.items() if digits}
     if min(sizes.values()) < 1:
         valid = {name: max(size, 1) for name, size in sizes.items()}
         most = f"..{max(valid['nodes'], valid['max_nodes'])}" if "max_nodes" in valid else ""
         each = f"x{valid['per_node']}" if "per_node" in valid else ""
-        raise ConfigError.of("scale", choice, "each number must be 1 or more", f"scale={valid['nodes']}{most}{each}")
+        raise ConfigError.of(
+            "scale", choice, "each number must be 1 or more", f"scale={valid['nodes']}{most}{each}"
+        )
     return sizes

@@ -1,7 +1,8 @@
-"""Overrides -> Job: conf/ and the overrides composed by Hydra, checked before anything starts. (driver)
+"""Overrides -> Job: conf/ and the overrides composed by Hydra, checked before anything starts.
+(driver)
 
-A config file is searched in ./conf, then in raydist's own conf/, then made from its name (choices.py). All uses of
-`hydra._internal` are in this file.
+A config file is searched in ./conf, then in raydist's own conf/, then made from its name
+(choices.py). All uses of `hydra._internal` are in this file.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from raydist.shared.imports import uncollected
 CONFIG = "config"
 """The primary config: conf/config.yaml."""
 LONGEST_NAME = 200
-"""Bytes of a run's name. Linux has 255 for a folder's name; trackers and temporary files append to it."""
+"""Bytes of a run's name. Linux has 255 for a folder's name; trackers and temporary files append to
+it."""
 _one_at_a_time = threading.Lock()
 
 
@@ -55,28 +57,40 @@ def compose(
 ) -> Job:
     """The Job of these overrides, checked; nothing is started.
 
-    `target`: the file (or file.py:function) that is the job; conf/job/<its stem>.yaml has its settings, if it exists.
-    `function`: the job as an object. `claim`: create the run folder, so that no other run takes it.
+    `target`: the file (or file.py:function) that is the job; conf/job/<its stem>.yaml has its
+    settings, if it exists. `function`: the job as an object. `claim`: create the run folder, so
+    that no other run takes it.
     """
     with _one_at_a_time, hydra_set_up():
         loader = Loader(target, function)
         config = loader.load(overrides)
         job = to_job(config)
-        folder = make_folder(config, "hydra.run.dir") if claim else str(select_value(config, "hydra.run.dir"))
+        folder = (
+            make_folder(config, "hydra.run.dir")
+            if claim
+            else str(select_value(config, "hydra.run.dir"))
+        )
         return dataclasses.replace(job, dir=os.path.abspath(folder))
 
 
 @contextmanager
 def hydra_set_up() -> Iterator[None]:
-    """Inside the block Hydra is set up for raydist; after it as before, since a notebook may use Hydra itself."""
+    """Inside the block Hydra is set up for raydist; after it as before, since a notebook may use
+    Hydra itself."""
     instance = version.VersionBase.instance()
     base, config = instance.getbase(), HydraConfig.instance().cfg
     version.setbase("1.3")
     setup_globals()
     Plugins.instance().register(Choices)
-    resolvers: dict[str, Callable[..., Any]] = {"runs": runs, "fresh": fresh, "secret": references.secret_value}
+    resolvers: dict[str, Callable[..., Any]] = {
+        "runs": runs,
+        "fresh": fresh,
+        "secret": references.secret_value,
+    }
     for name, resolve in resolvers.items():
-        OmegaConf.register_new_resolver(f"raydist.{name}", resolve, use_cache=name == "fresh", replace=True)
+        OmegaConf.register_new_resolver(
+            f"raydist.{name}", resolve, use_cache=name == "fresh", replace=True
+        )
     try:
         yield
     finally:
@@ -85,13 +99,18 @@ def hydra_set_up() -> Iterator[None]:
 
 
 def runs(environ: Mapping[str, str] = os.environ) -> str:
-    """The folder of all runs: RAYDIST_RUNS, else ./runs, or ~/raydist/runs in a submitted Ray job."""
+    """The folder of all runs: RAYDIST_RUNS, else ./runs, or ~/raydist/runs in a submitted Ray
+    job."""
     if named := environ.get(env_names.RUNS):
         return str(home.expand_home(env_names.RUNS, named).absolute())
-    # Ray's job supervisor sets it for the command that it starts, in a copy of the working folder that it deletes later
+    # Ray's job supervisor sets it for the command that it starts, in a copy of the working folder
+    # that it deletes later
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ:
         if (user_home := home.home_folder()) is None:
-            cause = f"is not set, and uid {os.getuid()} has no home folder for the runs of a submitted job"
+            cause = (
+                f"is not set, and uid {os.getuid()} has no home folder for the runs of a "
+                "submitted job"
+            )
             raise ConfigError.of(env_names.RUNS, None, cause, f"{env_names.RUNS}=/a/folder")
         return str(user_home / "raydist" / "runs")
     return str(Path("runs").absolute())
@@ -113,15 +132,21 @@ def make_folder(config: DictConfig, key: str) -> str:
         try:
             os.makedirs(folder)
         except FileExistsError:
-            # another run has created it meanwhile; a name that stays the same was typed, so it is used as it is
+            # another run has created it meanwhile; a name that stays the same was typed, so it is
+            # used as it is
             OmegaConf.clear_cache(config)
             before, folder = folder, str(select_value(config, key))
             if folder != before:
                 continue
             if not os.path.isdir(folder):
-                raise ConfigError.of(key, folder, "it is a file", f"{key}={fresh(folder)}") from None
+                raise ConfigError.of(
+                    key, folder, "it is a file", f"{key}={fresh(folder)}"
+                ) from None
         except OSError as error:
-            cause = f"the folder cannot be created ({error.strerror}); RAYDIST_RUNS sets the folder of all runs"
+            cause = (
+                f"the folder cannot be created ({error.strerror}); RAYDIST_RUNS sets the "
+                "folder of all runs"
+            )
             raise ConfigError.of(key, folder, cause, f"{key}=FOLDER") from error
         return os.path.abspath(folder)
 
@@ -151,17 +176,22 @@ def search_path(config_dir: str | None = None) -> ConfigSearchPath:
 
 
 class Loader(ConfigLoaderImpl):
-    """Hydra's config loader, with raydist's groups, settings and errors. `target`, `function`: a job that is given."""
+    """Hydra's config loader, with raydist's groups, settings and errors. `target`, `function`: a
+    job that is given."""
 
     def __init__(
-        self, target: str | None = None, function: Callable[..., Any] | None = None, config_dir: str | None = None
+        self,
+        target: str | None = None,
+        function: Callable[..., Any] | None = None,
+        config_dir: str | None = None,
     ) -> None:
         super().__init__(search_path(config_dir))
         self.is_object = function is not None
         self.target = _name_of(function) if function else target
         self.groups = frozenset(self._all_groups())
         self.typed: list[str] = []
-        """The overrides that were translated last, as typed, but with references in place of secrets."""
+        """The overrides that were translated last, as typed, but with references in place of
+        secrets."""
 
     def _all_groups(self, parent: str = "") -> Iterator[str]:
         for name in self.repository.get_group_options(parent, ObjectType.GROUP):
@@ -173,7 +203,9 @@ class Loader(ConfigLoaderImpl):
         """The overrides for Hydra, with references in place of secrets."""
         for text in overrides:
             if "=" not in text and (group := self._group_of(text)):
-                raise ConfigError.of(group, text, "an override is key=value", f"{group}={text}", typed=text)
+                raise ConfigError.of(
+                    group, text, "an override is key=value", f"{group}={text}", typed=text
+                )
             if self.target and text.startswith("job="):
                 raise self._job_is_given("job", text.removeprefix("job="))
         translated = translate_overrides(overrides, self.groups, multirun)
@@ -183,24 +215,35 @@ class Loader(ConfigLoaderImpl):
         return hidden
 
     def _job_is_given(self, key: str, value: str) -> ConfigError:
-        return ConfigError.of(key, value, f"the job is {self.target} already; leave this setting out")
+        return ConfigError.of(
+            key, value, f"the job is {self.target} already; leave this setting out"
+        )
 
     def _group_of(self, choice: str) -> str | None:
         if "." in choice and ":" not in choice and not choice.endswith(".py"):
             return None  # a setting without a value, not a module without a function
-        groups = (group for group in sorted(self.groups) if self.repository.config_exists(f"{group}/{choice}"))
+        groups = (
+            group
+            for group in sorted(self.groups)
+            if self.repository.config_exists(f"{group}/{choice}")
+        )
         return next(groups, None) if choice and choice[0] not in "~+" else None
 
     def load(self, overrides: Sequence[str], name: str = CONFIG) -> DictConfig:
         """The config of one run."""
-        if wrong := next((text for text in overrides if text.lstrip("+").startswith("sweep.")), None):
+        if wrong := next(
+            (text for text in overrides if text.lstrip("+").startswith("sweep.")), None
+        ):
             key, _, value = wrong.partition("=")
             cause = "a sweep has this setting, one run does not"
             raise ConfigError.of(key, value, cause, f"raydist sweep {wrong}")
-        return self.load_configuration(name, self.with_target(self.translate(overrides)), RunMode.RUN)
+        return self.load_configuration(
+            name, self.with_target(self.translate(overrides)), RunMode.RUN
+        )
 
     def with_target(self, overrides: list[str]) -> list[str]:
-        """The overrides for a job that is given: with the settings of its own name, or of no job."""
+        """The overrides for a job that is given: with the settings of its own name, or of no
+        job."""
         if not self.target:
             return overrides
         stem = targets.target_stem(self.target)
@@ -220,7 +263,9 @@ class Loader(ConfigLoaderImpl):
             self._check_primary(config_name)
             if run_mode == RunMode.RUN:
                 refuse_sweeps(overrides)
-            config = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+            config = super().load_configuration(
+                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+            )
             _resolve_within(config)
             self.complete(config, resolve=run_mode == RunMode.RUN)
         return config
@@ -228,17 +273,25 @@ class Loader(ConfigLoaderImpl):
     def _check_primary(self, name: str | None) -> None:
         """Refuse the config.yaml of another program: a folder named conf/ may well have one."""
         primary = self.repository.load_config(name) if name else None
-        if primary is not None and not any(each.get_name() == "schema" for each in primary.defaults_list or ()):
+        if primary is not None and not any(
+            each.get_name() == "schema" for each in primary.defaults_list or ()
+        ):
             raise ConfigError(
-                f"{primary.path.removeprefix('file://')}/{name}.yaml is not raydist's: its `defaults` must have "
-                f"`- schema`; start with a copy of {targets.shipped('conf') / 'config.yaml'}, or use another folder",
-                "--config-name", name, "- schema",
-            )  # fmt: skip
+                f"{primary.path.removeprefix('file://')}/{name}.yaml is not raydist's: its "
+                "`defaults` must have "
+                f"`- schema`; start with a copy of {targets.shipped('conf') / 'config.yaml'}, or "
+                "use another folder",
+                "--config-name",
+                name,
+                "- schema",
+            )
 
     def complete(self, config: DictConfig, resolve: bool) -> None:
-        """Fill in what follows from other settings: variables of env_file=, the job's file, the run's name.
+        """Fill in what follows from other settings: variables of env_file=, the job's file, the
+        run's name.
 
-        `resolve`: find the file of the job or script. A sweep itself has none: each of its runs may have another.
+        `resolve`: find the file of the job or script. A sweep itself has none: each of its runs may
+        have another.
         """
         with open_dict(config.env):
             for name, value in env_file.read_env_file(str(config.env_file), os.environ).items():
@@ -257,7 +310,11 @@ class Loader(ConfigLoaderImpl):
         config.job.target = target = config.script or target
         if config.watch.output == "auto":
             config.watch.output = "all" if config.script else "none"
-        stem = target.rpartition(".")[2].rpartition(":")[2] if self.is_object else targets.target_stem(target)
+        stem = (
+            target.rpartition(".")[2].rpartition(":")[2]
+            if self.is_object
+            else targets.target_stem(target)
+        )
         stem = script.script_stem(config.script) if config.script else stem
         config.name = check_name(get_valid_filename(config.name or stem))
 
@@ -292,7 +349,8 @@ def to_job(config: DictConfig) -> Job:
 
 
 def validated_job(config: DictConfig) -> Job:
-    """The Job of a composed config. ConfigError for values that cannot be right; files are not read."""
+    """The Job of a composed config. ConfigError for values that cannot be right; files are not
+    read."""
     with config_errors(()):
         fields = [field.name for field in dataclasses.fields(Job)]
         job = OmegaConf.to_object(OmegaConf.merge(schema(), OmegaConf.masked_copy(config, fields)))
@@ -301,7 +359,8 @@ def validated_job(config: DictConfig) -> Job:
 
 
 def with_fast(job: Job) -> Job:
-    """The job with the collections of train.fast; its other part depends on the device of the rank."""
+    """The job with the collections of train.fast; its other part depends on the device of the
+    rank."""
     if not job.train.fast or job.train.gc:
         return job
     return dataclasses.replace(job, train=dataclasses.replace(job.train, gc=100))
@@ -313,11 +372,14 @@ def save_settings(job: Job, file: Path) -> None:
 
 
 def hydra_app(loader: Loader, lenient: bool = False) -> Hydra:
-    """Hydra's own commands: show_cfg, show_info, shell_completion. `lenient`: accept overrides that are half typed."""
+    """Hydra's own commands: show_cfg, show_info, shell_completion. `lenient`: accept overrides that
+    are half typed."""
     return Hydra("raydist", ConfigLoaderImpl(loader.get_search_path()) if lenient else loader)
 
 
-def run_once(loader: Loader, name: str, overrides: Sequence[str], task: Callable[[Job], None]) -> None:
+def run_once(
+    loader: Loader, name: str, overrides: Sequence[str], task: Callable[[Job], None]
+) -> None:
     """Compose, create the run folder, and run `task` in it, with Hydra's callbacks."""
     with uncollected():
         config = loader.load(overrides, name)
@@ -343,26 +405,37 @@ class SweepConfig:
         """`name`, `config_dir`: --config-name and --config-dir. `function`: as for compose()."""
         with _one_at_a_time, hydra_set_up():
             self._loader = loader = Loader(None, function, config_dir)
-            translated = loader.with_target([*loader.translate(overrides, multirun=True), "hydra.mode=MULTIRUN"])
+            translated = loader.with_target(
+                [*loader.translate(overrides, multirun=True), "hydra.mode=MULTIRUN"]
+            )
             self._config = config = loader.load_configuration(name, translated, RunMode.MULTIRUN)
             hydra = config.hydra
             if not hydra.sweeper._target_.endswith(".BasicSweeper"):
                 cause = "raydist runs sweeps itself"
                 raise ConfigError.of(
-                    "hydra/sweeper", hydra.runtime.choices["hydra/sweeper"], cause, "sweep.sampler=tpe"
+                    "hydra/sweeper",
+                    hydra.runtime.choices["hydra/sweeper"],
+                    cause,
+                    "sweep.sampler=tpe",
                 )
-            typed = [str(text) for text in OmegaConf.to_container(hydra.overrides.task, resolve=False) or ()]
+            typed = [
+                str(text)
+                for text in OmegaConf.to_container(hydra.overrides.task, resolve=False) or ()
+            ]
             params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
             with config_errors([*params, *typed]):
                 parsed = OverridesParser.create(loader).parse_overrides([*params, *typed])
-        self.overrides: dict[str, Override] = {each.get_key_element().lstrip("+"): each for each in parsed}
+        self.overrides: dict[str, Override] = {
+            each.get_key_element().lstrip("+"): each for each in parsed
+        }
         """Hydra's, by key without a sign; the last of each."""
         self.typed = loader.typed
         """All overrides, as typed, but with references in place of secrets."""
         self._jobs: dict[tuple[str, ...], Job] = {}
 
     def job(self, overrides: Sequence[str]) -> Job:
-        """The Job of a trial, checked. `overrides`: all of them, in Hydra's grammar, each with one value."""
+        """The Job of a trial, checked. `overrides`: all of them, in Hydra's grammar, each with one
+        value."""
         if (known := self._jobs.get(tuple(overrides))) is None:
             with _one_at_a_time, hydra_set_up():
                 _resolve_within(self._config)

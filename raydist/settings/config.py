@@ -1,7 +1,8 @@
-"""The settings of a run: frozen dataclasses. The docstring under each field is its text in --help. (either side)
+"""The settings of a run: frozen dataclasses. The docstring under each field is its text in --help.
+(either side)
 
-compose.py makes a `Job` of conf/ and the overrides. This file imports neither hydra nor torch nor ray, so that driver,
-nodes and ranks can read the settings.
+compose.py makes a `Job` of conf/ and the overrides. This file imports neither hydra nor torch nor
+ray, so that driver, nodes and ranks can read the settings.
 """
 
 from __future__ import annotations
@@ -12,8 +13,14 @@ from typing import Any
 
 from raydist.settings.secrets import MASK, masked
 
-TRACKERS = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb", "trackio": "trackio"}
-"""What `track` takes: the name of a tracker, also of its extra in pyproject.toml -> the module that writes it."""
+TRACKERS = {
+    "tensorboard": "tensorboardX",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+    "trackio": "trackio",
+}
+"""What `track` takes: the name of a tracker, also of its extra in pyproject.toml -> the module that
+writes it."""
 FUSED = ("sgd", "adam", "adamw", "adagrad")
 """The optimizers of which torch has a fused implementation, on CPUs and GPUs."""
 
@@ -38,7 +45,8 @@ class Target:
     """What every rank runs: `job=digits`, `job=path/to/file.py`, `job=package.module:function`."""
 
     target: str = "digits"
-    """A name in jobs/, a Python file (its function `job`, or file.py:function), or package.module:function."""
+    """A name in jobs/, a Python file (its function `job`, or file.py:function), or
+    package.module:function."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the job's function: job.args.hidden=64."""
 
@@ -54,15 +62,19 @@ class Horovod:
     groups: int | None = at_least(1, None)
     """Number of parameter groups whose gradients are each reduced together; null: fused by size."""
     process_sets: list[list[int]] = field(default_factory=list)
-    """Groups of ranks that have their own collectives: backend.horovod.process_sets=[[0,1],[2,3]]."""
+    """Groups of ranks that have their own collectives:
+    backend.horovod.process_sets=[[0,1],[2,3]]."""
     fusion_mb: float | None = at_least(0, None)
-    """Size in MiB up to which gradients that are ready together are sent together; 0: each alone; null: 128."""
+    """Size in MiB up to which gradients that are ready together are sent together; 0: each alone;
+    null: 128."""
     cycle_ms: float | None = greater_than(0, None)
     """Milliseconds that a gradient waits for others to be sent with it; null: 1."""
     autotune: bool = False
-    """Tune fusion_mb and cycle_ms, if they are null, during training; horovod-autotune.csv lists the trials."""
+    """Tune fusion_mb and cycle_ms, if they are null, during training; horovod-autotune.csv lists
+    the trials."""
     timeline: bool = False
-    """Record every collective in horovod-timeline.json of the run folder, for chrome://tracing or Perfetto."""
+    """Record every collective in horovod-timeline.json of the run folder, for chrome://tracing or
+    Perfetto."""
     stall_warn_s: int = at_least(0, 60)
     """Seconds after which rank 0's log names the ranks that a collective waits for; 0: no check."""
     stall_fail_s: int = at_least(0, 600)
@@ -76,7 +88,8 @@ class Mpi:
     """Options of backend=mpi."""
 
     mpirun: str = "auto"
-    """Path of mpirun (Open MPI or MPICH) on every node; auto: the one on PATH, else the one beside this Python."""
+    """Path of mpirun (Open MPI or MPICH) on every node; auto: the one on PATH, else the one beside
+    this Python."""
     args: list[str] = field(default_factory=list)
     """More arguments of mpirun: backend.mpi.args=[--bind-to,core]."""
 
@@ -86,8 +99,9 @@ class Backend:
     """The library that reduces the gradients."""
 
     name: str = "auto"
-    """auto (nccl if the ranks have GPUs, else gloo), gloo, nccl, horovod; mpi for an MPI program; mpi and ucc for a job
-    if torch was built with it; script: like auto, for a script= that joins the process group itself."""
+    """auto (nccl if the ranks have GPUs, else gloo), gloo, nccl, horovod; mpi for an MPI program;
+    mpi and ucc for a job if torch was built with it; script: like auto, for a script= that joins
+    the process group itself."""
     timeout_s: float = greater_than(0, 600.0)
     """Timeout of a collective and of the rendezvous, in seconds."""
     bucket_mb: float = greater_than(0, 25.0)
@@ -107,33 +121,39 @@ class Scale:
     nodes: int | None = at_least(1, 1)
     """Number of nodes; null: all nodes of the cluster (scale=cluster)."""
     max_nodes: int | None = at_least(1, None)
-    """Makes the job elastic between `nodes` and `max_nodes`: it continues with fewer nodes when some are lost, and
-    with more when they join. scale.nodes=2..8 sets both."""
+    """Makes the job elastic between `nodes` and `max_nodes`: it continues with fewer nodes when
+    some are lost, and with more when they join. scale.nodes=2..8 sets both."""
     per_node: int | None = at_least(1, None)
-    """Ranks on each node; null: one per GPU; without GPUs two on one node, and on a cluster one per `cpus` CPUs."""
+    """Ranks on each node; null: one per GPU; without GPUs two on one node, and on a cluster one per
+    `cpus` CPUs."""
     spares: int = at_least(0, 0)
     """Number of standby nodes, kept warm: one of them replaces a node that is lost."""
     gpus: float | None = at_least(0, None)
     """GPUs of each rank; null: 1 if the nodes have GPUs and the backend can use them, else 0."""
     cpus: float = at_least(0.0001, 1.0)
-    """CPUs of each rank, and its OMP_NUM_THREADS. With 1, a rank that is bound (numa) has a thread per core, divided by
-    the ranks that share the cores."""
+    """CPUs of each rank, and its OMP_NUM_THREADS. With 1, a rank that is bound (numa) has a thread
+    per core, divided by the ranks that share the cores."""
     resources: dict[str, float] = field(default_factory=dict)
     """Other Ray resources of each rank: scale.resources.highmem=1."""
     placement: str = one_of("STRICT_SPREAD", "STRICT_PACK", "PACK", "SPREAD")
-    """STRICT_SPREAD: exactly `nodes` nodes with `per_node` ranks each. Ray's other strategies place `nodes` x
-    `per_node` ranks one by one: PACK on few nodes, SPREAD over many, STRICT_PACK all on one."""
+    """STRICT_SPREAD: exactly `nodes` nodes with `per_node` ranks each. Ray's other strategies place
+    `nodes` x `per_node` ranks one by one: PACK on few nodes, SPREAD over many, STRICT_PACK all on
+    one."""
     labels: dict[str, str] = field(default_factory=dict)
-    """Use only nodes with these Ray labels, as Ray's label selectors: scale.labels.market-type=on-demand."""
+    """Use only nodes with these Ray labels, as Ray's label selectors:
+    scale.labels.market-type=on-demand."""
     numa: str = one_of("auto", "none", "node", "socket", "exclusive", "core-complex")
-    """Bind each rank to CPUs near its GPU, as torchrun's --numa-binding: those of the GPU's NUMA node, those of its
-    socket, an equal share of that node's cores, or a core complex. Ranks without GPUs are spread over the NUMA nodes.
-    auto: node, or else socket, if the job's GPUs are at all of them, so that no CPU is left out."""
+    """Bind each rank to CPUs near its GPU, as torchrun's --numa-binding: those of the GPU's NUMA
+    node, those of its socket, an equal share of that node's cores, or a core complex. Ranks without
+    GPUs are spread over the NUMA nodes. auto: node, or else socket, if the job's GPUs are at all of
+    them, so that no CPU is left out."""
     avoid: bool = True
-    """Avoid nodes that were lost or slow in two runs of the last week, if there is room without them."""
+    """Avoid nodes that were lost or slow in two runs of the last week, if there is room without
+    them."""
     keep_warm_s: float = at_least(0, 300.0)
-    """Seconds that the fork server of each node stays after a run, with torch imported, for the user's next run in the
-    same environment; 0: it ends with the run. `raydist warm` lists and ends them."""
+    """Seconds that the fork server of each node stays after a run, with torch imported, for the
+    user's next run in the same environment; 0: it ends with the run. `raydist warm` lists and ends
+    them."""
     wait_s: float = at_least(0, 600.0)
     """Seconds to wait for nodes that the autoscaler, or a person, is starting."""
 
@@ -143,13 +163,14 @@ class Fabric:
     """The network between the ranks."""
 
     kind: str = one_of("auto", "ib", "roce", "ethernet", "site")
-    """auto: RDMA if NCCL finds it. ib, roce: only HCAs of that kind. ethernet: TCP, even if there is RDMA.
-    site: raydist sets no network variables, because the site does."""
+    """auto: RDMA if NCCL finds it. ib, roce: only HCAs of that kind. ethernet: TCP, even if there
+    is RDMA. site: raydist sets no network variables, because the site does."""
     interface: str | None = None
-    """Network interface for rendezvous, gloo and NCCL's sockets; null: the one with the node's Ray address."""
+    """Network interface for rendezvous, gloo and NCCL's sockets; null: the one with the node's Ray
+    address."""
     hca: list[str] = field(default_factory=list)
-    """The HCAs that carry the gradients: fabric.hca=[mlx5_0,mlx5_1]; empty: the active ones near the GPUs, without
-    those for storage."""
+    """The HCAs that carry the gradients: fabric.hca=[mlx5_0,mlx5_1]; empty: the active ones near
+    the GPUs, without those for storage."""
     strict: bool = False
     """Fail if there is no RDMA, instead of using TCP."""
     debug: bool = False
@@ -165,17 +186,19 @@ class Data:
     batch_size: int = at_least(1, 32)
     """Samples in one forward pass of one rank."""
     global_batch: int | None = at_least(1, None)
-    """Samples in one optimizer step over all ranks; null: batch_size x train.accumulate x ranks. If set, each step sees
-    the same samples on any number of ranks, and batch_size follows from it."""
+    """Samples in one optimizer step over all ranks; null: batch_size x train.accumulate x ranks. If
+    set, each step sees the same samples on any number of ranks, and batch_size follows from it."""
     resize: str = one_of("keep", "scale")
-    """What happens when the number of nodes changes (scale.nodes=2..8). keep: the samples in an optimizer step stay, in
-    more passes if there are fewer ranks. scale: batch_size stays on each rank; optim.scaling sets the learning rate."""
+    """What happens when the number of nodes changes (scale.nodes=2..8). keep: the samples in an
+    optimizer step stay, in more passes if there are fewer ranks. scale: batch_size stays on each
+    rank; optim.scaling sets the learning rate."""
     workers: int = at_least(0, 0)
     """DataLoader workers of each rank; 0: load in the rank itself."""
     pin_memory: bool = True
     """Page-locked batches, for faster copies to a GPU; no effect without a GPU."""
     shuffle: bool = True
-    """A new order in each epoch, which depends on the seed and the epoch, not on the number of ranks."""
+    """A new order in each epoch, which depends on the seed and the epoch, not on the number of
+    ranks."""
 
 
 @dataclass(frozen=True)
@@ -189,15 +212,16 @@ class Optim:
     args: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer: optim.args.momentum=0.9."""
     fused: bool | str = one_of("auto", True, False)
-    """torch's fused optimizer, which updates all parameters in one pass. auto: where the weights have the same bits, or
-    with train.fast=true; else the last bits may differ. rmsprop has none."""
+    """torch's fused optimizer, which updates all parameters in one pass. auto: where the weights
+    have the same bits, or with train.fast=true; else the last bits may differ. rmsprop has none."""
     schedule: str = one_of("constant", "cosine", "linear", "step")
-    """Learning rate after the warm-up: constant, cosine to 0, linear to 0, step (x0.1 after each third)."""
+    """Learning rate after the warm-up: constant, cosine to 0, linear to 0, step (x0.1 after each
+    third)."""
     warmup: int = at_least(0, 0)
     """Steps in which the learning rate rises linearly to its full value."""
     scaling: str = one_of("none", "linear", "sqrt")
-    """How the learning rate grows with the global batch: lr x k (linear: Goyal et al. 2017, arXiv:1706.02677) or
-    lr x sqrt(k), with k = global batch / scaling_batch."""
+    """How the learning rate grows with the global batch: lr x k (linear: Goyal et al. 2017,
+    arXiv:1706.02677) or lr x sqrt(k), with k = global batch / scaling_batch."""
     scaling_batch: int = at_least(1, 256)
     """The global batch for which `lr` was chosen."""
 
@@ -211,10 +235,11 @@ class Train:
     steps: int | None = at_least(1, None)
     """Number of optimizer steps, which wins over `epochs`; null: all epochs."""
     precision: str = one_of("fp32", "bf16", "fp16")
-    """bf16 and fp16: autocast; fp16 with loss scaling. Where the model is sharded: bf16 parameters in the forward and
-    backward pass, sums of gradients and the optimizer in fp32; no fp16."""
+    """bf16 and fp16: autocast; fp16 with loss scaling. Where the model is sharded: bf16 parameters
+    in the forward and backward pass, sums of gradients and the optimizer in fp32; no fp16."""
     accumulate: int = at_least(1, 1)
-    """Forward and backward passes per optimizer step; gradients are reduced in the last one only."""
+    """Forward and backward passes per optimizer step; gradients are reduced in the last one
+    only."""
     clip: float | None = greater_than(0, None)
     """Maximum norm of the gradient; null: no clipping."""
     compile: bool = False
@@ -224,43 +249,47 @@ class Train:
     tf32: bool = False
     """Compute fp32 matrix products on GPUs in TF32, which has 10 bits of mantissa instead of 23."""
     cudnn_search: bool = False
-    """On GPUs, time cuDNN's algorithms for each new shape of a convolution and take the fastest. It may be another one
-    in another run, so not with deterministic=true."""
+    """On GPUs, time cuDNN's algorithms for each new shape of a convolution and take the fastest. It
+    may be another one in another run, so not with deterministic=true."""
     gc: int = at_least(0, 0)
-    """Optimizer steps between full garbage collections of Python, which all ranks make at the same step; 0: each rank
-    when Python decides. Also for script= and loops of your own, if they use torch.optim."""
+    """Optimizer steps between full garbage collections of Python, which all ranks make at the same
+    step; 0: each rank when Python decides. Also for script= and loops of your own, if they use
+    torch.optim."""
     fast: bool = False
-    """Switch on what speeds up training without a change of meaning: gc=100; in raydist.fit optim.fused, and on GPUs
-    channels_last, tf32 and cudnn_search."""
+    """Switch on what speeds up training without a change of meaning: gc=100; in raydist.fit
+    optim.fused, and on GPUs channels_last, tf32 and cudnn_search."""
     evaluate_every: int = at_least(0, 1)
     """Epochs between evaluations; 0: evaluate at the end only."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How raydist.fit divides the model and the batch among the ranks: pp x replicate x shard x tp = ranks."""
+    """How raydist.fit divides model and batch: pp x replicate x shard x tp = number of ranks."""
 
     name: str = one_of("ddp", "fsdp", "hsdp", "tp", "pp")
-    """What the numbers below are where they are not set. ddp: each rank has the whole model. fsdp: all ranks share one
-    copy of the parameters, gradients and optimizer state. hsdp: the ranks of a node share one. tp: the ranks of a node
-    share each layer, and fsdp among nodes. pp: each rank has some of the blocks, a stage of one pipeline."""
+    """What the numbers below are where they are not set. ddp: each rank has the whole model. fsdp:
+    all ranks share one copy of the parameters, gradients and optimizer state. hsdp: the ranks of a
+    node share one. tp: the ranks of a node share each layer, and fsdp among nodes. pp: each rank
+    has some of the blocks, a stage of one pipeline."""
     replicate: int | None = at_least(1, None)
     """Copies of the model; null: ranks / (shard x tp x pp)."""
     shard: int | None = at_least(1, None)
     """Ranks that share one copy by torch's fully_shard; null: by `name`."""
     tp: int | None = at_least(1, None)
-    """Ranks of one node that compute each layer together, by the model's or the job's plan; null: by `name`."""
+    """Ranks of one node that compute each layer together, by the model's or the job's plan; null:
+    by `name`."""
     pp: int | None = at_least(1, None)
     """Stages of a pipeline, each with some of the model's blocks; null: by `name`."""
     microbatches: int | None = at_least(1, None)
-    """Equal parts of a batch that go through the stages one after another; null: up to four for each stage, each with
-    two samples or more."""
+    """Equal parts of a batch that go through the stages one after another; null: up to four for
+    each stage, each with two samples or more."""
     schedule: str = one_of("1f1b", "gpipe")
-    """In which order a stage works on micro-batches; torch's name. 1f1b: backward as soon as it can be, so few
-    activations wait. gpipe: backward after the forward of all."""
+    """In which order a stage works on micro-batches; torch's name. 1f1b: backward as soon as it can
+    be, so few activations wait. gpipe: backward after the forward of all."""
     blocks: str = ""
-    """Class of the modules that are sharded, and compiled, one by one: parallel.blocks=Block. Empty: the model's
-    _no_split_modules, else the class that repeats in its ModuleLists and Sequentials."""
+    """Class of the modules that are sharded, and compiled, one by one: parallel.blocks=Block.
+    Empty: the model's _no_split_modules, else the class that repeats in its ModuleLists and
+    Sequentials."""
 
 
 @dataclass(frozen=True)
@@ -277,17 +306,19 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Hang:
-    """When a rank hangs. A slow rank is not ended; one that can never continue is, or after `limit_s`."""
+    """When a rank hangs. A slow rank is ended only after `limit_s`."""
 
     after_s: float = greater_than(0, 3.0)
-    """Seconds without a heartbeat, plus `steps` of the rank's steps, after which all ranks are examined."""
+    """Seconds without a heartbeat, plus `steps` of the rank's steps, after which all ranks are
+    examined."""
     steps: float = at_least(0, 3.0)
     """Additional silence that is allowed, in steps of the rank (their median duration)."""
     limit_s: float = greater_than(0, 1800.0)
-    """Seconds without a heartbeat after which the run is ended in any case, also while it starts or saves."""
+    """Seconds without a heartbeat after which the run is ended in any case, also while it starts or
+    saves."""
     end: bool = True
-    """End the run if ranks can never continue: one is stopped, or they wait in different collectives. false: only
-    report it."""
+    """End the run if ranks can never continue: one is stopped, or they wait in different
+    collectives. false: only report it."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +326,8 @@ class Snapshot:
     """Training states in memory, so that a restart loses no step."""
 
     every: int | None = at_least(0, None)
-    """Optimizer steps between snapshots; 0: no snapshots; null: each step, or fewer, to take 1% of the time."""
+    """Optimizer steps between snapshots; 0: no snapshots; null: each step, or fewer, to take 1% of
+    the time."""
 
 
 @dataclass(frozen=True)
@@ -303,8 +335,9 @@ class Restart:
     """Restarts of failed ranks, from the newest snapshot or checkpoint."""
 
     max: int | None = at_least(0, None)
-    """Maximum number of failures within `window_s`; 0: no restart. Nodes that the cluster takes away do not count.
-    null: 3 for jobs; 0 for script=, because running it again may repeat side effects."""
+    """Maximum number of failures within `window_s`; 0: no restart. Nodes that the cluster takes
+    away do not count. null: 3 for jobs; 0 for script=, because running it again may repeat side
+    effects."""
     window_s: float | None = greater_than(0, 3600.0)
     """Seconds after which a failure no longer counts; null: it always counts."""
 
@@ -318,14 +351,17 @@ class Watch:
     every_s: float = greater_than(0, 10.0)
     """Seconds between plain lines."""
     slow: float = at_least(0, 10.0)
-    """A rank is reported as slow if its own work takes this many percent of a step longer than that of the others;
-    0: no check."""
+    """A rank is reported as slow if its own work takes this many percent of a step longer than that
+    of the others; 0: no check."""
     output: str = "auto"
-    """Ranks whose output is shown, each line with its rank: all, none, 0,3; auto: all for script=, none for a job."""
+    """Ranks whose output is shown, each line with its rank: all, none, 0,3; auto: all for script=,
+    none for a job."""
     page: bool = False
-    """Serve a page that shows the run, on 127.0.0.1 of the driver's machine; the link is printed."""
+    """Serve a page that shows the run, on 127.0.0.1 of the driver's machine; the link is
+    printed."""
     job_metadata: bool = False
-    """Write the result into the metadata of a job that was submitted to Ray. Ray has no public API for it."""
+    """Write the result into the metadata of a job that was submitted to Ray. Ray has no public API
+    for it."""
 
 
 @dataclass(frozen=True)
@@ -333,32 +369,34 @@ class Sweep:
     """Many runs with different settings (`raydist sweep`)."""
 
     sampler: str = one_of("auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2", "qmc")
-    """Who proposes the settings of a trial: grid (every combination), random, or a sampler of Optuna; auto: grid if the
-    space has only choices and at most `trials` combinations, else random."""
+    """Who proposes the settings of a trial: grid (every combination), random, or a sampler of
+    Optuna; auto: grid if the space has only choices and at most `trials` combinations, else
+    random."""
     trials: int | None = at_least(1, None)
     """Number of trials; null: all combinations of the grid."""
     objective: str = ""
-    """The reported number that is to become small or large: sweep.objective=min:test_loss. Several are separated by
-    commas. Its last value counts."""
+    """The reported number that is to become small or large: sweep.objective=min:test_loss. Several
+    are separated by commas. Its last value counts."""
     prune: str = one_of("none", "asha", "median")
-    """Who ends early. asha: at each milestone the best 1/`reduction` of the trials go on at once, the others are paused
-    and go on once they belong to them. median: a trial ends that is worse than the median of the others."""
+    """Who ends early. asha: at each milestone the best 1/`reduction` of the trials go on at once,
+    the others are paused and go on once they belong to them. median: a trial ends that is worse
+    than the median of the others."""
     min_steps: int = at_least(1, 100)
-    """The first milestone, in steps; with asha the next ones at `reduction` times as many, with median at 2, 3, …
-    times."""
+    """The first milestone, in steps; with asha the next ones at `reduction` times as many, with
+    median at 2, 3, … times."""
     reduction: int = at_least(2, 3)
     """asha: the part of the trials that goes on at each milestone, as 1/reduction."""
     parallel: int | None = at_least(1, None)
-    """The most trials at a time; null: as many as the cluster has room for. A Ray that raydist starts on this machine
-    gets CPUs for so many."""
+    """The most trials at a time; null: as many as the cluster has room for. A Ray that raydist
+    starts on this machine gets CPUs for so many."""
     on_failure: str = one_of("skip", "retry", "end")
-    """What follows when a trial fails that is not restarted any more. retry: it is started again from its last state,
-    up to `retries` times. end: the sweep ends; the default of --multirun."""
+    """What follows when a trial fails that is not restarted any more. retry: it is started again
+    from its last state, up to `retries` times. end: the sweep ends; the default of --multirun."""
     retries: int = at_least(0, 1)
     """on_failure=retry: how often a trial is started again."""
     resume: str = ""
-    """The folder of a sweep to go on with: what has finished does not run again, the rest goes on from its last
-    state."""
+    """The folder of a sweep to go on with: what has finished does not run again, the rest goes on
+    from its last state."""
     seed: int = at_least(0, 0, most=2**32 - 1)
     """Seed of the sampler."""
     dir: str = ""
@@ -373,16 +411,18 @@ class Job:
     """Name of the run and of its folder; empty: the name of the job."""
     job: Target = field(default_factory=Target)
     script: str = ""
-    """A program to run as every rank, instead of a job: a Python file, "-m package.module", or any command."""
+    """A program to run as every rank, instead of a job: a Python file, "-m package.module", or any
+    command."""
     args: list[str] = field(default_factory=list)
-    """Arguments of the script: args='--epochs 3 --rank {rank}'. In braces: rank, world_size, local_rank, node_rank,
-    init_method, master_addr, master_port, backend."""
+    """Arguments of the script: args='--epochs 3 --rank {rank}'. In braces: rank, world_size,
+    local_rank, node_rank, init_method, master_addr, master_port, backend."""
     backend: Backend = field(default_factory=Backend)
     scale: Scale = field(default_factory=Scale)
     fabric: Fabric = field(default_factory=Fabric)
     data: Data = field(default_factory=Data)
     model: dict[str, Any] = field(default_factory=dict)
-    """The model's class or function in `_target_`, and its arguments: model=resnet18 model.num_classes=10."""
+    """The model's class or function in `_target_`, and its arguments: model=resnet18
+    model.num_classes=10."""
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Parallel)
@@ -391,35 +431,41 @@ class Job:
     restart: Restart = field(default_factory=Restart)
     watch: Watch = field(default_factory=Watch)
     track: list[str] = field(default_factory=list)
-    """Experiment trackers that get what the run reports: tensorboard, mlflow, wandb, trackio; several as in
-    track=[mlflow,tensorboard]."""
+    """Experiment trackers that get what the run reports: tensorboard, mlflow, wandb, trackio;
+    several as in track=[mlflow,tensorboard]."""
     hang: Hang = field(default_factory=Hang)
     sweep: Sweep = field(default_factory=Sweep)
     init_method: str = one_of("env", "tcp", "file")
-    """Rendezvous of the ranks: env (MASTER_ADDR, MASTER_PORT), tcp (tcp://address:port), file (all nodes see it)."""
+    """Rendezvous of the ranks: env (MASTER_ADDR, MASTER_PORT), tcp (tcp://address:port), file (all
+    nodes see it)."""
     group: str = one_of("auto", "ray", "inline")
-    """ray: one actor per rank. inline: no Ray; one rank runs in this process (pdb works), several as processes. auto:
-    inline for a script= on one node while no Ray runs here, else ray."""
+    """ray: one actor per rank. inline: no Ray; one rank runs in this process (pdb works), several
+    as processes. auto: inline for a script= on one node while no Ray runs here, else ray."""
     start: str = one_of("fork", "spawn")
-    """fork: ranks are forked from a server that has imported torch. spawn: a new interpreter, if fork is unsafe."""
+    """fork: ranks are forked from a server that has imported torch. spawn: a new interpreter, if
+    fork is unsafe."""
     seed: int = at_least(0, 0, most=2**63 - 1)
     """Seed of all random numbers: parameters, order of samples, augmentation."""
     deterministic: bool = False
     """Use deterministic algorithms only; an operation without one fails."""
     resume: str = "none"
-    """none; auto (the newest complete checkpoint of this run folder, else of the newest run with this name; a new start
-    if that run has finished); a path or URL of a run folder or a checkpoint."""
+    """none; auto (the newest complete checkpoint of this run folder, else of the newest run with
+    this name; a new start if that run has finished); a path or URL of a run folder or a
+    checkpoint."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the ranks; they win over those that raydist sets."""
     env_file: str = ""
-    """A file with such variables, as for docker's --env-file: NAME=value, or NAME to pass one on. `env` wins."""
+    """A file with such variables, as for docker's --env-file: NAME=value, or NAME to pass one on.
+    `env` wins."""
     working_dir: str = ""
-    """A folder to send to every node (working_dir=.); the ranks run in the copy, as with ray job submit."""
+    """A folder to send to every node (working_dir=.); the ranks run in the copy, as with ray job
+    submit."""
     pip: list[str] = field(default_factory=list)
-    """Packages that Ray installs for the ranks: pip=[transformers,einops==0.8.0], or one requirements file."""
+    """Packages that Ray installs for the ranks: pip=[transformers,einops==0.8.0], or one
+    requirements file."""
     storage: str = ""
-    """A folder that all nodes see, or a URL (storage=s3://bucket/runs): checkpoints, and after the run its records, go
-    to NAME/RUN in it; empty: to the run folder."""
+    """A folder that all nodes see, or a URL (storage=s3://bucket/runs): checkpoints, and after the
+    run its records, go to NAME/RUN in it; empty: to the run folder."""
     dir: str = ""
     """The run folder (hydra.run.dir). raydist sets it when the run starts."""
 
@@ -430,7 +476,8 @@ def as_dict(job: Job) -> dict[str, Any]:
 
 
 def as_saved(job: Job) -> dict[str, Any]:
-    """The settings as they may be saved: without the values of secrets, and of variables if there is an env_file."""
+    """The settings as they may be saved: without the values of secrets, and of variables if there
+    is an env_file."""
     plain = as_dict(job)
     if job.env_file:
         plain["env"] = dict.fromkeys(job.env, MASK)
@@ -445,5 +492,14 @@ def from_dict(plain: dict[str, Any]) -> Job:
 
 
 def _build(kind: Any, plain: dict[str, Any]) -> Any:
-    parts = {f.name: f.default_factory for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.default_factory)}
-    return kind(**{name: _build(parts[name], value) if name in parts else value for name, value in plain.items()})
+    parts = {
+        f.name: f.default_factory
+        for f in dataclasses.fields(kind)
+        if dataclasses.is_dataclass(f.default_factory)
+    }
+    return kind(
+        **{
+            name: _build(parts[name], value) if name in parts else value
+            for name, value in plain.items()
+        }
+    )

@@ -10,7 +10,8 @@ from raydist.shared.home import expand_home
 
 
 def read_env_file(file: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a file; none if `file` is empty. Values are literal: no quotes, no comments after them.
+    """The variables of a file; none if `file` is empty. Values are literal: no quotes, no comments
+    after them.
 
     A line with a NAME only takes the variable from `environ`, if it is set there.
     """
@@ -22,7 +23,9 @@ def read_env_file(file: str, environ: Mapping[str, str]) -> dict[str, str]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError.of("env_file", file, f"it cannot be read ({error})", "env_file=FILE") from error
+        raise ConfigError.of(
+            "env_file", file, f"it cannot be read ({error})", "env_file=FILE"
+        ) from error
     variables: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not (line := line.lstrip()) or line.startswith("#"):
@@ -30,9 +33,12 @@ def read_env_file(file: str, environ: Mapping[str, str]) -> dict[str, str]:
         name, equals, value = line.partition("=")
         if not name or any(space in name for space in " \t"):
             raise ConfigError(
-                f"env_file={file}, line {number}: {name!r} is not a variable's name; write NAME=value",
-                "env_file", file, "NAME=value",
-            )  # fmt: skip
+                f"env_file={file}, line {number}: {name!r} is not a variable's name; write "
+                "NAME=value",
+                "env_file",
+                file,
+                "NAME=value",
+            )
         if equals:
             variables[name] = value
         elif name in environ:

@@ -9,7 +9,8 @@ from raydist.settings.mesh import divides
 from raydist.shared.errors import ConfigError
 
 SHARDED = ("adam", "adamw")
-"""Those that torch's DTensor has a rule for: `_fused_sgd_` and `_fused_adagrad_` have none in torch 2.14."""
+"""Those that torch's DTensor has a rule for: `_fused_sgd_` and `_fused_adagrad_` have none in torch
+2.14."""
 
 
 class Fused(NamedTuple):
@@ -22,13 +23,16 @@ class Fused(NamedTuple):
 
 
 def fused_choice(job: Job, gpus: bool) -> Fused:
-    """The choice for a job. `gpus`: whether its ranks have GPUs. ConfigError: torch has no such fused optimizer."""
+    """The choice for a job. `gpus`: whether its ranks have GPUs. ConfigError: torch has no such
+    fused optimizer."""
     optim, sharded = job.optim, divides(job.parallel)
     obstacle = "torch has no fused RMSprop" if optim.name not in FUSED else ""
     if sharded and optim.name in FUSED and optim.name not in SHARDED:
         obstacle = f"torch has no fused {optim.name} for a model in shards"
     if optim.name == "sgd" and optim.args.get("momentum") and job.train.precision == "fp16":
-        obstacle = "torch's fused SGD takes up an unset momentum if fp16 overflows in the first step"
+        obstacle = (
+            "torch's fused SGD takes up an unset momentum if fp16 overflows in the first step"
+        )
     if optim.fused is True and obstacle:
         raise ConfigError.of("optim.fused", "true", obstacle, "optim.fused=auto", "optim=adamw")
     if optim.fused is not True and ({"foreach", "differentiable"} & optim.args.keys()):
@@ -41,6 +45,10 @@ def fused_choice(job: Job, gpus: bool) -> Fused:
         return Fused(True, "train.fast=true")
     if optim.name == "sgd" and not gpus:
         bits = "weights have the same bits"
-        where = "for models whose parameters all fill 64 bytes or a multiple: " if optim.args.get("momentum") else ""
+        where = (
+            "for models whose parameters all fill 64 bytes or a multiple: "
+            if optim.args.get("momentum")
+            else ""
+        )
         return Fused(True, where + bits, exact=True)
     return Fused(False, "it rounds the last bits otherwise: optim.fused=true")

@@ -1,4 +1,5 @@
-"""`raydist --help`: every group with its choices, every setting with type, default and docstring. (driver)
+"""`raydist --help`: every group with its choices, every setting with type, default and docstring.
+(driver)
 
 The docstring under a setting is read from the source of config.py.
 """
@@ -49,7 +50,9 @@ def manual(loader: Loader, flags: Sequence[tuple[str, str]]) -> str:
         lines += ["", *([f"  {part}: {texts()[part]}"] if part else [])]
         for name, field in entries:
             lines.append(f"    {name}  ({type_text(field)} = {default_text(field)})")
-            lines += textwrap.wrap(texts()[name], width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            lines += textwrap.wrap(
+                texts()[name], width, initial_indent=" " * 8, subsequent_indent=" " * 8
+            )
     return "\n".join(lines)
 
 
@@ -57,7 +60,9 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
     """Two columns, the right one wrapped."""
     left = max(len(name) for name, _ in rows) + 4
     for name, text in rows:
-        yield from textwrap.wrap(text, width, initial_indent=f"  {name}".ljust(left), subsequent_indent=" " * left)
+        yield from textwrap.wrap(
+            text, width, initial_indent=f"  {name}".ljust(left), subsequent_indent=" " * left
+        )
 
 
 def config_groups(loader: Loader) -> Iterator[tuple[str, str]]:
@@ -66,7 +71,9 @@ def config_groups(loader: Loader) -> Iterator[tuple[str, str]]:
     for group in sorted(loader.groups):
         if group.partition("/")[0] == "hydra":
             continue
-        names = {name for source in files if source.is_group(group) for name in source.list(group, None)}
+        names = {
+            name for source in files if source.is_group(group) for name in source.list(group, None)
+        }
         also = [ALSO[group].format(models=len(torchvision_models()))] if group in ALSO else []
         yield f"{group}=", "; ".join([", ".join(sorted(names)), *also])
 
@@ -81,7 +88,10 @@ def by_part() -> dict[str, list[tuple[str, Field[Any]]]]:
 
 def type_text(field: Field[Any]) -> str:
     """The type, or the values if there are only a few."""
-    values = (each if isinstance(each, str) else json.dumps(each) for each in field.metadata.get("choices", ()))
+    values = (
+        each if isinstance(each, str) else json.dumps(each)
+        for each in field.metadata.get("choices", ())
+    )
     return "|".join(values) or str(field.type).replace(" | None", " or null")
 
 
@@ -95,10 +105,16 @@ def default_text(field: Field[Any]) -> str:
 def texts() -> dict[str, str]:
     """The docstring of each setting, and of each part, by its full name."""
     tree = ast.parse(Path(config.__file__).read_text(encoding="utf-8"))
-    return dict(_texts({node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}, config.Job))
+    return dict(
+        _texts(
+            {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}, config.Job
+        )
+    )
 
 
-def _texts(classes: dict[str, ast.ClassDef], kind: type, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _texts(
+    classes: dict[str, ast.ClassDef], kind: type, prefix: str = ""
+) -> Iterator[tuple[str, str]]:
     body, hints = classes[kind.__name__].body, get_type_hints(kind)
     for field, below in zip(body, [*body[1:], ast.Pass()], strict=True):
         if not isinstance(field, ast.AnnAssign):

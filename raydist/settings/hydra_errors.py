@@ -1,4 +1,5 @@
-"""Errors of Hydra and OmegaConf -> one ConfigError with the wrong setting and what to type instead. (driver)"""
+"""Errors of Hydra and OmegaConf -> one ConfigError with the wrong setting and what to type instead.
+(driver)"""
 
 from __future__ import annotations
 
@@ -11,17 +12,27 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, ValidationError
 from yaml import Mark, MarkedYAMLError, YAMLError
 
-from raydist.settings.overrides import PARTS, SETTINGS, Override, dictionary_of, example, nearest_key, unknown
+from raydist.settings.overrides import (
+    PARTS,
+    SETTINGS,
+    Override,
+    dictionary_of,
+    example,
+    nearest_key,
+    unknown,
+)
 from raydist.shared.errors import ConfigError, nearest
 
 TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 IN_FILE = re.compile(r"In '([^']+/[^']+)'")
-"""How Hydra's message begins if the error is in a file of conf/; its exceptions have no field for that."""
+"""How Hydra's message begins if the error is in a file of conf/; its exceptions have no field for
+that."""
 
 
 @contextmanager
 def config_errors(overrides: Sequence[str]) -> Iterator[None]:
-    """Raise what Hydra and OmegaConf raise inside as ConfigError, with the override or the file that caused it."""
+    """Raise what Hydra and OmegaConf raise inside as ConfigError, with the override or the file
+    that caused it."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
@@ -33,11 +44,15 @@ def explain(error: BaseException, overrides: Sequence[str] = ()) -> ConfigError:
     match error:
         case OverrideParseException():
             key, _, value = error.override.partition("=")
-            return ConfigError.of(key, value, "a value with special characters must be quoted", f"\"{key}='{value}'\"")
+            return ConfigError.of(
+                key, value, "a value with special characters must be quoted", f"\"{key}='{value}'\""
+            )
         case MissingConfigException():
             return _missing_choice(error, overrides)
         case MarkedYAMLError(problem_mark=Mark() as mark):
-            return ConfigError(f"{mark.name}, line {mark.line + 1} is not YAML: {error.problem}", value=mark.name)
+            return ConfigError(
+                f"{mark.name}, line {mark.line + 1} is not YAML: {error.problem}", value=mark.name
+            )
     file = IN_FILE.match(str(error))
     where = f"conf/{file[1]}.yaml: " if file else ""
     source: BaseException | None = error
@@ -48,15 +63,23 @@ def explain(error: BaseException, overrides: Sequence[str] = ()) -> ConfigError:
     for override in map(Override.parse, overrides):
         if f"{override.key}={override.value}" in str(error):
             return override.wrong(_text(error))
-    return ConfigError(f"{where or 'conf/: '}{_text(error.__context__ if file and error.__context__ else error)}")
+    return ConfigError(
+        f"{where or 'conf/: '}{_text(error.__context__ if file and error.__context__ else error)}"
+    )
 
 
-def _wrong_value(error: OmegaConfBaseException, key: str, where: str, overrides: Sequence[str]) -> ConfigError:
-    """The error for a setting that OmegaConf refused: its name, its type, or an interpolation in it."""
+def _wrong_value(
+    error: OmegaConfBaseException, key: str, where: str, overrides: Sequence[str]
+) -> ConfigError:
+    """The error for a setting that OmegaConf refused: its name, its type, or an interpolation in
+    it."""
     known = key in SETTINGS or key in PARTS or dictionary_of(key) is not None
     if not known and not key.startswith("hydra"):
         return unknown(key, None, typed=where.removesuffix(": ") or key)
-    typed = next((parsed for text in overrides if (parsed := Override.parse(text)).key == key and not where), None)
+    typed = next(
+        (parsed for text in overrides if (parsed := Override.parse(text)).key == key and not where),
+        None,
+    )
     value = typed.value if typed else error.value
     if value is None and error.child_node is not None:
         value = str(error.child_node._value())  # an interpolation
@@ -64,11 +87,15 @@ def _wrong_value(error: OmegaConfBaseException, key: str, where: str, overrides:
     if isinstance(error, ValidationError) and key in SETTINGS:
         kind, _, optional = str(SETTINGS[key].type).partition(" | ")
         kind = TYPES.get(kind, "a dictionary" if kind.startswith("dict") else kind)
-        return ConfigError.of(key, value, f"must be {kind}{' or null' if optional else ''}", example(key), typed=shown)
+        return ConfigError.of(
+            key, value, f"must be {kind}{' or null' if optional else ''}", example(key), typed=shown
+        )
     guess = None
     if isinstance(error, InterpolationKeyError):
         names = re.findall(r"\$\{([\w.]+)\}", value or "")
-        close = next((nearest_key(name, list(SETTINGS)) for name in names if name not in SETTINGS), None)
+        close = next(
+            (nearest_key(name, list(SETTINGS)) for name in names if name not in SETTINGS), None
+        )
         guess = close and f"{key}=${{{close}}}"
     return ConfigError.of(key, value, _text(error), guess=guess, typed=shown)
 
@@ -77,7 +104,9 @@ def _missing_choice(error: MissingConfigException, overrides: Sequence[str]) -> 
     """A group has no such choice: the nearest one, and some of those that it has."""
     group, _, choice = str(error.missing_cfg_file).rpartition("/")
     if not group:
-        return ConfigError.of("--config-name", choice, f"there is no {choice}.yaml in conf/", "--config-name config")
+        return ConfigError.of(
+            "--config-name", choice, f"there is no {choice}.yaml in conf/", "--config-name config"
+        )
     file, typed = IN_FILE.match(str(error)), map(Override.parse, overrides)
     is_typed = file is None or any((each.key, each.value) == (group, choice) for each in typed)
     cause = (
@@ -88,9 +117,15 @@ def _missing_choice(error: MissingConfigException, overrides: Sequence[str]) -> 
     options = list(error.options or ())
     if group == "scale":
         digits = re.findall(r"\d+", choice)
-        size = "x".join(digits[:2] if len(digits) > 1 else ["1", *digits]) if any(map(int, digits)) else "local"
+        size = (
+            "x".join(digits[:2] if len(digits) > 1 else ["1", *digits])
+            if any(map(int, digits))
+            else "local"
+        )
         known = [*options, "NODESxRANKS, as in scale=2x8 or scale=2..8x8"]
-        return ConfigError.of(group, choice, cause, guess=f"scale={nearest(choice, options) or size}", known=known)
+        return ConfigError.of(
+            group, choice, cause, guess=f"scale={nearest(choice, options) or size}", known=known
+        )
     return ConfigError.unknown(group, choice, options, cause)
 
 

@@ -1,4 +1,5 @@
-"""Files and modules that settings name: found without importing them, or refused with the nearest name. (driver)"""
+"""Files and modules that settings name: found without importing them, or refused with the nearest
+name. (driver)"""
 
 from __future__ import annotations
 
@@ -20,22 +21,28 @@ def override(key: str, value: str) -> str:
     return f"{key} {text}" if key.startswith("-") else f"{key}={text}"
 
 
-def missing_path(key: str, value: str, path: Path, *suggestions: str, folder: bool = False) -> ConfigError:
-    """The error for a path that does not exist, with the nearest name beside its first part that does not exist.
+def missing_path(
+    key: str, value: str, path: Path, *suggestions: str, folder: bool = False
+) -> ConfigError:
+    """The error for a path that does not exist, with the nearest name beside its first part that
+    does not exist.
 
     `folder`: a folder is wanted, not a file. `suggestions`: what to type if no name is near.
     """
     path = Path(os.path.abspath(path))
     while not path.parent.is_dir():
         path, folder = path.parent, True
-    close = nearest(path.name, [each.name for each in path.parent.iterdir() if each.is_dir() == folder])
+    close = nearest(
+        path.name, [each.name for each in path.parent.iterdir() if each.is_dir() == folder]
+    )
     guess = override(key, value.replace(path.name, close)) if close else None
     cause = f"there is no {'folder' if folder else 'file'} {path}"
     return ConfigError.of(key, value, cause, *(() if guess else suggestions), guess=guess)
 
 
 def find_module(key: str, value: str, name: str) -> ModuleSpec:
-    """The spec of module `name`, which is a part of `value`; ConfigError if there is no such module."""
+    """The spec of module `name`, which is a part of `value`; ConfigError if there is no such
+    module."""
     spec: ModuleSpec | None = None
     parts = name.split(".")
     for number, part in enumerate(parts):
@@ -46,8 +53,12 @@ def find_module(key: str, value: str, name: str) -> ModuleSpec:
             beside = {each.name for each in pkgutil.iter_modules(path)}
             close = nearest(part, beside if package else beside | sys.stdlib_module_names)
             guess = ".".join([*parts[:number], close, *parts[number + 1 :]]) if close else None
-            cause = f"there is no module {'.'.join(parts[: number + 1])}, as seen from {os.getcwd()}"
-            raise ConfigError.of(key, value, cause, guess=guess and override(key, value.replace(name, guess)))
+            cause = (
+                f"there is no module {'.'.join(parts[: number + 1])}, as seen from {os.getcwd()}"
+            )
+            raise ConfigError.of(
+                key, value, cause, guess=guess and override(key, value.replace(name, guess))
+            )
     assert spec is not None, name
     return spec
 
@@ -58,26 +69,32 @@ def python_file(spec: ModuleSpec | None) -> Path | None:
 
 
 def check_files(job: Job) -> None:
-    """Raise ConfigError if a folder, a file, a store or a checkpoint that the settings name does not exist."""
+    """Raise ConfigError if a folder, a file, a store or a checkpoint that the settings name does
+    not exist."""
     _check_storage(job.storage)
     _check_trackers(job)
     _check_resume(job)
     if job.working_dir and not (folder := expand_home("working_dir", job.working_dir)).is_dir():
         raise missing_path("working_dir", job.working_dir, folder, "working_dir=.", folder=True)
     if job.working_dir and folder.resolve() == Path("/"):
-        raise ConfigError.of("working_dir", job.working_dir, "it would send the whole disk", "working_dir=.")
+        raise ConfigError.of(
+            "working_dir", job.working_dir, "it would send the whole disk", "working_dir=."
+        )
     for line in job.pip:
         if line.endswith(".txt") and not Path(line).is_file():
             raise missing_path("pip", f"[{line}]", Path(line), "pip=[PACKAGE,PACKAGE]")
 
 
 def _check_storage(storage: str) -> None:
-    """What is certain before anything is created: whether it can be written shows when the run is reserved there."""
+    """What is certain before anything is created: whether it can be written shows when the run is
+    reserved there."""
     object_store.check_url("storage", storage)
     kind = object_store.scheme(storage)
     if kind in ("http", "https"):
         cause = "a web server cannot be written to"
-        raise ConfigError.of("storage", storage, cause, "storage=FOLDER", "storage=s3://BUCKET/FOLDER")
+        raise ConfigError.of(
+            "storage", storage, cause, "storage=FOLDER", "storage=s3://BUCKET/FOLDER"
+        )
     path = expand_home("storage", storage)
     if storage and not kind and path.exists() and not path.is_dir():
         raise ConfigError.of("storage", storage, "it is a file", "storage=FOLDER")
@@ -89,7 +106,10 @@ def _check_trackers(job: Job) -> None:
         if PathFinder.find_spec(TRACKERS[name]) is None:
             install = f"pip install 'raydist[{name}]'"
             raise ConfigError(
-                f"track={name}: {TRACKERS[name]} is not installed here; run {install}", "track", name, install
+                f"track={name}: {TRACKERS[name]} is not installed here; run {install}",
+                "track",
+                name,
+                install,
             )
 
 

@@ -1,4 +1,5 @@
-"""`parallel=` and a number of ranks -> stages, copies, shards, shares of layers; or what to type instead. (pure)"""
+"""`parallel=` and a number of ranks -> stages, copies, shards, shares of layers; or what to type
+instead. (pure)"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from raydist.shared.errors import ConfigError
 
 @dataclass(frozen=True)
 class MeshShape:
-    """pp x replicate x shard x tp = ranks. The last varies fastest: ranks of a tp group or a stage are consecutive."""
+    """pp x replicate x shard x tp = ranks. The last varies fastest: ranks of a tp group or a stage
+    are consecutive."""
 
     replicate: int = 1
     shard: int = 1
@@ -23,7 +25,8 @@ class MeshShape:
 
     @property
     def data(self) -> int:
-        """Ranks with samples of their own; those of one tp group, and the stages of one pipeline, have the same."""
+        """Ranks with samples of their own; those of one tp group, and the stages of one pipeline,
+        have the same."""
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
@@ -32,20 +35,24 @@ class MeshShape:
 
 
 def divides(settings: Parallel) -> bool:
-    """Whether parameters are DTensors, in shards: `parallel=ddp` without numbers leaves each rank the whole model."""
+    """Whether parameters are DTensors, in shards: `parallel=ddp` without numbers leaves each rank
+    the whole model."""
     numbers = (settings.shard, settings.tp, settings.replicate, settings.pp)
     return settings.name != "ddp" or max(number or 1 for number in numbers) > 1
 
 
 def mesh_shape(settings: Parallel, ranks: int, per_node: int) -> MeshShape:
-    """The shape for so many ranks. ConfigError: the numbers do not fit. `per_node`: ranks of each node."""
+    """The shape for so many ranks. ConfigError: the numbers do not fit. `per_node`: ranks of each
+    node."""
     if not divides(settings):
         return MeshShape(replicate=ranks)
     tp = settings.tp or (per_node if settings.name == "tp" else 1)
     if per_node % tp:
         fits = max(number for number in range(1, min(tp, per_node) + 1) if per_node % number == 0)
         cause = f"the ranks of a tp group must be on one node, and each node has {per_node}"
-        raise ConfigError.of("parallel.tp", tp, cause, f"parallel.tp={fits}", f"scale.per_node={tp}")
+        raise ConfigError.of(
+            "parallel.tp", tp, cause, f"parallel.tp={fits}", f"scale.per_node={tp}"
+        )
     others = tp * (settings.shard or 1) * (settings.replicate or 1)
     pp = settings.pp or (max(1, ranks // others) if settings.name == "pp" else 1)
     if (ranks // tp) % pp:
@@ -67,13 +74,19 @@ def mesh_shape(settings: Parallel, ranks: int, per_node: int) -> MeshShape:
 
 
 def check_words(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if the typed numbers alone cannot fit the typed ranks: no file of conf/ could mend that.
+    """Raise ConfigError if the typed numbers alone cannot fit the typed ranks: no file of conf/
+    could mend that.
 
-    This spares a wrong product the imports and the work of composing. All others are found once the job is composed.
+    This spares a wrong product the imports and the work of composing. All others are found once the
+    job is composed.
     """
     typed = dict(text.partition("=")[::2] for text in overrides)
-    numbers = {name: typed.get(f"parallel.{name}", "") for name in ("pp", "replicate", "shard", "tp")}
-    known: Any = {name: int(text) for name, text in numbers.items() if text.isdecimal() and int(text)}
+    numbers = {
+        name: typed.get(f"parallel.{name}", "") for name in ("pp", "replicate", "shard", "tp")
+    }
+    known: Any = {
+        name: int(text) for name, text in numbers.items() if text.isdecimal() and int(text)
+    }
     size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", typed.get("scale", ""))
     if size is None or not known or any(name.startswith("scale.") for name in typed):
         return
@@ -85,43 +98,63 @@ def check_words(overrides: Sequence[str]) -> None:
 def microbatches(job: Job, shape: MeshShape) -> int:
     """Parts of a batch that are on their way through the stages together.
 
-    By default as many as divide it, up to 4 for each stage, of two samples or more: batch norm needs two, and more
-    parts leave ranks idle for less of the time. Else one for each stage.
+    By default as many as divide it, up to 4 for each stage, of two samples or more: batch norm
+    needs two, and more parts leave ranks idle for less of the time. Else one for each stage.
     """
     if job.parallel.microbatches:
         return job.parallel.microbatches
     batches = shape.data * job.train.accumulate
     samples = job.data.global_batch / batches if job.data.global_batch else job.data.batch_size
     counts = range(4 * shape.pp, shape.pp, -1)
-    return next((count for count in counts if samples % count == 0 and samples >= 2 * count), shape.pp)
+    return next(
+        (count for count in counts if samples % count == 0 and samples >= 2 * count), shape.pp
+    )
 
 
 def check_microbatches(job: Job, shape: MeshShape) -> None:
-    """Raise ConfigError if a batch cannot be split into equal micro-batches, or they are too few for the schedule."""
+    """Raise ConfigError if a batch cannot be split into equal micro-batches, or they are too few
+    for the schedule."""
     if shape.pp == 1:
         return
     count, each = microbatches(job, shape), job.train.accumulate * shape.data
     if count < shape.pp and job.parallel.schedule == "1f1b":
         cause = f"1f1b needs one for each of the {shape.pp} stages"
-        raise ConfigError.of("parallel.microbatches", count, cause, f"parallel.microbatches={shape.pp}")
+        raise ConfigError.of(
+            "parallel.microbatches", count, cause, f"parallel.microbatches={shape.pp}"
+        )
     typed = job.data.global_batch
     if (typed or job.data.batch_size * each) % (each * count) == 0:
         return
-    name, value, step = ("global_batch", typed, each * count) if typed else ("batch_size", job.data.batch_size, count)
+    name, value, step = (
+        ("global_batch", typed, each * count)
+        if typed
+        else ("batch_size", job.data.batch_size, count)
+    )
     cause = f"the samples of a rank's forward pass cannot be split into {count} equal micro-batches"
     if typed:
         cause = f"it cannot be split into {each} batches of {count} equal micro-batches"
     right = f"data.{name}={max(1, round(value / step)) * step}"
-    fits = [number for number in range(shape.pp, min(count, value)) if value % (number * step // count) == 0]
+    fits = [
+        number
+        for number in range(shape.pp, min(count, value))
+        if value % (number * step // count) == 0
+    ]
     raise ConfigError.of(
-        f"data.{name}", value, cause, right, *(f"parallel.microbatches={number}" for number in fits[-1:])
+        f"data.{name}",
+        value,
+        cause,
+        right,
+        *(f"parallel.microbatches={number}" for number in fits[-1:]),
     )
 
 
 def _unfit(settings: Parallel, shape: MeshShape, ranks: int) -> ConfigError:
     """The product is not the number of ranks: the error names the number that was typed."""
     stages = f"pp {shape.pp} x " if shape.pp > 1 else ""
-    cause = f"{stages}replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp} are not the {ranks} ranks"
+    cause = (
+        f"{stages}replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp} are not "
+        f"the {ranks} ranks"
+    )
     if settings.replicate:
         right = "parallel.replicate=null"
         return ConfigError.of("parallel.replicate", settings.replicate, cause, right)

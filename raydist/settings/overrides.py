@@ -45,7 +45,9 @@ class Override(NamedTuple):
         return ConfigError.of(self.key, self.value, cause, *suggestions, typed=self.text, **named)
 
 
-def setting_fields(kind: type = Job, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+def setting_fields(
+    kind: type = Job, prefix: str = ""
+) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Every setting with its full name, as `optim.lr`, in the order of the dataclasses."""
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -73,11 +75,17 @@ def example(key: str) -> str:
     if kind.startswith("dict"):
         return f"{key}.NAME=VALUE"
     default = field.default if field and field.default not in (None, "") else None
-    value = default if isinstance(default, int | float | str) else {"int": 1, "float": 1.0}.get(kind, "VALUE")
+    value = (
+        default
+        if isinstance(default, int | float | str)
+        else {"int": 1, "float": 1.0}.get(kind, "VALUE")
+    )
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
-def translate_overrides(texts: Sequence[str], groups: Collection[str], multirun: bool = False) -> list[str]:
+def translate_overrides(
+    texts: Sequence[str], groups: Collection[str], multirun: bool = False
+) -> list[str]:
     """The overrides in Hydra's grammar, one for each of spread(texts).
 
     `groups`: the config groups. ConfigError for an override that has no meaning.
@@ -85,9 +93,14 @@ def translate_overrides(texts: Sequence[str], groups: Collection[str], multirun:
     overrides = [Override.parse(text) for text in spread(texts)]
     chosen: dict[str, Override] = {}
     for override in overrides:
-        if override.key in groups and (first := chosen.setdefault(override.key, override)) is not override:
+        if (
+            override.key in groups
+            and (first := chosen.setdefault(override.key, override)) is not override
+        ):
             typed = f"{first.text} {override.text}"
-            raise ConfigError.of(override.key, override.value, "chosen twice", override.text, typed=typed)
+            raise ConfigError.of(
+                override.key, override.value, "chosen twice", override.text, typed=typed
+            )
     return [_translate(override, groups, multirun) for override in overrides]
 
 
@@ -110,13 +123,17 @@ def _translate(override: Override, groups: Collection[str], multirun: bool) -> s
     if key not in groups and key not in SETTINGS and key not in PARTS and not dictionary:
         raise unknown(key, value, groups, text)
     if value is None and sign != "~":
-        raise override.wrong("its value is missing", f"{key}=CHOICE" if key in groups else example(key))
+        raise override.wrong(
+            "its value is missing", f"{key}=CHOICE" if key in groups else example(key)
+        )
     if key in groups:
         return _choice(override)
     if dictionary:
         return _entry(override, dictionary, multirun)
     if key in ("dir", "sweep.dir"):
-        raise override.wrong(f"raydist sets {key} itself", f"hydra.{'sweep' if key != 'dir' else 'run'}.dir={value}")
+        raise override.wrong(
+            f"raydist sets {key} itself", f"hydra.{'sweep' if key != 'dir' else 'run'}.dir={value}"
+        )
     if key in PARTS and not (value or "").startswith("{"):
         inside = [name for name in SETTINGS if name.startswith(f"{key}.")]
         raise override.wrong(f"{key} has the settings {', '.join(inside)}", example(inside[0]))
@@ -132,7 +149,8 @@ def _translate(override: Override, groups: Collection[str], multirun: bool) -> s
 
 
 def as_list(key: str, value: str) -> str:
-    """`--rank {rank} --lr 0.1`, as typed in a shell, or `[--rank,{rank}]`, as a list whose elements are quoted."""
+    """`--rank {rank} --lr 0.1`, as typed in a shell, or `[--rank,{rank}]`, as a list whose elements
+    are quoted."""
     if value.startswith("[") and value.endswith("]"):
         elements = [_unquote(each.strip()) for each in ELEMENT.findall(value[1:-1]) if each.strip()]
     else:
@@ -150,9 +168,14 @@ def _choice(override: Override) -> str:
     if value is None:
         return override.text
     if value.startswith(("[", "{")):
-        raise override.wrong("a group takes one choice", f"{key}={value.strip('[]{}').partition(',')[0]}")
+        raise override.wrong(
+            "a group takes one choice", f"{key}={value.strip('[]{}').partition(',')[0]}"
+        )
     # each value of a sweep may look like a number
-    choices = (f"'{each}'" if NOT_A_NAME.fullmatch(each) else _quote_home(each) for each in value.split(","))
+    choices = (
+        f"'{each}'" if NOT_A_NAME.fullmatch(each) else _quote_home(each)
+        for each in value.split(",")
+    )
     return f"{sign}{key}={','.join(choices)}"
 
 
@@ -173,7 +196,8 @@ def _entry(override: Override, dictionary: str, multirun: bool) -> str:
     else:
         value = _quote_home(value)
     if dictionary.startswith("scale.") and not re.fullmatch(r"[A-Za-z_][\w-]*", name):
-        # labels of Ray such as ray.io/market-type: Hydra's grammar allows these characters only in braces
+        # labels of Ray such as ray.io/market-type: Hydra's grammar allows these characters only in
+        # braces
         return f"++{dictionary}={{{SPECIAL.sub(ESCAPED, name)}:{value}}}"
     return f"++{override.key}={value}"
 
@@ -198,19 +222,26 @@ def _quote_home(value: str) -> str:
     return quote(value) if value.startswith("~/") else value
 
 
-def unknown(key: str, value: str | None, groups: Collection[str] = (), typed: str = "") -> ConfigError:
+def unknown(
+    key: str, value: str | None, groups: Collection[str] = (), typed: str = ""
+) -> ConfigError:
     """The error for a setting that does not exist, with the one that was probably meant."""
     known = sorted(name for name in {*SETTINGS, *PARTS, *groups} if not name.startswith("hydra"))
     parent = key.rpartition(".")[0]
-    beside = [name for name in known if name.rpartition(".")[0] == parent] if parent in PARTS else []
+    beside = (
+        [name for name in known if name.rpartition(".")[0] == parent] if parent in PARTS else []
+    )
     close = nearest_key(key, known, beside)
     guess = f"{close}={value}" if close and value else close
     listed = beside or [name for name in known if "." not in name]
-    return ConfigError.of(key, value, f"there is no setting {key}", guess=guess, known=listed, typed=typed)
+    return ConfigError.of(
+        key, value, f"there is no setting {key}", guess=guess, known=listed, typed=typed
+    )
 
 
 def nearest_key(key: str, known: Sequence[str], beside: Sequence[str] = ()) -> str | None:
-    """The setting that was meant: one with the same last part, one beside it with a similar name, or a similar one."""
+    """The setting that was meant: one with the same last part, one beside it with a similar name,
+    or a similar one."""
     last = key.rpartition(".")[2]
     by_last: dict[str, str] = {}
     for name in known:

@@ -1,4 +1,5 @@
-"""Secrets in overrides and config files -> references to them, which Hydra saves and shows instead. (driver)
+"""Secrets in overrides and config files -> references to them, which Hydra saves and shows instead.
+(driver)
 
 A reference is `${raydist.secret:job.args.api_key}`. Only the driver's process knows the values.
 """
@@ -76,7 +77,9 @@ class _References:
     def __call__(self, name: str, value: Any) -> str:
         name = re.sub(r"[^\w.-]", "_", name)  # what OmegaConf's grammar admits in a reference
         more = (f"{name}.{number}" for number in itertools.count(2))
-        own = next(each for each in itertools.chain([name], more) if self._given.get(each, value) == value)
+        own = next(
+            each for each in itertools.chain([name], more) if self._given.get(each, value) == value
+        )
         self._given[own] = _secrets[own] = value
         return f"{REFERENCE}{own}}}"
 
@@ -87,7 +90,9 @@ def _replace_typed(text: str, replace: Replace) -> str:
         return _replace_in(text, replace)
     except HydraException:
         key, equals, value = text.partition("=")
-        return f"{key}{equals}{replace_secrets(value, key.lstrip('+~'), _unless_reference(replace))}"
+        return (
+            f"{key}{equals}{replace_secrets(value, key.lstrip('+~'), _unless_reference(replace))}"
+        )
 
 
 def _replace_in(text: str, replace: Replace) -> str:
@@ -103,14 +108,18 @@ def _replace_in(text: str, replace: Replace) -> str:
         if replaced == values:
             return text
         choices = ",".join(map(_written, replaced))
-        return f"{override.get_key_element()}={choices if value.simple_form else f'choice({choices})'}"
+        return (
+            f"{override.get_key_element()}={choices if value.simple_form else f'choice({choices})'}"
+        )
     changed = replace_secrets(value, name, replace)
     return text if changed == value else f"{override.get_key_element()}={_written(changed)}"
 
 
 def _unless_reference(replace: Replace) -> Replace:
     """The same for a literal value. A reference to a variable or a setting stays."""
-    return lambda name, value: value if isinstance(value, str) and "${" in value else replace(name, value)
+    return lambda name, value: (
+        value if isinstance(value, str) and "${" in value else replace(name, value)
+    )
 
 
 def _written(value: Any) -> str:

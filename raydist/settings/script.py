@@ -25,7 +25,8 @@ def refuse_job_settings(script: str, overrides: Iterable[str]) -> None:
 
 
 def resolve_script(script: str) -> str:
-    """A file as an absolute path. `-m module` and a bare command stay: each node finds them by itself."""
+    """A file as an absolute path. `-m module` and a bare command stay: each node finds them by
+    itself."""
     if script.startswith("-m"):
         return _resolve_module(script)
     path = Path(os.path.abspath(expand_home("script", script)))
@@ -40,15 +41,20 @@ def _resolve_module(script: str) -> str:
     name = script.removeprefix("-m").strip()
     if not name or " " in name:
         example = 'script="-m package.module"'
-        raise ConfigError.of("script", script, "one module name follows -m; args= has its arguments", example)
+        raise ConfigError.of(
+            "script", script, "one module name follows -m; args= has its arguments", example
+        )
     find_module("script", script, name)
     if file_of(f"-m {name}") is None:
-        raise ConfigError.of("script", script, f"{name} is a package without __main__", f'script="-m {name}.MODULE"')
+        raise ConfigError.of(
+            "script", script, f"{name} is a package without __main__", f'script="-m {name}.MODULE"'
+        )
     return f"-m {name}"
 
 
 def file_of(script: str) -> Path | None:
-    """The Python file that a resolved script starts with; None if it starts with another command."""
+    """The Python file that a resolved script starts with; None if it starts with another
+    command."""
     if not script.startswith("-m "):
         return Path(script) if script.endswith(".py") else None
     name = script.removeprefix("-m ")

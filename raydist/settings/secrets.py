@@ -1,4 +1,5 @@
-"""Which settings are secrets, by name or by value; settings without them, for files and checkpoints. (either side)"""
+"""Which settings are secrets, by name or by value; settings without them, for files and
+checkpoints. (either side)"""
 
 from __future__ import annotations
 
@@ -8,25 +9,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 CERTAIN = re.compile(
-    r"SECRET|PASSW(?:OR)?D|PASSPHRASE|CREDENTIAL|API_?KEY|CONN(?:ECTION)?_?STR|WEBHOOK|COOKIE", re.IGNORECASE
+    r"SECRET|PASSW(?:OR)?D|PASSPHRASE|CREDENTIAL|API_?KEY|CONN(?:ECTION)?_?STR|WEBHOOK|COOKIE",
+    re.IGNORECASE,
 )
 """What the name of a secret has anywhere, as AZURE_STORAGE_CONNECTION_STRING."""
 LIKELY = re.compile(
-    r"TOKEN(?:_|$)|(?:^|_)(?:AUTH|AUTHORIZATION|OAUTH|DSN|KEY|PASS|PGPASS|PWD|SAS|SIG|SIGNATURE)(?:_|$)", re.IGNORECASE
+    r"TOKEN(?:_|$)|(?:^|_)(?:AUTH|AUTHORIZATION|OAUTH|DSN|KEY|PASS|PGPASS|PWD|SAS|SIG|SIGNATURE)(?:_|$)",
+    re.IGNORECASE,
 )
-"""Whole words in the name of a secret, unless its value is a number: `token` but not `tokenizer`, `num_keys`."""
+"""Whole words in the name of a secret, unless its value is a number: `token` but not `tokenizer`,
+`num_keys`."""
 NO_SECRET = re.compile(
     r"_(?:CLASS|COUNT|DIM|DIR|FILE|LEN|LENGTH|MODE|NAME|PATH|SIZE|TYPE)S?$|(?:^|_)(?:BOS|CLS|EOS|MASK|PAD|SEP|UNK)_TOKEN$",
     re.IGNORECASE,
 )
-"""How the name of a setting ends that only describes a secret, as AWS_WEB_IDENTITY_TOKEN_FILE, or a model's token."""
+"""How the name of a setting ends that only describes a secret, as AWS_WEB_IDENTITY_TOKEN_FILE, or a
+model's token."""
 NO_VALUES = frozenset({"", "true", "false", "none", "null", "auto"})
 """Values that are no secrets, whatever the name."""
 WORD_END = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
 IN_URL = re.compile(r"(://[^/\s:@]*:|https?://)([^/\s]+)(?=@)")
-"""A password or a token in a URL, as in postgres://me:word@host/db and git+https://token@github.com/x/y."""
-ASSIGNED = re.compile(r"""(?<![\w./-])(?:--([\w-]+)[\s=]\s*|([\w.-]+)(?:=|["']?\s*:\s+|["']\s*:)\s*["']?)(?=\S)""")
-"""A name before its value within a text: `--token x`, `wandb.api_key=x`, `Authorization: Bearer x`, JSON."""
+"""A password or a token in a URL, as in postgres://me:word@host/db and
+git+https://token@github.com/x/y."""
+ASSIGNED = re.compile(
+    r"""(?<![\w./-])(?:--([\w-]+)[\s=]\s*|([\w.-]+)(?:=|["']?\s*:\s+|["']\s*:)\s*["']?)(?=\S)"""
+)
+"""A name before its value within a text: `--token x`, `wandb.api_key=x`, `Authorization: Bearer x`,
+JSON."""
 MASK = "***"
 
 Replace = Callable[[str, Any], Any]
@@ -34,7 +43,8 @@ Replace = Callable[[str, Any], Any]
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether the value of a setting, a variable or a flag must not be saved or printed, because of its name."""
+    """Whether the value of a setting, a variable or a flag must not be saved or printed, because of
+    its name."""
     text, by_name = str(value), _by_name(name)
     if by_name == "no" or text.lower() in NO_VALUES:
         return False
@@ -57,13 +67,17 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def replace_secrets(value: Any, name: str, replace: Replace) -> Any:
-    """The same dicts, lists and scalars, with each secret replaced. `name`: of the setting that has this value.
+    """The same dicts, lists and scalars, with each secret replaced. `name`: of the setting that has
+    this value.
 
-    A name counts for all that is below it. `replace` gets the name of the secret's own setting, flag or variable.
+    A name counts for all that is below it. `replace` gets the name of the secret's own setting,
+    flag or variable.
     """
     if isinstance(value, Mapping):
-        return {key: replace_secrets(each, f"{name}.{key}" if name else str(key), replace)
-                for key, each in value.items()}  # fmt: skip
+        return {
+            key: replace_secrets(each, f"{name}.{key}" if name else str(key), replace)
+            for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
         return list(_replace_in_list(value, name, replace))
     if is_secret(name, value):
@@ -82,7 +96,8 @@ def _replace_in_list(values: Sequence[Any], name: str, replace: Replace) -> Iter
 
 
 def _replace_in_text(text: str, name: str, replace: Replace) -> str:
-    """The text without passwords of URLs, and without what follows the name of a secret, to the end."""
+    """The text without passwords of URLs, and without what follows the name of a secret, to the
+    end."""
     end, secret = len(text), ""
     for found in ASSIGNED.finditer(text):
         own, rest = found[1] or found[2], text[found.end() :]

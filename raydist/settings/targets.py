@@ -1,4 +1,5 @@
-"""The function of `job=`: found by name, and its arguments checked, without importing its file. (driver)
+"""The function of `job=`: found by name, and its arguments checked, without importing its file.
+(driver)
 
 digits                     jobs/digits.py, in this folder or in raydist's; its function `job`
 path/to/file.py[:function]
@@ -22,7 +23,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def shipped(name: str) -> Path:
-    """A folder that is part of raydist: in the installed package, or beside the package in a source checkout."""
+    """A folder that is part of raydist: in the installed package, or beside the package in a source
+    checkout."""
     inside = HERE / name
     return inside if inside.is_dir() else HERE.parent / name
 
@@ -30,7 +32,12 @@ def shipped(name: str) -> Path:
 def job_files() -> dict[str, Path]:
     """The file of each job that has a name; ./jobs wins over raydist's own."""
     folders = (shipped("jobs"), Path("jobs").absolute())
-    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.py")) if file.stem[0] not in "._"}
+    return {
+        file.stem: file
+        for folder in folders
+        for file in sorted(folder.glob("*.py"))
+        if file.stem[0] not in "._"
+    }
 
 
 def is_name(target: str) -> bool:
@@ -45,7 +52,8 @@ def target_stem(target: str) -> str:
 
 
 def resolve_target(target: str, args: Mapping[str, object]) -> str:
-    """`/abs/file.py:function` or `module:function`; ConfigError if it does not exist or does not take `args`."""
+    """`/abs/file.py:function` or `module:function`; ConfigError if it does not exist or does not
+    take `args`."""
     where, name = split_target(target)
     if where.endswith(".py"):
         where = os.path.abspath(expand_home("job", where))
@@ -76,14 +84,18 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def check_function(target: str, file: Path, name: str, args: Mapping[str, object]) -> None:
-    """Raise ConfigError if the file does not define the function, or the function does not take `args`."""
+    """Raise ConfigError if the file does not define the function, or the function does not take
+    `args`."""
     names = defined(parse_source(target, file))
     if name not in names and "*" not in names:
         functions = [each for each, node in names.items() if isinstance(node, Function)]
         guess = nearest(name, functions, f"job={target.removesuffix(f':{name}')}:")
-        raise ConfigError.of("job", target, f"{file} has no function {name}", guess=guess, known=functions)
+        raise ConfigError.of(
+            "job", target, f"{file} has no function {name}", guess=guess, known=functions
+        )
     node = names.get(name)
-    # A decorator may change the arguments; those of an assigned or imported function are not known here.
+    # A decorator may change the arguments; those of an assigned or imported function are not known
+    # here.
     if isinstance(node, Function) and not node.decorator_list:
         check_args(target, node.args, args)
 
@@ -100,13 +112,16 @@ def parse_source(target: str, file: Path) -> ast.Module:
 
 
 def defined(tree: ast.AST) -> dict[str, ast.AST | None]:
-    """The names that a file's top level defines, with the node of a function or class; `*` for a star import."""
+    """The names that a file's top level defines, with the node of a function or class; `*` for a
+    star import."""
     names: dict[str, ast.AST | None] = {}
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function | ast.ClassDef):
             names[node.name] = node
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update((alias.asname or alias.name.partition(".")[0], None) for alias in node.names)
+            names.update(
+                (alias.asname or alias.name.partition(".")[0], None) for alias in node.names
+            )
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             names.update((each, None) for each in _assigned(node))
         elif isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
@@ -120,15 +135,22 @@ def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[str]:
 
 
 def check_args(target: str, signature: ast.arguments, args: Mapping[str, object]) -> None:
-    """Raise ConfigError for a keyword that the function does not take, and for a required one that is missing."""
+    """Raise ConfigError for a keyword that the function does not take, and for a required one that
+    is missing."""
     known = [arg.arg for arg in (*signature.args, *signature.kwonlyargs) if arg.arg != "config"]
     for name, value in args.items():
         if name not in known and signature.kwarg is None:
             guess = nearest(name, known, "job.args.")
             cause = f"job={target} has no argument {name}"
-            raise ConfigError.of(f"job.args.{name}", value, cause, guess=guess and f"{guess}={value}", known=known)
+            raise ConfigError.of(
+                f"job.args.{name}", value, cause, guess=guess and f"{guess}={value}", known=known
+            )
     optional = {arg.arg for arg in signature.args[len(signature.args) - len(signature.defaults) :]}
-    optional |= {arg.arg for arg, default in zip(signature.kwonlyargs, signature.kw_defaults, strict=True) if default}
+    optional |= {
+        arg.arg
+        for arg, default in zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
+        if default
+    }
     if missing := [name for name in known if name not in optional and name not in args]:
         overrides = " ".join(f"job.args.{name}=VALUE" for name in missing)
         raise ConfigError.of("job", target, f"it needs {', '.join(missing)}", overrides)

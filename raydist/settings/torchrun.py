@@ -1,7 +1,8 @@
-"""torchrun's flags -> raydist's overrides: each is translated, reported as needless, or refused. (driver)
+"""torchrun's flags -> raydist's overrides: each is translated, reported as needless, or refused.
+(driver)
 
-The names, defaults and environment variables (PET_…) are those of torch/distributed/run.py (2.15), repeated here
-because importing that file takes seconds.
+The names, defaults and environment variables (PET_…) are those of torch/distributed/run.py (2.15),
+repeated here because importing that file takes seconds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ NEEDLESS = {
     "master-port": "raydist chooses a free one",
     "local-addr": "it is the node's address in Ray; set fabric.interface=NAME for another",
     "monitor-interval": "the end of a rank is known at once",
-    "start-method": "a script always runs in a process of its own; set start=spawn for a new interpreter",
+    "start-method": "a script always runs in a process of its own; set start=spawn for a new "
+    "interpreter",
     "event-log-handler": "events are in events.jsonl of the run folder",
     "log-line-prefix-template": "lines are shown as [RANK] line",
     "shutdown-timeout": "the ranks of a failed run are ended at once",
@@ -56,7 +58,8 @@ NEEDLESS = {
 }
 """Flags with a value that have no effect here, and why."""
 REFUSED = {
-    "virtual-local-rank": "every rank sees all GPUs of its node; call torch.cuda.set_device(LOCAL_RANK)",
+    "virtual-local-rank": "every rank sees all GPUs of its node; call "
+    "torch.cuda.set_device(LOCAL_RANK)",
     "logs-specs": "raydist writes the logs of the ranks itself",
 }
 
@@ -66,8 +69,15 @@ class TorchrunParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.match(r"unrecognized arguments: (--?[\w-]+)", message):
-            flags = [flag for action in self._actions for flag in action.option_strings if "_" not in flag]
-            raise ConfigError.of(unknown[1], None, "torchrun has no such flag", guess=nearest(unknown[1], flags))
+            flags = [
+                flag
+                for action in self._actions
+                for flag in action.option_strings
+                if "_" not in flag
+            ]
+            raise ConfigError.of(
+                unknown[1], None, "torchrun has no such flag", guess=nearest(unknown[1], flags)
+            )
         raise ConfigError(message)
 
 
@@ -75,22 +85,35 @@ def torchrun_parser(environ: Mapping[str, str]) -> TorchrunParser:
     """torchrun's command line: flags with - or _, then the script, then the script's arguments."""
     parser = TorchrunParser(
         prog="raydist launch",
-        usage="%(prog)s [torchrun's flags] [raydist's settings, as in scale.cpus=4] script [the script's arguments]",
-        description="Runs a torchrun program on the nodes of a Ray cluster. Start it once, on any node of the cluster.",
+        usage="%(prog)s [torchrun's flags] [raydist's settings, as in scale.cpus=4] script [the "
+        "script's arguments]",
+        description="Runs a torchrun program on the nodes of a Ray cluster. Start it once, on "
+        "any node of the cluster.",
         allow_abbrev=False,
     )
 
     for name, default, text in VALUES:
-        parser.add_argument(*spellings(name), default=environ.get(variable(name), default), help=text, metavar="…")
+        parser.add_argument(
+            *spellings(name), default=environ.get(variable(name), default), help=text, metavar="…"
+        )
     for name, text in SWITCHES.items():
         on = environ.get(variable(name), "0") not in ("", "0")
         parser.add_argument(*spellings(name), action="store_true", default=on, help=text)
     for name, why in NEEDLESS.items():
-        parser.add_argument(*spellings(name), default=environ.get(variable(name)), help=f"needless: {why}", metavar="…")
+        parser.add_argument(
+            *spellings(name),
+            default=environ.get(variable(name)),
+            help=f"needless: {why}",
+            metavar="…",
+        )
     for name in REFUSED:
         parser.add_argument(*spellings(name), nargs="?", const="", help=argparse.SUPPRESS)
-    parser.add_argument(*spellings("node-rank"), default="0", help="needless: raydist is started once", metavar="…")
-    parser.add_argument("--time", action="store_true", help="raydist's: show at the end where the time went")
+    parser.add_argument(
+        *spellings("node-rank"), default="0", help="needless: raydist is started once", metavar="…"
+    )
+    parser.add_argument(
+        "--time", action="store_true", help="raydist's: show at the end where the time went"
+    )
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -132,9 +155,16 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
             raise ConfigError.of(f"--{name}", flags[name] or None, f"{why}; leave this flag out")
     if flags["node-rank"] != "0":
         raise ConfigError.of(
-            "--node-rank", flags["node-rank"], "raydist is started once, not on every node", "--nnodes N"
+            "--node-rank",
+            flags["node-rank"],
+            "raydist is started once, not on every node",
+            "--nnodes N",
         )
-    notes = [f"--{name} is not needed: {why}" for name, why in NEEDLESS.items() if flags[name] is not None]
+    notes = [
+        f"--{name} is not needed: {why}"
+        for name, why in NEEDLESS.items()
+        if flags[name] is not None
+    ]
     overrides = [
         "backend=script",
         *node_overrides(flags["nnodes"]),
@@ -146,10 +176,16 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
         f"watch.output={output_ranks(flags)}",
     ]
     if any(text.startswith("scale.max_nodes=") for text in overrides):
-        notes.append(f"--nnodes {flags['nnodes']}: the script is restarted when a node joins, as torchrun does")
+        notes.append(
+            f"--nnodes {flags['nnodes']}: the script is restarted when a node joins, as torchrun "
+            "does"
+        )
     typed_keys = {text.partition("=")[0] for text in own}
     overrides = [text for text in overrides if text.partition("=")[0] not in typed_keys]
-    overrides += [*own, *program_overrides(program, module=flags["module"], python=not flags["no-python"])]
+    overrides += [
+        *own,
+        *program_overrides(program, module=flags["module"], python=not flags["no-python"]),
+    ]
     return Translated(overrides, notes, flags["log-dir"], ["--time"] if flags["time"] else [])
 
 
@@ -162,7 +198,9 @@ def node_overrides(nnodes: str) -> list[str]:
     """--nnodes 2, or 2:4."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
     if not match:
-        raise ConfigError.of("--nnodes", nnodes, "must be a number, or MIN:MAX", "--nnodes 2", "--nnodes 2:4")
+        raise ConfigError.of(
+            "--nnodes", nnodes, "must be a number, or MIN:MAX", "--nnodes 2", "--nnodes 2:4"
+        )
     least, most = int(match[1]), int(match[2] or match[1])
     return [f"scale.nodes={least}"] + ([f"scale.max_nodes={most}"] if most != least else [])
 
@@ -171,7 +209,11 @@ def rank_overrides(per_node: str) -> list[str]:
     """--nproc-per-node 8, gpu, cpu or auto (gpu if there are GPUs, else cpu)."""
     if per_node.isdecimal():
         return [f"scale.per_node={int(per_node)}"]
-    choices = {"cpu": ["scale.gpus=0", f"scale.per_node={os.cpu_count() or 1}"], "gpu": ["scale.gpus=1"], "auto": []}
+    choices = {
+        "cpu": ["scale.gpus=0", f"scale.per_node={os.cpu_count() or 1}"],
+        "gpu": ["scale.gpus=1"],
+        "auto": [],
+    }
     if per_node not in choices:
         cause = "must be a number, gpu, cpu or auto"
         raise ConfigError.of("--nproc-per-node", per_node, cause, "--nproc-per-node auto")
@@ -186,7 +228,8 @@ def restart_overrides(max_restarts: str) -> list[str]:
 
 
 def output_ranks(flags: Mapping[str, str]) -> str:
-    """The ranks whose output goes to the screen: those neither redirected (unless teed) nor filtered out.
+    """The ranks whose output goes to the screen: those neither redirected (unless teed) nor
+    filtered out.
 
     raydist keeps stdout and stderr of a rank together, so redirecting one of them redirects both.
     """
@@ -202,7 +245,10 @@ def output_ranks(flags: Mapping[str, str]) -> str:
         raise ConfigError.of("--nproc-per-node", per_node, cause, "--nproc-per-node 8")
     local = [rank for rank in map(str, range(int(per_node))) if not only or rank in only.split(",")]
     shown = [rank for rank in local if {"all", rank} & teed or not {"all", rank} & redirected]
-    return ",".join(str(node * int(per_node) + int(rank)) for node in range(nodes) for rank in shown) or "none"
+    return (
+        ",".join(str(node * int(per_node) + int(rank)) for node in range(nodes) for rank in shown)
+        or "none"
+    )
 
 
 def local_ranks(flag: str, flags: Mapping[str, str]) -> set[str]:
@@ -213,14 +259,20 @@ def local_ranks(flag: str, flags: Mapping[str, str]) -> set[str]:
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", value):
         cause = "must be 0, 1, 2, 3, or LOCAL_RANK:STREAMS"
         raise ConfigError.of(f"--{flag}", value, cause, f"--{flag} 3", f"--{flag} 0:3,1:2")
-    return {rank for rank, _, streams in (pair.partition(":") for pair in value.split(",")) if streams != "0"}
+    return {
+        rank
+        for rank, _, streams in (pair.partition(":") for pair in value.split(","))
+        if streams != "0"
+    }
 
 
 def program_overrides(program: Sequence[str], module: bool, python: bool) -> list[str]:
     """script= and args=, each argument unchanged."""
     name, args = program[0], list(program[1:])
     if module and not python:
-        raise ConfigError.of("--no-python", None, "only one of these flags", "--module", typed="--module --no-python")
+        raise ConfigError.of(
+            "--no-python", None, "only one of these flags", "--module", typed="--module --no-python"
+        )
     if module:
         name = f"-m {name}"
     elif python and not name.endswith(".py"):

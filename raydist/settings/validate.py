@@ -15,14 +15,17 @@ from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
 
 MAX_RANKS = 1_000_000
-"""Limit on the ranks of a run: a typing error beyond it would take the driver's memory before it is refused."""
+"""Limit on the ranks of a run: a typing error beyond it would take the driver's memory before it is
+refused."""
 MIN_SHARE = 0.0001
-"""The least part of a GPU or another resource that Ray counts (Ray's fixed-point resources, units of 1/10000)."""
+"""The least part of a GPU or another resource that Ray counts (Ray's fixed-point resources, units
+of 1/10000)."""
 RANKS_OWN = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_WORLD_SIZE|MASTER_ADDR"
     r"|MASTER_PORT|HOROVOD_(LOCAL_|CROSS_)?(RANK|SIZE)"
 )
-"""Variables that differ among ranks, or that all ranks meet by: one value of them for all would let the run hang."""
+"""Variables that differ among ranks, or that all ranks meet by: one value of them for all would let
+the run hang."""
 
 
 def validate(job: Job) -> Job:
@@ -33,29 +36,41 @@ def validate(job: Job) -> Job:
         if mode not in ("max", "min") or not metric or metric != metric.strip():
             right = mode if mode in ("max", "min") else "max"
             example = f"checkpoint.best={right}:{(metric or mode).strip() or 'accuracy'}"
-            raise ConfigError.of("checkpoint.best", best, "must be max:METRIC or min:METRIC", example)
+            raise ConfigError.of(
+                "checkpoint.best", best, "must be max:METRIC or min:METRIC", example
+            )
     if not re.fullmatch(r"auto|all|none|\d+(,\d+)*", job.watch.output):
         cause = "must be auto, all, none, or ranks"
         raise ConfigError.of("watch.output", job.watch.output, cause, "watch.output=0,3")
     if wrong := [name for name in job.track if name not in TRACKERS]:
         named = re.findall(r"[a-z]+", ",".join(job.track))
         if set(named) <= TRACKERS.keys():
-            raise ConfigError.of("track", ",".join(job.track), "several are a list", f"track=[{','.join(named)}]")
+            raise ConfigError.of(
+                "track", ",".join(job.track), "several are a list", f"track=[{','.join(named)}]"
+            )
         raise ConfigError.unknown("track", wrong[0], TRACKERS)
     if twice := [name for name in TRACKERS if job.track.count(name) > 1]:
         once = ",".join(dict.fromkeys(job.track))
-        raise ConfigError.of("track", ",".join(job.track), f"{twice[0]} is named twice", f"track=[{once}]")
+        raise ConfigError.of(
+            "track", ",".join(job.track), f"{twice[0]} is named twice", f"track=[{once}]"
+        )
     if job.args and not job.script:
         cause = "only a program (script=) has arguments"
-        raise ConfigError.of("args", " ".join(job.args), cause, "script=FILE.py", "job.args.NAME=VALUE")
+        raise ConfigError.of(
+            "args", " ".join(job.args), cause, "script=FILE.py", "job.args.NAME=VALUE"
+        )
     if own := next(filter(RANKS_OWN.fullmatch, job.env), None):
         cause = "raydist sets it for each rank"
         raise ConfigError.of(f"env.{own}", job.env[own], cause, "scale=NODESxRANKS")
     if job.hang.limit_s < job.hang.after_s:
         cause = f"must be hang.after_s={job.hang.after_s:g} or more"
-        raise ConfigError.of("hang.limit_s", job.hang.limit_s, cause, f"hang.limit_s={job.hang.after_s:g}")
+        raise ConfigError.of(
+            "hang.limit_s", job.hang.limit_s, cause, f"hang.limit_s={job.hang.after_s:g}"
+        )
     if job.backend.name == "mpi" and job.restart.max:
-        raise ConfigError.of("restart.max", job.restart.max, "mpirun cannot restart its ranks", "restart=none")
+        raise ConfigError.of(
+            "restart.max", job.restart.max, "mpirun cannot restart its ranks", "restart=none"
+        )
     if job.backend.name == "mpi" and job.scale.numa not in ("auto", "none"):
         right = "scale.numa=none backend.mpi.args=[--bind-to,numa]"
         raise ConfigError.of("scale.numa", job.scale.numa, "mpirun binds its ranks itself", right)
@@ -73,21 +88,28 @@ def validate(job: Job) -> Job:
         raise ConfigError.of("data.global_batch", batch, cause, f"data.global_batch={near}")
     if job.fabric.kind in ("ethernet", "site") and job.fabric.strict:
         cause = f"it requires RDMA, which fabric.kind={job.fabric.kind} does not use"
-        raise ConfigError.of("fabric.strict", "true", cause, "fabric.kind=auto", "fabric.strict=false")
+        raise ConfigError.of(
+            "fabric.strict", "true", cause, "fabric.kind=auto", "fabric.strict=false"
+        )
     arguments.check_arguments(job.args, job.init_method)
     return job
 
 
 def _check_fields(node: Any, prefix: str) -> None:
-    """The checks that a field itself has: one of a few values, or limits. A number is a finite one."""
+    """The checks that a field itself has: one of a few values, or limits. A number is a finite
+    one."""
     for field in dataclasses.fields(node):
         value, name = getattr(node, field.name), prefix + field.name
-        choices, least, below, most = (field.metadata.get(key) for key in ("choices", "least", "below", "most"))
+        choices, least, below, most = (
+            field.metadata.get(key) for key in ("choices", "least", "below", "most")
+        )
         if dataclasses.is_dataclass(value):
             _check_fields(value, f"{name}.")
         elif choices is not None and value not in choices:
             raise ConfigError.unknown(
-                name, value, [str(each).lower() if isinstance(each, bool) else each for each in choices]
+                name,
+                value,
+                [str(each).lower() if isinstance(each, bool) else each for each in choices],
             )
         elif isinstance(value, float) and not math.isfinite(value):
             example = example_number(field)
@@ -97,7 +119,9 @@ def _check_fields(node: Any, prefix: str) -> None:
         elif value is not None and least is not None and value < least:
             raise ConfigError.of(name, value, f"must be {least} or more", f"{name}={least}")
         elif value is not None and below is not None and value <= below:
-            raise ConfigError.of(name, value, f"must be more than {below}", f"{name}={example_number(field)}")
+            raise ConfigError.of(
+                name, value, f"must be more than {below}", f"{name}={example_number(field)}"
+            )
 
 
 def example_number(field: dataclasses.Field[Any]) -> Any:
@@ -108,18 +132,26 @@ def example_number(field: dataclasses.Field[Any]) -> Any:
 def _check_horovod(backend: Backend, init_method: str) -> None:
     settings, name = backend.horovod, "backend.horovod"
     if init_method != "env":
-        raise ConfigError.of("init_method", init_method, "Horovod has its own rendezvous", "init_method=env")
+        raise ConfigError.of(
+            "init_method", init_method, "Horovod has its own rendezvous", "init_method=env"
+        )
     if 0 < settings.stall_fail_s <= settings.stall_warn_s:
-        cause, example = "must be 0, or more than stall_warn_s", f"{name}.stall_fail_s={2 * settings.stall_warn_s}"
+        cause, example = (
+            "must be 0, or more than stall_warn_s",
+            f"{name}.stall_fail_s={2 * settings.stall_warn_s}",
+        )
         raise ConfigError.of(f"{name}.stall_fail_s", settings.stall_fail_s, cause, example)
     for ranks in settings.process_sets:
         if not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks):
             example = f"{name}.process_sets=[[0,1],[2,3]]"
-            raise ConfigError.of(f"{name}.process_sets", ranks, "must be lists of different ranks", example)
+            raise ConfigError.of(
+                f"{name}.process_sets", ranks, "must be lists of different ranks", example
+            )
 
 
 def _check_size(job: Job) -> None:
-    """The number of ranks and their resources. If it may change: what else the job must be for that."""
+    """The number of ranks and their resources. If it may change: what else the job must be for
+    that."""
     scale = job.scale
     ranks = (scale.max_nodes or scale.nodes or 1) + scale.spares
     if ranks * (scale.per_node or 1) > MAX_RANKS:
@@ -128,7 +160,9 @@ def _check_size(job: Job) -> None:
     for name, amount in {"gpus": scale.gpus or 0.0, **scale.resources}.items():
         if not (amount == 0 or MIN_SHARE <= amount < math.inf):
             key = name if name == "gpus" else f"resources.{name}"
-            raise ConfigError.of(f"scale.{key}", amount, f"must be 0, or {MIN_SHARE} or more", f"scale.{key}=1")
+            raise ConfigError.of(
+                f"scale.{key}", amount, f"must be 0, or {MIN_SHARE} or more", f"scale.{key}=1"
+            )
     override = size_override(scale)
     if not override:
         return
@@ -138,26 +172,39 @@ def _check_size(job: Job) -> None:
         return ConfigError.of(key, size, cause, *suggestions)
 
     if scale.max_nodes is not None and (scale.nodes or 1) > scale.max_nodes:
-        raise wrong("the minimum is more than the maximum", f"scale.nodes={scale.max_nodes}..{scale.nodes}")
+        raise wrong(
+            "the minimum is more than the maximum", f"scale.nodes={scale.max_nodes}..{scale.nodes}"
+        )
     if scale.max_nodes is not None and scale.spares:
         cause = f"scale.nodes={scale.nodes or 1}..{scale.max_nodes} uses every node itself"
         raise ConfigError.of("scale.spares", scale.spares, cause, "scale.spares=0")
     if scale.nodes is None and scale.spares:
         raise wrong("scale=cluster uses all nodes already", f"scale.nodes=1 {override}")
     if scale.nodes is None:
-        raise ConfigError.of("scale.max_nodes", scale.max_nodes, "scale=cluster uses all nodes already", override)
+        raise ConfigError.of(
+            "scale.max_nodes", scale.max_nodes, "scale=cluster uses all nodes already", override
+        )
     if job.backend.name == "mpi":
         right = "scale.spares=0" if scale.spares else "scale.max_nodes=null"
         raise wrong("the ranks of mpirun cannot join, leave or move", right)
     if job.group == "inline":
         raise wrong("group=inline runs on this machine only", "group=ray")
     if scale.placement != "STRICT_SPREAD":
-        raise wrong(f"scale.placement={scale.placement} does not count nodes", "scale.placement=STRICT_SPREAD")
+        raise wrong(
+            f"scale.placement={scale.placement} does not count nodes",
+            "scale.placement=STRICT_SPREAD",
+        )
     if scale.spares and job.restart.max == 0:
-        raise wrong("restart.max=0 restarts no rank on a spare node", "restart.max=1", "scale.spares=0")
+        raise wrong(
+            "restart.max=0 restarts no rank on a spare node", "restart.max=1", "scale.spares=0"
+        )
     if scale.max_nodes is not None and job.data.resize == "keep" and not job.script:
         _check_batch(job, scale.max_nodes)
-    if scale.max_nodes is not None and job.data.resize == "scale" and job.data.global_batch is not None:
+    if (
+        scale.max_nodes is not None
+        and job.data.resize == "scale"
+        and job.data.global_batch is not None
+    ):
         cause = f"data.global_batch={job.data.global_batch} fixes the samples per step"
         raise ConfigError.of("data.resize", "scale", cause, "data.resize=keep", "data.batch_size=N")
 
@@ -169,7 +216,10 @@ def _check_sweep(sweep: Sweep) -> None:
         if not re.fullmatch(r"(min|max):\S(.*\S)?", each.strip()):
             name = (each.partition(":")[2] or each).strip()
             raise ConfigError.of(
-                "sweep.objective", sweep.objective, "must be min:NAME or max:NAME", f"sweep.objective=min:{name}"
+                "sweep.objective",
+                sweep.objective,
+                "must be min:NAME or max:NAME",
+                f"sweep.objective=min:{name}",
             )
     for key, value, most in (
         ("prune", sweep.prune, 1),
@@ -178,7 +228,9 @@ def _check_sweep(sweep: Sweep) -> None:
         if value in ("none", "auto", "grid", "random"):
             continue
         if not objectives:
-            raise ConfigError.of(f"sweep.{key}", value, "it needs an objective", "sweep.objective=min:NAME")
+            raise ConfigError.of(
+                f"sweep.{key}", value, "it needs an objective", "sweep.objective=min:NAME"
+            )
         if len(objectives) > most:
             cause = f"it takes one objective, not {len(objectives)}"
             raise ConfigError.of(f"sweep.{key}", value, cause, f"sweep.objective={objectives[0]}")
@@ -190,7 +242,8 @@ def _check_batch(job: Job, max_nodes: int) -> None:
     # until the ranks of a node are known each has samples of its own
     parallel = job.parallel if job.scale.per_node else Parallel()
     first, ranks = (
-        mesh_shape(parallel, nodes * per_node, per_node).data for nodes in (job.scale.nodes or 1, max_nodes)
+        mesh_shape(parallel, nodes * per_node, per_node).data
+        for nodes in (job.scale.nodes or 1, max_nodes)
     )
     batch = job.data.global_batch or job.data.batch_size * job.train.accumulate * first
     if batch < ranks:
@@ -203,22 +256,31 @@ def _check_batch(job: Job, max_nodes: int) -> None:
 def _check_repeatable(job: Job) -> None:
     if job.deterministic and job.train.cudnn_search:
         cause = "the algorithms that it finds may be others in the next run, but deterministic=true"
-        raise ConfigError.of("train.cudnn_search", "true", cause, "train.cudnn_search=false", "deterministic=false")
+        raise ConfigError.of(
+            "train.cudnn_search", "true", cause, "train.cudnn_search=false", "deterministic=false"
+        )
 
 
 def _check_parallel(job: Job) -> None:
-    """A model that is divided among ranks: what else the job must be for that. The number of ranks may be open yet."""
+    """A model that is divided among ranks: what else the job must be for that. The number of ranks
+    may be open yet."""
     settings, scale = job.parallel, job.scale
     if not divides(settings):
         return
 
-    typed = {f"parallel.{name}": getattr(settings, name) for name in ("shard", "replicate", "tp", "pp")}
+    typed = {
+        f"parallel.{name}": getattr(settings, name) for name in ("shard", "replicate", "tp", "pp")
+    }
     numbers = [(key, value) for key, value in typed.items() if value and settings.name == "ddp"]
     wrong = functools.partial(ConfigError.of, *(numbers or [("parallel", settings.name)])[0])
     if job.backend.name in ("horovod", "mpi", "ucc"):
-        raise wrong(f"backend={job.backend.name} averages gradients only", "backend=auto", "parallel=ddp")
+        raise wrong(
+            f"backend={job.backend.name} averages gradients only", "backend=auto", "parallel=ddp"
+        )
     if job.script or job.backend.name == "script":
-        raise wrong("a program divides its model itself; raydist.fit does it for a job", "parallel=ddp")
+        raise wrong(
+            "a program divides its model itself; raydist.fit does it for a job", "parallel=ddp"
+        )
     if job.train.precision == "fp16":
         raise wrong("a model in shards has no loss scaling", "train.precision=bf16", "parallel=ddp")
     if job.train.channels_last:
@@ -236,12 +298,16 @@ def _check_portions(job: Job, parts: int) -> None:
     batch, each = job.data.global_batch, parts * job.train.accumulate
     if batch is not None and batch % each:
         near = max(1, round(batch / each)) * each
-        cause = f"{parts} parts of the ranks x train.accumulate={job.train.accumulate} cannot share it evenly"
+        cause = (
+            f"{parts} parts of the ranks x train.accumulate={job.train.accumulate} cannot "
+            "share it evenly"
+        )
         raise ConfigError.of("data.global_batch", batch, cause, f"data.global_batch={near}")
 
 
 def size_override(scale: Scale) -> str:
-    """The override that makes the number of nodes variable or asks for spare nodes; empty if there is none."""
+    """The override that makes the number of nodes variable or asks for spare nodes; empty if there
+    is none."""
     if scale.max_nodes is not None:
         return f"scale.nodes={scale.nodes or 1}..{scale.max_nodes}"
     return f"scale.spares={scale.spares}" if scale.spares else ""

@@ -1,4 +1,5 @@
-"""The placeholders in the arguments of a program: `--rank {rank}` becomes each rank's own. (pure)"""
+"""The placeholders in the arguments of a program: `--rank {rank}` becomes each rank's own.
+(pure)"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ BRACES = re.compile(r"(\{+)([A-Za-z_]\w*)(\}+)")
 
 
 def check_arguments(args: Sequence[str], init_method: str) -> None:
-    """Raise ConfigError for an unknown placeholder, and for one that has no value with this `init_method`."""
+    """Raise ConfigError for an unknown placeholder, and for one that has no value with this
+    `init_method`."""
     for arg in args:
         for match in BRACES.finditer(arg):
             name = match[2]
@@ -40,7 +42,8 @@ def check_arguments(args: Sequence[str], init_method: str) -> None:
 
 
 def fill(args: Sequence[str], env: Mapping[str, str], init_method: str, backend: str) -> list[str]:
-    """The arguments of one rank; `env` has its variables. Doubled braces become single ones, other braces stay."""
+    """The arguments of one rank; `env` has its variables. Doubled braces become single ones, other
+    braces stay."""
     values = {name: env.get(variable, "") for name, variable in PLACEHOLDERS.items() if variable}
     values |= {"init_method": meeting_url(env, init_method), "backend": backend}
 
@@ -67,7 +70,8 @@ def meeting_url(env: Mapping[str, str], init_method: str) -> str:
 
 
 def seen_from(folder: str, script: str) -> str:
-    """A script relative to the folder that holds it, since other nodes may have that folder at another path.
+    """A script relative to the folder that holds it, since other nodes may have that folder at
+    another path.
 
     A script outside the folder, `-m module` and a bare name stay as they are.
     """

@@ -12,9 +12,11 @@ NO_LIMIT = 1 << 60
 
 
 def lineage(pid: int | str, root: Path = Path("/"), controller: str = "memory") -> Iterator[Path]:
-    """The cgroup of a process, then those that contain it: of v1 if that controller is mounted, else of v2.
+    """The cgroup of a process, then those that contain it: of v1 if that controller is mounted,
+    else of v2.
 
-    In a container /proc may name the host's path; then only the mount itself is found, which is the container's.
+    In a container /proc may name the host's path; then only the mount itself is found, which is the
+    container's.
     """
     mount = root / "sys/fs/cgroup"
     entries = [line.split(":", 2) for line in read_text(root / f"proc/{pid}/cgroup").splitlines()]
@@ -22,17 +24,24 @@ def lineage(pid: int | str, root: Path = Path("/"), controller: str = "memory") 
         base = mount / controller if controller in controllers.split(",") else mount
         if base != mount or not controllers:
             own = base / path.lstrip("/")
-            yield from (each for each in (own, *own.parents) if each.is_relative_to(base) and each.exists())
+            yield from (
+                each for each in (own, *own.parents) if each.is_relative_to(base) and each.exists()
+            )
 
 
 def memory_limit(group: Path | None) -> int | None:
     """The memory limit of a cgroup in bytes; None without a limit."""
-    text = "" if group is None else read_text(group / "memory.max") or read_text(group / "memory.limit_in_bytes")
+    text = (
+        ""
+        if group is None
+        else read_text(group / "memory.max") or read_text(group / "memory.limit_in_bytes")
+    )
     return int(text) if text.isdigit() and int(text) < NO_LIMIT else None
 
 
 def left_in(group: Path) -> int | None:
-    """Bytes that its processes may still take; None without a limit. Cached files make room, as in MemAvailable."""
+    """Bytes that its processes may still take; None without a limit. Cached files make room, as in
+    MemAvailable."""
     limit = memory_limit(group)
     used = read_text(group / "memory.current") or read_text(group / "memory.usage_in_bytes")
     if limit is None or not used.isdigit():

@@ -1,4 +1,5 @@
-"""The end of a process without the interpreter's tear-down: of a command, of a fork. (either side)"""
+"""The end of a process without the interpreter's tear-down: of a command, of a fork. (either
+side)"""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from typing import NoReturn
 
 FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 WAIT_S = 10.0
-"""Longest time that a command waits at its end for what tidies up: ray.shutdown takes 0.3 s, on a busy machine seconds,
-and only at its end it sends what was counted for Prometheus since the last report, such as that the run has failed."""
+"""Longest time that a command waits at its end for what tidies up: ray.shutdown takes 0.3 s, on a
+busy machine seconds, and only at its end it sends what was counted for Prometheus since the last
+report, such as that the run has failed."""
 
 COLLECT_AT = 50_000
-"""New objects after which a command's garbage is collected, instead of 700: it imports much, and makes few cycles."""
+"""New objects after which a command's garbage is collected, instead of 700: it imports much, and
+makes few cycles."""
 
 _command = False
 """This process runs a command, and ends with it."""
@@ -27,7 +30,8 @@ _beside: list[threading.Thread] = []
 
 
 def finalize() -> None:
-    """Finalize as an interpreter does before its tear-down: join threads, call atexit functions, flush files."""
+    """Finalize as an interpreter does before its tear-down: join threads, call atexit functions,
+    flush files."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit.unregister(flush_files)  # once, and after all others
@@ -37,9 +41,16 @@ def finalize() -> None:
 
 
 def flush_files() -> None:
-    """Flush all open files, as the interpreter's tear-down does where gc.freeze() was not called."""
-    for each in (sys.stdout, sys.stderr, *gc.get_objects()):  # which has none from before gc.freeze()
-        if issubclass(type(each), FILES):  # isinstance would call __class__ of proxies, which may warn
+    """Flush all open files, as the interpreter's tear-down does where gc.freeze() was not
+    called."""
+    for each in (
+        sys.stdout,
+        sys.stderr,
+        *gc.get_objects(),
+    ):  # which has none from before gc.freeze()
+        if issubclass(
+            type(each), FILES
+        ):  # isinstance would call __class__ of proxies, which may warn
             try:
                 each.flush()
             except ValueError:
@@ -49,7 +60,8 @@ def flush_files() -> None:
 
 
 def tidy_up(work: Callable[[], None]) -> None:
-    """Call `work`, which only tidies up; where the process ends with a command, beside what the command still does."""
+    """Call `work`, which only tidies up; where the process ends with a command, beside what the
+    command still does."""
     if not _command:
         work()
         return

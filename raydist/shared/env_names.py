@@ -1,6 +1,8 @@
-"""The names of the environment variables that raydist sets for its processes, or reads. (either side)
+"""The names of the environment variables that raydist sets for its processes, or reads. (either
+side)
 
-Not among them: those between an agent and mpirun's child (node/mpi_child.py), which runs without this package.
+Not among them: those between an agent and mpirun's child (node/mpi_child.py), which runs without
+this package.
 """
 
 from __future__ import annotations

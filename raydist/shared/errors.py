@@ -1,9 +1,9 @@
 """The errors that end a run, and the exit code of each. All can be pickled. (either side)
 
 RaydistError             1    something that raydist can name went wrong
-├── ConfigError          2    a setting is wrong, or names something that does not exist; nothing was started
+├── ConfigError          2    a setting is wrong, or names what does not exist; nothing was started
 ├── LaunchError          1    the cluster, a node or a rank could not be started
-├── RunFailed            1    a rank failed; it has the Result, with the first cause and the exception of each rank
+├── RunFailed            1    a rank failed; the Result has the cause and all exceptions
 └── Stopped          128+n    stopped by signal n
 """
 
@@ -31,7 +31,8 @@ class RaydistError(Exception):
         self.__dict__.update(facts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Unpickling calls an exception with its positional arguments only, which loses keyword arguments.
+        # Unpickling calls an exception with its positional arguments only, which loses keyword
+        # arguments.
         return _rebuild, (type(self), self.message, self.facts)
 
 
@@ -40,7 +41,8 @@ def _rebuild(kind: type[RaydistError], message: str, facts: dict[str, Any]) -> R
 
 
 class ConfigError(RaydistError):
-    """A setting, value, file or size is wrong. Exit code 2. The message has the value, the cause and what to type.
+    """A setting, value, file or size is wrong. Exit code 2. The message has the value, the cause
+    and what to type.
 
     It is raised before anything is started, unless only a node or a rank can know.
 
@@ -54,7 +56,9 @@ class ConfigError(RaydistError):
     value: Any
     suggestion: str
 
-    def __init__(self, message: str, key: str = "", value: Any = None, suggestion: str = "") -> None:
+    def __init__(
+        self, message: str, key: str = "", value: Any = None, suggestion: str = ""
+    ) -> None:
         super().__init__(message, key=key, value=value, suggestion=suggestion)
 
     @classmethod
@@ -70,21 +74,26 @@ class ConfigError(RaydistError):
     ) -> ConfigError:
         """`key=value: cause; set SUGGESTION or SUGGESTION`.
 
-        `guess`: what was probably meant: "did you mean …?". `known`: names to list. `typed`: how the setting was typed,
-        if not as `key=value`.
+        `guess`: what was probably meant: "did you mean …?". `known`: names to list. `typed`: how
+        the setting was typed, if not as `key=value`.
         """
         suggestion = guess or next(iter(suggestions), "")
         message = (
-            typed or (key if value is None else f"{key}{' ' if key.startswith('-') else '='}{value}")
+            typed
+            or (key if value is None else f"{key}{' ' if key.startswith('-') else '='}{value}")
         ) + f": {cause}"
         if guess:
             message += f"; did you mean {guess}?"
         elif suggestions:
-            message += f"; {'use' if suggestion.startswith('-') else 'set'} {' or '.join(suggestions)}"
+            message += (
+                f"; {'use' if suggestion.startswith('-') else 'set'} {' or '.join(suggestions)}"
+            )
         return cls(message + (f" ({known_names(known)})" if known else ""), key, value, suggestion)
 
     @classmethod
-    def unknown(cls, key: str, value: object, known: Iterable[str], cause: str = "unknown value") -> ConfigError:
+    def unknown(
+        cls, key: str, value: object, known: Iterable[str], cause: str = "unknown value"
+    ) -> ConfigError:
         """`key=value: cause; did you mean key=NEAREST? (known: …)`."""
         known = [*known]
         guess = nearest(str(value), known, f"{key} " if key.startswith("-") else f"{key}=")
@@ -96,9 +105,11 @@ class LaunchError(RaydistError):
 
 
 def as_raydist_error(error: Exception) -> RaydistError:
-    """An error of Ray, or a fault of raydist itself, as a LaunchError: each run has a result with its error.
+    """An error of Ray, or a fault of raydist itself, as a LaunchError: each run has a result with
+    its error.
 
-    Its attribute `unexpected` is True, and the error is its cause. A RaydistError is returned as it is.
+    Its attribute `unexpected` is True, and the error is its cause. A RaydistError is returned as it
+    is.
     """
     if isinstance(error, RaydistError):
         return error
@@ -110,8 +121,8 @@ def as_raydist_error(error: Exception) -> RaydistError:
 class RunFailed(RaydistError):
     """At least one rank failed, and the run was not restarted, or not again. Exit code 1.
 
-    `result` is the whole Result. `exceptions` maps each failed rank to its exception: the object itself where it could
-    be pickled, otherwise a RaydistError with its text.
+    `result` is the whole Result. `exceptions` maps each failed rank to its exception: the object
+    itself where it could be pickled, otherwise a RaydistError with its text.
     """
 
     result: Any
@@ -119,7 +130,8 @@ class RunFailed(RaydistError):
 
 
 class Stopped(RaydistError):
-    """A signal stopped the run: SIGINT (Ctrl-C) or SIGTERM. `signum` is its number, the exit code 128 + `signum`."""
+    """A signal stopped the run: SIGINT (Ctrl-C) or SIGTERM. `signum` is its number, the exit code
+    128 + `signum`."""
 
     def __init__(self, signum: int, **facts: Any) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}", **facts)
@@ -131,7 +143,8 @@ class Stopped(RaydistError):
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str | None:
-    """The known name that `name` was most likely meant to be, with `prefix` before it; None if none is near."""
+    """The known name that `name` was most likely meant to be, with `prefix` before it; None if none
+    is near."""
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     return prefix + by_lower[close[0]] if close else None
@@ -140,7 +153,9 @@ def nearest(name: str, known: Iterable[str], prefix: str = "") -> str | None:
 def known_names(known: Iterable[str]) -> str:
     """`known: a, b, c`, at most 40 of them."""
     names = sorted(known)
-    return f"known: {', '.join(names[:40])}" + (f", … ({len(names)} in all)" if len(names) > 40 else "")
+    return f"known: {', '.join(names[:40])}" + (
+        f", … ({len(names)} in all)" if len(names) > 40 else ""
+    )
 
 
 def out_of_memory(error: BaseException) -> str:
@@ -149,7 +164,10 @@ def out_of_memory(error: BaseException) -> str:
         return ""
     used = re.search(r"was (\S+ used / \S+ limit)", str(error))
     figures = f" ({used[1]})" if used else ""
-    return f"out of memory: Ray's memory monitor ended its actor, because the node had no more{figures}"
+    return (
+        f"out of memory: Ray's memory monitor ended its actor, because the node had no "
+        f"more{figures}"
+    )
 
 
 def last_line(error: BaseException) -> str:
@@ -159,4 +177,6 @@ def last_line(error: BaseException) -> str:
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     last = lines[-1].strip() if lines else type(error).__name__
     missing = "No module named 'raydist'" in last
-    return last + (": install raydist on every node, for the Python that Ray runs with" if missing else "")
+    return last + (
+        ": install raydist on every node, for the Python that Ray runs with" if missing else ""
+    )

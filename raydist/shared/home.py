@@ -1,4 +1,5 @@
-"""The user's home and cache folder; a uid without a password entry may have neither. (either side)"""
+"""The user's home and cache folder; a uid without a password entry may have neither. (either
+side)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def home_folder() -> Path | None:
 
 
 def expand_home(key: str, text: str) -> Path:
-    """The path `text` of the setting `key`, with ~ replaced; ConfigError if that home folder is not known."""
+    """The path `text` of the setting `key`, with ~ replaced; ConfigError if that home folder is not
+    known."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -30,7 +32,8 @@ def expand_home(key: str, text: str) -> Path:
 
 
 def user_cache(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The user's folder for files that can be made again: XDG_CACHE_HOME, else ~/.cache; None without a home."""
+    """The user's folder for files that can be made again: XDG_CACHE_HOME, else ~/.cache; None
+    without a home."""
     if named := environ.get("XDG_CACHE_HOME"):
         return Path(named)
     home = home_folder()

@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 from raydist.shared.errors import RaydistError
 
-EndKind = Literal["finished", "raised", "exited", "killed", "lost", "hung", "drained", "ended", "stopped"]
-"""How a rank ended: raised an exception, exited with a code, killed by a signal, lost with its node or actor, hung and
-was stopped for it, drained (stopped because its node will be taken away), ended by mpirun, stopped by raydist."""
+EndKind = Literal[
+    "finished", "raised", "exited", "killed", "lost", "hung", "drained", "ended", "stopped"
+]
+"""How a rank ended: raised an exception, exited with a code, killed by a signal, lost with its node
+or actor, hung and was stopped for it, drained (stopped because its node will be taken away), ended
+by mpirun, stopped by raydist."""
 KilledBy = Literal["", "kernel", "ray"]
 """The kernel's out-of-memory killer, or Ray's memory monitor."""
 
@@ -50,7 +53,8 @@ class End:
     log: str = ""
     """Path of the rank's log on the driver's machine."""
     why: str = ""
-    """The reason that its node found: out of memory, or a SIGKILL from another process than the kernel."""
+    """The reason that its node found: out of memory, or a SIGKILL from another process than the
+    kernel."""
     oom: KilledBy = ""
     """What ended it because memory ran out; empty if nothing did."""
     silent: bool = False
@@ -73,7 +77,8 @@ class End:
 
 @dataclass(frozen=True)
 class Slow:
-    """A straggler: a rank whose own work takes longer than the others'. Times are in seconds per step."""
+    """A straggler: a rank whose own work takes longer than the others'. Times are in seconds per
+    step."""
 
     rank: int
     host: str

@@ -38,7 +38,8 @@ def counted(n: int, noun: str) -> str:
 
 
 def of_ranks(text: str, ranks: Collection[int]) -> str:
-    """A line with the ranks that say it, ` (ranks 0-2)`; without, if it begins with the only one."""
+    """A line with the ranks that say it, ` (ranks 0-2)`; without, if it begins with the only
+    one."""
     if len(ranks) == 1 and text.startswith(f"rank {min(ranks)} "):
         return text
     return f"{text} ({name_ranks(ranks)})"

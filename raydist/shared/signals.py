@@ -1,4 +1,5 @@
-"""The first Ctrl-C or SIGTERM stops a run in order; the second one ends the process immediately. (driver)"""
+"""The first Ctrl-C or SIGTERM stops a run in order; the second one ends the process immediately.
+(driver)"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from raydist.shared.errors import Stopped
 
 
 class Halt:
-    """Stops one of several runs of this process, each in a thread of its own, as a signal stops the only run."""
+    """Stops one of several runs of this process, each in a thread of its own, as a signal stops the
+    only run."""
 
     def __init__(self) -> None:
         self.stopped: Stopped | None = None
@@ -49,7 +51,8 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def stoppable(halt: Halt | None = None) -> Iterator[None]:
-    """Inside the block SIGINT and SIGTERM raise Stopped in the main thread; in another thread nothing changes.
+    """Inside the block SIGINT and SIGTERM raise Stopped in the main thread; in another thread
+    nothing changes.
 
     `halt`: stops the run of this thread instead of a signal.
     """
@@ -71,14 +74,16 @@ def stoppable(halt: Halt | None = None) -> Iterator[None]:
 
 
 def take() -> dict[signal.Signals, Any]:
-    """Install the handlers and return the previous ones. Called again after ray.init, which installs its own."""
+    """Install the handlers and return the previous ones. Called again after ray.init, which
+    installs its own."""
     if threading.current_thread() is not threading.main_thread():
         return {}  # Python allows handlers in the main thread only
     return {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 def raise_again() -> None:
-    """Raise the Stopped that has been raised in this block, and was passed over: native modules do so at import."""
+    """Raise the Stopped that has been raised in this block, and was passed over: native modules do
+    so at import."""
     halt: Halt | None = getattr(_thread, "halt", None)
     if (stopped := halt.stopped if halt else _raised) is not None:
         raise stopped
@@ -86,7 +91,8 @@ def raise_again() -> None:
 
 @contextlib.contextmanager
 def passed_to(receive: Callable[[Stopped], None]) -> Iterator[None]:
-    """Inside the block a signal calls `receive` and raises nothing: a loop over many sources loses no message."""
+    """Inside the block a signal calls `receive` and raises nothing: a loop over many sources loses
+    no message."""
     global _receive
     if (halt := getattr(_thread, "halt", None)) is not None:
         with halt.passed_to(receive):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str:
-    """The file's text, stripped; empty if it cannot be read (sysfs returns EINVAL for attributes that do not apply)."""
+    """The file's text, stripped; empty if it cannot be read (sysfs returns EINVAL for attributes
+    that do not apply)."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -40,8 +41,14 @@ def names(path: Path) -> list[str]:
         found = [entry.name for entry in path.iterdir()]
     except OSError:
         return []
-    return sorted(found, key=lambda name: [(not part.isdigit(), int(part) if part.isdigit() else 0, part)
-                                           for part in re.split(r"(\d+)", name) if part])  # fmt: skip
+    return sorted(
+        found,
+        key=lambda name: [
+            (not part.isdigit(), int(part) if part.isdigit() else 0, part)
+            for part in re.split(r"(\d+)", name)
+            if part
+        ],
+    )
 
 
 def pci_path(device: Path, root: Path) -> str:

@@ -1,13 +1,14 @@
 """Find, verify, load, write and prune checkpoints; none runs code when it is loaded. (either side)
 
     RUN_DIR/checkpoints/step-00000120/state.pt     torch.save of the state
-                                      meta.json    step, world size, metrics, size and checksum of each file
-                                      __3_0.distcp, .metadata    in place of state.pt: distributed_checkpoint.py
+                                      meta.json    step, world size, metrics, checksum of each file
+                                      __3_0.distcp, .metadata    in place of state.pt
 
-A checkpoint is complete when its meta.json can be read and all files in it exist, with that size and that checksum.
-With `storage=` they are below a folder or a URL. On object stores meta.json is uploaded last and deleted first, so its
-presence marks a complete checkpoint, and checksums are compared when a node fetches a file. Nothing here is a
-collective, and only `write_and_prune` and `load` need torch.
+A checkpoint is complete when its meta.json can be read and all files in it exist, with that size
+and that checksum. With `storage=` they are below a folder or a URL. On object stores meta.json is
+uploaded last and deleted first, so its presence marks a complete checkpoint, and checksums are
+compared when a node fetches a file. Nothing here is a collective, and only `write_and_prune` and
+`load` need torch.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ from raydist.state.write import (
 )
 
 PAUSES_S = (1.0,)
-"""Seconds between tries to write to a store that can't be reached; its driver makes several within each."""
+"""Seconds between tries to write to a store that can't be reached; its driver makes several within
+each."""
 QUIET_S = 60.0
 """Seconds after a failure during which a store is not tried again: a try takes half a minute."""
 LISTINGS = 10
-"""Tries to list a folder while another process writes to it; in a read-only folder all fail alike."""
+"""Tries to list a folder while another process writes to it; in a read-only folder all fail
+alike."""
 Warn = Callable[[str], None]
 
 
@@ -104,19 +107,22 @@ class Saved:
         """
         if self.sharded:
             raise RaydistError(
-                f"{self.path} holds a sharded state: load it with raydist.sharded.load(state), or with "
+                f"{self.path} holds a sharded state: load it with raydist.sharded.load(state), "
+                "or with "
                 "torch.distributed.checkpoint"
             )
         return read_state(self.path)
 
     def random(self, rank: int, world_size: int) -> Any:
-        """The random generators of a rank, for `raydist.fit`; None if another number of ranks saved it."""
+        """The random generators of a rank, for `raydist.fit`; None if another number of ranks saved
+        it."""
         drawn = self.state["random"]
         return drawn[rank] if len(drawn) == world_size else None
 
 
 class MappedState(Saved):
-    """A checkpoint whose state is read as it is used, to be copied: the ranks of a node share the pages of the file."""
+    """A checkpoint whose state is read as it is used, to be copied: the ranks of a node share the
+    pages of the file."""
 
     @cached_property
     def state(self) -> State:
@@ -128,8 +134,9 @@ def load(path: StoragePath) -> State:
 
     - `path`: the folder of the checkpoint, as in `latest().path`, or a `pathlib.Path`.
 
-    It is `torch.load(weights_only=True)`: a file that would run code is refused with pickle.UnpicklingError.
-    FileNotFoundError: there is no such file. At a URL the file is fetched, and its checksum is checked.
+    It is `torch.load(weights_only=True)`: a file that would run code is refused with
+    pickle.UnpicklingError. FileNotFoundError: there is no such file. At a URL the file is fetched,
+    and its checksum is checked.
     """
     return read_state(path)
 
@@ -145,10 +152,11 @@ def read_state(path: StoragePath, *, mapped: bool = False, of_all: bool = True) 
 
 @contextmanager
 def local_copy(path: StoragePath, name: str, of_all: bool = True) -> Iterator[Path]:
-    """A file of a checkpoint; of a URL a copy, one for all ranks of a node where they have a folder in common.
+    """A file of a checkpoint; of a URL a copy, one for all ranks of a node where they have a folder
+    in common.
 
-    That copy is removed when each of them has read it. Without `of_all`, when none reads it any more: others may not
-    need it, as a file of shards; those that do fetch it again.
+    That copy is removed when each of them has read it. Without `of_all`, when none reads it any
+    more: others may not need it, as a file of shards; those that do fetch it again.
     """
     if isinstance(path, Path):
         yield path / name
@@ -167,7 +175,8 @@ def local_copy(path: StoragePath, name: str, of_all: bool = True) -> Iterator[Pa
 
 
 def _remove_if_read(copy: Path, readers: IO[str], of_all: bool) -> None:
-    """Note that this rank has read the copy; remove it after the last rank that will. `readers`: a locked file."""
+    """Note that this rank has read the copy; remove it after the last rank that will. `readers`: a
+    locked file."""
     readers.write(f"{os.environ.get('LOCAL_RANK', '0')}\n")
     readers.flush()
     with suppress(BlockingIOError):  # another rank reads it now
@@ -189,9 +198,11 @@ def newest_step(folder: StoragePath) -> int:
 
 
 def is_saved(folder: StoragePath, step: int) -> bool:
-    """Whether a state of this step need not be written: its checkpoint, or a later one, is complete.
+    """Whether a state of this step need not be written: its checkpoint, or a later one, is
+    complete.
 
-    A later one is read and hashed: a training that continued from before a damaged one has not come as far again.
+    A later one is read and hashed: a training that continued from before a damaged one has not come
+    as far again.
     """
     found = newest(folder, hashed=False)
     if found is None or found.step <= step:
@@ -206,9 +217,14 @@ def step_of(path: StoragePath) -> int:
 
 
 def newest(
-    folder: StoragePath, warn: Warn = lambda text: None, *, hashed: bool = True, at_most: int | None = None
+    folder: StoragePath,
+    warn: Warn = lambda text: None,
+    *,
+    hashed: bool = True,
+    at_most: int | None = None,
 ) -> Saved | None:
-    """The newest complete checkpoint in a folder; a warning for each newer one that is not complete.
+    """The newest complete checkpoint in a folder; a warning for each newer one that is not
+    complete.
 
     `hashed`: as for `verify`. `at_most`: of this step, or of an earlier one.
     """
@@ -227,13 +243,18 @@ class Flaw(Exception):
 
 
 def verify(path: StoragePath, hashed: bool = True) -> Saved:
-    """A checkpoint, after reading all of it (the sizes only at a URL, or unless `hashed`). Flaw: it is not complete."""
+    """A checkpoint, after reading all of it (the sizes only at a URL, or unless `hashed`). Flaw: it
+    is not complete."""
     while True:
         before = _identity(path)
         try:
             return _examine(path, hashed)
         except Flaw:
-            if isinstance(path, Path) and not path.exists() and path.name in replaced_in(path.parent):
+            if (
+                isinstance(path, Path)
+                and not path.exists()
+                and path.name in replaced_in(path.parent)
+            ):
                 put_back(path.parent)  # a writer is between its two renames, or was killed there
             elif _identity(path) == before:
                 raise
@@ -243,7 +264,8 @@ def verify(path: StoragePath, hashed: bool = True) -> Saved:
 def _identity(path: StoragePath) -> tuple[int, int]:
     """By which a folder that was replaced is recognised; zeros if there is none, or at a URL.
 
-    A file system gives the inode of a deleted folder to a new one at once: the time of the last change is needed too.
+    A file system gives the inode of a deleted folder to a new one at once: the time of the last
+    change is needed too.
     """
     try:
         found = path.stat() if isinstance(path, Path) else None
@@ -276,7 +298,8 @@ def _hashed(file: Path) -> str:
 
 
 def _hashed_once(file: Path) -> str:
-    """The checksum of a file, which the first rank of a node that asks computes in each attempt, and notes."""
+    """The checksum of a file, which the first rank of a node that asks computes in each attempt,
+    and notes."""
     shared = os.environ.get(env_names.SCRATCH)
     if not shared:
         return object_store.checksum_of(file)
@@ -297,7 +320,8 @@ def _hashed_once(file: Path) -> str:
 def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:
     """Write a checkpoint and prune; its path, and a warning or "".
 
-    A store that can't be reached is tried again; then the checkpoint goes to the run folder on this machine.
+    A store that can't be reached is tried again; then the checkpoint goes to the run folder on this
+    machine.
     """
     folder = request.folder
     if isinstance(folder, Path):
@@ -307,18 +331,23 @@ def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:
     if why := _try_store(request):
         path, _ = write_and_prune(request.local)
         return path, (
-            f"the checkpoint of step {request.step} could not be written to {folder} ({why}): it is in {path} on "
+            f"the checkpoint of step {request.step} could not be written to {folder} ({why}): it "
+            f"is in {path} on "
             f"{socket.gethostname()}, and what was saved there before is as it was"
         )
     try:
         prune(folder, request, request.step)
     except Exception as error:
-        return request.path, f"old checkpoints in {folder} could not be removed: {object_store.reason(error)}"
+        return (
+            request.path,
+            f"old checkpoints in {folder} could not be removed: {object_store.reason(error)}",
+        )
     return request.path, ""
 
 
 def _try_store(request: SaveRequest) -> str:
-    """Write to a store; empty, or why that could not be done. After a failure a file in the run folder says so."""
+    """Write to a store; empty, or why that could not be done. After a failure a file in the run
+    folder says so."""
     failed = Path(request.run_dir) / ".storage-failed"
     if failed.exists() and 0 <= time.time() - failed.stat().st_mtime < QUIET_S:
         return failed.read_text()
@@ -341,8 +370,8 @@ def _try_store(request: SaveRequest) -> str:
 def prune(folder: StoragePath, settings: Retention, step: int) -> None:
     """Delete all but the newest `keep` and the best one, and the leftovers of killed writers.
 
-    `step`: of the checkpoint that was just saved. Those of later steps stay, and do not count: they are damaged, or the
-    training would have continued from them.
+    `step`: of the checkpoint that was just saved. Those of later steps stay, and do not count: they
+    are damaged, or the training would have continued from them.
     """
     paths = [path for path in _paths(folder) if step_of(path) <= step]
     kept = {*paths[-settings.keep :], best(folder, settings.best)}
@@ -364,7 +393,8 @@ def prune(folder: StoragePath, settings: Retention, step: int) -> None:
 
 
 def half_uploaded(folder: Remote) -> list[Remote]:
-    """The checkpoints without a meta.json whose writers were silent for an hour: others may be uploading theirs."""
+    """The checkpoints without a meta.json whose writers were silent for an hour: others may be
+    uploading theirs."""
     files: dict[str, list[str]] = {}
     for name in folder.sizes():
         step, _, file = name.partition("/")
@@ -374,17 +404,23 @@ def half_uploaded(folder: Remote) -> list[Remote]:
     return [
         folder / step
         for step, names in files.items()
-        if META not in names and now - max((folder / step / name).changed() for name in names) > WRITER_SILENT_S
+        if META not in names
+        and now - max((folder / step / name).changed() for name in names) > WRITER_SILENT_S
     ]
 
 
 def best(folder: StoragePath, rule: str | None) -> StoragePath | None:
-    """The checkpoint with the best value by `max:METRIC` or `min:METRIC`; of equal ones the newest."""
+    """The checkpoint with the best value by `max:METRIC` or `min:METRIC`; of equal ones the
+    newest."""
     if rule is None:
         return None
     mode, _, metric = rule.partition(":")
     sign = 1 if mode == "max" else -1
-    scored = [(sign * value, path.name) for path in _paths(folder) if (value := _metric(path, metric)) is not None]
+    scored = [
+        (sign * value, path.name)
+        for path in _paths(folder)
+        if (value := _metric(path, metric)) is not None
+    ]
     return folder / max(scored)[1] if scored else None
 
 
@@ -397,7 +433,8 @@ def _metric(path: StoragePath, name: str) -> float | None:
 
 
 def _paths(folder: StoragePath) -> list[StoragePath]:
-    """All checkpoints in a folder, oldest first; at a URL those with a meta.json: others are being uploaded."""
+    """All checkpoints in a folder, oldest first; at a URL those with a meta.json: others are being
+    uploaded."""
     if isinstance(folder, Remote):
         files = (file.split("/") for file in folder.sizes())
         found: list[StoragePath] = [folder / parts[0] for parts in files if parts[1:] == [META]]

@@ -1,8 +1,10 @@
-"""The device that a snapshot is copied from: its queue of copies, marks in that queue, page-locked memory. (rank side)
+"""The device that a snapshot is copied from: its queue of copies, marks in that queue, page-locked
+memory. (rank side)
 
-A GPU works through a queue, and the host runs ahead of it. So what has to follow a copy goes into the same queue, and
-the host learns from a mark in it that all before it is done. Nothing else in raydist copies from a GPU or asks it for
-events: a test replaces the device by one whose work finishes when the test says so.
+A GPU works through a queue, and the host runs ahead of it. So what has to follow a copy goes into
+the same queue, and the host learns from a mark in it that all before it is done. Nothing else in
+raydist copies from a GPU or asks it for events: a test replaces the device by one whose work
+finishes when the test says so.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Device(Protocol):
     """What snapshots and reports need of a device."""
 
     def lags(self, tensor: torch.Tensor) -> bool:
-        """Whether the work on this tensor is queued, so that a copy of it is not complete at once."""
+        """Whether the work on this tensor is queued, so that a copy of it is not complete at
+        once."""
         ...
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
@@ -43,7 +46,8 @@ class Device(Protocol):
         ...
 
     def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
-        """Queue that `word` (int64, of shape [1], in the host's memory) becomes `value` after the copies of `after`."""
+        """Queue that `word` (int64, of shape [1], in the host's memory) becomes `value` after the
+        copies of `after`."""
         ...
 
     def mark(self) -> Mark:
@@ -51,11 +55,13 @@ class Device(Protocol):
         ...
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Page-lock memory of the host (uint8), so that copies to it do not block the host; False if that failed."""
+        """Page-lock memory of the host (uint8), so that copies to it do not block the host; False
+        if that failed."""
         ...
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`. It must come before the memory is unmapped: later memory may get the same address."""
+        """Undo `register`. It must come before the memory is unmapped: later memory may get the
+        same address."""
         ...
 
 
@@ -139,11 +145,14 @@ class CudaDevice:
         return CudaMark(self._device)
 
     def register(self, memory: torch.Tensor) -> bool:
-        with torch.cuda.device(self._device):  # a thread begins with GPU 0, and would make a context there
+        with torch.cuda.device(
+            self._device
+        ):  # a thread begins with GPU 0, and would make a context there
             code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
             if int(code) == 0:
                 return True
-            # CUDA keeps the error, and the next kernel raises it, wherever that is: so it is raised, and cleared, here
+            # CUDA keeps the error, and the next kernel raises it, wherever that is: so it is
+            # raised, and cleared, here
             with contextlib.suppress(RuntimeError):
                 torch.full((1,), 0, device=self._device)
         return False

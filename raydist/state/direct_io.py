@@ -1,7 +1,7 @@
 """A file that is written past the page cache (O_DIRECT), and hashed meanwhile. (either side)
 
-Copying a checkpoint into the page cache is most of the CPU time of a save: 0.9 to 1.7 s for 1 GB, against 0.07 s
-without (two cores, ext4). The ranks that train meanwhile need that time.
+Copying a checkpoint into the page cache is most of the CPU time of a save: 0.9 to 1.7 s for 1 GB,
+against 0.07 s without (two cores, ext4). The ranks that train meanwhile need that time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ALIGNED = 4096
 class DirectFile:
     """Written once, from front to back, as torch.save does it; then call `end`.
 
-    Where the file system has no direct writes (tmpfs of older kernels, FUSE) it uses the page cache.
+    Where the file system has no direct writes (tmpfs of older kernels, FUSE) it uses the page
+    cache.
     """
 
     def __init__(self, path: Path) -> None:

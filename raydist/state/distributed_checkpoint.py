@@ -4,10 +4,11 @@
                   .metadata       where each shard of each tensor is
                   meta.json       as in every checkpoint
 
-A state that N ranks saved loads on any number of ranks, and with `torch.distributed.checkpoint.load` in one process.
-The rank plans what it writes and keeps the plan beside its shards in memory. Another process can then write its file
-when the rank is dead. DCP's own `.metadata` and values are pickles that may run code: here nothing else is unpickled
-than what ADMITTED names, and values only with `weights_only=True`.
+A state that N ranks saved loads on any number of ranks, and with
+`torch.distributed.checkpoint.load` in one process. The rank plans what it writes and keeps the plan
+beside its shards in memory. Another process can then write its file when the rank is dead. DCP's
+own `.metadata` and values are pickles that may run code: here nothing else is unpickled than what
+ADMITTED names, and values only with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -33,40 +34,67 @@ from raydist.state.checkpoint_files import Retention, local_copy, prune
 from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import take_apart
 from raydist.state.snapshot_layout import State
-from raydist.state.write import META, FileFacts, Meta, complete, drop, file_facts, file_sizes, hashed_file
+from raydist.state.write import (
+    META,
+    FileFacts,
+    Meta,
+    complete,
+    drop,
+    file_facts,
+    file_sizes,
+    hashed_file,
+)
 
 METADATA = ".metadata"
-SAME = "give both keep and load what torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returns"
+SAME = (
+    "give both keep and load what "
+    "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returns"
+)
 """What to do where the keys of two states differ."""
 DCP = "torch.distributed.checkpoint"
 ADMITTED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     (f"{DCP}.filesystem", "_StorageInfo"),
-    *((f"{DCP}.metadata", name) for name in (
-        "_MEM_FORMAT_ENCODING", "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
-        "TensorProperties", "TensorStorageMetadata",
-    )),
-    *((f"{DCP}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
+    *(
+        (f"{DCP}.metadata", name)
+        for name in (
+            "_MEM_FORMAT_ENCODING",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "TensorProperties",
+            "TensorStorageMetadata",
+        )
+    ),
+    *(
+        (f"{DCP}.planner", name)
+        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
     (f"{DCP}.storage", "WriteResult"),
-}  # fmt: skip
-"""What may be unpickled beside torch's dtypes: data classes of DCP, in all versions from torch 2.8 on."""
+}
+"""What may be unpickled beside torch's dtypes: data classes of DCP, in all versions from torch 2.8
+on."""
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What a rank keeps of a sharded state: its own shards, and the plan by which they go to the disk."""
+    """What a rank keeps of a sharded state: its own shards, and the plan by which they go to the
+    disk."""
 
     rank: int
     world_size: int
     state: Any
     """The state with this rank's local tensor in place of each DTensor."""
     plan: bytes
-    """A pickled SavePlan: the global shape and this rank's offsets of each tensor that the rank is to write."""
+    """A pickled SavePlan: the global shape and this rank's offsets of each tensor that the rank is
+    to write."""
 
 
 class RankPlanner:
-    """Plans what a rank writes of its states; the plan stays the same until the keys, shapes or shards change."""
+    """Plans what a rank writes of its states; the plan stays the same until the keys, shapes or
+    shards change."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -77,39 +105,54 @@ class RankPlanner:
         """The pickled SavePlan of this rank."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), is_coordinator=self._rank == 0)
-        layout = planner.mappings, {name: _layout_of(value) for name, value in planner.state_dict.items()}
+        layout = (
+            planner.mappings,
+            {name: _layout_of(value) for name, value in planner.state_dict.items()},
+        )
         if layout != self._layout:
             _refuse_hidden(planner.state_dict)
             plan = planner.create_local_plan()
-            first = self._rank == 0 or any(_is_first(value) for value in planner.state_dict.values())
-            items = [item for item in plan.items if _writes(planner.state_dict[item.index.fqn], first)]
+            first = self._rank == 0 or any(
+                _is_first(value) for value in planner.state_dict.values()
+            )
+            items = [
+                item for item in plan.items if _writes(planner.state_dict[item.index.fqn], first)
+            ]
             self._layout, self._plan = layout, pickle.dumps(replace(plan, items=items))
         return self._plan
 
 
 def _is_first(value: Any) -> bool:
-    """Whether this rank is the first of the mesh of a DTensor: of a stage of a pipeline, where it is not rank 0."""
+    """Whether this rank is the first of the mesh of a DTensor: of a stage of a pipeline, where it
+    is not rank 0."""
     return isinstance(value, DTensor) and not any(value.device_mesh.get_coordinate() or (1,))
 
 
 def _writes(value: Any, first: bool) -> bool:
-    """Whether this rank writes a value: of equal copies in a mesh only the first rank's is written."""
+    """Whether this rank writes a value: of equal copies in a mesh only the first rank's is
+    written."""
     if not isinstance(value, DTensor):
         return first
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:  # this rank has no part of it
         return False
-    return not any(at for at, placed in zip(coordinate, value.placements, strict=True) if placed.is_replicate())
+    return not any(
+        at for at, placed in zip(coordinate, value.placements, strict=True) if placed.is_replicate()
+    )
 
 
 def _refuse_hidden(state: Mapping[str, Any]) -> None:
-    """DCP sees no DTensors inside of other values: of these it would save the local tensor of one rank."""
+    """DCP sees no DTensors inside of other values: of these it would save the local tensor of one
+    rank."""
     for name, value in state.items():
         inside: list[torch.Tensor] = []
         take_apart(value, inside)
-        if not isinstance(value, torch.Tensor) and any(isinstance(each, DTensor) for each in inside):
+        if not isinstance(value, torch.Tensor) and any(
+            isinstance(each, DTensor) for each in inside
+        ):
             raise RaydistError(
-                f"{name} is a {type(value).__name__} with DTensors in it, which torch.distributed.checkpoint does not "
+                f"{name} is a {type(value).__name__} with DTensors in it, which "
+                "torch.distributed.checkpoint does not "
                 "shard: use a list or a dict"
             )
 
@@ -124,7 +167,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not dtype and (module, name) not in ADMITTED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no sharded checkpoint holds")
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, which no sharded checkpoint holds"
+            )
         return super().find_class(module, name)
 
 
@@ -142,7 +187,8 @@ class _Stream(io.RawIOBase):
 
 
 class _Files(FileSystem):
-    """The files of one checkpoint, as DCP opens them: hashed when written, and fetched from a store when read."""
+    """The files of one checkpoint, as DCP opens them: hashed when written, and fetched from a store
+    when read."""
 
     def __init__(self, folder: StoragePath) -> None:
         self._folder = folder
@@ -152,7 +198,9 @@ class _Files(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         name = Path(path).name
         if mode == "rb":
-            of_all = name == METADATA  # a file of shards is read by the ranks that need some of them
+            of_all = (
+                name == METADATA
+            )  # a file of shards is read by the ranks that need some of them
             with local_copy(self._folder, name, of_all) as copy, copy.open("rb") as stream:
                 yield stream
             return
@@ -175,12 +223,15 @@ def read_plan(plan: bytes) -> SavePlan:
 
 
 def write_part(folder: StoragePath, part: RankPart) -> dict[str, FileFacts]:
-    """Write a rank's file, and beside it what `write_metadata` needs to know of it; the file by its name."""
+    """Write a rank's file, and beside it what `write_metadata` needs to know of it; the file by its
+    name."""
     writer = FileSystemWriter("", sync_files=False, per_thread_copy_ahead=0)
     files = writer.fs = _Files(folder)
     plan, planner = read_plan(part.plan), PartPlanner()
     planner.set_up_planner(part.state)
-    named = writer.prepare_global_plan([SavePlan([])] * part.rank + [plan])[-1]  # files are numbered by plan
+    named = writer.prepare_global_plan([SavePlan([])] * part.rank + [plan])[
+        -1
+    ]  # files are numbered by plan
     results = writer.write_data(named, planner).value()
     with hashed_file(folder / _plan_name(part.rank)) as stream:
         stream.write(pickle.dumps((plan, results)))
@@ -188,7 +239,8 @@ def write_part(folder: StoragePath, part: RankPart) -> dict[str, FileFacts]:
 
 
 def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
-    """Write `.metadata` of the files of so many ranks, and drop what they have left for it; its file by name.
+    """Write `.metadata` of the files of so many ranks, and drop what they have left for it; its
+    file by name.
 
     ValueError: the shards of a tensor leave a gap.
     """
@@ -207,7 +259,8 @@ def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
 
 
 def joined_metadata(plans: list[SavePlan]) -> Metadata:
-    """What the ranks with these plans have together. ValueError: the shards of a tensor leave a gap."""
+    """What the ranks with these plans have together. ValueError: the shards of a tensor leave a
+    gap."""
     metadata: Metadata = DefaultSavePlanner().create_global_plan(plans)[1]
     return metadata
 
@@ -222,7 +275,8 @@ def commit(
     metrics: Mapping[str, float] | None = None,
     reported: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Make a checkpoint of what so many ranks have written into `beside`; or the files that are not seen here."""
+    """Make a checkpoint of what so many ranks have written into `beside`; or the files that are not
+    seen here."""
     sizes = file_sizes(beside)
     if missing := [name for name, facts in files.items() if sizes.get(name) != facts.bytes]:
         return missing
@@ -234,7 +288,8 @@ def commit(
 
 
 def beside_name(folder: StoragePath, step: int, mark: str) -> StoragePath:
-    """The folder for files that are no checkpoint yet; at a URL the checkpoint's own, without its meta.json."""
+    """The folder for files that are no checkpoint yet; at a URL the checkpoint's own, without its
+    meta.json."""
     name = f"step-{step:08d}"
     return folder / (f".{name}-{mark}" if isinstance(folder, Path) else name)
 
@@ -248,22 +303,33 @@ def begin_writing(beside: StoragePath) -> None:
 
 
 def load_into(
-    path: StoragePath, state: State, of_ranks: str = "", optional: Sequence[str] = (), part: bool = False
+    path: StoragePath,
+    state: State,
+    of_ranks: str = "",
+    optional: Sequence[str] = (),
+    part: bool = False,
 ) -> None:
-    """Load a sharded checkpoint into a state, on any number of ranks; not a collective, each rank reads what it needs.
+    """Load a sharded checkpoint into a state, on any number of ranks; not a collective, each rank
+    reads what it needs.
 
-    Tensors are filled in place (of a DTensor this rank's shards), all other values are replaced. `of_ranks`: a tensor
-    with a row for each rank; it is left out of the state if another number of ranks has saved it. `optional`: the
-    keys that lead to a dict of dicts; what the checkpoint lacks of it is left out of the state. `part`: the checkpoint
-    may have keys that the state has not.
+    Tensors are filled in place (of a DTensor this rank's shards), all other values are replaced.
+    `of_ranks`: a tensor with a row for each rank; it is left out of the state if another number of
+    ranks has saved it. `optional`: the keys that lead to a dict of dicts; what the checkpoint lacks
+    of it is left out of the state. `part`: the checkpoint may have keys that the state has not.
 
-    RaydistError: the checkpoint has other keys or other global shapes. pickle.UnpicklingError: it would run code.
+    RaydistError: the checkpoint has other keys or other global shapes. pickle.UnpicklingError: it
+    would run code.
     """
     load_by(_Reader(path), state, of_ranks, optional, str(path), part)
 
 
 def load_by(
-    reader: StorageReader, state: State, of_ranks: str, optional: Sequence[str], source: str, part: bool = False
+    reader: StorageReader,
+    state: State,
+    of_ranks: str,
+    optional: Sequence[str],
+    source: str,
+    part: bool = False,
 ) -> None:
     """As `load_into`, by this reader. `source`: what it reads, for errors."""
     planner = _LoadPlanner()
@@ -272,7 +338,11 @@ def load_by(
     rows = known.get(of_ranks)
     if isinstance(rows, TensorStorageMetadata) and rows.size != state[of_ranks].shape:
         del state[of_ranks], known[of_ranks]
-    leave_out(state, optional, lambda name, one: any(f"{'.'.join(optional)}.{name}.{key}" in known for key in one))
+    leave_out(
+        state,
+        optional,
+        lambda name, one: any(f"{'.'.join(optional)}.{name}.{key}" in known for key in one),
+    )
     planner.set_up_planner(state, metadata, is_coordinator=True)
     saved = {name: facts for name, facts in known.items() if name in planner.state_dict or not part}
     if why := _misfit(planner.state_dict, saved):
@@ -282,7 +352,8 @@ def load_by(
 
 
 def leave_out(state: State, optional: Sequence[str], kept: Callable[[str, Any], bool]) -> None:
-    """Remove the entries of the dict to which the keys `optional` lead for which `kept(name, entry)` is false."""
+    """Remove the entries of the dict to which the keys `optional` lead for which `kept(name,
+    entry)` is false."""
     entries: Any = state
     for key in optional:
         entries = entries[key]
@@ -298,7 +369,10 @@ def _misfit(state: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
         here = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         there = tuple(saved[name].size) if isinstance(saved[name], TensorStorageMetadata) else None
         if there not in (here, None):
-            return f"{name} is {'no tensor' if here is None else here} in the state, and {there} in the checkpoint"
+            return (
+                f"{name} is {'no tensor' if here is None else here} in the state, and {there} "
+                "in the checkpoint"
+            )
     return ""
 
 
@@ -311,7 +385,9 @@ class _Reader(FileSystemReader):
         with self.fs.create_stream(METADATA, "rb") as stream:
             found = _Unpickler(stream).load()
         if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError(f"{METADATA} holds a {type(found).__name__}, not DCP's Metadata")
+            raise pickle.UnpicklingError(
+                f"{METADATA} holds a {type(found).__name__}, not DCP's Metadata"
+            )
         return found
 
 
@@ -326,9 +402,14 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 def _key(container: Any, step: str | int) -> Any:
     """The key that DCP calls `step`: it makes text of all keys of a dict."""
-    return next(key for key in container if str(key) == step) if isinstance(container, Mapping) else step
+    return (
+        next(key for key in container if str(key) == step)
+        if isinstance(container, Mapping)
+        else step
+    )
 
 
 def _plan_name(rank: int) -> str:
-    """What a rank's writer leaves for `write_metadata`: its plan, and where in its file each item is."""
+    """What a rank's writer leaves for `write_metadata`: its plan, and where in its file each item
+    is."""
     return f"__{rank}.plan"

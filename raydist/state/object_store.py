@@ -1,10 +1,11 @@
-"""The place of checkpoints: a folder, or a URL of an object store with pathlib's methods. (either side)
+"""The place of checkpoints: a folder, or a URL of an object store with pathlib's methods. (either
+side)
 
-    s3://bucket/runs, gs://bucket/runs, abfs://container@account…/runs, or any other URL that fsspec has a driver for
+    s3://bucket/runs, gs://bucket/runs, abfs://container@account…/runs, or another that fsspec opens
 
-fsspec is installed with torch; the driver of a store is a package of its own. Credentials come from the environment,
-a file in the home folder or the machine's role, as for the store's own tools, never from a URL, which is printed and
-saved.
+fsspec is installed with torch; the driver of a store is a package of its own. Credentials come from
+the environment, a file in the home folder or the machine's role, as for the store's own tools,
+never from a URL, which is printed and saved.
 """
 
 from __future__ import annotations
@@ -26,16 +27,24 @@ from raydist.shared.errors import ConfigError, RaydistError
 from raydist.shared.home import expand_home
 
 DRIVERS = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
-}  # fmt: skip
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+}
 """The package that reads and writes the URLs of a store."""
 CLAIM = "settings.json"
-"""The settings of the run, without secrets. It is written first, so a node that sees it sees the storage."""
+"""The settings of the run, without secrets. It is written first, so a node that sees it sees the
+storage."""
 BLOCK = 1 << 22
 
 
 class Remote:
-    """A folder or a file of an object store, which has no real folders: only names with slashes in them."""
+    """A folder or a file of an object store, which has no real folders: only names with slashes in
+    them."""
 
     def __init__(self, url: str, store: Any = None) -> None:
         """`store`: the fsspec file system, if there is one already."""
@@ -44,11 +53,14 @@ class Remote:
 
     @property
     def store(self) -> Any:
-        """The connection, made at first use and never shared with a forked process; listings are not cached."""
+        """The connection, made at first use and never shared with a forked process; listings are
+        not cached."""
         if self._store is None:
             import fsspec
 
-            self._store = fsspec.filesystem(scheme(self.url), skip_instance_cache=True, use_listings_cache=False)
+            self._store = fsspec.filesystem(
+                scheme(self.url), skip_instance_cache=True, use_listings_cache=False
+            )
         return self._store
 
     def __truediv__(self, name: str) -> Remote:
@@ -94,7 +106,8 @@ class Remote:
         return {path.removeprefix(root): int(facts["size"]) for path, facts in found.items()}
 
     def changed(self) -> float:
-        """When the file was written, in seconds since the epoch; now, if the driver of the store does not know."""
+        """When the file was written, in seconds since the epoch; now, if the driver of the store
+        does not know."""
         try:
             return float(self.store.modified(self.url).timestamp())
         except (NotImplementedError, FileNotFoundError):
@@ -126,7 +139,8 @@ class Remote:
 
     @contextmanager
     def writing(self) -> Iterator[Any]:
-        """A file to write to. It exists after the block; after an exception in the block it does not."""
+        """A file to write to. It exists after the block; after an exception in the block it does
+        not."""
         file = self.store.open(self.url, "wb")
         try:
             yield file
@@ -138,7 +152,8 @@ class Remote:
             raise
 
     def fetch(self, to: Path, checksum: str) -> Path:
-        """A copy on this machine, made by the first process that asks. RaydistError: its checksum is another one."""
+        """A copy on this machine, made by the first process that asks. RaydistError: its checksum
+        is another one."""
         to.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{to}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -190,21 +205,28 @@ def scheme(text: str) -> str:
 
 
 def parse_path(text: str, key: str = "storage") -> StoragePath:
-    """A Path, or a Remote for a URL. `key`: the setting, for the ConfigError of a home folder that is not known."""
+    """A Path, or a Remote for a URL. `key`: the setting, for the ConfigError of a home folder that
+    is not known."""
     if scheme(text) not in ("", "file"):
         return Remote(text)
     return expand_home(key, text.removeprefix("file://")).absolute()
 
 
 def check_url(word: str, text: str) -> None:
-    """Raise ConfigError for a URL that can't be right, or must not be saved. `word`: the setting it was typed for."""
+    """Raise ConfigError for a URL that can't be right, or must not be saved. `word`: the setting it
+    was typed for."""
     kind = scheme(text)
     if kind in ("", "file"):
         return
     parts = urlsplit(text)
     if parts.password or parts.query:
-        cause = "a password or signature in it would be saved and printed; put credentials into env_file="
-        raise ConfigError.of(word, f"{kind}://…", cause, f"{word}={kind}://{parts.hostname or 'bucket'}{parts.path}")
+        cause = (
+            "a password or signature in it would be saved and printed; put credentials into "
+            "env_file="
+        )
+        raise ConfigError.of(
+            word, f"{kind}://…", cause, f"{word}={kind}://{parts.hostname or 'bucket'}{parts.path}"
+        )
     if not parts.netloc:
         raise ConfigError.of(word, text, "it names no bucket", f"{word}={kind}://BUCKET/FOLDER")
     import fsspec
@@ -217,7 +239,9 @@ def check_url(word: str, text: str) -> None:
     except ImportError as error:
         package = DRIVERS.get(kind)
         mend = f"pip install {package}, here and on every node" if package else str(error)
-        raise ConfigError(f"{word}={text}: no driver for {kind}:// is installed; {mend}", word, text, mend) from error
+        raise ConfigError(
+            f"{word}={text}: no driver for {kind}:// is installed; {mend}", word, text, mend
+        ) from error
 
 
 def reason(error: BaseException) -> str:
@@ -231,7 +255,8 @@ _environment = threading.RLock()
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, and restore the former ones after it. One thread at a time."""
+    """Set environment variables inside the block, and restore the former ones after it. One thread
+    at a time."""
     if not variables:
         yield
         return
@@ -243,7 +268,9 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
         finally:
             for name in [name for name in os.environ if name not in before]:
                 del os.environ[name]
-            os.environ.update(before)  # no variable is missing at any time: another thread may read it
+            os.environ.update(
+                before
+            )  # no variable is missing at any time: another thread may read it
 
 
 def why_blind(text: str) -> str:
@@ -258,7 +285,8 @@ def why_blind(text: str) -> str:
 
 
 def main() -> None:
-    """`python -m raydist.state.object_store FILE`: print why this machine can't see the file, or nothing."""
+    """`python -m raydist.state.object_store FILE`: print why this machine can't see the file, or
+    nothing."""
     import sys
 
     print(why_blind(sys.argv[1]), end="")

@@ -1,11 +1,13 @@
-"""Which checkpoints of a run folder belong together, and which of them `resume=` means. (either side)
+"""Which checkpoints of a run folder belong together, and which of them `resume=` means. (either
+side)
 
     RUN_DIR/checkpoints/step-00000120                of its training
             checkpoints/fit-2/step-00000120          of the second raydist.fit in the same job
             training-2/checkpoints/step-00000010     of another training in the same run folder
 
-A training that begins anew in a folder with checkpoints, or from an older one of them, gets a folder for its own: steps
-order checkpoints within one training only, so that one would delete those of the other, or continue from them.
+A training that begins anew in a folder with checkpoints, or from an older one of them, gets a
+folder for its own: steps order checkpoints within one training only, so that one would delete those
+of the other, or continue from them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ RESULT = "result.json"
 
 
 def trainings(run: StoragePath) -> list[StoragePath]:
-    """The folders with the checkpoints of each training in a run folder, the newest training first."""
+    """The folders with the checkpoints of each training in a run folder, the newest training
+    first."""
     later = (each / CHECKPOINTS for each in _numbered(run, TRAINING))
     return [*later, run / CHECKPOINTS]
 
@@ -40,7 +43,8 @@ def _number(path: StoragePath, prefix: str) -> int:
 
 
 def of_fit(checkpoints: StoragePath, number: int) -> StoragePath:
-    """The folder for the checkpoints of a raydist.fit, the first of its job being 1 (0: of none)."""
+    """The folder for the checkpoints of a raydist.fit, the first of its job being 1 (0: of
+    none)."""
     return checkpoints / f"{FIT}{number}" if number > 1 else checkpoints
 
 
@@ -62,18 +66,29 @@ def last_fit(checkpoints: StoragePath) -> StoragePath:
 def newest_of_training(
     checkpoints: StoragePath, warn: Warn = lambda text: None, *, hashed: bool = True
 ) -> Saved | None:
-    """The newest complete checkpoint of a training: of the last raydist.fit of its job that has one."""
+    """The newest complete checkpoint of a training: of the last raydist.fit of its job that has
+    one."""
     folders = (*_numbered(checkpoints, FIT), checkpoints)
     return next((found for each in folders if (found := newest(each, warn, hashed=hashed))), None)
 
 
-def newest_of_run(run: StoragePath, warn: Warn = lambda text: None, *, hashed: bool = True) -> Saved | None:
+def newest_of_run(
+    run: StoragePath, warn: Warn = lambda text: None, *, hashed: bool = True
+) -> Saved | None:
     """The newest complete checkpoint of the last training in a run folder that has one."""
-    return next((found for each in trainings(run) if (found := newest_of_training(each, warn, hashed=hashed))), None)
+    return next(
+        (
+            found
+            for each in trainings(run)
+            if (found := newest_of_training(each, warn, hashed=hashed))
+        ),
+        None,
+    )
 
 
 def folder_for(run: StoragePath, start: StoragePath | None) -> StoragePath:
-    """The folder for the checkpoints of a training in this run folder that begins with `start` (None: anew).
+    """The folder for the checkpoints of a training in this run folder that begins with `start`
+    (None: anew).
 
     It is that of the training before if it continues that one, or if that one has saved nothing.
     """
@@ -88,12 +103,14 @@ def folder_for(run: StoragePath, start: StoragePath | None) -> StoragePath:
     return run / f"{TRAINING}{max(1, _number(last.parent, TRAINING)) + 1}" / CHECKPOINTS
 
 
-def find_resume(resume: str, run_dir: StoragePath, warn: Warn = lambda text: None) -> StoragePath | None:
+def find_resume(
+    resume: str, run_dir: StoragePath, warn: Warn = lambda text: None
+) -> StoragePath | None:
     """The checkpoint that `resume=` means for a run in `run_dir`; None: a new start.
 
-    auto: the newest complete one of this run folder, otherwise of the newest run folder beside it that has one; but
-    none if that run has finished. A path or URL: a checkpoint, or a run folder; ConfigError if nothing complete is
-    there.
+    auto: the newest complete one of this run folder, otherwise of the newest run folder beside it
+    that has one; but none if that run has finished. A path or URL: a checkpoint, or a run folder;
+    ConfigError if nothing complete is there.
     """
     if resume == "none":
         return None
@@ -103,7 +120,10 @@ def find_resume(resume: str, run_dir: StoragePath, warn: Warn = lambda text: Non
         if (seen := newest_of_run(run, hashed=False)) is None:
             continue
         if finished(run, seen.path):
-            warn(f"resume=auto: {run} has finished, so this is a new start; resume={run} continues that run")
+            warn(
+                f"resume=auto: {run} has finished, so this is a new start; resume={run} "
+                "continues that run"
+            )
             return None
         if found := newest_of_run(run, warn):
             return found.path.absolute()
@@ -120,7 +140,8 @@ def run_and_earlier(run_dir: StoragePath) -> Iterator[StoragePath]:
 def finished(run: StoragePath, checkpoint: StoragePath) -> bool:
     """Whether the training that saved this newest checkpoint of a run folder has finished.
 
-    A later training in the same folder has saved another one than the result names, if it was killed before its own.
+    A later training in the same folder has saved another one than the result names, if it was
+    killed before its own.
     """
     try:
         result = json.loads((run / RESULT).read_text(encoding="utf-8"))
@@ -137,12 +158,18 @@ def _named(path: StoragePath, warn: Warn) -> StoragePath:
         except Flaw as why:
             found = newest(path.parent, warn)
             others = [f"resume={found.path}"] if found else []
-            raise ConfigError.of("resume", str(path), f"this checkpoint is not complete: {why}", *others) from why
+            raise ConfigError.of(
+                "resume", str(path), f"this checkpoint is not complete: {why}", *others
+            ) from why
     if found := newest_of_run(path, warn) or newest_of_training(path, warn):
         return found.path
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else None
-    seen = f"it holds {', '.join(there[:8]) or 'nothing'}" if there is not None else "there is no such folder"
+    seen = (
+        f"it holds {', '.join(there[:8]) or 'nothing'}"
+        if there is not None
+        else "there is no such folder"
+    )
     cause = f"no complete checkpoint is there ({seen})"
     raise ConfigError.of(
         "resume",

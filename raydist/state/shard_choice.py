@@ -1,4 +1,5 @@
-"""Which shards in memory are a whole state: the newest step of which those of all ranks exist. (pure)"""
+"""Which shards in memory are a whole state: the newest step of which those of all ranks exist.
+(pure)"""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ class WholeShards:
     """By holder."""
 
 
-def newest_whole(own: Mapping[int, Set[Shard]], copies: Mapping[int, Set[Shard]]) -> WholeShards | None:
-    """The newest step of which the shards of all ranks exist, each from its own holder if possible; None for none.
+def newest_whole(
+    own: Mapping[int, Set[Shard]], copies: Mapping[int, Set[Shard]]
+) -> WholeShards | None:
+    """The newest step of which the shards of all ranks exist, each from its own holder if possible;
+    None for none.
 
     `own`, `copies`: by holder.
     """
@@ -29,7 +33,9 @@ def newest_whole(own: Mapping[int, Set[Shard]], copies: Mapping[int, Set[Shard]]
     for step, world_size in sorted(steps, reverse=True):
         ranks: dict[int, tuple[int, ...]] = {}
         for rank in range(world_size):
-            holder = next((number for number, held in kept if (rank, world_size, step) in held), None)
+            holder = next(
+                (number for number, held in kept if (rank, world_size, step) in held), None
+            )
             if holder is not None:
                 ranks[holder] = (*ranks.get(holder, ()), rank)
         if sum(map(len, ranks.values())) == world_size:

@@ -1,18 +1,21 @@
 """States in memory that outlive the rank that wrote them; the next attempt reads them. (rank side)
 
-The memory of a rank is an anonymous file (memfd) that the node's fork server creates and holds open: it outlives the
-rank, and ends with the server. Its first page says where each slot is (snapshot_layout.py). A slot holds
+The memory of a rank is an anonymous file (memfd) that the node's fork server creates and holds
+open: it outlives the rank, and ends with the server. Its first page says where each slot is
+(snapshot_layout.py). A slot holds
 
     the bytes of all tensors | their description, as torch.save writes it, read with weights_only
 
-A slot's step is removed from the page before its first byte changes, and written there after the last: a slot whose
-step is on the page is complete. One more slot is used while one of them is being written to the disk.
+A slot's step is removed from the page before its first byte changes, and written there after the
+last: a slot whose step is on the page is complete. One more slot is used while one of them is being
+written to the disk.
 
-From a CPU two slots take turns. A GPU lags behind the host, so it is the GPU that writes the step, in its queue behind
-the copies, and three slots take turns: the two newest complete ones stay while the third is copied. Ranks need that. A
-rank's GPU finishes the copies of a step only after all ranks have averaged the gradients of that step, that is after
-their GPUs have copied the state before. So when one rank overwrites its third newest state, its second newest one is
-complete on every rank.
+From a CPU two slots take turns. A GPU lags behind the host, so it is the GPU that writes the step,
+in its queue behind the copies, and three slots take turns: the two newest complete ones stay while
+the third is copied. Ranks need that. A rank's GPU finishes the copies of a step only after all
+ranks have averaged the gradients of that step, that is after their GPUs have copied the state
+before. So when one rank overwrites its third newest state, its second newest one is complete on
+every rank.
 """
 
 from __future__ import annotations
@@ -57,21 +60,23 @@ ALIGN = 64
 SLACK = 1 << 16
 """Bytes by which the description may grow before a slot has to move."""
 MOST = 0.4
-"""The share of the free memory that one slot may take: there are two, and the job needs memory too."""
+"""The share of the free memory that one slot may take: there are two, and the job needs memory
+too."""
 
 PAGE_ITSELF = -1
 """The first page, among the slots whose memory is page-locked."""
 
 GROWING = threading.Lock()
-"""Held while a file grows: the loop and the thread of the sharded states may each have a buffer of one file."""
+"""Held while a file grows: the loop and the thread of the sharded states may each have a buffer of
+one file."""
 
 
 Cloned = Literal["all", "host", "none"]
 """Which tensors of a state that is read are copies; the others share the memory of the slot.
 
-`host`: those that were on the host when they were kept. For a state that a GPU is about to load: what comes from a GPU
-is copied to it, but the rest (Adam's `step`, random generators) stays on the host, where all ranks of a node would
-change the same memory.
+`host`: those that were on the host when they were kept. For a state that a GPU is about to load:
+what comes from a GPU is copied to it, but the rest (Adam's `step`, random generators) stays on the
+host, where all ranks of a node would change the same memory.
 """
 
 
@@ -91,9 +96,11 @@ class TensorSpec:
     """Whether it was on the host when it was kept, not on a device."""
 
     def view(self, memory: Any) -> torch.Tensor:
-        """The tensor in this memory (anything with Python's buffer protocol), with a storage of its own.
+        """The tensor in this memory (anything with Python's buffer protocol), with a storage of its
+        own.
 
-        torch.save writes whole storages: a view of the whole memory would be written with all of it.
+        torch.save writes whole storages: a view of the whole memory would be written with all of
+        it.
         """
         count = torch.Size(self.shape).numel()
         if count == 0:
@@ -108,11 +115,16 @@ class TensorSpec:
 
 
 def unpack(memory: Any, size: int, length: int, clone: Cloned = "all") -> State:
-    """The state in the memory of a slot: `size` bytes of tensors, then `length` bytes of their description."""
-    described = torch.load(io.BytesIO(bytes(memoryview(memory)[size : size + length])), weights_only=True)
+    """The state in the memory of a slot: `size` bytes of tensors, then `length` bytes of their
+    description."""
+    described = torch.load(
+        io.BytesIO(bytes(memoryview(memory)[size : size + length])), weights_only=True
+    )
     specs = [TensorSpec(*plain) for plain in described["spots"]]
     found = [
-        spec.view(memory).clone() if clone == "all" or (clone == "host" and spec.on_host) else spec.view(memory)
+        spec.view(memory).clone()
+        if clone == "all" or (clone == "host" and spec.on_host)
+        else spec.view(memory)
         for spec in specs
     ]
     state: State = put_together(described["tree"], found)
@@ -123,14 +135,16 @@ class SnapshotBuffer:
     """The slots of one rank."""
 
     def __init__(self, descriptor: int, device: Device | None = None) -> None:
-        """`device`: that of the states that are written; None: this process only reads, or writes from a CPU."""
+        """`device`: that of the states that are written; None: this process only reads, or writes
+        from a CPU."""
         self._descriptor = descriptor
         self._device = device or HostDevice()
         self._page = mmap.mmap(descriptor, PAGE)
         self._maps: dict[int, tuple[tuple[int, int], mmap.mmap]] = {}
         self._views: dict[int, tuple[list[TensorSpec], list[torch.Tensor]]] = {}
         self._page_locked: dict[int, torch.Tensor | None] = {}
-        """By slot (PAGE_ITSELF: the first page): its memory; None if it could not be page-locked."""
+        """By slot (PAGE_ITSELF: the first page): its memory; None if it could not be
+        page-locked."""
         self._coming: Mark | None = None
         """The end of the copies that may not be done yet."""
 
@@ -149,30 +163,36 @@ class SnapshotBuffer:
         write_words(self._page, LOCK, slot)
 
     def fill_request(self, slot: int, request: SaveRequest, snapshot: int = -1) -> None:
-        """Put a request into its slot; `snapshot`: the slot with the rest of its state. NoRoom as in `write`."""
+        """Put a request into its slot; `snapshot`: the slot with the rest of its state. NoRoom as
+        in `write`."""
         self.fill(slot, request.step, {"request": vars(request), "snapshot": snapshot})
 
     def request_save(self, request: SaveRequest, snapshot: int = -1) -> None:
-        """Ask for a checkpoint, and leave alone what it is made of until it is on the disk. NoRoom as in `write`."""
+        """Ask for a checkpoint, and leave alone what it is made of until it is on the disk. NoRoom
+        as in `write`."""
         self.settle()
         self.fill_request(SAVE_SLOT, request, snapshot)
         self.settle()
         self.lock(SAVE_SLOT if snapshot < 0 else snapshot)
 
     def keep_to_save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Put a state where the writer of the node finds it; it must not be writing the one before. NoRoom as in
-        `write`."""
+        """Put a state where the writer of the node finds it; it must not be writing the one before.
+        NoRoom as in `write`."""
         self.settle()
         self.fill(SAVE_SLOT, step, state)
         self.settle()
 
     def read_request(self, slot: int, snapshot: int | None = None) -> SaveRequest:
-        """The request of a slot, its state completed by that of a snapshot (None: of the slot that it names).
+        """The request of a slot, its state completed by that of a snapshot (None: of the slot that
+        it names).
 
         Its tensors are the memory itself.
         """
         kept = self.read(slot, clone="none")
-        request, snapshot = SaveRequest(**kept["request"]), kept["snapshot"] if snapshot is None else snapshot
+        request, snapshot = (
+            SaveRequest(**kept["request"]),
+            kept["snapshot"] if snapshot is None else snapshot,
+        )
         whole = self.read(snapshot, clone="none") if snapshot >= 0 else {}
         whole.pop("own", None)
         return replace(request, state={**whole, **request.state})
@@ -183,7 +203,8 @@ class SnapshotBuffer:
         return read_words(self._page, FIT, 1)[0]
 
     def begin_fit(self, number: int) -> None:
-        """The states from here on are of this raydist.fit; those of the one before are on the disk, and go."""
+        """The states from here on are of this raydist.fit; those of the one before are on the disk,
+        and go."""
         if self.fit != number:
             self.forget_after(-1)
             write_words(self._page, FIT, number)
@@ -195,7 +216,9 @@ class SnapshotBuffer:
 
     def open_replica(self, size: int, length: int) -> int:
         """Open a slot for such a copy; `size` and `length` as in `unpack`. NoRoom as in `write`."""
-        slot = REPLICA_SLOTS[max(self.replicas.items(), default=(-1, REPLICA_SLOTS[-1]))[1] == REPLICA_SLOTS[0]]
+        slot = REPLICA_SLOTS[
+            max(self.replicas.items(), default=(-1, REPLICA_SLOTS[-1]))[1] == REPLICA_SLOTS[0]
+        ]
         self._open(slot, size, length, False)
         return slot
 
@@ -219,7 +242,8 @@ class SnapshotBuffer:
         return torch.frombuffer(self.bytes_of(slot), dtype=torch.uint8, count=sum(self.size(slot)))
 
     def forget_after(self, step: int) -> None:
-        """Drop the states of later steps: an earlier attempt made them, and this one makes its own."""
+        """Drop the states of later steps: an earlier attempt made them, and this one makes its
+        own."""
         self.settle()
         for later, slot in [*self.steps.items(), *self.replicas.items()]:
             if later > step:
@@ -228,8 +252,9 @@ class SnapshotBuffer:
     def write(self, step: int, state: Mapping[str, Any], agreed: bool = False) -> int:
         """Keep the state of a step; return its slot. NoRoom: the machine has too little memory.
 
-        Copies from a GPU run while the rank continues; the slot is complete after `settle`. `agreed`: all ranks know
-        that all of them have the newest state, so that one complete state is enough while the next is copied.
+        Copies from a GPU run while the rank continues; the slot is complete after `settle`.
+        `agreed`: all ranks know that all of them have the newest state, so that one complete state
+        is enough while the next is copied.
         """
         self.settle()
         tensors: list[torch.Tensor] = []
@@ -290,9 +315,12 @@ class SnapshotBuffer:
             self._coming = None
 
     def offers(self) -> list[tuple[int, int, int, int]]:
-        """The newest states first: step, whether it is a whole one, bytes of its description, of its tensors."""
+        """The newest states first: step, whether it is a whole one, bytes of its description, of
+        its tensors."""
         found = sorted(self.steps.items(), reverse=True)
-        rows = [(step, *read_words(self._page, at_slot(slot), SLOT_WORDS)[3:]) for step, slot in found]
+        rows = [
+            (step, *read_words(self._page, at_slot(slot), SLOT_WORDS)[3:]) for step, slot in found
+        ]
         return [(step, whole, text, tensors) for step, tensors, text, whole in rows]
 
     def read(self, slot: int, clone: Cloned = "all") -> State:
@@ -311,7 +339,10 @@ class SnapshotBuffer:
         write_words(self._page, at_slot(slot), -1)
         if (need := size + length) > room:
             if need > MOST * (left := memory_left()):
-                raise NoRoom(f"a state takes {need / 2**20:.0f} MiB, and {left / 2**20:.0f} MiB of memory are free")
+                raise NoRoom(
+                    f"a state takes {need / 2**20:.0f} MiB, and {left / 2**20:.0f} MiB of memory "
+                    "are free"
+                )
             self._give_back(slot, begin, room)
             room = -(-(need + SLACK) // PAGE) * PAGE
             with GROWING:
@@ -325,7 +356,10 @@ class SnapshotBuffer:
         known = self._maps.get(slot)
         if known is None or known[0] != (begin, room):
             self._unmap(slot)
-            known = self._maps[slot] = (begin, room), mmap.mmap(self._descriptor, room, offset=begin)
+            known = self._maps[slot] = (
+                (begin, room),
+                mmap.mmap(self._descriptor, room, offset=begin),
+            )
         return known[1]
 
     def _give_back(self, slot: int, begin: int, room: int) -> None:
@@ -341,12 +375,15 @@ class SnapshotBuffer:
         self._maps.pop(slot, None)
 
     def _page_lock(self, slot: int, memory: mmap.mmap) -> None:
-        """Page-lock the memory that a GPU copies to: otherwise each copy would block the rank until it is done."""
+        """Page-lock the memory that a GPU copies to: otherwise each copy would block the rank until
+        it is done."""
         if slot not in self._page_locked:
             flat = torch.frombuffer(memory, dtype=torch.uint8)
             self._page_locked[slot] = flat if self._device.register(flat) else None
 
-    def _tensors_of(self, slot: int, memory: mmap.mmap, spots: list[TensorSpec]) -> list[torch.Tensor]:
+    def _tensors_of(
+        self, slot: int, memory: mmap.mmap, spots: list[TensorSpec]
+    ) -> list[torch.Tensor]:
         known = self._views.get(slot)
         if known is None or known[0] != spots:
             known = self._views[slot] = spots, [spot.view(memory) for spot in spots]
@@ -369,7 +406,9 @@ def layout_of(
     for tensor in tensors:
         dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
         stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-        spots.append(TensorSpec(tensor.dtype, tuple(tensor.shape), tuple(stride), end, not lags(tensor)))
+        spots.append(
+            TensorSpec(tensor.dtype, tuple(tensor.shape), tuple(stride), end, not lags(tensor))
+        )
         end += -(-tensor.numel() * tensor.dtype.itemsize // ALIGN) * ALIGN
     return spots, end
 
@@ -402,7 +441,8 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def memory_left(root: Path = Path("/")) -> int:
-    """Free bytes of this machine or of its container, the smaller of both; 2**62 where neither can be read."""
+    """Free bytes of this machine or of its container, the smaller of both; 2**62 where neither can
+    be read."""
     available = counter((read_text(root / "proc/meminfo")).replace(" kB", ""), r"MemAvailable:\s*")
     groups = (*cgroup.lineage("self", root), root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory")
     limits = [left for group in groups if (left := cgroup.left_in(group)) is not None]

@@ -15,15 +15,15 @@ PAGE = 4096
 """Bytes of the first page of a rank's snapshot memory; slots begin at multiples of it."""
 
 SLOTS = 4
-"""Two for states that take turns, a third where a GPU is still copying one, and one more while one of them is being
-written to the disk."""
+"""Two for states that take turns, a third where a GPU is still copying one, and one more while one
+of them is being written to the disk."""
 
 LAST_SLOT = SLOTS
 """A SaveRequest for the last state of an attempt: all but what the newest snapshot holds."""
 
 SAVE_SLOT = LAST_SLOT + 1
-"""The SaveRequest that is being written now: with all of its state, or with what a snapshot lacks. Of a sharded state
-the part of this rank."""
+"""The SaveRequest that is being written now: with all of its state, or with what a snapshot lacks.
+Of a sharded state the part of this rank."""
 
 REPLICA_SLOTS = (SAVE_SLOT + 1, SAVE_SLOT + 2)
 """The slots for copies of the states of a rank on another node; they take turns too."""
@@ -31,12 +31,14 @@ REPLICA_SLOTS = (SAVE_SLOT + 1, SAVE_SLOT + 2)
 ALL_SLOTS = range(REPLICA_SLOTS[-1] + 1)
 
 WORD = 8
-"""Bytes of each number on the page. The first is the slot that is being written to the disk, or -1."""
+"""Bytes of each number on the page. The first is the slot that is being written to the disk, or
+-1."""
 LOCK = 0
 """Its offset."""
 SLOT_WORDS = 6
-"""Then per slot: step (-1: not complete), offset in the file, size in bytes, bytes used by tensors, bytes used by their
-description, and whether it holds a whole state (1) or only a rank's own part (0)."""
+"""Then per slot: step (-1: not complete), offset in the file, size in bytes, bytes used by tensors,
+bytes used by their description, and whether it holds a whole state (1) or only a rank's own part
+(0)."""
 
 
 FIT = WORD * (1 + SLOT_WORDS * len(ALL_SLOTS))
@@ -51,7 +53,8 @@ def at_slot(slot: int) -> int:
 def write_words(page: bytearray | mmap.mmap, offset: int, *words: int) -> None:
     """Write numbers to the page, each by one store of the processor.
 
-    struct.pack_into sets all bytes to 0 first: a process that is killed meanwhile would leave a step 0 that is none.
+    struct.pack_into sets all bytes to 0 first: a process that is killed meanwhile would leave a
+    step 0 that is none.
     """
     view = memoryview(page).cast("q")
     for place, word in enumerate(words, offset // WORD):
@@ -81,4 +84,6 @@ def complete_slots(page: bytes | mmap.mmap, slots: Iterable[int] = range(SLOTS))
 def whole_slots(page: bytes | mmap.mmap) -> dict[int, int]:
     """Those that hold a whole state, not only a rank's own part."""
     complete = complete_slots(page).items()
-    return {step: slot for step, slot in complete if read_words(page, at_slot(slot), SLOT_WORDS)[-1]}
+    return {
+        step: slot for step, slot in complete if read_words(page, at_slot(slot), SLOT_WORDS)[-1]
+    }

@@ -27,7 +27,8 @@ CHECKSUM = re.compile("[0-9a-f]{32}")
 DROPPED, REPLACED = ".dropped-", ".replaced-"
 """The prefixes of a checkpoint's name while it is deleted, and while another one replaces it."""
 WRITER_SILENT_S = 3600.0
-"""Seconds without a change after which another machine's half-written checkpoint is a killed writer's."""
+"""Seconds without a change after which another machine's half-written checkpoint is a killed
+writer's."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """From linux/fcntl.h and linux/fs.h."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -93,7 +94,8 @@ class Meta:
     """Seconds since the epoch."""
     torch: str
     reported: Mapping[str, Any] = field(default_factory=dict)
-    """The last value of each name that rank 0 had reported: a driver that was killed may not have heard of them."""
+    """The last value of each name that rank 0 had reported: a driver that was killed may not have
+    heard of them."""
 
     @classmethod
     def of(
@@ -109,18 +111,30 @@ class Meta:
         import torch
 
         return cls(
-            step, world_size, dict(metrics), files, sharded, time.time(), torch.__version__, dict(reported or {})
+            step,
+            world_size,
+            dict(metrics),
+            files,
+            sharded,
+            time.time(),
+            torch.__version__,
+            dict(reported or {}),
         )
 
     @classmethod
     def read(cls, path: StoragePath) -> Meta:
-        """Read it. OSError: there is no such file, or it can't be read; ValueError: it holds something else."""
+        """Read it. OSError: there is no such file, or it can't be read; ValueError: it holds
+        something else."""
         plain = json.loads((path / META).read_text(encoding="utf-8"))
         try:
             known = {"reported": {}} | plain  # older checkpoints have none
             known = {each.name: known[each.name] for each in fields(cls)}
             files = {name: FileFacts(**facts) for name, facts in known["files"].items()}
-            odd = [name for name, facts in files.items() if "/" in name or not CHECKSUM.fullmatch(facts.xxh3_128)]
+            odd = [
+                name
+                for name, facts in files.items()
+                if "/" in name or not CHECKSUM.fullmatch(facts.xxh3_128)
+            ]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         if odd:  # both become names of files on this machine
@@ -129,7 +143,8 @@ class Meta:
 
 
 def place_in_run(path: StoragePath) -> tuple[str, ...]:
-    """The names from the run folder to this folder of checkpoints, or to one in it; empty if it is not in one."""
+    """The names from the run folder to this folder of checkpoints, or to one in it; empty if it is
+    not in one."""
     parts = Path(str(path)).parts
     if CHECKPOINTS not in parts:
         return ()
@@ -138,7 +153,8 @@ def place_in_run(path: StoragePath) -> tuple[str, ...]:
 
 
 def write(request: SaveRequest) -> None:
-    """Write a checkpoint: a reader sees a complete one or none at any time. TypeError: it could not be loaded."""
+    """Write a checkpoint: a reader sees a complete one or none at any time. TypeError: it could not
+    be loaded."""
     if why := next(unloadable(request.state, "state"), None):
         raise TypeError(why)
     path = request.path
@@ -168,7 +184,8 @@ def _write_into(beside: StoragePath, request: SaveRequest) -> None:
 
 @contextmanager
 def hashed_file(path: StoragePath) -> Iterator[DirectFile | Hashing]:
-    """A file to write to, at a URL with no copy of it on this machine's disk. After the block it is complete."""
+    """A file to write to, at a URL with no copy of it on this machine's disk. After the block it is
+    complete."""
     if isinstance(path, Remote):
         with path.writing() as file:
             yield Hashing(file)
@@ -190,13 +207,16 @@ def file_sizes(folder: StoragePath) -> dict[str, int]:
     found = {}
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
         for file in files:
-            with suppress(FileNotFoundError):  # another process has just replaced or deleted the folder
+            with suppress(
+                FileNotFoundError
+            ):  # another process has just replaced or deleted the folder
                 found[file.name] = file.stat().st_size
     return found
 
 
 def complete(beside: StoragePath, path: StoragePath, meta: Meta) -> None:
-    """Turn the files in the folder `beside` into the checkpoint `path`. At a URL both are the same folder."""
+    """Turn the files in the folder `beside` into the checkpoint `path`. At a URL both are the same
+    folder."""
     (beside / META).write_text(json.dumps(asdict(meta), indent=1))
     if isinstance(beside, Path) and isinstance(path, Path):
         for synced in (beside / META, beside):
@@ -216,10 +236,12 @@ def drop(path: StoragePath) -> None:
 
 
 def put_in_place(beside: Path, path: Path) -> None:
-    """Rename a folder to `path`. A folder of that name is deleted; if the writer is killed meanwhile, `prune` does it.
+    """Rename a folder to `path`. A folder of that name is deleted; if the writer is killed
+    meanwhile, `prune` does it.
 
-    Where the file system can't exchange two names (NFS), a writer that is killed in between leaves the former one as
-    `.replaced-…`; a reader puts it back (`put_back`). A reader may do so at this moment too, hence the loop.
+    Where the file system can't exchange two names (NFS), a writer that is killed in between leaves
+    the former one as `.replaced-…`; a reader puts it back (`put_back`). A reader may do so at this
+    moment too, hence the loop.
     """
     aside = path.parent / f"{REPLACED}{path.name}-{os.getpid()}"
     while True:
@@ -238,21 +260,26 @@ def put_in_place(beside: Path, path: Path) -> None:
 
 
 def exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, as renameat2(2) does; False where the file system or the kernel can't."""
+    """Exchange two names in one step, as renameat2(2) does; False where the file system or the
+    kernel can't."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
     here = ctypes.c_int(AT_FDCWD)
-    return bool(libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), RENAME_EXCHANGE) == 0)
+    return bool(
+        libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), RENAME_EXCHANGE) == 0
+    )
 
 
 def writers_here() -> str:
-    """The part of a half-written folder's name before the pid: a pid means something on this machine only."""
+    """The part of a half-written folder's name before the pid: a pid means something on this
+    machine only."""
     return f"-{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
 def abandoned(left: Path) -> bool:
-    """Whether a half-written checkpoint is a leftover: its writer has ended; elsewhere, it was silent for an hour."""
+    """Whether a half-written checkpoint is a leftover: its writer has ended; elsewhere, it was
+    silent for an hour."""
     if not left.name.startswith(".step-"):
         return False
     _, here, pid = left.name.rpartition(writers_here())
@@ -263,7 +290,8 @@ def abandoned(left: Path) -> bool:
 
 
 def put_back(folder: Path) -> None:
-    """Give checkpoints their names back whose writer was killed while it replaced them (`put_in_place`)."""
+    """Give checkpoints their names back whose writer was killed while it replaced them
+    (`put_in_place`)."""
     for name, replaced in replaced_in(folder).items():
         with suppress(OSError):  # the new one exists, or the folder is read-only
             replaced.rename(folder / name)
@@ -276,7 +304,8 @@ def replaced_in(folder: Path) -> dict[str, Path]:
 
 
 def unloadable(value: Any, where: str) -> Iterator[str]:
-    """The values that torch.load(weights_only=True) would refuse: found when they are saved, not when needed."""
+    """The values that torch.load(weights_only=True) would refuse: found when they are saved, not
+    when needed."""
     import torch
 
     kind = type(value)
@@ -290,8 +319,10 @@ def unloadable(value: Any, where: str) -> Iterator[str]:
     elif kind not in PLAIN and not isinstance(value, torch.Tensor | torch.dtype | torch.device):
         public = kind.__module__.partition("._")[0]  # pathlib._local.PosixPath in Python 3.13
         yield (
-            f"{where} is a {public}.{kind.__qualname__}, which can't be loaded without running code: save "
-            "tensors, numbers, text, and lists and dicts of them (torch.as_tensor(…), float(…), .state_dict())"
+            f"{where} is a {public}.{kind.__qualname__}, which can't be loaded without running "
+            "code: save "
+            "tensors, numbers, text, and lists and dicts of them (torch.as_tensor(…), float(…), "
+            ".state_dict())"
         )
 
 

@@ -1,6 +1,8 @@
-"""The trials of a sweep, from the first to the last: starts them as there is room, hears them, ends them. (driver)
+"""The trials of a sweep, from the first to the last: starts them as there is room, hears them, ends
+them. (driver)
 
-Each trial is a run in a thread of its own, on its own part of the cluster. This thread decides, by rules.py.
+Each trial is a run in a thread of its own, on its own part of the cluster. This thread decides, by
+rules.py.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ END_S = 60.0
 POLL_S = 0.2
 """Seconds between two drawings of the table."""
 ROOM_S = 2.0
-"""Seconds to which the time between two looks for room grows while no trial ends: each asks Ray for all nodes and
-placement groups."""
+"""Seconds to which the time between two looks for room grows while no trial ends: each asks Ray for
+all nodes and placement groups."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Live:
 
 
 class Conductor:
-    """Runs the trials. `trials` is their state at any time, `results` has those that ran to their end here."""
+    """Runs the trials. `trials` is their state at any time, `results` has those that ran to their
+    end here."""
 
     def __init__(
         self,
@@ -97,21 +100,31 @@ class Conductor:
         summarize: Callable[[Sequence[Trial]], None],
         call: RemoteCall | None = None,
     ) -> None:
-        """`most`: number of trials in all. `wanted`: the objectives. `trials`: of an earlier part of the sweep.
+        """`most`: number of trials in all. `wanted`: the objectives. `trials`: of an earlier part
+        of the sweep.
 
         `summarize`: writes the summary of the sweep.
         """
         self.trials, self.results = trials, dict[int, Result[Any]]()
-        self._space, self._sampler, self._sweep, self._most, self._wanted = space, sampler, sweep, most, wanted
+        self._space, self._sampler, self._sweep, self._most, self._wanted = (
+            space,
+            sampler,
+            sweep,
+            most,
+            wanted,
+        )
         self._folder, self._screen, self._summarize, self._call = folder, screen, summarize, call
-        self._rule = Prune(sweep.prune, wanted[0] if wanted else Objective("", 1), sweep.min_steps, sweep.reduction)
+        self._rule = Prune(
+            sweep.prune, wanted[0] if wanted else Objective("", 1), sweep.min_steps, sweep.reduction
+        )
         self._live: dict[int, Live] = {}
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._gangs = Gangs()
         self._error: BaseException | None = None
         """Why no other trial is started."""
         self._look_at, self._look_s = 0.0, POLL_S
-        """When to look for room again, by time.monotonic(), and how long after that if there is none."""
+        """When to look for room again, by time.monotonic(), and how long after that if there is
+        none."""
 
     @property
     def states(self) -> list[Trial]:
@@ -146,7 +159,8 @@ class Conductor:
         return number
 
     def _start_next(self) -> bool:
-        """Start the next trial if there is room for it; whether it was started, or could never be."""
+        """Start the next trial if there is room for it; whether it was started, or could never
+        be."""
         if len(self._live) >= (self._sweep.parallel or len(self.trials) + 1):
             return False
         if not all(live.watched.settled for live in self._live.values()):
@@ -170,13 +184,18 @@ class Conductor:
 
     def _start(self, number: int, job: Job) -> None:
         before = self.trials[number]
-        # asha promotes a trial from a milestone once: what goes on from a pause has passed those that it has reached
+        # asha promotes a trial from a milestone once: what goes on from a pause has passed those
+        # that it has reached
         passed = max(before.passed, len(before.curve))
         trial = self._change(replace(before, state="running", passed=passed, why=""), show=True)
         sweep = replace(job.sweep, dir=str(self._folder.path))
         watch = replace(job.watch, page=False)  # the sweep has a page, with those of its trials
-        job = replace(job, dir=str(self._folder.path / trial.dir), group="ray", sweep=sweep, watch=watch)
-        thread = threading.Thread(target=self._run, args=(trial, job), name=f"raydist-trial-{number}", daemon=True)
+        job = replace(
+            job, dir=str(self._folder.path / trial.dir), group="ray", sweep=sweep, watch=watch
+        )
+        thread = threading.Thread(
+            target=self._run, args=(trial, job), name=f"raydist-trial-{number}", daemon=True
+        )
         self._live[number] = Live(WatchedTrial(self._wanted), len(trial.curve), thread)
         thread.start()
 
@@ -193,14 +212,17 @@ class Conductor:
                 job = replace(job, resume=own)
                 self._recall(live, Path(job.dir) / "events.jsonl")
             write_settings(job, trial.settings)
-            self.results[trial.number] = run_job(job, self._call, OneOfMany(read, live.halt, self._gangs))
+            self.results[trial.number] = run_job(
+                job, self._call, OneOfMany(read, live.halt, self._gangs)
+            )
         except BaseException as raised:
             error = raised
         self._messages.put(Over(trial.number, error))
 
     @staticmethod
     def _recall(live: Live, file: Path) -> None:
-        """Read what a trial reported before: if it was killed after its last report, it says nothing now."""
+        """Read what a trial reported before: if it was killed after its last report, it says
+        nothing now."""
         with suppress(OSError):
             for event in read_events(file, kind="report"):
                 live.watched.add(event)
@@ -211,9 +233,15 @@ class Conductor:
         reported = live.watched.add(event)
         if event["kind"] == "warning":
             self._screen.event(event, number)
-        while reported and self._rule.kind != "none" and event["step"] >= self._rule.milestone(live.milestones):
+        while (
+            reported
+            and self._rule.kind != "none"
+            and event["step"] >= self._rule.milestone(live.milestones)
+        ):
             live.milestones += 1
-            self._messages.put(Reached(number, event["step"], event["values"][self._wanted[0].name]))
+            self._messages.put(
+                Reached(number, event["step"], event["values"][self._wanted[0].name])
+            )
         if settled != live.watched.settled:
             self._messages.put(None)
 
@@ -232,7 +260,9 @@ class Conductor:
                 self._reached(message)
             case Over():
                 self._over(message)
-        self._screen.draw(self.states, {number: live.watched for number, live in self._live.items()})
+        self._screen.draw(
+            self.states, {number: live.watched for number, live in self._live.items()}
+        )
 
     def _reached(self, message: Reached) -> None:
         live = self._live[message.number]
@@ -268,14 +298,26 @@ class Conductor:
             case RaydistError() as error:
                 self._fail(trial.number, error)
             case error:
-                self._change(replace(trial, state="failed", why=f"{type(error).__name__}: {error}"), show=True)
+                self._change(
+                    replace(trial, state="failed", why=f"{type(error).__name__}: {error}"),
+                    show=True,
+                )
                 self._end(error)
 
     def _fail(self, number: int, error: RaydistError) -> None:
         """A trial has failed; `sweep.on_failure` says what follows."""
         trial = self.trials[number]
-        again = self._sweep.on_failure == "retry" and trial.failures < self._sweep.retries and self._error is None
-        trial = replace(trial, state="waiting" if again else "failed", failures=trial.failures + 1, why=error.message)
+        again = (
+            self._sweep.on_failure == "retry"
+            and trial.failures < self._sweep.retries
+            and self._error is None
+        )
+        trial = replace(
+            trial,
+            state="waiting" if again else "failed",
+            failures=trial.failures + 1,
+            why=error.message,
+        )
         self._tell(trial)
         if self._sweep.on_failure == "end":
             self._end(error)
@@ -308,7 +350,10 @@ class Conductor:
 
 def write_settings(job: Job, settings: Mapping[str, str]) -> None:
     """Write what a run folder has of its settings."""
-    folder, own = Path(job.dir, ".hydra"), OmegaConf.create([f"{key}={value}" for key, value in settings.items()])
+    folder, own = (
+        Path(job.dir, ".hydra"),
+        OmegaConf.create([f"{key}={value}" for key, value in settings.items()]),
+    )
     with suppress(OSError):  # a full disk: the record of the trial warns
         folder.mkdir(parents=True, exist_ok=True)
         save_settings(job, folder / "config.yaml")

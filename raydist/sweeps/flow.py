@@ -1,4 +1,5 @@
-"""A sweep on one screen: settings -> space -> folder -> cluster -> trials -> SweepResult. (driver)"""
+"""A sweep on one screen: settings -> space -> folder -> cluster -> trials -> SweepResult.
+(driver)"""
 
 from __future__ import annotations
 
@@ -41,24 +42,32 @@ class SweepResult:
     trials: tuple[Trial, ...]
     """Each with its number, settings, state, step, values of the objectives, metrics and folder."""
     best: tuple[Trial, ...] = ()
-    """The best finished trial; with several objectives those that no other one is better than in all of them."""
+    """The best finished trial; with several objectives those that no other one is better than in
+    all of them."""
     results: dict[int, Result[Any]] = field(default_factory=dict)
-    """By number, of each trial that finished in this call; it has the values that the job's function returned."""
+    """By number, of each trial that finished in this call; it has the values that the job's
+    function returned."""
     importance: dict[str, float] = field(default_factory=dict)
-    """By setting, its part in the differences of the first objective; empty without Optuna or with few trials."""
+    """By setting, its part in the differences of the first objective; empty without Optuna or with
+    few trials."""
 
 
-def sweep(job: str | Callable[..., Any], *space: str, args: Sequence[Any] = (), **kwargs: Any) -> SweepResult:
-    """Run a job many times with different settings, side by side as the cluster has room; return the trials.
+def sweep(
+    job: str | Callable[..., Any], *space: str, args: Sequence[Any] = (), **kwargs: Any
+) -> SweepResult:
+    """Run a job many times with different settings, side by side as the cluster has room; return
+    the trials.
 
     - `job`: as for `raydist.run`.
-    - `space`: settings as for `raydist.run`. Those with several values make the space, in Hydra's grammar:
-      "model=mlp,small_cnn", "train.epochs=range(1,4)", "optim.lr=tag(log,interval(1e-4,1e-1))". A function gets its
-      own by job.args: "job.args.hidden=16,32". "sweep.…" say who proposes, who ends early, how many.
+    - `space`: settings as for `raydist.run`. Those with several values make the space, in Hydra's
+      grammar: "model=mlp,small_cnn", "train.epochs=range(1,4)",
+      "optim.lr=tag(log,interval(1e-4,1e-1))". A function gets its own by job.args:
+      "job.args.hidden=16,32". "sweep.…" say who proposes, who ends early, how many.
     - `args`, `kwargs`: for a function, the same for all trials.
 
-    ConfigError: a wrong setting, nothing was started; or no trial reports the objective. RunFailed, LaunchError: a
-    trial failed, with sweep.on_failure=end. Stopped: SIGINT or SIGTERM; all trials have saved their last state.
+    ConfigError: a wrong setting, nothing was started; or no trial reports the objective. RunFailed,
+    LaunchError: a trial failed, with sweep.on_failure=end. Stopped: SIGINT or SIGTERM; all trials
+    have saved their last state.
 
         raydist.sweep("digits", "optim.lr=0.1,0.01", "sweep.objective=min:test_loss").best
     """
@@ -75,7 +84,8 @@ def run_sweep(
     function: Callable[..., Any] | None = None,
     call: RemoteCall | None = None,
 ) -> SweepResult:
-    """Check all, create or reopen the folder, and run the trials. The arguments are those of SweepConfig."""
+    """Check all, create or reopen the folder, and run the trials. The arguments are those of
+    SweepConfig."""
     began = time.monotonic()
     resumed, overrides, name = gone_on_with(overrides, name)
     config = SweepConfig(overrides, name, config_dir, function)
@@ -88,15 +98,21 @@ def run_sweep(
     path = resumed or Path(config.make_folder())
     screen = SweepScreen(jobs[0].watch, wanted)
     folder = Folder(path, lambda text: screen.event({"kind": "warning", "text": text}))
-    trials = {number: reopened(trial, settings, wanted) for number, trial in read_trials(path).items()}
+    trials = {
+        number: reopened(trial, settings, wanted) for number, trial in read_trials(path).items()
+    }
     sampler = samplers.sampler(sampler_name, settings, space, folder)
     facts = SweepRecord(config.typed, name, space, wanted, sampler_name, settings, config)
 
-    def summarize(states: Sequence[Trial], how: str = "running", shares: Mapping[str, float] | None = None) -> None:
+    def summarize(
+        states: Sequence[Trial], how: str = "running", shares: Mapping[str, float] | None = None
+    ) -> None:
         folder.summarize(facts.to_json(how, states, shares or {}), states, list(space.parts))
 
     most = max(most, len(trials))
-    conductor = Conductor(space, sampler, settings, most, wanted, folder, screen, trials, summarize, call)
+    conductor = Conductor(
+        space, sampler, settings, most, wanted, folder, screen, trials, summarize, call
+    )
     how, shares = "failed", dict[str, float]()
     with PageBeside(path, jobs[0].watch.page) as page:
         screen.link(page.link)
@@ -118,12 +134,19 @@ def run_sweep(
             folder.close()
             if states:
                 lines = table.summary_facts(states, wanted, shares, str(path), facts.command)
-                screen.summary(lines, table.sweep_headline(states, time.monotonic() - began, how), how == "finished")
-    return SweepResult(path, tuple(states), tuple(best_trials(states, wanted)), conductor.results, shares)
+                screen.summary(
+                    lines,
+                    table.sweep_headline(states, time.monotonic() - began, how),
+                    how == "finished",
+                )
+    return SweepResult(
+        path, tuple(states), tuple(best_trials(states, wanted)), conductor.results, shares
+    )
 
 
 def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list[str], str]:
-    """(folder, overrides, config's name) of the sweep that `sweep.resume=` names; without it None, and as they are."""
+    """(folder, overrides, config's name) of the sweep that `sweep.resume=` names; without it None,
+    and as they are."""
     parsed = [Override.parse(text) for text in overrides]
     folder = next((each.value for each in reversed(parsed) if each.key == "sweep.resume"), None)
     if not folder:
@@ -135,11 +158,16 @@ def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list
         if not may_change and each.text not in summary["overrides"]:
             cause = "the sweep has its settings already; leave this one out"
             raise ConfigError.of(each.key, each.value, cause, typed=each.text)
-    every = [*summary["overrides"], *(text for text in overrides if Override.parse(text).key != "sweep.resume")]
+    every = [
+        *summary["overrides"],
+        *(text for text in overrides if Override.parse(text).key != "sweep.resume"),
+    ]
     typed = {each.key for each in parsed}
     for key in unsaved:
         if key not in typed:
-            raise ConfigError.of(key, None, "it has a secret, which is not saved; type it again", f"{key}=VALUE")
+            raise ConfigError.of(
+                key, None, "it has a secret, which is not saved; type it again", f"{key}=VALUE"
+            )
     last = {Override.parse(text).key: text for text in every}  # in the order of the first
     return expand_home("sweep.resume", folder).absolute(), [*last.values()], summary["config_name"]
 
@@ -155,8 +183,13 @@ def checked(job: Job) -> Job:
 
 
 def reopened(trial: Trial, settings: Sweep, wanted: Sequence[Objective]) -> Trial:
-    """A trial of an earlier part of the sweep: what was under way waits, and so does a failure that may be retried."""
-    again = trial.state == "failed" and settings.on_failure == "retry" and trial.failures <= settings.retries
+    """A trial of an earlier part of the sweep: what was under way waits, and so does a failure that
+    may be retried."""
+    again = (
+        trial.state == "failed"
+        and settings.on_failure == "retry"
+        and trial.failures <= settings.retries
+    )
     state: State = "waiting" if again or trial.state in OPEN else trial.state
     return replace(trial, state=state, values=values_of(wanted, trial.metrics))
 
@@ -173,14 +206,20 @@ class SweepRecord:
     settings: Sweep
     config: SweepConfig
 
-    def to_json(self, state: str, trials: Sequence[Trial], importance: Mapping[str, float]) -> Mapping[str, Any]:
+    def to_json(
+        self, state: str, trials: Sequence[Trial], importance: Mapping[str, float]
+    ) -> Mapping[str, Any]:
         """As plain JSON."""
         return {
             "state": state,
             "overrides": self.overrides,
             "config_name": self.config_name,
-            "space": {key: self.config.overrides[key].get_value_string() for key in self.space.parts},
-            "objectives": [{"name": each.name, "direction": each.direction} for each in self.wanted],
+            "space": {
+                key: self.config.overrides[key].get_value_string() for key in self.space.parts
+            },
+            "objectives": [
+                {"name": each.name, "direction": each.direction} for each in self.wanted
+            ],
             "sampler": self.sampler,
             "prune": self.settings.prune,
             "best": [trial.number for trial in best_trials(trials, self.wanted)],
@@ -189,7 +228,11 @@ class SweepRecord:
 
     def command(self, trial: Trial) -> str:
         """What to type to run a trial alone."""
-        fixed = [text for text in self.overrides if (key := Override.parse(text).key) not in self.space.parts
-                 and not key.startswith(("sweep.", "hydra."))]  # fmt: skip
+        fixed = [
+            text
+            for text in self.overrides
+            if (key := Override.parse(text).key) not in self.space.parts
+            and not key.startswith(("sweep.", "hydra."))
+        ]
         own = [f"{key}={value}" for key, value in trial.settings.items()]
         return shlex.join(["python", "-m", "raydist.train", *fixed, *own])

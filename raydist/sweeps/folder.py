@@ -1,13 +1,15 @@
-"""The folder of a sweep: a record of each trial, and a summary of all. Each file is whole at any time. (driver)
+"""The folder of a sweep: a record of each trial, and a summary of all. Each file is whole at any
+time. (driver)
 
-    RUNS/NAME/DATE_sweep/sweep.json     the overrides, the space, the state, the best, and all trials
+    RUNS/NAME/DATE_sweep/sweep.json     the overrides, space, state, best, and all trials
                          sweep.csv      a line for each trial
                          sweep.jsonl    events of the sweep itself: the cluster, warnings
                          multirun.yaml  the settings, as Hydra has them
                          optuna.journal with one of Optuna's samplers
                          7/trial.json   the record of trial 7, in its run folder
 
-A trial's record is written before it starts and at each change, so a sweep whose driver is killed loses nothing.
+A trial's record is written before it starts and at each change, so a sweep whose driver is killed
+loses nothing.
 """
 
 from __future__ import annotations
@@ -48,10 +50,15 @@ class Folder:
             folder.mkdir(exist_ok=True)
         self._write(folder / RECORD, json.dumps(trial.to_json(), indent=1, default=str))
 
-    def summarize(self, facts: Mapping[str, Any], trials: Sequence[Trial], keys: Sequence[str]) -> None:
-        """Write sweep.json and sweep.csv. `facts`: of the sweep. `keys`: the settings that differ."""
+    def summarize(
+        self, facts: Mapping[str, Any], trials: Sequence[Trial], keys: Sequence[str]
+    ) -> None:
+        """Write sweep.json and sweep.csv. `facts`: of the sweep. `keys`: the settings that
+        differ."""
         records = [trial.to_json() for trial in trials]
-        self._write(self.path / SUMMARY, json.dumps({**facts, "trials": records}, indent=1, default=str))
+        self._write(
+            self.path / SUMMARY, json.dumps({**facts, "trials": records}, indent=1, default=str)
+        )
         names = sorted({name for trial in trials for name in trial.metrics})
         text = io.StringIO()
         table = csv.writer(text)
@@ -59,7 +66,9 @@ class Folder:
         for trial in trials:
             own = [trial.settings.get(key, "") for key in keys]
             metrics = [trial.metrics.get(name, "") for name in names]
-            table.writerow([trial.number, trial.state, *own, trial.step, round(trial.wall_s, 3), *metrics])
+            table.writerow(
+                [trial.number, trial.state, *own, trial.step, round(trial.wall_s, 3), *metrics]
+            )
         self._write(self.path / "sweep.csv", text.getvalue())
 
     def _write(self, path: Path, text: str) -> None:
@@ -73,7 +82,9 @@ class Folder:
                 part.unlink()
             if not self._full:
                 self._full = True
-                self.warn(f"{path} cannot be written ({error.strerror}): the sweep continues without it")
+                self.warn(
+                    f"{path} cannot be written ({error.strerror}): the sweep continues without it"
+                )
         else:
             self._full = False
 
@@ -98,13 +109,22 @@ def read_summary(folder: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         beside = sorted(path.parent.glob(f"*/{SUMMARY}")) if path.parent.is_dir() else []
         guess = f"sweep.resume={beside[-1].parent}" if beside else None
-        raise ConfigError.of("sweep.resume", folder, f"there is no {SUMMARY} in it", guess=guess) from error
+        raise ConfigError.of(
+            "sweep.resume", folder, f"there is no {SUMMARY} in it", guess=guess
+        ) from error
     return summary
 
 
 def read_trials(folder: Path) -> dict[int, Trial]:
     """The trials by their records; one whose folder was deleted by the summary of the sweep."""
-    summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8")) if (folder / SUMMARY).exists() else {}
+    summary = (
+        json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        if (folder / SUMMARY).exists()
+        else {}
+    )
     records = (json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"*/{RECORD}"))
-    trials = {trial.number: trial for trial in map(Trial.from_json, (*summary.get("trials", ()), *records))}
+    trials = {
+        trial.number: trial
+        for trial in map(Trial.from_json, (*summary.get("trials", ()), *records))
+    }
     return dict(sorted(trials.items()))

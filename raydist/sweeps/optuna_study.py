@@ -1,4 +1,5 @@
-"""Optuna's samplers by ask and tell, its journal in the folder of the sweep; the importance of settings. (driver)"""
+"""Optuna's samplers by ask and tell, its journal in the folder of the sweep; the importance of
+settings. (driver)"""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 NUMBER = "raydist_trial"
-"""The attribute of Optuna's trials with our number: one that is taken up again after it was paused is told twice."""
+"""The attribute of Optuna's trials with our number: one that is taken up again after it was paused
+is told twice."""
 PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch"), "qmc": ("scipy",)}
 """What samplers need beside Optuna."""
 POPULATION = 50
-"""Trials of a generation of nsga2: Optuna's default. Of few trials it would make no second generation."""
+"""Trials of a generation of nsga2: Optuna's default. Of few trials it would make no second
+generation."""
 
 
 def check_optuna(name: str) -> None:
@@ -37,30 +40,43 @@ def check_optuna(name: str) -> None:
 
 
 class OptunaSampler:
-    """A study of Optuna. What it has proposed is in its journal, so a sweep that is gone on with gets the same."""
+    """A study of Optuna. What it has proposed is in its journal, so a sweep that is gone on with
+    gets the same."""
 
     def __init__(
-        self, name: str, sweep: Sweep, space: Space, journal: Path, warn: Callable[[str], None] = lambda text: None
+        self,
+        name: str,
+        sweep: Sweep,
+        space: Space,
+        journal: Path,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`journal`: its file; no other process writes to it. `warn`: gets what a person should know."""
+        """`journal`: its file; no other process writes to it. `warn`: gets what a person should
+        know."""
         self._name, self._sweep, self._space, self._warn = name, sweep, space, warn
         self._wanted = objectives(sweep.objective)
         self._distributions = {key: _distribution(part) for key, part in space.parts.items()}
         self._journal = journal
         mend(journal)
         with _quiet() as optuna:
-            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+            storage = optuna.storages.JournalStorage(
+                optuna.storages.journal.JournalFileBackend(str(journal))
+            )
             self._study = optuna.create_study(
-                storage=storage, study_name="sweep", load_if_exists=True,
+                storage=storage,
+                study_name="sweep",
+                load_if_exists=True,
                 directions=[each.direction for each in self._wanted],
-            )  # fmt: skip
+            )
 
     def propose(self, number: int) -> dict[str, str]:
-        """Optuna's proposal; for a trial that it has proposed before, the same. Random ones if the disk is full."""
+        """Optuna's proposal; for a trial that it has proposed before, the same. Random ones if the
+        disk is full."""
         with _quiet():
             if (known := self._known(number)) is not None:
                 return self._texts(known.params)
-            # a new generator for each trial: its numbers do not depend on how often the sweep was gone on with
+            # a new generator for each trial: its numbers do not depend on how often the sweep was
+            # gone on with
             self._study.sampler = _sampler(self._name, self._sweep, number)
             try:
                 trial = self._study.ask(self._distributions)
@@ -71,7 +87,8 @@ class OptunaSampler:
             return self._texts(trial.params)
 
     def tell(self, trial: Trial) -> None:
-        """A trial is paused or over. One that is paused counts as pruned; if it goes on, its end is told too."""
+        """A trial is paused or over. One that is paused counts as pruned; if it goes on, its end is
+        told too."""
         try:
             with _quiet() as optuna:
                 self._tell(trial, optuna)
@@ -100,44 +117,68 @@ class OptunaSampler:
         elif done:  # it was paused, which is an end for Optuna
             self._study.add_trial(
                 optuna.trial.create_trial(
-                    params=known.params, distributions=self._distributions, user_attrs={NUMBER: trial.number},
-                    intermediate_values=curve, values=done,
+                    params=known.params,
+                    distributions=self._distributions,
+                    user_attrs={NUMBER: trial.number},
+                    intermediate_values=curve,
+                    values=done,
                 )
-            )  # fmt: skip
+            )
 
     def _known(self, number: int) -> FrozenTrial | None:
         """The newest of Optuna's trials that stands for ours."""
-        found = [each for each in self._study.get_trials(deepcopy=False) if each.user_attrs.get(NUMBER) == number]
+        found = [
+            each
+            for each in self._study.get_trials(deepcopy=False)
+            if each.user_attrs.get(NUMBER) == number
+        ]
         return found[-1] if found else None
 
     def _texts(self, params: Mapping[str, Any]) -> dict[str, str]:
-        return {key: part.text(params[key]) if isinstance(part, Interval) else params[key]
-                for key, part in self._space.parts.items()}  # fmt: skip
+        return {
+            key: part.text(params[key]) if isinstance(part, Interval) else params[key]
+            for key, part in self._space.parts.items()
+        }
 
 
 def mend(journal: Path) -> None:
-    """Remove what a driver has left that was killed, or whose disk was full, in the middle of a line: Optuna would
-    read no further, and wait for the lock. Only this process writes to the journal: the folder of the sweep is locked.
+    """Remove what a driver has left that was killed, or whose disk was full, in the middle of a
+    line: Optuna would read no further, and wait for the lock. Only this process writes to the
+    journal: the folder of the sweep is locked.
     """
     Path(f"{journal}.lock").unlink(missing_ok=True)
     if journal.exists() and not (text := journal.read_bytes()).endswith(b"\n"):
         os.truncate(journal, text.rfind(b"\n") + 1)
 
 
-def importance(space: Space, wanted: Sequence[Objective], trials: Sequence[Trial]) -> dict[str, float]:
-    """How much each setting matters to the first objective, in fractions of 1; empty without Optuna or few trials."""
-    done = [trial for trial in trials if trial.state == "finished" and wanted and wanted[0].name in trial.values]
+def importance(
+    space: Space, wanted: Sequence[Objective], trials: Sequence[Trial]
+) -> dict[str, float]:
+    """How much each setting matters to the first objective, in fractions of 1; empty without Optuna
+    or few trials."""
+    done = [
+        trial
+        for trial in trials
+        if trial.state == "finished" and wanted and wanted[0].name in trial.values
+    ]
     if find_spec("optuna") is None or len(done) < 4 or len(space.parts) < 2:
         return {}
     distributions = {key: _distribution(part) for key, part in space.parts.items()}
-    with _quiet() as optuna, contextlib.suppress(Exception):  # an aside must not fail a sweep that has ended well
+    with (
+        _quiet() as optuna,
+        contextlib.suppress(Exception),
+    ):  # an aside must not fail a sweep that has ended well
         study = optuna.create_study(direction=wanted[0].direction)
         for trial in done:
             params = {key: _number(space.parts[key], text) for key, text in trial.settings.items()}
             value = trial.values[wanted[0].name]
-            study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
+            study.add_trial(
+                optuna.trial.create_trial(params=params, distributions=distributions, value=value)
+            )
         evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
-        found: dict[str, float] = optuna.importance.get_param_importances(study, evaluator=evaluator)
+        found: dict[str, float] = optuna.importance.get_param_importances(
+            study, evaluator=evaluator
+        )
         return {key: round(float(share), 4) for key, share in found.items()}
     return {}
 
@@ -170,7 +211,9 @@ def _sampler(name: str, sweep: Sweep, number: int) -> BaseSampler:
             return samplers.NSGAIISampler(seed=seed, population_size=population)
         case "qmc":  # one sequence for all trials: its place in it is in the journal
             first = samplers.RandomSampler(seed=seed)
-            return samplers.QMCSampler(scramble=True, seed=sweep.seed % 2**32, independent_sampler=first)
+            return samplers.QMCSampler(
+                scramble=True, seed=sweep.seed % 2**32, independent_sampler=first
+            )
         case _:
             return samplers.TPESampler(seed=seed)
 

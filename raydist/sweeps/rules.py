@@ -1,10 +1,12 @@
 """(trials, rule) -> which trial goes on, which is paused or ended, and which one is next. (pure)
 
-asha is Algorithm 2 of Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning" (arXiv:1810.05934): a
-trial is promoted from a rung if it is in the best 1/reduction of those that have reached it. A rung is a milestone. Of
-few trials none may be: once all are paused, the best of the highest rung goes on, so that one trial finishes.
+asha is Algorithm 2 of Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning"
+(arXiv:1810.05934): a trial is promoted from a rung if it is in the best 1/reduction of those that
+have reached it. A rung is a milestone. Of few trials none may be: once all are paused, the best of
+the highest rung goes on, so that one trial finishes.
 
-median is the rule of Golovin et al. 2017, "Google Vizier" (KDD, section 3.2.2), over all trials that have come as far.
+median is the rule of Golovin et al. 2017, "Google Vizier" (KDD, section 3.2.2), over all trials
+that have come as far.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ class Prune:
         return self.first * (self.reduction**number if self.kind == "asha" else number + 1)
 
 
-def verdict(trials: Sequence[Trial], number: int, rule: Prune, more: bool) -> Literal["go on", "pause", "end"]:
-    """What a running trial does that has just reached a milestone. `more`: trials may still be proposed."""
+def verdict(
+    trials: Sequence[Trial], number: int, rule: Prune, more: bool
+) -> Literal["go on", "pause", "end"]:
+    """What a running trial does that has just reached a milestone. `more`: trials may still be
+    proposed."""
     trial = next(each for each in trials if each.number == number)
     rung = len(trial.curve) - 1
     if rule.kind == "median":
@@ -49,10 +54,15 @@ def verdict(trials: Sequence[Trial], number: int, rule: Prune, more: bool) -> Li
 
 
 def next_trial(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
-    """The number of the next trial to run: a promoted one, else one that waits; None: propose one, or there is none."""
+    """The number of the next trial to run: a promoted one, else one that waits; None: propose one,
+    or there is none."""
     if rule.kind == "asha":
         for rung in range(max((len(trial.curve) for trial in trials), default=0) - 1, -1, -1):
-            if paused := [number for number in promotable(trials, rung, rule) if _state(trials, number) == "paused"]:
+            if paused := [
+                number
+                for number in promotable(trials, rung, rule)
+                if _state(trials, number) == "paused"
+            ]:
                 return paused[0]
     if waiting := [trial.number for trial in trials if trial.state == "waiting"]:
         return min(waiting)
@@ -60,13 +70,17 @@ def next_trial(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
 
 
 def promotable(trials: Sequence[Trial], rung: int, rule: Prune) -> list[int]:
-    """The trials that are in the best 1/reduction of a rung and were not promoted from it yet, the best first."""
+    """The trials that are in the best 1/reduction of a rung and were not promoted from it yet, the
+    best first."""
     ranked = _ranked(trials, rung, rule)
-    return [trial.number for trial in ranked[: len(ranked) // rule.reduction] if trial.passed <= rung]
+    return [
+        trial.number for trial in ranked[: len(ranked) // rule.reduction] if trial.passed <= rung
+    ]
 
 
 def last_resort(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
-    """The best of the highest rung, if all trials are paused or over, none has finished, and none is to come."""
+    """The best of the highest rung, if all trials are paused or over, none has finished, and none
+    is to come."""
     if more or any(trial.state in (*OPEN, "finished") for trial in trials):
         return None
     paused = [trial for trial in trials if trial.state == "paused"]
@@ -75,9 +89,12 @@ def last_resort(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
 
 
 def worse_than_median(trials: Sequence[Trial], trial: Trial, rule: Prune) -> bool:
-    """Whether the best value of a trial so far is worse than the median of the others' means up to here."""
+    """Whether the best value of a trial so far is worse than the median of the others' means up to
+    here."""
     n, cost = len(trial.curve), rule.objective.cost
-    others = [each.curve[:n] for each in trials if each.number != trial.number and len(each.curve) >= n]
+    others = [
+        each.curve[:n] for each in trials if each.number != trial.number and len(each.curve) >= n
+    ]
     if len(others) < LEAST:
         return False
     means = [statistics.fmean(cost(value) for _, value in curve) for curve in others]
@@ -86,7 +103,9 @@ def worse_than_median(trials: Sequence[Trial], trial: Trial, rule: Prune) -> boo
 
 def _ranked(trials: Sequence[Trial], rung: int, rule: Prune) -> list[Trial]:
     there = [trial for trial in trials if len(trial.curve) > rung >= 0]
-    return sorted(there, key=lambda trial: (rule.objective.cost(trial.curve[rung][1]), trial.number))
+    return sorted(
+        there, key=lambda trial: (rule.objective.cost(trial.curve[rung][1]), trial.number)
+    )
 
 
 def _state(trials: Sequence[Trial], number: int) -> str:

@@ -53,13 +53,17 @@ def choose_sampler(sweep: Sweep, space: Space) -> tuple[str, int]:
     """(sampler, number of trials); ConfigError if the sampler can't do the space."""
     combinations, name = space.combinations, sweep.sampler
     if name == "auto":
-        name = "grid" if combinations is not None and (sweep.trials or 0) <= combinations else "random"
+        name = (
+            "grid" if combinations is not None and (sweep.trials or 0) <= combinations else "random"
+        )
         if combinations is not None and sweep.trials is not None and sweep.trials < combinations:
             name = "random"
     intervals = [key for key, part in space.parts.items() if isinstance(part, Interval)]
     if name == "grid" and intervals:
         cause = f"{intervals[0]} is an interval, which has no grid"
-        raise ConfigError.of("sweep.sampler", "grid", cause, "sweep.sampler=random", f"{intervals[0]}=A,B,C")
+        raise ConfigError.of(
+            "sweep.sampler", "grid", cause, "sweep.sampler=random", f"{intervals[0]}=A,B,C"
+        )
     if name == "cmaes" and len(intervals) < max(2, len(space.parts)):
         cause = "CMA-ES needs two or more settings, all of them intervals"
         raise ConfigError.of("sweep.sampler", "cmaes", cause, "sweep.sampler=tpe")
@@ -68,11 +72,17 @@ def choose_sampler(sweep: Sweep, space: Space) -> tuple[str, int]:
         if sweep.trials is not None and sweep.trials < combinations:
             cause = f"the grid has {combinations} combinations"
             raise ConfigError.of(
-                "sweep.trials", sweep.trials, cause, "sweep.sampler=random", f"sweep.trials={combinations}"
+                "sweep.trials",
+                sweep.trials,
+                cause,
+                "sweep.sampler=random",
+                f"sweep.trials={combinations}",
             )
         return name, combinations
     if sweep.trials is None:
-        raise ConfigError.of("sweep.trials", None, f"sweep.sampler={name} needs a number", "sweep.trials=20")
+        raise ConfigError.of(
+            "sweep.trials", None, f"sweep.sampler={name} needs a number", "sweep.trials=20"
+        )
     return name, sweep.trials
 
 

@@ -1,4 +1,5 @@
-"""Overrides in Hydra's grammar -> the space of a sweep: what is fixed, what differs, and every combination. (driver)"""
+"""Overrides in Hydra's grammar -> the space of a sweep: what is fixed, what differs, and every
+combination. (driver)"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from raydist.settings.hydra_errors import config_errors
 from raydist.shared.errors import ConfigError
 
 CHECKED = 64
-"""Up to so many combinations of a grid are all checked before anything starts; else each value alone is."""
+"""Up to so many combinations of a grid are all checked before anything starts; else each value
+alone is."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class Space:
                 self._fixed.append(override.input_line or "")
                 continue
             if key.startswith("sweep."):
-                raise ConfigError.of(key, override.get_value_string(), "a setting of the sweep itself has one value")
+                raise ConfigError.of(
+                    key, override.get_value_string(), "a setting of the sweep itself has one value"
+                )
             self.parts[key] = _part(key, override)
 
     @property
@@ -98,11 +102,15 @@ class Space:
 
     def job(self, settings: Mapping[str, str]) -> Job:
         """The Job with these settings, checked."""
-        own = [f"{self._config.overrides[key].get_key_element()}={value}" for key, value in settings.items()]
+        own = [
+            f"{self._config.overrides[key].get_key_element()}={value}"
+            for key, value in settings.items()
+        ]
         return self._config.job([*self._fixed, *own])
 
     def jobs(self) -> Iterator[Job]:
-        """The Jobs to check before anything starts: all combinations, or each value and each end of an interval."""
+        """The Jobs to check before anything starts: all combinations, or each value and each end of
+        an interval."""
         first = {key: part.ends()[0] for key, part in self.parts.items()}
         if (self.combinations or math.inf) <= CHECKED:
             yield from (self.job(settings) for settings in self.grid())
@@ -116,7 +124,9 @@ def _part(key: str, override: Override) -> Choice | Interval:
     value, typed = override.value(), override.get_value_string()
     if not isinstance(value, IntervalSweep):
         with config_errors([override.input_line or ""]):
-            values = tuple(str(each) for each in override.sweep_iterator(transformer=Transformer.encode))
+            values = tuple(
+                str(each) for each in override.sweep_iterator(transformer=Transformer.encode)
+            )
         if not values:
             raise ConfigError.of(key, typed, "it has no value", f"{key}=A,B,C")
         return Choice(values)
@@ -126,5 +136,12 @@ def _part(key: str, override: Override) -> Choice | Interval:
         right = f"{key}=interval({high:g},{low:g})" if low > high else f"{key}={low:g}"
         raise ConfigError.of(key, typed, cause, f"'{right}'")
     if "log" in value.tags and low <= 0:
-        raise ConfigError.of(key, typed, "there is no logarithm of 0 and below", f"'{key}=interval({low:g},{high:g})'")
-    return Interval(float(low), float(high), "log" in value.tags, isinstance(low, int) and isinstance(high, int))
+        raise ConfigError.of(
+            key,
+            typed,
+            "there is no logarithm of 0 and below",
+            f"'{key}=interval({low:g},{high:g})'",
+        )
+    return Interval(
+        float(low), float(high), "log" in value.tags, isinstance(low, int) and isinstance(high, int)
+    )

@@ -1,4 +1,5 @@
-"""What a person sees of a sweep: a live table in a terminal, a line for each change elsewhere, a summary. (driver)"""
+"""What a person sees of a sweep: a live table in a terminal, a line for each change elsewhere, a
+summary. (driver)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ STYLES = {"finished": "green", "failed": "red", "paused": "dim", "ended": "dim"}
 class SweepScreen:
     """Writes each change of a trial, and redraws the table where there is a terminal."""
 
-    def __init__(self, settings: Watch, wanted: Sequence[Objective], stream: TextIO | None = None) -> None:
+    def __init__(
+        self, settings: Watch, wanted: Sequence[Objective], stream: TextIO | None = None
+    ) -> None:
         self._quiet = settings.progress == "none"
         self._screen = screen(settings, sys.stdout if stream is None else stream)
         self._wanted = wanted
@@ -43,7 +46,9 @@ class SweepScreen:
             self.say(wording.cluster_line(event))
         elif event["kind"] == "warning" and event["text"] not in self._warned:
             self._warned.add(event["text"])
-            self._screen.say(f"warning: {event['text']}{'' if trial is None else f' (trial {trial})'}", "yellow")
+            self._screen.say(
+                f"warning: {event['text']}{'' if trial is None else f' (trial {trial})'}", "yellow"
+            )
 
     def changed(self, trial: Trial, trials: Sequence[Trial]) -> None:
         """Write that a trial has begun, is paused or is over."""
@@ -78,18 +83,21 @@ def table_rows(
     leaders = best_trials(trials, wanted)
     yield ["trial", "state", "step", *(each.name for each in wanted), *keys]
     under_way = [trial for trial in trials if trial.number in live]
-    others = [trial for trial in reversed(trials) if trial not in leaders and trial not in under_way]
+    others = [
+        trial for trial in reversed(trials) if trial not in leaders and trial not in under_way
+    ]
     for trial in [*leaders, *under_way, *others]:
         now = live.get(trial.number)
         values = {**trial.values, **(now.values if now else {})}
         total = now.metrics.get("steps") if now else None
         mark = "*" if trial in leaders else ""
         yield [
-            f"{trial.number}{mark}", trial.state,
+            f"{trial.number}{mark}",
+            trial.state,
             f"{now.step if now else trial.step}" + (f"/{total}" if total else ""),
             *(number_text(values[each.name]) if each.name in values else "" for each in wanted),
             *(brief(trial.settings[key]) for key in keys),
-        ]  # fmt: skip
+        ]
 
 
 def brief(value: str) -> str:
@@ -117,15 +125,20 @@ def summary_facts(
     folder: str,
     command: Callable[[Trial], str],
 ) -> list[tuple[str, str]]:
-    """(name, value) lines. `shares`: the importance of settings. `command`: what to type for a trial alone."""
+    """(name, value) lines. `shares`: the importance of settings. `command`: what to type for a
+    trial alone."""
     facts = []
     for trial in best_trials(trials, wanted)[:5]:
         values = [f"{each.name} {number_text(trial.values[each.name])}" for each in wanted]
-        facts.append(("best", f"trial {trial.number}: {', '.join(values)}, {settings_text(trial.settings)}"))
+        facts.append(
+            ("best", f"trial {trial.number}: {', '.join(values)}, {settings_text(trial.settings)}")
+        )
     if facts:
         facts.append(("again", command(best_trials(trials, wanted)[0])))
     if shares:
-        facts.append(("importance", ", ".join(f"{key} {share:.2f}" for key, share in shares.items())))
+        facts.append(
+            ("importance", ", ".join(f"{key} {share:.2f}" for key, share in shares.items()))
+        )
     unfinished = [trial for trial in trials if trial.state in ("waiting", "running", "stopped")]
     if unfinished:
         facts.append(("go on", f"raydist sweep sweep.resume={folder}"))

@@ -14,8 +14,8 @@ from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.events import Event
 
 State = Literal["waiting", "running", "stopped", "paused", "finished", "failed", "ended"]
-"""`paused`: worse than others at a milestone, and may still go on. `ended`: for the same reason, for good. `stopped`:
-with the sweep."""
+"""`paused`: worse than others at a milestone, and may still go on. `ended`: for the same reason,
+for good. `stopped`: with the sweep."""
 OPEN: tuple[State, ...] = ("waiting", "running", "stopped")
 """The states of a trial that is still to be run, or to be gone on with."""
 
@@ -78,7 +78,9 @@ class Trial:
     def from_json(cls, plain: Mapping[str, Any]) -> Trial:
         """The trial of such a record."""
         curve = tuple((int(step), float(value)) for step, value in plain["curve"])
-        values = {name: float(value) for name, value in plain["values"].items()}  # a NaN is text there
+        values = {
+            name: float(value) for name, value in plain["values"].items()
+        }  # a NaN is text there
         metrics = {**plain["metrics"], **values}
         return cls(**{**plain, "curve": curve, "values": values, "metrics": metrics})
 
@@ -88,7 +90,8 @@ class Trial:
 
 
 class WatchedTrial:
-    """Reads the events of a trial: its step, its values, the milestones that it reaches. In the trial's thread."""
+    """Reads the events of a trial: its step, its values, the milestones that it reaches. In the
+    trial's thread."""
 
     def __init__(self, wanted: Sequence[Objective]) -> None:
         self.step = 0
@@ -130,29 +133,43 @@ def values_of(wanted: Sequence[Objective], metrics: Mapping[str, Any]) -> dict[s
 
 
 def unreported_objective(trial: Trial, wanted: Sequence[Objective]) -> ConfigError | None:
-    """What is wrong if a trial has finished without reporting an objective: it names what the job reports."""
+    """What is wrong if a trial has finished without reporting an objective: it names what the job
+    reports."""
     for each in wanted:
         if each.name not in trial.values:
             known = sorted(trial.metrics.keys() - {*PROGRESS_NAMES})
             mode, close = "min" if each.sign > 0 else "max", nearest(each.name, known)
             guess = f"sweep.objective={mode}:{close}" if close else None
             cause = f"the job reports no number {each.name}"
-            return ConfigError.of("sweep.objective", f"{mode}:{each.name}", cause, guess=guess, known=known)
+            return ConfigError.of(
+                "sweep.objective", f"{mode}:{each.name}", cause, guess=guess, known=known
+            )
     return None
 
 
 def best_trials(trials: Sequence[Trial], wanted: Sequence[Objective]) -> list[Trial]:
-    """The best finished trial; with several objectives those that no other is better than in all (the Pareto front)."""
+    """The best finished trial; with several objectives those that no other is better than in all
+    (the Pareto front)."""
     done = [
-        trial for trial in trials if trial.state == "finished" and all(each.name in trial.values for each in wanted)
+        trial
+        for trial in trials
+        if trial.state == "finished" and all(each.name in trial.values for each in wanted)
     ]
-    costs = {trial.number: [each.cost(trial.values[each.name]) for each in wanted] for trial in done}
+    costs = {
+        trial.number: [each.cost(trial.values[each.name]) for each in wanted] for trial in done
+    }
     if not wanted or not done:
         return []
     if len(wanted) == 1:
         return [min(done, key=lambda trial: (costs[trial.number], trial.number))]
-    return [trial for trial in done if not any(_dominates(costs[other.number], costs[trial.number]) for other in done)]
+    return [
+        trial
+        for trial in done
+        if not any(_dominates(costs[other.number], costs[trial.number]) for other in done)
+    ]
 
 
 def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(a <= b for a, b in zip(one, other, strict=True)) and any(a < b for a, b in zip(one, other, strict=True))
+    return all(a <= b for a, b in zip(one, other, strict=True)) and any(
+        a < b for a, b in zip(one, other, strict=True)
+    )

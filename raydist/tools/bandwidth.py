@@ -1,4 +1,5 @@
-"""`python -m raydist.tools.bandwidth`: measures collectives on the ranks that a job would have. (driver)"""
+"""`python -m raydist.tools.bandwidth`: measures collectives on the ranks that a job would have.
+(driver)"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from raydist.tools.bandwidth_plot import plot
 from raydist.tools.command_line import ToolParser, number, run_tool
 
 DESCRIPTION = """\
-Measures the collectives of torch.distributed (or Horovod's) on the ranks that a job with these overrides would have,
-and checks every result.
+Measures the collectives of torch.distributed (or Horovod's) on the ranks that a job with
+these overrides would have, and checks every result.
 """
 RANK_SIDE = "raydist.tools.bandwidth_ranks:measure_operations"
 # hang.end=false: ranks that wait for a slow pair do not hang.
@@ -51,13 +52,18 @@ class Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. The exit code: 0; 1 if the run failed or a result was wrong; 2 for a wrong setting."""
+    """Measure and print. The exit code: 0; 1 if the run failed or a result was wrong; 2 for a wrong
+    setting."""
 
     def bandwidth() -> int:
         typed = parse_arguments(sys.argv[1:] if argv is None else argv)
         with contextlib.redirect_stdout(sys.stderr if typed.json else sys.stdout):
             measured = run_measurement(typed)
-        print(json.dumps(measured_as_data(measured), indent=2) if typed.json else "\n".join(measured_as_text(measured)))
+        print(
+            json.dumps(measured_as_data(measured), indent=2)
+            if typed.json
+            else "\n".join(measured_as_text(measured))
+        )
         return 1 if measured.wrong else 0
 
     return run_tool(bandwidth)
@@ -66,13 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The flags, checked, and the overrides."""
     parser = ToolParser("bandwidth", DESCRIPTION)
-    parser.add_argument("--ops", metavar="A,B", default=",".join(OPS), help=f"only these of: {', '.join(OPS)}")
-    parser.add_argument("--min", metavar="SIZE", default="1K", help="smallest message: 8, 4K, 1M, 1G (1K)")
+    parser.add_argument(
+        "--ops", metavar="A,B", default=",".join(OPS), help=f"only these of: {', '.join(OPS)}"
+    )
+    parser.add_argument(
+        "--min", metavar="SIZE", default="1K", help="smallest message: 8, 4K, 1M, 1G (1K)"
+    )
     parser.add_argument("--max", metavar="SIZE", default="32M", help="largest message (32M)")
-    parser.add_argument("--factor", metavar="X", default="4", help="ratio of one size to the next (4)")
+    parser.add_argument(
+        "--factor", metavar="X", default="4", help="ratio of one size to the next (4)"
+    )
     parser.add_argument("--iters", metavar="N", default="10", help="timed calls for each size (10)")
-    parser.add_argument("--warmup", metavar="N", default="2", help="calls before the timed ones (2)")
-    parser.add_argument("--pairs", action="store_true", help="also measure each pair of nodes, and name the slow ones")
+    parser.add_argument(
+        "--warmup", metavar="N", default="2", help="calls before the timed ones (2)"
+    )
+    parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="also measure each pair of nodes, and name the slow ones",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     typed = parser.parse(argv)
     typed.ops = typed.ops.split(",")
@@ -81,7 +99,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             raise ConfigError.unknown("--ops", op, OPS)
     low, high = figures.in_bytes("--min", typed.min), figures.in_bytes("--max", typed.max)
     if low > high:
-        raise ConfigError.of("--min", typed.min, f"more than --max {typed.max}", f"--max {typed.min}")
+        raise ConfigError.of(
+            "--min", typed.min, f"more than --max {typed.max}", f"--max {typed.min}"
+        )
     typed.sizes = figures.message_sizes(low, high, number("--factor", typed.factor, 1.1))
     typed.iters = int(number("--iters", typed.iters, 1, whole=True))
     typed.warmup = int(number("--warmup", typed.warmup, 0, whole=True))
@@ -93,12 +113,21 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def run_measurement(typed: argparse.Namespace) -> Measurement:
     """Run the measurement on the ranks that the overrides request, and write its files."""
-    arguments = {"ops": typed.ops, "sizes": typed.sizes, "iters": typed.iters, "warmup": typed.warmup}
-    overrides = [f"+job.args.{name}={json.dumps(value, separators=(',', ':'))}".replace('"', "")
-                 for name, value in {**arguments, "pairs": typed.pairs}.items()]  # fmt: skip
+    arguments = {
+        "ops": typed.ops,
+        "sizes": typed.sizes,
+        "iters": typed.iters,
+        "warmup": typed.warmup,
+    }
+    overrides = [
+        f"+job.args.{name}={json.dumps(value, separators=(',', ':'))}".replace('"', "")
+        for name, value in {**arguments, "pairs": typed.pairs}.items()
+    ]
     done = run(RANK_SIDE, "name=bandwidth", *QUIET, *overrides, *typed.overrides)
     measured = gather_rows(done)
-    (done.dir / "bandwidth.json").write_text(json.dumps(measured_as_data(measured), indent=2) + "\n", encoding="utf-8")
+    (done.dir / "bandwidth.json").write_text(
+        json.dumps(measured_as_data(measured), indent=2) + "\n", encoding="utf-8"
+    )
     (done.dir / "bandwidth.svg").write_text(plot(measured.rows), encoding="utf-8")
     return measured
 
@@ -136,7 +165,10 @@ def measured_as_data(measured: Measurement) -> dict[str, Any]:
         "backend": measured.backend,
         "ranks": measured.ranks,
         "rows": [asdict(row) for row in measured.rows],
-        "pairs": [{"nodes": [names[a], names[b]], "GB/s": speed} for (a, b), speed in measured.matrix.items()],
+        "pairs": [
+            {"nodes": [names[a], names[b]], "GB/s": speed}
+            for (a, b), speed in measured.matrix.items()
+        ],
         "slow_nodes": [names[node] for node in nodes],
         "slow_pairs": [[names[a], names[b]] for a, b in pairs],
         "network": measured.network.get("text", ""),
@@ -161,7 +193,9 @@ def measured_as_text(measured: Measurement) -> Iterator[str]:
 def verdict_lines(measured: Measurement) -> Iterator[str]:
     """The measured bandwidth compared with the rate of the ports; none if the rate is not known."""
     rate = port_rate(measured)
-    reduced = [row.busbw for row in measured.rows if row.op == "all_reduce" and row.time_us is not None]
+    reduced = [
+        row.busbw for row in measured.rows if row.op == "all_reduce" and row.time_us is not None
+    ]
     if rate and reduced:
         yield f"all_reduce, busbw: {figures.bandwidth_verdict(max(reduced), rate)}"
     if rate and measured.matrix:
@@ -169,7 +203,8 @@ def verdict_lines(measured: Measurement) -> Iterator[str]:
 
 
 def port_rate(measured: Measurement) -> float:
-    """GB/s of the ports in use on the slowest node; 0 if it is not known, or if there is only one node."""
+    """GB/s of the ports in use on the slowest node; 0 if it is not known, or if there is only one
+    node."""
     rates = [float(node.get("rate", 0.0)) for node in measured.network.get("nodes", [])]
     return min(rates) if len(rates) > 1 else 0.0
 

@@ -12,9 +12,17 @@ from typing import TypedDict
 from raydist.shared.errors import ConfigError
 
 OPS = (
-    "sendrecv", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter",
-    "all_to_all", "barrier",
-)  # fmt: skip
+    "sendrecv",
+    "broadcast",
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+)
 SHARED = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 """Operations whose size counts the shares of all ranks together."""
 SLOW = 0.7
@@ -81,7 +89,8 @@ def factor(op: str, ranks: int) -> float:
 
 
 def elements(op: str, size: int, ranks: int) -> int:
-    """Number of float32 elements of a message of about `size` bytes: at least one, and equal shares, for each rank."""
+    """Number of float32 elements of a message of about `size` bytes: at least one, and equal
+    shares, for each rank."""
     count = max(1, size // 4)
     return max(ranks, count // ranks * ranks) if op in SHARED else count
 
@@ -105,7 +114,8 @@ def in_bytes(flag: str, text: str) -> int:
 
 
 def rounds(n: int) -> list[list[Pair]]:
-    """All pairs of n in rounds, in each of which no one is in two pairs (round-robin tournament, circle method).
+    """All pairs of n in rounds, in each of which no one is in two pairs (round-robin tournament,
+    circle method).
 
     An even n takes n-1 rounds; an odd n takes n, and one pauses in each.
     """
@@ -113,7 +123,9 @@ def rounds(n: int) -> list[list[Pair]]:
     schedule = []
     for _ in range(len(circle) - 1):
         opposite = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
-        schedule.append([(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None])
+        schedule.append(
+            [(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None]
+        )
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return schedule
 
@@ -121,7 +133,8 @@ def rounds(n: int) -> list[list[Pair]]:
 def slow(matrix: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
     """The slow nodes, and the slow pairs among the other nodes.
 
-    A node is judged by its best pair: one slow node of three makes two of three pairs slow, and with them the median.
+    A node is judged by its best pair: one slow node of three makes two of three pairs slow, and
+    with them the median.
     """
     every = sorted({node for pair in matrix for node in pair})
     best = {node: max(speed for pair, speed in matrix.items() if node in pair) for node in every}
@@ -136,7 +149,8 @@ def slow(matrix: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
 def bandwidth_verdict(measured: float, possible: float) -> str:
     """`11.2 of 12.5 GB/s, 90%: PASS`.
 
-    The share may exceed 100%: two nodes may reduce by a tree, which sends less than the ring that busbw assumes.
+    The share may exceed 100%: two nodes may reduce by a tree, which sends less than the ring that
+    busbw assumes.
     """
     share = measured / possible
     grade = "PASS" if share >= PASS else "WARN" if share >= WARN else "FAIL"
@@ -163,7 +177,14 @@ def _cells(of: Row, backend: str) -> list[str]:
         return [of.op, "", f"not in {backend}", "", "", ""]
     if of.op == "barrier":
         return [of.op, "", f"{of.time_us:.1f}", "", "", ""]
-    return [of.op, size_text(of.size), f"{of.time_us:.1f}", f"{of.algbw:.3f}", f"{of.busbw:.3f}", str(of.wrong)]
+    return [
+        of.op,
+        size_text(of.size),
+        f"{of.time_us:.1f}",
+        f"{of.algbw:.3f}",
+        f"{of.busbw:.3f}",
+        str(of.wrong),
+    ]
 
 
 def as_matrix(matrix: Mapping[Pair, float], names: Sequence[str]) -> list[list[str]]:
@@ -172,7 +193,10 @@ def as_matrix(matrix: Mapping[Pair, float], names: Sequence[str]) -> list[list[s
     def cell(a: int, b: int) -> str:
         return "-" if a == b else f"{matrix[min(a, b), max(a, b)]:.3f}"
 
-    return [["GB/s", *names], *([name, *(cell(a, b) for b in range(len(names)))] for a, name in enumerate(names))]
+    return [
+        ["GB/s", *names],
+        *([name, *(cell(a, b) for b in range(len(names)))] for a, name in enumerate(names)),
+    ]
 
 
 def slow_lines(matrix: Mapping[Pair, float], names: Sequence[str]) -> Iterator[str]:
@@ -183,4 +207,5 @@ def slow_lines(matrix: Mapping[Pair, float], names: Sequence[str]) -> Iterator[s
         best = max(speed for pair, speed in matrix.items() if node in pair)
         yield f"slow node: {names[node]}: {best:.3f} GB/s at best, {usual:.3f} between the others"
     for a, b in pairs:
-        yield f"slow pair: {names[a]} and {names[b]}: {matrix[a, b]:.3f} GB/s, {usual:.3f} between the others"
+        speed = f"{matrix[a, b]:.3f} GB/s, {usual:.3f} between the others"
+        yield f"slow pair: {names[a]} and {names[b]}: {speed}"

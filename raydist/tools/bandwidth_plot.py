@@ -1,4 +1,5 @@
-"""Bus bandwidth over message size as an SVG, without a plotting library, which would be larger than raydist. (pure)"""
+"""Bus bandwidth over message size as an SVG, without a plotting library, which would be larger than
+raydist. (pure)"""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ from collections.abc import Sequence
 from raydist.tools.bandwidth_figures import Row, size_text
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 860, 460, 70, 20, 150, 50
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
+COLOURS = (
+    "#1f77b4",
+    "#ff7f0e",
+    "#2ca02c",
+    "#d62728",
+    "#9467bd",
+    "#8c564b",
+    "#e377c2",
+    "#7f7f7f",
+    "#bcbd22",
+)
 
 
 def plot(rows: Sequence[Row]) -> str:
@@ -38,11 +49,17 @@ def plot(rows: Sequence[Row]) -> str:
         for number, op in enumerate(dict.fromkeys(row.op for row in shown)):
             colour = COLOURS[number % len(COLOURS)]
             points = " ".join(
-                f"{x(math.log2(row.size)):.1f},{y(math.log10(row.busbw)):.1f}" for row in shown if row.op == op
+                f"{x(math.log2(row.size)):.1f},{y(math.log10(row.busbw)):.1f}"
+                for row in shown
+                if row.op == op
             )
-            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            parts.append(
+                f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            )
             parts.append(svg_text(WIDTH - RIGHT / 2, TOP + 15 + 18 * number, op, colour))
-    parts.append(svg_text((WIDTH - RIGHT + LEFT) / 2, HEIGHT - 8, "message size, bytes; busbw in GB/s"))
+    parts.append(
+        svg_text((WIDTH - RIGHT + LEFT) / 2, HEIGHT - 8, "message size, bytes; busbw in GB/s")
+    )
     box, font = f'viewBox="0 0 {WIDTH} {HEIGHT}"', 'font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {font}>'
     return "\n".join([head, *parts, "</svg>"]) + "\n"

@@ -1,4 +1,5 @@
-"""The part of tools.bandwidth that runs in each rank: checks every operation once, then times it. (rank side)"""
+"""The part of tools.bandwidth that runs in each rank: checks every operation once, then times it.
+(rank side)"""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from raydist.worker import context
 
 Call = Callable[[], torch.Tensor | None]
 """Runs one operation; returns the tensor with its result, None on a rank without a result."""
-MISSING = ("does not support", "not supported", "not implemented", "no support", "unsupported", "not available")
+MISSING = (
+    "does not support",
+    "not supported",
+    "not implemented",
+    "no support",
+    "unsupported",
+    "not available",
+)
 """Parts of the error texts of backends that lack an operation."""
 
 
@@ -35,7 +43,8 @@ class Case:
         return self.count // self.ranks
 
     def given(self, rank: int, count: int | None = None) -> torch.Tensor:
-        """A rank's input: small whole numbers, so that sums are exact in float32. Shape (count,)."""
+        """A rank's input: small whole numbers, so that sums are exact in float32. Shape
+        (count,)."""
         ramp = torch.arange(self.count if count is None else count, device=self.device) % 13
         return (ramp + rank + 1).float()
 
@@ -62,7 +71,11 @@ def expected(op: str, case: Case) -> torch.Tensor | None:
         case "all_gather":
             return torch.cat([case.given(rank, case.share) for rank in every])
         case "gather":
-            return torch.cat([case.given(rank, case.share) for rank in every]) if case.rank == 0 else None
+            return (
+                torch.cat([case.given(rank, case.share) for rank in every])
+                if case.rank == 0
+                else None
+            )
         case "scatter":
             return case.mine(case.given(0))
         case "reduce_scatter":
@@ -142,9 +155,15 @@ def _call(act: Callable[[], Any], out: torch.Tensor | None) -> Call:
 
 
 def measure_operations(
-    config: Job, ops: Sequence[str], sizes: Sequence[int], iters: int, warmup: int, pairs: bool = False
+    config: Job,
+    ops: Sequence[str],
+    sizes: Sequence[int],
+    iters: int,
+    warmup: int,
+    pairs: bool = False,
 ) -> RankMeasurement:
-    """Measure all operations at all sizes on this rank, and with `pairs` its pairs. `sizes`: in bytes."""
+    """Measure all operations at all sizes on this rank, and with `pairs` its pairs. `sizes`: in
+    bytes."""
     me, barrier = context.rank(), _barrier(config)
     rows: list[RankRow] = []
     for op in ops:
@@ -160,18 +179,28 @@ def measure_operations(
                 rows.append({"op": op, "size": 0, "seconds": None, "wrong": 0})
                 break
             seconds = timed(call, iters, warmup, barrier, me.device)
-            rows.append({"op": op, "size": 0 if op == "barrier" else 4 * count, "seconds": seconds, "wrong": wrong})
+            rows.append(
+                {
+                    "op": op,
+                    "size": 0 if op == "barrier" else 4 * count,
+                    "seconds": seconds,
+                    "wrong": wrong,
+                }
+            )
             context.report(step=len(rows))  # for the hang monitor
     return {"rows": rows, "pairs": measure_pairs(max(sizes), iters, warmup) if pairs else []}
 
 
 def is_missing(error: Exception) -> bool:
     """Whether this error means that the backend lacks the operation."""
-    return isinstance(error, NotImplementedError) or any(text in str(error).lower() for text in MISSING)
+    return isinstance(error, NotImplementedError) or any(
+        text in str(error).lower() for text in MISSING
+    )
 
 
 def check_operation(op: str, case: Case, call: Call) -> int:
-    """Run the operation once; the number of wrong elements. It zeroes the result: repeated sums would overflow."""
+    """Run the operation once; the number of wrong elements. It zeroes the result: repeated sums
+    would overflow."""
     got, right = call(), expected(op, case)
     if got is None or right is None:
         return 0
@@ -180,8 +209,11 @@ def check_operation(op: str, case: Case, call: Call) -> int:
     return wrong
 
 
-def timed(call: Call, iters: int, warmup: int, barrier: Callable[[], Any], device: torch.device) -> float:
-    """Mean seconds of one call on this rank. On a GPU by CUDA events, because NCCL's calls are asynchronous."""
+def timed(
+    call: Call, iters: int, warmup: int, barrier: Callable[[], Any], device: torch.device
+) -> float:
+    """Mean seconds of one call on this rank. On a GPU by CUDA events, because NCCL's calls are
+    asynchronous."""
     for _ in range(warmup):
         call()
     barrier()
@@ -224,7 +256,8 @@ def pair_ranks() -> list[int]:
 
 
 def measure_pairs(size: int, iters: int, warmup: int) -> list[tuple[int, int, float]]:
-    """(rank, rank, GB/s in each direction) of this rank's pairs; the pairs of a round run at the same time."""
+    """(rank, rank, GB/s in each direction) of this rank's pairs; the pairs of a round run at the
+    same time."""
     me, ranks = context.rank(), pair_ranks()
     mine, got = torch.zeros(size // 4, device=me.device), torch.zeros(size // 4, device=me.device)
     speeds = []

@@ -1,4 +1,5 @@
-"""Command lines of the tools: flags anywhere between overrides, exit codes, errors in raydist's form. (driver)"""
+"""Command lines of the tools: flags anywhere between overrides, exit codes, errors in raydist's
+form. (driver)"""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from raydist.train import Parser, print_error, warn_of_secrets
 class ToolParser(Parser):
     """The parser of `raydist NAME [flags] [overrides]`; errors are ConfigErrors.
 
-    `remainder`: all arguments after the first override are for another program, also those that look like flags.
+    `remainder`: all arguments after the first override are for another program, also those that
+    look like flags.
     """
 
     def __init__(self, name: str, description: str, remainder: bool = False) -> None:
@@ -40,7 +42,12 @@ class ToolParser(Parser):
         parse = self.parse_known_args if self._remainder else self.parse_known_intermixed_args
         typed, unknown = parse(list(argv))
         if wrong := [text for text in unknown if text.startswith("-")]:
-            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            flags = [
+                flag
+                for action in self._actions
+                for flag in action.option_strings
+                if flag.startswith("--")
+            ]
             after = " (flags of raydist.train come after a --)" if self._remainder else ""
             cause = f"there is no such flag{after}"
             raise ConfigError.of(wrong[0], None, cause, guess=nearest(wrong[0], flags), known=flags)
@@ -69,5 +76,7 @@ def number(flag: str, text: str, low: float, high: float = 1e9, whole: bool = Fa
         value = low - 1
     if not low <= value <= high:
         kind = "a whole number" if whole else "a number"
-        raise ConfigError.of(flag, text, f"must be {kind} from {low:g}", f"{flag} {max(2, round(low)):g}")
+        raise ConfigError.of(
+            flag, text, f"must be {kind} from {low:g}", f"{flag} {max(2, round(low)):g}"
+        )
     return value

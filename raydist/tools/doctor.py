@@ -1,6 +1,8 @@
-"""`python -m raydist.tools.doctor`: tests whether the nodes and the network can run the job. (driver)
+"""`python -m raydist.tools.doctor`: tests whether the nodes and the network can run the job.
+(driver)
 
-It places the job's worker group and runs checks in its agents. It starts no rank and leaves nothing behind.
+It places the job's worker group and runs checks in its agents. It starts no rank and leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -34,21 +36,30 @@ from raydist.tools.doctor_rounds import Rounds
 from raydist.worker import backends
 
 DESCRIPTION = """\
-Places the job as raydist.train would, then tests its nodes and every connection between them. Starts no rank.
+Places the job as raydist.train would, then tests its nodes and every connection between them.
+Starts no rank.
 Exit code: 0 if the job can run, 1 if something would break it, 2 for a wrong setting.
 """
-CHECKED = "\n".join(["checks beside those of each launch:", *wording.table([*map(list, CHECKS.items())])])
+CHECKED = "\n".join(
+    ["checks beside those of each launch:", *wording.table([*map(list, CHECKS.items())])]
+)
 TIMEOUT_S = 3.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Test and report. The exit code: 0, 1 if something would break the job, 2 for a wrong setting."""
+    """Test and report. The exit code: 0, 1 if something would break the job, 2 for a wrong
+    setting."""
 
     def doctor() -> int:
         parser = ToolParser("doctor", DESCRIPTION)
         parser.epilog = CHECKED
         parser.add_argument("--json", action="store_true", help="print JSON instead of the report")
-        parser.add_argument("--timeout", metavar="S", default=f"{TIMEOUT_S:g}", help="seconds for one connection (3)")
+        parser.add_argument(
+            "--timeout",
+            metavar="S",
+            default=f"{TIMEOUT_S:g}",
+            help="seconds for one connection (3)",
+        )
         typed = parser.parse(sys.argv[1:] if argv is None else argv)
         timeout = number("--timeout", typed.timeout, low=0.001, high=3600)
         with stoppable():
@@ -60,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine_cluster(job: Job, timeout: float) -> Report:
-    """Run all checks. ConfigError if raydist.train would refuse the job; other launch failures become findings."""
+    """Run all checks. ConfigError if raydist.train would refuse the job; other launch failures
+    become findings."""
     backends.check_installed(job.backend.name)
     report = Report()
     with (
@@ -87,7 +99,9 @@ def checked_group(job: Job, events: Events) -> Iterator[WorkerGroup]:
     if connect.settle_group(job).group == "inline":
         node = inline.inline_node(job)
         request = placement.resources_for(job, [node])
-        with inline.in_thread(placement.assign_ranks(request, [node] * len(request.bundles)), events) as group:
+        with inline.in_thread(
+            placement.assign_ranks(request, [node] * len(request.bundles)), events
+        ) as group:
             yield group
         return
     with connect.connect(job, events):
@@ -98,15 +112,21 @@ def checked_group(job: Job, events: Events) -> Iterator[WorkerGroup]:
 
 @contextlib.contextmanager
 def trial_folder(job: Job, report: Report) -> Iterator[Path]:
-    """A temporary folder beside the run folder; a finding, and a folder elsewhere, if it can't be made there."""
+    """A temporary folder beside the run folder; a finding, and a folder elsewhere, if it can't be
+    made there."""
     parent = next(folder for folder in Path(job.dir).absolute().parents if folder.is_dir())
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".raydist-doctor-", dir=parent))
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=".raydist-doctor-", dir=parent)
+            )
             report.passed("run folder")
         except OSError as error:
             text = f"can't make a run folder in {parent}: {error.strerror}"
-            report.add("run folder", Finding("run folder", "fail", (), text, "hydra.run.dir=<a folder that you own>"))
+            report.add(
+                "run folder",
+                Finding("run folder", "fail", (), text, "hydra.run.dir=<a folder that you own>"),
+            )
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         yield Path(folder)
 

@@ -16,9 +16,11 @@ from raydist.shared.rank_names import HOSTS_NAMED, joined_names
 FAR_S = 0.01
 """A longer round trip than any network of one site has."""
 SKEW_S = 0.5
-"""With a larger difference of clocks the order of events, and the root cause of a failure, would be wrong."""
+"""With a larger difference of clocks the order of events, and the root cause of a failure, would be
+wrong."""
 SLOW_LOOKUP_S = 2.0
-"""A longer look-up waited for a name server; with the shortest timeout of resolv.conf(5) it waits 1 s."""
+"""A longer look-up waited for a name server; with the shortest timeout of resolv.conf(5) it waits 1
+s."""
 LINES = 8
 """Most findings about pairs of one kind."""
 
@@ -31,7 +33,8 @@ CHECKS = {
     "hostname": "each host's own name resolves to an address that the others can reach",
     "lookup": "each node looks up the name of another's address in less than 2 s",
     "rendezvous": "every node reaches the store on rank 0's node, on its real port",
-    "peers": "every node connects to every other on the training addresses, on ports that the kernel chose",
+    "peers": "every node connects to every other on the training addresses, on ports that the "
+    "kernel chose",
     "mtu": "64 KiB pass between every two nodes, both ways",
     "latency": "a round trip between any two nodes takes less than 10 ms",
     "clock": "the nodes' clocks agree to half a second",
@@ -59,41 +62,55 @@ def check_answers(step: str, nodes_by_error: Mapping[str, Sequence[str]]) -> Ite
     """Nodes whose agent did not answer in a step. `nodes_by_error`: {error: names of nodes}."""
     for error, names in nodes_by_error.items():
         text = f"{joined_names(names)} did not complete the doctor's step '{step}': {error}"
-        fix = "look at these nodes with ray status; python -m pip install the same raydist on all nodes"
+        fix = (
+            "look at these nodes with ray status; python -m pip install the same raydist on "
+            "all nodes"
+        )
         yield Finding("launch", "fail", tuple(names), text, fix)
 
 
-def check_rendezvous(hosts: Sequence[Host], errors: Sequence[str | None], port: int) -> Iterator[Finding]:
-    """Nodes that can't reach the store. `errors`: by node, empty if it reached the store, None if it gave no answer."""
+def check_rendezvous(
+    hosts: Sequence[Host], errors: Sequence[str | None], port: int
+) -> Iterator[Finding]:
+    """Nodes that can't reach the store. `errors`: by node, empty if it reached the store, None if
+    it gave no answer."""
     first = hosts[0]
     for why in sorted({why for why in errors if why}):
         bad = tuple(host.name for host, error in zip(hosts, errors, strict=True) if error == why)
         yield Finding(
-            "rendezvous", "fail", bad,
+            "rendezvous",
+            "fail",
+            bad,
             f"{joined_names(bad)} -> {first.name} ({first.address} port {port}): {why}",
             f"open all TCP ports of {first.name}, or choose another network: fabric.interface=NAME",
-        )  # fmt: skip
+        )
 
 
 FIXES = {
-    "twice": "both nodes have the address {address} on {interface}, so each connects to itself: choose a network with "
+    "twice": "both nodes have the address {address} on {interface}, so each connects to itself: "
+    "choose a network with "
     "different addresses on all nodes: fabric.interface=NAME",
-    "silent": "a firewall or security group drops packets, or a route back is missing: open all TCP ports between the "
-    "nodes (gloo and NCCL use any of net.ipv4.ip_local_port_range); on {caller}: ip route get {address}",
+    "silent": "a firewall or security group drops packets, or a route back is missing: open all "
+    "TCP ports between the "
+    "nodes (gloo and NCCL use any of net.ipv4.ip_local_port_range); on {caller}: ip route get "
+    "{address}",
     "refused": "{called} listens, so a firewall refuses: open all TCP ports between the nodes; "
     "on {called}: nft list ruleset, or iptables -S",
     "unreachable": "{caller} has no route to that network; on {caller}: ip route get {address}, "
     "or choose a network that all nodes are on: fabric.interface=NAME",
-    "stalled": "short packets arrive and long ones are lost, so the MTU of {interface} is larger than the path's; on "
+    "stalled": "short packets arrive and long ones are lost, so the MTU of {interface} is larger "
+    "than the path's; on "
     "every node: ip link set dev {interface} mtu 1400 (or sysctl -w net.ipv4.tcp_mtu_probing=1)",
-    "broken": "a proxy, a service mesh's sidecar or a node that died ends connections between the nodes; "
+    "broken": "a proxy, a service mesh's sidecar or a node that died ends connections between "
+    "the nodes; "
     "take it out of the path, or choose another network: fabric.interface=NAME",
 }
 """Kind of a Trip -> fix; `twice`: two nodes with one address."""
 
 
 def check_peers(hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]) -> Iterator[Finding]:
-    """Pairs that don't connect, or lose long packets. `trips`: by caller, then by called; None: no answer."""
+    """Pairs that don't connect, or lose long packets. `trips`: by caller, then by called; None: no
+    answer."""
     bad: dict[tuple[str, str], set[tuple[int, int]]] = {}
     for caller, row in enumerate(trips):
         for index, trip in enumerate(row or ()):
@@ -116,8 +133,9 @@ def check_peers(hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]) -
 def fold_pairs(pairs: Pairs) -> Iterator[tuple[list[int], list[int], bool]]:
     """Fold pairs into few groups: (callers, called, whether the other direction is bad too).
 
-    An isolated node, or two halves of a cluster that don't reach each other, become one group instead of hundreds of
-    pairs. If no node of a set reaches another, the set is both callers and called.
+    An isolated node, or two halves of a cluster that don't reach each other, become one group
+    instead of hundreds of pairs. If no node of a set reaches another, the set is both callers and
+    called.
     """
     left = set(pairs)
     while left:
@@ -128,7 +146,11 @@ def fold_pairs(pairs: Pairs) -> Iterator[tuple[list[int], list[int], bool]]:
         for (caller, both), nodes in called_by.items():
             groups.setdefault((frozenset(nodes), both), []).append(caller)
             groups.setdefault((frozenset(nodes | {caller}), both), []).append(caller)
-        apart = [(nodes, both, callers) for (nodes, both), callers in groups.items() if nodes.isdisjoint(callers)]
+        apart = [
+            (nodes, both, callers)
+            for (nodes, both), callers in groups.items()
+            if nodes.isdisjoint(callers)
+        ]
         among = [
             (nodes, both, callers)
             for (nodes, both), callers in groups.items()
@@ -136,7 +158,12 @@ def fold_pairs(pairs: Pairs) -> Iterator[tuple[list[int], list[int], bool]]:
         ]
         all_called, both, callers = min([*apart, *among], key=_biggest_first)
         yield sorted(callers), sorted(all_called), both
-        left -= {pair for a in callers for b in all_called for pair in ([(a, b), (b, a)] if both else [(a, b)])}
+        left -= {
+            pair
+            for a in callers
+            for b in all_called
+            for pair in ([(a, b), (b, a)] if both else [(a, b)])
+        }
 
 
 def _biggest_first(line: tuple[frozenset[int], bool, list[int]]) -> tuple[int, int, list[int]]:
@@ -144,10 +171,15 @@ def _biggest_first(line: tuple[frozenset[int], bool, list[int]]) -> tuple[int, i
     return -len(callers) * len(called), len(callers), sorted(callers)
 
 
-def peer_line(hosts: Sequence[Host], callers: Sequence[int], called: Sequence[int], both: bool) -> str:
+def peer_line(
+    hosts: Sequence[Host], callers: Sequence[int], called: Sequence[int], both: bool
+) -> str:
     """`host1 (10.0.0.1) <-> host2 (10.0.0.2)`."""
     if callers == called:
-        return f"{'all nodes' if len(called) == len(hosts) else side(hosts, called)}, from each to any other"
+        return (
+            f"{'all nodes' if len(called) == len(hosts) else side(hosts, called)}, from each "
+            "to any other"
+        )
     return f"{side(hosts, callers)} {'<->' if both else '->'} {side(hosts, called)}"
 
 
@@ -160,14 +192,19 @@ def side(hosts: Sequence[Host], nodes: Sequence[int]) -> str:
     return joined_names([hosts[node].name for node in nodes])
 
 
-def suspects(hosts: Sequence[Host], callers: Sequence[int], called: Sequence[int]) -> tuple[str, ...]:
-    """The nodes that are probably at fault: the end with fewer nodes; both ends if they are equal."""
+def suspects(
+    hosts: Sequence[Host], callers: Sequence[int], called: Sequence[int]
+) -> tuple[str, ...]:
+    """The nodes that are probably at fault: the end with fewer nodes; both ends if they are
+    equal."""
     ends = sorted((callers, called), key=len)
     nodes = ends[0] if len(ends[0]) < len(ends[1]) else sorted({*callers, *called})
     return tuple(hosts[node].name for node in nodes)
 
 
-def check_latency(hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]) -> Iterator[Finding]:
+def check_latency(
+    hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]
+) -> Iterator[Finding]:
     """Pairs with a long round trip."""
     far = {
         (caller, called)
@@ -176,15 +213,25 @@ def check_latency(hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None])
         if trip.rtt_s > FAR_S
     }
     for callers, called, both in list(fold_pairs(far))[:LINES]:
-        took = 1e3 * median(trip.rtt_s for one in callers for at, trip in enumerate(trips[one] or ()) if at in called)
+        took = 1e3 * median(
+            trip.rtt_s
+            for one in callers
+            for at, trip in enumerate(trips[one] or ())
+            if at in called
+        )
         yield Finding(
-            "latency", "warn", suspects(hosts, callers, called),
+            "latency",
+            "warn",
+            suspects(hosts, callers, called),
             f"{peer_line(hosts, callers, called, both)}: a round trip takes {took:.0f} ms",
-            "use nodes of one zone: scale.labels.KEY=VALUE; fewer, larger messages help: train.accumulate=8",
-        )  # fmt: skip
+            "use nodes of one zone: scale.labels.KEY=VALUE; fewer, larger messages help: "
+            "train.accumulate=8",
+        )
 
 
-def check_clocks(hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]) -> Iterator[Finding]:
+def check_clocks(
+    hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]
+) -> Iterator[Finding]:
     """Nodes whose clock differs from the median, as the first node that answered measured it."""
     row = next((row for row in trips if row), ())
     ahead = [trip.ahead_s for trip in row if trip.kind in ("fine", "stalled")]
@@ -192,78 +239,114 @@ def check_clocks(hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]) 
         off = trip.ahead_s - median(ahead)
         if trip.kind in ("fine", "stalled") and abs(off) > SKEW_S + trip.rtt_s:
             yield Finding(
-                "clock", "warn", (host.name,),
+                "clock",
+                "warn",
+                (host.name,),
                 f"the clock of {host.name} is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}: "
                 "the times of events do not show what failed first",
                 f"on {host.name}: timedatectl set-ntp true (or start chrony)",
-            )  # fmt: skip
+            )
 
 
 def check_loaded_libraries(
     hosts: Sequence[Host], replies: Sequence[Mapping[str, Mapping[str, Any]] | None]
 ) -> Iterator[Finding]:
-    """Nodes where gloo or NCCL can't start, or would use another interface. `replies`: by node, of node.dryrun."""
+    """Nodes where gloo or NCCL can't start, or would use another interface. `replies`: by node, of
+    node.dryrun."""
     for host, reply in zip(hosts, replies, strict=True):
         for name, answer in (reply or {}).items():
             variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}[name]
             planned = f"env.{variable}={'=' * (name == 'nccl')}{host.interface}"
             fix = f"'{planned}'; raydist plan shows where {variable} comes from"
             if "error" in answer:
-                yield Finding(name, "fail", (host.name,), f"{name} can't start: {answer['error']}", fix)
+                yield Finding(
+                    name, "fail", (host.name,), f"{name} can't start: {answer['error']}", fix
+                )
             elif host.address not in answer["addresses"]:
                 where = ", ".join(answer["addresses"]) or "no address"
-                loopback = all(ipaddress.ip_address(address).is_loopback for address in answer["addresses"])
-                if not loopback:  # nodes differ in their addresses; the interface's name folds them into one finding
+                loopback = all(
+                    ipaddress.ip_address(address).is_loopback for address in answer["addresses"]
+                )
+                # nodes differ in their addresses; the interface's name folds them into one finding
+                if not loopback:
                     where = answer.get("interface", "another interface")
                 level = "fail" if loopback and len(hosts) > 1 else "warn"
-                yield Finding(name, level, (host.name,), f"{name} would use {where}, not {host.interface}", fix)
+                yield Finding(
+                    name,
+                    level,
+                    (host.name,),
+                    f"{name} would use {where}, not {host.interface}",
+                    fix,
+                )
 
 
 def check_imports(
-    hosts: Sequence[Host], errors: Sequence[Mapping[str, str]], packages: Mapping[str, Sequence[str]]
+    hosts: Sequence[Host],
+    errors: Sequence[Mapping[str, str]],
+    packages: Mapping[str, Sequence[str]],
 ) -> Iterator[Finding]:
     """Modules that a rank would fail to import.
 
-    `errors`: by node, {module: error}. `packages`: by top-level module, the packages of this machine that bring it. The
-    name of a module is often not that of its package, and may be somebody else's package.
+    `errors`: by node, {module: error}. `packages`: by top-level module, the packages of this
+    machine that bring it. The name of a module is often not that of its package, and may be
+    somebody else's package.
     """
     for name in sorted({name for of_node in errors for name in of_node}):
-        bad = tuple(host.name for host, of_node in zip(hosts, errors, strict=True) if name in of_node)
+        bad = tuple(
+            host.name for host, of_node in zip(hosts, errors, strict=True) if name in of_node
+        )
         why = next(of_node[name] for of_node in errors if name in of_node)
         where = "every node" if len(bad) == len(hosts) else joined_names(bad)
         missing = re.search(r"No module named '(\w+)", why)
         module = missing[1] if missing else name.partition(".")[0]
         brings = " ".join(sorted(set(packages.get(module, ()))))
-        install = f"python -m pip install {brings}" if brings else f"install the package that has the module {module}"
+        install = (
+            f"python -m pip install {brings}"
+            if brings
+            else f"install the package that has the module {module}"
+        )
         fix = f"on {where}: {install}"
         yield Finding("imports", "fail", bad, f"{where} can't import {name}: {why}", fix)
 
 
 def check_shm(hosts: Sequence[Host], errors: Sequence[str | None]) -> Iterator[Finding]:
     """Nodes whose /dev/shm can't be written. `errors`: by node, empty if it can."""
-    fix = "start the container with --shm-size=8g (Kubernetes: an emptyDir with medium: Memory on /dev/shm)"
+    fix = (
+        "start the container with --shm-size=8g (Kubernetes: an emptyDir with medium: Memory "
+        "on /dev/shm)"
+    )
     for host, why in zip(hosts, errors, strict=True):
         if why:
             yield Finding("shm", "fail", (host.name,), f"/dev/shm can't be written: {why}", fix)
 
 
-def check_hostnames(hosts: Sequence[Host], resolved: Sequence[Sequence[str] | None]) -> Iterator[Finding]:
-    """Hosts whose own name resolves to no address that others reach. `resolved`: by node, the name's addresses."""
+def check_hostnames(
+    hosts: Sequence[Host], resolved: Sequence[Sequence[str] | None]
+) -> Iterator[Finding]:
+    """Hosts whose own name resolves to no address that others reach. `resolved`: by node, the
+    name's addresses."""
     for host, addresses in zip(hosts, resolved, strict=True):
-        loopback = [address for address in addresses or () if ipaddress.ip_address(address).is_loopback]
+        loopback = [
+            address for address in addresses or () if ipaddress.ip_address(address).is_loopback
+        ]
         if addresses is None or (addresses and not loopback):
             continue
         where = f"resolves to {loopback[0]}" if loopback else "does not resolve"
         text = (
-            f"the host's own name {where}: by default gloo, Horovod and torchrun would listen there; "
+            f"the host's own name {where}: by default gloo, Horovod and torchrun would listen "
+            "there; "
             "raydist gives them the interface by name, so this job is not affected"
         )
-        fix = "in each host's /etc/hosts: its own address before its own name, instead of a loopback address"
+        fix = (
+            "in each host's /etc/hosts: its own address before its own name, instead of a "
+            "loopback address"
+        )
         yield Finding("hostname", "warn", (host.name,), text, fix)
 
 
 def check_lookups(hosts: Sequence[Host], seconds: Sequence[float | None]) -> Iterator[Finding]:
-    """Nodes where looking up the name of another's address takes long. `seconds`: by node; None if it did not reply."""
+    """Nodes where looking up the name of another's address takes long. `seconds`: by node; None if
+    it did not reply."""
     slow = [
         (host.name, took)
         for host, took in zip(hosts, seconds, strict=True)
@@ -273,21 +356,26 @@ def check_lookups(hosts: Sequence[Host], seconds: Sequence[float | None]) -> Ite
         names = tuple(name for name, _ in slow)
         longest = max(took for _, took in slow)
         text = (
-            f"{joined_names(names)}: a reverse look-up of another node's address takes {longest:.0f} s; torch looks up "
+            f"{joined_names(names)}: a reverse look-up of another node's address takes "
+            f"{longest:.0f} s; torch looks up "
             "the address of each connection, at each launch and restart"
         )
         fix = (
-            "all nodes with their addresses in each node's /etc/hosts, or a name server that answers; "
+            "all nodes with their addresses in each node's /etc/hosts, or a name server that "
+            "answers; "
             "without root: env.RES_OPTIONS='timeout:1 attempts:1'"
         )
         yield Finding("lookup", "warn", names, text, fix)
 
 
 SAME = ("raydist", "torch", "ray", "python")
-"""Packages whose versions must be equal on all nodes; of Python's only major and minor, which pickle depends on."""
+"""Packages whose versions must be equal on all nodes; of Python's only major and minor, which
+pickle depends on."""
 
 
-def compare_versions(hosts: Sequence[Host], versions: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+def compare_versions(
+    hosts: Sequence[Host], versions: Sequence[Mapping[str, str]]
+) -> Iterator[Finding]:
     """Nodes with another version than most. `versions`: by node, {name: version}."""
     for name in SAME:
         have = [of_node.get(name, "") for of_node in versions]
@@ -296,11 +384,18 @@ def compare_versions(hosts: Sequence[Host], versions: Sequence[Mapping[str, str]
             continue
         most = max(installed, key=installed.count)
         for other in sorted(set(have) - {most}):
-            bad = tuple(host.name for host, version in zip(hosts, have, strict=True) if version == other)
+            bad = tuple(
+                host.name for host, version in zip(hosts, have, strict=True) if version == other
+            )
             close = name == "python" and other.split(".")[:2] == most.split(".")[:2]
             verb = "has" if len(bad) == 1 else "have"
-            text = f"{joined_names(bad)} {verb} {f'{name} {other}' if other else f'no {name}'}, the others {most}"
-            yield Finding("versions", "note" if close else "fail", bad, text, _same_version(name, most, bad))
+            text = (
+                f"{joined_names(bad)} {verb} {f'{name} {other}' if other else f'no {name}'}, "
+                f"the others {most}"
+            )
+            yield Finding(
+                "versions", "note" if close else "fail", bad, text, _same_version(name, most, bad)
+            )
 
 
 def _same_version(name: str, version: str, nodes: Sequence[str]) -> str:
@@ -309,29 +404,48 @@ def _same_version(name: str, version: str, nodes: Sequence[str]) -> str:
     if name == "python":
         return f"the same image on every node, with Python {version}"
     if name == "raydist":
-        return f"on {joined_names(nodes)}: python -m pip install . in the folder of raydist {version}"
-    index = f" --index-url https://download.pytorch.org/whl/{build}" if name == "torch" and build else ""
+        return (
+            f"on {joined_names(nodes)}: python -m pip install . in the folder of raydist {version}"
+        )
+    index = (
+        f" --index-url https://download.pytorch.org/whl/{build}"
+        if name == "torch" and build
+        else ""
+    )
     return f"on {joined_names(nodes)}: python -m pip install {name}=={public}{index}"
 
 
 def check_storage_seen(
     hosts: Sequence[Host], errors: Sequence[Mapping[str, str] | None], storage: str
 ) -> Iterator[Finding]:
-    """Nodes that can't see the storage. `errors`: by node, empty if it can; None if it gave no answer."""
+    """Nodes that can't see the storage. `errors`: by node, empty if it can; None if it gave no
+    answer."""
     for why in sorted({text for of_node in errors for text in (of_node or {}).values()}):
-        bad = tuple(host.name for host, of_node in zip(hosts, errors, strict=True) if why in (of_node or {}).values())
+        bad = tuple(
+            host.name
+            for host, of_node in zip(hosts, errors, strict=True)
+            if why in (of_node or {}).values()
+        )
         text = f"{joined_names(bad)} can't see storage={storage}: {why}"
-        fix = "a folder that all nodes see, or a bucket: storage=s3://BUCKET/FOLDER, with its credentials in env_file="
+        fix = (
+            "a folder that all nodes see, or a bucket: storage=s3://BUCKET/FOLDER, with its "
+            "credentials in env_file="
+        )
         yield Finding("storage", "fail", bad, text, fix)
 
 
-def check_run_folder(hosts: Sequence[Host], sees: Sequence[bool | None], folder: str) -> Iterator[Finding]:
+def check_run_folder(
+    hosts: Sequence[Host], sees: Sequence[bool | None], folder: str
+) -> Iterator[Finding]:
     """Nodes that don't see the run folder. `sees`: by node; None if it gave no answer."""
     without = tuple(host.name for host, seen in zip(hosts, sees, strict=True) if seen is False)
     if without:
         yield Finding(
-            "run folder", "warn" if hosts[0].name in without else "note", without,
-            f"{joined_names(without)} can't see {folder}: a rank there can't resume from a checkpoint of rank 0 on "
+            "run folder",
+            "warn" if hosts[0].name in without else "note",
+            without,
+            f"{joined_names(without)} can't see {folder}: a rank there can't resume from a "
+            "checkpoint of rank 0 on "
             f"{hosts[0].name}",
             "hydra.run.dir=<a folder that all nodes see>",
-        )  # fmt: skip
+        )

@@ -1,4 +1,5 @@
-"""The doctor's report: a table of nodes and checks, the findings with their fixes, a verdict. (driver)"""
+"""The doctor's report: a table of nodes and checks, the findings with their fixes, a verdict.
+(driver)"""
 
 from __future__ import annotations
 
@@ -67,7 +68,10 @@ class Report:
         self.gpus = bool(plan.request.rank_resources.get("GPU"))
         over = ", ".join(sorted({host.interface for host in hosts}))
         nodes = counted(len(hosts), "node")
-        self.summary = f"{counted(plan.world_size, 'rank')} on {nodes}, backend {plan.request.backend}, over {over}"
+        self.summary = (
+            f"{counted(plan.world_size, 'rank')} on {nodes}, backend "
+            f"{plan.request.backend}, over {over}"
+        )
 
     def measured(self, trips: Sequence[Sequence[Trip] | None], took_s: float) -> None:
         """Record the calls from every node to every other."""
@@ -82,7 +86,9 @@ class Report:
     def made(self) -> list[str]:
         """The checks that were made, in the order of CHECKS: causes before their effects."""
         order = [*CHECKS]
-        return sorted(self.checks, key=lambda check: order.index(check) if check in order else len(order))
+        return sorted(
+            self.checks, key=lambda check: order.index(check) if check in order else len(order)
+        )
 
     @property
     def broken(self) -> bool:
@@ -97,12 +103,19 @@ class Report:
     @property
     def verdict(self) -> str:
         """The report in one line."""
-        failed = [check for check in self.made if any(finding.level == "fail" for finding in self.checks[check])]
+        failed = [
+            check
+            for check in self.made
+            if any(finding.level == "fail" for finding in self.checks[check])
+        ]
         warned = sum(finding.level == "warn" for finding in self.findings)
         warnings = f", {counted(warned, 'warning')}" if warned else ""
         checks = counted(len(self.checks), "check")
         if failed:
-            return f"this job would break: {', '.join(failed)} ({len(failed)} of {checks} failed{warnings})"
+            return (
+                f"this job would break: {', '.join(failed)} ({len(failed)} of {checks} "
+                f"failed{warnings})"
+            )
         return f"this job can run: {checks}, none failed{warnings}"
 
 
@@ -123,7 +136,10 @@ def report_as_data(report: Report) -> dict[str, Any]:
         "verdict": report.verdict,
         "job": report.summary,
         "nodes": [asdict(host) for host in report.hosts],
-        "checks": {check: {host.name: report.state(check, host) for host in report.hosts} for check in report.made},
+        "checks": {
+            check: {host.name: report.state(check, host) for host in report.hosts}
+            for check in report.made
+        },
         "findings": [asdict(finding) for finding in report.findings],
         "network": network_data(report),
     }
@@ -156,7 +172,10 @@ def show_report(report: Report, as_json: bool) -> None:
         console.print(line, soft_wrap=True)
     if table := rows(report):
         console.print()
-        console.print(rich_table(table) if console.is_terminal else "\n".join(wording.table(table)), soft_wrap=True)
+        console.print(
+            rich_table(table) if console.is_terminal else "\n".join(wording.table(table)),
+            soft_wrap=True,
+        )
     for line in finding_lines(report, console.width):
         console.print(line, soft_wrap=True, style=COLOURS.get(line.partition(" ")[0], ""))
     style = "bold red" if report.broken else "bold green"
@@ -183,8 +202,10 @@ def header_lines(report: Report, width: int) -> Iterator[str]:
     if network := network_data(report):
         longest = " -> ".join(network["rtt_most"])
         yield (
-            f"calls {network['calls']} from node to node in {report.took_s:.1f} s; a round trip takes "
-            f"{network['rtt_median_ms']:.2f} ms, {network['rtt_most_ms']:.2f} ms at most ({longest})"
+            f"calls {network['calls']} from node to node in {report.took_s:.1f} s; a round trip "
+            "takes "
+            f"{network['rtt_median_ms']:.2f} ms, {network['rtt_most_ms']:.2f} ms at most "
+            f"({longest})"
         )
     if fine := [check for check in report.made if not report.checks[check]]:
         yield from wrapped("fine  ", ", ".join(fine), width)
@@ -200,36 +221,53 @@ def finding_lines(report: Report, width: int) -> Iterator[str]:
             if finding.fix:
                 yield from wrapped("fix   ", finding.fix, width)
         if len(findings) > FINDINGS_SHOWN:
-            yield f"\n... and {len(findings) - FINDINGS_SHOWN} more of level {SHOWN[level]}: --json has all"
+            more = len(findings) - FINDINGS_SHOWN
+            yield f"\n... and {more} more of level {SHOWN[level]}: --json has all"
     if report.gpus and not report.broken:
-        yield "\nnext  raydist bandwidth with the same overrides measures the network that NCCL uses"
+        measures = "measures the network that NCCL uses"
+        yield f"\nnext  raydist bandwidth with the same overrides {measures}"
 
 
 def finding_text(report: Report, finding: Finding) -> str:
     """`gloo on host1, host2: text`, without hosts that the text names itself."""
     named = not finding.nodes or any(node in finding.text for node in finding.nodes)
     everywhere = len(finding.nodes) == len(report.hosts)
-    where = "" if named else " on every node" if everywhere else f" on {joined_names(finding.nodes)}"
+    where = (
+        "" if named else " on every node" if everywhere else f" on {joined_names(finding.nodes)}"
+    )
     return f"{finding.check}{where}: {finding.text}"
 
 
 def wrapped(head: str, text: str, width: int) -> list[str]:
     """Text beside its heading, wrapped between words, so that commands can be copied."""
     return textwrap.wrap(
-        text, max(60, min(120, width)), initial_indent=head, subsequent_indent=" " * len(head),
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        text,
+        max(60, min(120, width)),
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def rows(report: Report) -> list[list[str]]:
-    """A table of nodes and checks, without checks that passed everywhere. Equal nodes share a row, the worst first."""
+    """A table of nodes and checks, without checks that passed everywhere. Equal nodes share a row,
+    the worst first."""
     shown = [check for check in report.made if report.checks[check]]
     if not shown or not report.hosts:
         return []
     hosts_with: dict[tuple[str, ...], list[str]] = {}
     for host in report.hosts:
-        hosts_with.setdefault(tuple(report.state(check, host) for check in shown), []).append(host.name)
-    worst = sorted(hosts_with.items(), key=lambda item: [-item[0].count(state) for state in reversed(STATES)])
+        hosts_with.setdefault(tuple(report.state(check, host) for check in shown), []).append(
+            host.name
+        )
+    worst = sorted(
+        hosts_with.items(), key=lambda item: [-item[0].count(state) for state in reversed(STATES)]
+    )
     body = [[joined_names(names), *states] for states, names in worst]
-    more = [[f"... and {len(body) - ROWS_SHOWN} more rows", *("" for _ in shown)]] if len(body) > ROWS_SHOWN else []
+    more = (
+        [[f"... and {len(body) - ROWS_SHOWN} more rows", *("" for _ in shown)]]
+        if len(body) > ROWS_SHOWN
+        else []
+    )
     return [["node", *shown], *body[:ROWS_SHOWN], *more]

@@ -30,7 +30,8 @@ Reply = TypeVar("Reply")
 
 ANSWER_S = 60.0
 TRY_S = 300.0
-"""Longest wait for gloo and NCCL to be replies out: torch comes from a cold network file system once for each."""
+"""Longest wait for gloo and NCCL to be replies out: torch comes from a cold network file system
+once for each."""
 TRIED = {"gloo": ("gloo",), "nccl": ("gloo", "nccl"), "horovod": ("nccl",)}
 """Backend -> libraries to try. Horovod's own gloo can't be replies without ranks."""
 
@@ -38,8 +39,11 @@ TRIED = {"gloo": ("gloo",), "nccl": ("gloo", "nccl"), "horovod": ("nccl",)}
 class Rounds:
     """The checks on an open worker group. Causes come before their effects."""
 
-    def __init__(self, job: Job, group: WorkerGroup, report: Report, timeout: float, probe: str = "") -> None:
-        """`probe`: a file in the job's storage, which every node has to see; empty without storage."""
+    def __init__(
+        self, job: Job, group: WorkerGroup, report: Report, timeout: float, probe: str = ""
+    ) -> None:
+        """`probe`: a file in the job's storage, which every node has to see; empty without
+        storage."""
         self._job = job
         self._probe = probe
         self._group = group
@@ -50,7 +54,11 @@ class Rounds:
         names = [lead.node.host for lead in self._leads]
         self._hosts = [
             # two raylets on one machine, or pods that all have one name
-            Host(name if names.count(name) == 1 else f"{name}/{lead.node.ip}", facts.address, facts.interface)
+            Host(
+                name if names.count(name) == 1 else f"{name}/{lead.node.ip}",
+                facts.address,
+                facts.interface,
+            )
             for name, lead, facts in zip(names, self._leads, self._facts, strict=True)
         ]
 
@@ -68,15 +76,24 @@ class Rounds:
             self._check_peers()
         self._check_libraries()
 
-    def _ask(self, step: str, requests: Sequence[Request[Reply]], extra: float = 0.0) -> list[Reply | None]:
+    def _ask(
+        self, step: str, requests: Sequence[Request[Reply]], extra: float = 0.0
+    ) -> list[Reply | None]:
         """The reply of each node to its request; None and a finding for a node without a reply."""
         patience = ANSWER_S + extra
-        calls = [self._group.call(lead.rank, request) for lead, request in zip(self._leads, requests, strict=True)]
+        calls = [
+            self._group.call(lead.rank, request)
+            for lead, request in zip(self._leads, requests, strict=True)
+        ]
         wait(calls, timeout=patience)
         replies: list[Reply | None] = []
         nodes_by_error: dict[str, list[str]] = {}
         for host, call in zip(self._hosts, calls, strict=True):
-            error = call.exception() if call.done() else TimeoutError(f"no answer within {patience:g} s")
+            error = (
+                call.exception()
+                if call.done()
+                else TimeoutError(f"no answer within {patience:g} s")
+            )
             replies.append(None if error else call.result())
             if error:
                 nodes_by_error.setdefault(last_line(error), []).append(host.name)
@@ -84,7 +101,8 @@ class Rounds:
         return replies
 
     def _check_facts(self) -> None:
-        """The checks that need only facts. A job without GPUs does not use RDMA: its passed checks are not listed."""
+        """The checks that need only facts. A job without GPUs does not use RDMA: its passed checks
+        are not listed."""
         for check in CHECKS if self._report.gpus else ():
             self._report.passed(check)
         for finding in checks_node.findings(self._job, self._group.plan, self._group.facts):
@@ -94,7 +112,8 @@ class Rounds:
     def _check_software(self) -> None:
         versions = [{**facts.versions, "python": facts.python} for facts in self._facts]
         self._report.add("versions", *doctor_findings.compare_versions(self._hosts, versions))
-        # The job's own files travel with the rank's import path; only installed packages must be on every node.
+        # The job's own files travel with the rank's import path; only installed packages must be on
+        # every node.
         missing = [
             {
                 name: why
@@ -103,7 +122,10 @@ class Rounds:
             }
             for lead in self._leads
         ]
-        self._report.add("imports", *doctor_findings.check_imports(self._hosts, missing, packages_distributions()))
+        self._report.add(
+            "imports",
+            *doctor_findings.check_imports(self._hosts, missing, packages_distributions()),
+        )
 
     def _check_machines(self) -> None:
         folder = Path(self._job.dir)
@@ -120,7 +142,10 @@ class Rounds:
         if self._probe:
             self._check_storage()
         else:
-            self._report.add("run folder", *doctor_findings.check_run_folder(self._hosts, sees, str(folder.parent)))
+            self._report.add(
+                "run folder",
+                *doctor_findings.check_run_folder(self._hosts, sees, str(folder.parent)),
+            )
         if len(self._hosts) > 1:
             self._report.add("hostname", *doctor_findings.check_hostnames(self._hosts, names))
             self._report.add("lookup", *doctor_findings.check_lookups(self._hosts, lookups))
@@ -130,18 +155,24 @@ class Rounds:
         request = FindUnreachablePaths({"storage": self._probe}, self._job.env)
         errors = self._ask("storage", [request] * len(self._hosts), CHECK_S)
         storage = self._probe.rpartition("/")[0]
-        self._report.add("storage", *doctor_findings.check_storage_seen(self._hosts, errors, storage))
+        self._report.add(
+            "storage", *doctor_findings.check_storage_seen(self._hosts, errors, storage)
+        )
 
     def _check_rendezvous(self) -> None:
         meet = self._group.rendezvous
         if meet.port is not None:
             request = ReachStore(meet.address, meet.port, self._timeout)
             errors = self._ask("reach", [request] * len(self._hosts), self._timeout)
-            self._report.add("rendezvous", *doctor_findings.check_rendezvous(self._hosts, errors, meet.port))
+            self._report.add(
+                "rendezvous", *doctor_findings.check_rendezvous(self._hosts, errors, meet.port)
+            )
 
     def _check_peers(self) -> None:
         secret = secrets.token_bytes(32)
-        listening = self._ask("listen", [ListenForPeers(host.address, secret) for host in self._hosts])
+        listening = self._ask(
+            "listen", [ListenForPeers(host.address, secret) for host in self._hosts]
+        )
         peers = [peer for peer in listening if peer is not None]
         if len(peers) < len(listening):
             return
@@ -160,8 +191,12 @@ class Rounds:
         if not self._group.plan.request.rank_resources.get("GPU"):
             names = tuple(name for name in names if name != "nccl")
         if names:
-            variables = [{var.name: var.value for var in self._variables[lead.rank]} for lead in self._leads]
-            replies = self._ask("try_out", [TryLibraries(names, of_rank) for of_rank in variables], TRY_S)
+            variables = [
+                {var.name: var.value for var in self._variables[lead.rank]} for lead in self._leads
+            ]
+            replies = self._ask(
+                "try_out", [TryLibraries(names, of_rank) for of_rank in variables], TRY_S
+            )
             bad = list(doctor_findings.check_loaded_libraries(self._hosts, replies))
             for name in names:
                 self._report.add(name, *(finding for finding in bad if finding.check == name))

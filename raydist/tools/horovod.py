@@ -1,4 +1,5 @@
-"""`python -m raydist.tools.horovod`: `build` builds Horovod for the installed torch, `check` tests it. (driver)"""
+"""`python -m raydist.tools.horovod`: `build` builds Horovod for the installed torch, `check` tests
+it. (driver)"""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ try:
     nccl = list(find_spec("nvidia.nccl").submodule_search_locations)[0]
 except (ImportError, AttributeError):
     nccl = ""
-found = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "gpu": torch.cuda.is_available(), "nccl": nccl}
-print(json.dumps(found))
+cuda, gpu = torch.version.cuda or "", torch.cuda.is_available()
+print(json.dumps({"torch": torch.__version__, "cuda": cuda, "gpu": gpu, "nccl": nccl}))
 """
 """Runs in its own process, because the driver does not import torch."""
 
@@ -81,12 +82,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="raydist horovod", description=__doc__.split(" (")[0])
     commands = parser.add_subparsers(dest="do", required=True)
     commands.add_parser("check", help="run an all-reduce on two ranks of this machine")
-    build = commands.add_parser("build", help="build and install Horovod unless it is installed, then check it")
+    build = commands.add_parser(
+        "build", help="build and install Horovod unless it is installed, then check it"
+    )
     device = build.add_mutually_exclusive_group()
-    device.add_argument("--cpu", action="store_true", help="for CPUs, even if this machine has GPUs")
-    device.add_argument("--cuda", action="store_true", help="with NCCL, even if this machine has no GPU")
+    device.add_argument(
+        "--cpu", action="store_true", help="for CPUs, even if this machine has GPUs"
+    )
+    device.add_argument(
+        "--cuda", action="store_true", help="with NCCL, even if this machine has no GPU"
+    )
     build.add_argument("--mpi", action="store_true", help="with MPI too (needs mpicxx)")
-    build.add_argument("--jobs", type=int, default=jobs(), help="files compiled at a time (%(default)s)")
+    build.add_argument(
+        "--jobs", type=int, default=jobs(), help="files compiled at a time (%(default)s)"
+    )
     build.add_argument("--again", action="store_true", help="build even if the cache has a wheel")
     return parser.parse_args(argv)
 
@@ -96,7 +105,11 @@ def build_command(typed: argparse.Namespace) -> str:
     recipe = choose_recipe(installed_versions(), cpu=typed.cpu, cuda=typed.cuda, mpi=typed.mpi)
     if installed() == recipe.version and not typed.again:
         return f"Horovod {recipe.version} is installed already: {check_command()}"
-    shelf = cache() / "horovod" / f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}-{recipe.stamp}"
+    shelf = (
+        cache()
+        / "horovod"
+        / f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}-{recipe.stamp}"
+    )
     if typed.again or not (wheel := next(iter(shelf.glob("*.whl")), None)):
         wheel = make(recipe, shelf, typed.jobs)
     horovod_build.pip("install", "--no-deps", "--force-reinstall", str(wheel))
@@ -112,43 +125,61 @@ def make(recipe: Recipe, shelf: Path, jobs: int) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="build-", dir=shelf))
     except OSError as error:
         raise ConfigError(
-            f"{shelf} can't be written ({error.strerror}); set RAYDIST_CACHE to a folder that you can write"
+            f"{shelf} can't be written ({error.strerror}); set RAYDIST_CACHE to a folder that "
+            "you can write"
         ) from error
     show = BuildProgress(f"Horovod {recipe.version}")
     show(f"building in {folder}")
     built = horovod_build.build_wheel(recipe, folder, jobs, show)
     show.end()
-    built.replace(wheel := shelf / built.name)  # atomic: of two builds at once the last one's wheel stays
+    built.replace(
+        wheel := shelf / built.name
+    )  # atomic: of two builds at once the last one's wheel stays
     shutil.rmtree(folder)
     return wheel
 
 
 def installed_versions() -> Installed:
     """Facts about the torch of this environment."""
-    done = subprocess.run([sys.executable, "-c", FACTS], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FACTS], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         error = " ".join(done.stderr.strip().splitlines()[-1:])
-        raise ConfigError(f"{sys.executable} can't import torch, which Horovod is built against: {error}")
+        raise ConfigError(
+            f"{sys.executable} can't import torch, which Horovod is built against: {error}"
+        )
     return Installed(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def choose_recipe(facts: Installed, *, cpu: bool, cuda: bool, mpi: bool) -> Recipe:
-    """The build to make. By default with NCCL if this machine has a GPU and all build tools for it, else for CPUs."""
+    """The build to make. By default with NCCL if this machine has a GPU and all build tools for it,
+    else for CPUs."""
     plain = Recipe(torch=facts.torch, mpi=mpi)
     if cpu or not (cuda or facts.gpu):
         return plain
     home = toolkit()
     nccl = next((folder for folder in (facts.nccl, home, "/usr") if has_nccl(folder)), "")
     lacking = [] if facts.cuda else [f"a torch with CUDA (this is {facts.torch})"]
-    lacking += [] if home else ["a CUDA toolkit with nvcc, cuda_runtime.h and libcudart (CUDA_HOME says where)"]
+    lacking += (
+        []
+        if home
+        else ["a CUDA toolkit with nvcc, cuda_runtime.h and libcudart (CUDA_HOME says where)"]
+    )
     lacking += [] if nccl else ["NCCL's nccl.h and libnccl.so"]
     if home and facts.cuda and (found := release(home)).split(".")[0] != facts.cuda.split(".")[0]:
         lacking.append(f"a CUDA toolkit {facts.cuda}, as torch has ({home} is {found})")
     if not lacking:
         return Recipe(torch=facts.torch, cuda=home, nccl=nccl, mpi=mpi)
     if cuda:
-        raise ConfigError(f"--cuda needs {' and '.join(lacking)}; --cpu builds for CPUs", "--cuda", None, "--cpu")
-    print(f"builds for CPUs only, although this machine has a GPU: NCCL needs {' and '.join(lacking)}", file=sys.stderr)
+        raise ConfigError(
+            f"--cuda needs {' and '.join(lacking)}; --cpu builds for CPUs", "--cuda", None, "--cpu"
+        )
+    print(
+        f"builds for CPUs only, although this machine has a GPU: NCCL needs "
+        f"{' and '.join(lacking)}",
+        file=sys.stderr,
+    )
     return plain
 
 
@@ -166,7 +197,9 @@ def toolkit() -> str:
 
 def release(home: str) -> str:
     """The version of a CUDA toolkit, from its nvcc."""
-    text = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True, check=False).stdout
+    text = subprocess.run(
+        [f"{home}/bin/nvcc", "--version"], capture_output=True, text=True, check=False
+    ).stdout
     match = re.search(r"release (\d+\.\d+)", text)
     return match[1] if match else "unknown"
 
@@ -180,13 +213,16 @@ def missing_programs(recipe: Recipe) -> list[str]:
     """Tools that the build needs and this machine lacks, each with the command that installs it."""
     needs = {
         "a C++20 compiler (apt-get install g++)": shutil.which(os.environ.get("CXX", "c++")),
-        f"Python's own headers (apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev)": Path(
+        f"Python's own headers (apt-get install "
+        f"python{sys.version_info[0]}.{sys.version_info[1]}-dev)": Path(
             sysconfig.get_path("include"), "Python.h"
         ).exists(),
         f"pip in this environment ({sys.executable} -m ensurepip)": metadata_of("pip"),
     }
     if recipe.mpi:
-        needs["mpicxx for --mpi (apt-get install libopenmpi-dev openmpi-bin)"] = shutil.which("mpicxx")
+        needs["mpicxx for --mpi (apt-get install libopenmpi-dev openmpi-bin)"] = shutil.which(
+            "mpicxx"
+        )
     return [f"it needs {tool}" for tool, found in needs.items() if not found]
 
 
@@ -199,7 +235,8 @@ def metadata_of(package: str) -> str:
 
 
 def installed() -> str:
-    """The installed version of Horovod; a build of raydist names in it the torch that it was built against."""
+    """The installed version of Horovod; a build of raydist names in it the torch that it was built
+    against."""
     return metadata_of("horovod")
 
 
@@ -215,7 +252,8 @@ def jobs() -> int:
 
 
 def check_command() -> str:
-    """Run an all-reduce on two ranks of this machine; Horovod's features as text. LaunchError if it fails."""
+    """Run an all-reduce on two ranks of this machine; Horovod's features as text. LaunchError if it
+    fails."""
     from raydist.node.rendezvous_http import serving
 
     if not installed():
@@ -223,19 +261,28 @@ def check_command() -> str:
     with serving("127.0.0.1") as door:
         host, _, rest = door.partition(":")
         same = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")},
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": door, "HOROVOD_GLOO_RENDEZVOUS_PORT": rest.partition("/")[0],
-            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": "lo",
-            "HOROVOD_HOSTNAME": host, "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2",
-        }  # fmt: skip
+            **{
+                name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")
+            },
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": door,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": rest.partition("/")[0],
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_IFACE": "lo",
+            "HOROVOD_HOSTNAME": host,
+            "HOROVOD_SIZE": "2",
+            "HOROVOD_LOCAL_SIZE": "2",
+        }
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", CHECK],
                 env={**same, "HOROVOD_RANK": str(rank), "HOROVOD_LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(2)
-        ]  # fmt: skip
+        ]
         return judge(ranks)
 
 
@@ -252,7 +299,10 @@ def judge(ranks: Sequence[subprocess.Popen[str]], patience: float = 120.0) -> st
     for rank, (_, errors) in zip(ranks, outputs, strict=True):
         if rank.returncode:
             end = "\n".join(errors.strip().splitlines()[-12:])
-            raise LaunchError(f"Horovod {installed()} does not work here; build it again: {COMMAND} --again\n{end}")
+            raise LaunchError(
+                f"Horovod {installed()} does not work here; build it again: {COMMAND} "
+                f"--again\n{end}"
+            )
     return f"two ranks added up 1 + 2 = 3 ({outputs[0][0].strip()})"
 
 

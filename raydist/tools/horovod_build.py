@@ -1,7 +1,7 @@
 """Patches and builds Horovod's source distribution for the installed torch. (driver)
 
-0.28.1 is Horovod's last release (June 2023). It requires C++14 and a Python with distutils, and it takes any nvcc for a
-CUDA toolkit. PATCHES corrects that.
+0.28.1 is Horovod's last release (June 2023). It requires C++14 and a Python with distutils, and it
+takes any nvcc for a CUDA toolkit. PATCHES corrects that.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 REVISION = 4
 """The version of PATCHES: another version makes another wheel."""
 TOOLS = ("cmake==3.31.6", "ninja==1.13.0", "setuptools==80.9.0", "wheel==0.45.1", "packaging==25.0")
-"""The build tools, installed into a separate folder. CMake 4 refuses the old CMake files of gloo."""
+"""The build tools, installed into a separate folder. CMake 4 refuses the old CMake files of
+gloo."""
 
 PATCHES = (
     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
     ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
-    ("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
+    (
+        "horovod/common/ops/cuda/CMakeLists.txt",
+        "set(CMAKE_CUDA_STANDARD 11)",
+        "set(CMAKE_CUDA_STANDARD 17)",
+    ),
     # GCC 13 headers no longer include <cstdint>.
     ("third_party/gloo/CMakeLists.txt", "-std=c++11 -fPIC", "-include cstdint -fPIC"),
     # Use CUDA only if it was requested, not because an nvcc is on the PATH.
@@ -60,12 +65,17 @@ PATCHES = (
     (
         "horovod/common/parameter_manager.cc",
         "  } else {\n    Eigen::VectorXd v = TunableParameter::BestValue();",
-        "  } else if (fixed_values_.count(variable) == 0) {\n    Eigen::VectorXd v = TunableParameter::BestValue();",
+        "  } else if (fixed_values_.count(variable) == 0) {\n    Eigen::VectorXd v = "
+        "TunableParameter::BestValue();",
     ),
     # reserve() adds no elements: the stall check examined an empty list of ranks.
-    ("horovod/common/gloo/gloo_controller.cc", "global_ranks_.reserve(size_);", "global_ranks_.resize(size_);"),
-    # Every collective uses a process set, and process sets ignored HOROVOD_GLOO_IFACE: they used the host name's
-    # address, which is 127.0.1.1 on a Debian.
+    (
+        "horovod/common/gloo/gloo_controller.cc",
+        "global_ranks_.reserve(size_);",
+        "global_ranks_.resize(size_);",
+    ),
+    # Every collective uses a process set, and process sets ignored HOROVOD_GLOO_IFACE: they used
+    # the host name's address, which is 127.0.1.1 on a Debian.
     (
         "horovod/common/gloo/gloo_context.cc",
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
@@ -82,7 +92,8 @@ PATCHES = (
     ("setup.py", "setup_requires=require_list if is_build_action() else []", "setup_requires=[]"),
     ("setup.py", "require_list.append('cffi>=1.4.0')", "pass"),
 )
-"""(file, text, replacement). If a text is missing, the source is another one than these patches expect."""
+"""(file, text, replacement). If a text is missing, the source is another one than these patches
+expect."""
 
 Tell = Callable[[str], None]
 
@@ -102,7 +113,11 @@ class Recipe:
     @property
     def stamp(self) -> str:
         """The local part of the built version. It names the torch and the options of the build."""
-        words = [f"raydist{REVISION}", "torch" + self.torch.replace("+", "."), "nccl" if self.cuda else "cpu"]
+        words = [
+            f"raydist{REVISION}",
+            "torch" + self.torch.replace("+", "."),
+            "nccl" if self.cuda else "cpu",
+        ]
         return ".".join([*words, "mpi"] if self.mpi else words)
 
     @property
@@ -112,20 +127,28 @@ class Recipe:
     def environment(self) -> dict[str, str]:
         """The variables that Horovod's setup.py and CMake read."""
         chosen = {
-            "HOROVOD_LOCAL_VERSION": self.stamp, "HOROVOD_WITH_PYTORCH": "1", "HOROVOD_WITH_GLOO": "1",
-            "HOROVOD_WITHOUT_TENSORFLOW": "1", "HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITHOUT_NVTX": "1",
+            "HOROVOD_LOCAL_VERSION": self.stamp,
+            "HOROVOD_WITH_PYTORCH": "1",
+            "HOROVOD_WITH_GLOO": "1",
+            "HOROVOD_WITHOUT_TENSORFLOW": "1",
+            "HOROVOD_WITHOUT_MXNET": "1",
+            "HOROVOD_WITHOUT_NVTX": "1",
             "HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI": "1",
-        }  # fmt: skip
+        }
         if self.cuda:
             chosen |= {
-                "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": self.cuda, "CUDA_HOME": self.cuda,
-                "HOROVOD_NCCL_INCLUDE": f"{self.nccl}/include", "HOROVOD_NCCL_LINK": "shared",
-            }  # fmt: skip
+                "HOROVOD_GPU_OPERATIONS": "NCCL",
+                "HOROVOD_CUDA_HOME": self.cuda,
+                "CUDA_HOME": self.cuda,
+                "HOROVOD_NCCL_INCLUDE": f"{self.nccl}/include",
+                "HOROVOD_NCCL_LINK": "shared",
+            }
         return chosen
 
 
 def build_wheel(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
-    """Build the wheel in an empty `folder`. LaunchError: it failed; the text has the errors of the compiler."""
+    """Build the wheel in an empty `folder`. LaunchError: it failed; the text has the errors of the
+    compiler."""
     tools = folder / "tools"
     tell("fetching cmake, ninja and the source")
     pip("install", "--target", str(tools), *TOOLS)
@@ -135,13 +158,20 @@ def build_wheel(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith(unwanted)},
         **recipe.environment(),
-        **({"HOROVOD_NCCL_LIB": str(link_nccl(Path(recipe.nccl), folder / "nccl"))} if recipe.cuda else {}),
+        **(
+            {"HOROVOD_NCCL_LIB": str(link_nccl(Path(recipe.nccl), folder / "nccl"))}
+            if recipe.cuda
+            else {}
+        ),
         "PYTHONPATH": str(tools),
-        "PATH": os.pathsep.join([str(tools / "bin"), os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
+        "PATH": os.pathsep.join(
+            [str(tools / "bin"), os.path.dirname(sys.executable), os.environ.get("PATH", "")]
+        ),
         "HOROVOD_CMAKE": str(tools / "cmake" / "data" / "bin" / "cmake"),
         "CMAKE_GENERATOR": "Ninja",
         "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs),
-        "MAKEFLAGS": "-j",  # whatever it says: its being there keeps setup.py from handing -j8 to ninja
+        # whatever it says: its being there keeps setup.py from handing -j8 to ninja
+        "MAKEFLAGS": "-j",
     }
     compile_wheel(source, env, folder / "build.log", tell)
     return next((source / "dist").glob("*.whl"))
@@ -149,24 +179,35 @@ def build_wheel(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
 
 def nccl_libraries(root: Path) -> list[Path]:
     """The shared libraries of NCCL below `root`, libnccl.so first if it exists."""
-    return sorted(found for pattern in ("lib*", "lib*/*") for found in root.glob(f"{pattern}/libnccl.so*"))
+    return sorted(
+        found for pattern in ("lib*", "lib*/*") for found in root.glob(f"{pattern}/libnccl.so*")
+    )
 
 
 def link_nccl(root: Path, folder: Path) -> Path:
-    """A folder with libnccl.so. The NCCL that torch installs has only libnccl.so.2, which a linker does not find."""
+    """A folder with libnccl.so. The NCCL that torch installs has only libnccl.so.2, which a linker
+    does not find."""
     folder.mkdir()
     (folder / "libnccl.so").symlink_to(nccl_libraries(root)[0])
     return folder
 
 
 def pip(*arguments: str, path: Path | None = None) -> None:
-    """Run pip of this Python; print its output only if it fails. `path`: a folder of packages for its PYTHONPATH."""
-    quiet = {"PIP_QUIET": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    """Run pip of this Python; print its output only if it fails. `path`: a folder of packages for
+    its PYTHONPATH."""
+    quiet = {
+        "PIP_QUIET": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_ROOT_USER_ACTION": "ignore",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "pip", *arguments],
         env={**os.environ, **quiet, **({"PYTHONPATH": str(path)} if path else {})},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise LaunchError(f"pip {' '.join(arguments)} failed:\n{done.stdout.strip()[-1500:]}")
 
@@ -180,7 +221,9 @@ def fetch(folder: Path, tools: Path) -> Path:
 
 def unpack_source(archive: Path, folder: Path) -> Path:
     if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != SHA256:
-        raise LaunchError(f"{archive} is not Horovod {VERSION}: its sha256 is {found}, not {SHA256}")
+        raise LaunchError(
+            f"{archive} is not Horovod {VERSION}: its sha256 is {found}, not {SHA256}"
+        )
     with tarfile.open(archive) as tar:
         # Python 3.10 and 3.11 have filters from 3.10.12 and 3.11.4 on; Debian 12 has 3.11.2
         tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
@@ -193,7 +236,9 @@ def patch(source: Path) -> None:
     for name, old, new in PATCHES:
         text = (source / name).read_text(encoding="utf-8")
         if old not in text:
-            raise LaunchError(f"{source / name} does not say {old!r}: this is not the source of Horovod {VERSION}")
+            raise LaunchError(
+                f"{source / name} does not say {old!r}: this is not the source of Horovod {VERSION}"
+            )
         (source / name).write_text(text.replace(old, new), encoding="utf-8")
 
 
@@ -201,9 +246,15 @@ def compile_wheel(source: Path, env: Mapping[str, str], log: Path, tell: Tell) -
     """Run setup.py, write its output to `log`, and report ninja's [n/m] as progress."""
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "setup.py", "-q", "bdist_wheel"], cwd=source, env=env,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-    )  # fmt: skip
+        [sys.executable, "setup.py", "-q", "bdist_wheel"],
+        cwd=source,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     assert process.stdout is not None
     with process, log.open("w", encoding="utf-8") as kept:
         for line in process.stdout:
@@ -217,5 +268,9 @@ def compile_wheel(source: Path, env: Mapping[str, str], log: Path, tell: Tell) -
 def complaint(log: Path) -> str:
     """The first errors in the log of a build, or its last lines."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    wrong = [line for line in lines if re.search(r"\b(fatal )?error\b|CMake Error|not found", line, re.IGNORECASE)]
+    wrong = [
+        line
+        for line in lines
+        if re.search(r"\b(fatal )?error\b|CMake Error|not found", line, re.IGNORECASE)
+    ]
     return "\n".join(f"  {line}" for line in (wrong[:12] or lines[-20:]))

@@ -1,4 +1,5 @@
-"""`python -m raydist.tools.launch`: takes torchrun's command line, and runs on the nodes of a Ray cluster. (driver)"""
+"""`python -m raydist.tools.launch`: takes torchrun's command line, and runs on the nodes of a Ray
+cluster. (driver)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`python -m raydist.tools.plan`: prints where ranks would run and with which variables; starts nothing. (driver)"""
+"""`python -m raydist.tools.plan`: prints where ranks would run and with which variables; starts
+nothing. (driver)"""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ from raydist.shared.rank_names import counted
 from raydist.tools.command_line import ToolParser, run_tool
 
 DESCRIPTION = """\
-Prints where each rank would run, its environment variables with the reason for each, and each lever of speed: on or
-off, and why. Starts nothing.
+Prints where each rank would run, its environment variables with the reason for each, and each lever
+of speed: on or off, and why. Starts nothing.
 """
 NODES_SHOWN = 8
 
@@ -84,10 +85,17 @@ def show_plan(job: Job, as_json: bool) -> None:
     nodes = [node for node in view.nodes if node.id not in avoided]
     plan = placement.assign_ranks(request, place_request(request, nodes, view.types))
     job = replace(job, backend=replace(job.backend, name=request.backend), restart=policy.rule(job))
-    leads = {slot.node_rank: expected_facts(job, plan, slot) for slot in plan.slots if slot.local_rank == 0}
+    leads = {
+        slot.node_rank: expected_facts(job, plan, slot)
+        for slot in plan.slots
+        if slot.local_rank == 0
+    }
     facts = [leads[slot.node_rank] for slot in plan.slots]
     rendezvous = expected_rendezvous(job, facts[0])
-    variables = [mask_secrets(of_rank) for of_rank in network_variables.plan_variables(job, plan, facts, rendezvous)]
+    variables = [
+        mask_secrets(of_rank)
+        for of_rank in network_variables.plan_variables(job, plan, facts, rendezvous)
+    ]
     levers = list(network_levers.levers(job, plan, facts, variables[0]))
     memory = rank_memory(job, plan)
     shape = mesh_shape(job.parallel, plan.world_size, plan.slots[0].local_world_size)
@@ -98,19 +106,35 @@ def show_plan(job: Job, as_json: bool) -> None:
         print(json.dumps(data, indent=2))
     else:
         incidents = [f"node {each.text}" for each in offenders]
-        print("\n".join([*incidents, *plan_as_text(plan, variables, levers, view), *division(job, shape, memory)]))
+        print(
+            "\n".join(
+                [
+                    *incidents,
+                    *plan_as_text(plan, variables, levers, view),
+                    *division(job, shape, memory),
+                ]
+            )
+        )
 
 
 def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
-    """Bytes on each rank for a model in shards that `model=` names, by what for; empty if that is not known here.
+    """Bytes on each rank for a model in shards that `model=` names, by what for; empty if that is
+    not known here.
 
-    A process of its own computes it: it needs torch, and the model's class. ConfigError: the model cannot be divided.
+    A process of its own computes it: it needs torch, and the model's class. ConfigError: the model
+    cannot be divided.
     """
     if not divides(job.parallel) or "_target_" not in job.model:
         return {}
-    asked = {"job": as_dict(job), "ranks": plan.world_size, "per_node": plan.slots[0].local_world_size}
+    asked = {
+        "job": as_dict(job),
+        "ranks": plan.world_size,
+        "per_node": plan.slots[0].local_world_size,
+    }
     command = [sys.executable, "-m", "raydist.training.memory"]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, check=False
+    )
     found = json.loads(done.stdout) if done.returncode == 0 else {}
     if "refused" in found:
         raise ConfigError(**found["refused"])
@@ -119,17 +143,26 @@ def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
 
 
 def division(job: Job, shape: MeshShape, memory: Mapping[str, int]) -> Iterator[str]:
-    """`mesh pp 2 x …`, and `memory parameters 1.00 + gradients 1.00 + adamw 2.00 = 4.00 GiB on each rank, …`."""
+    """`mesh pp 2 x …`, and `memory parameters 1.00 + gradients 1.00 + adamw 2.00 = 4.00 GiB on each
+    rank, …`."""
     if divides(job.parallel):
-        yield f"mesh pp {shape.pp} x replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp}"
+        sharded = f"replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp}"
+        yield f"mesh pp {shape.pp} x {sharded}"
     if memory:
         sizes = {name: size / 2**30 for name, size in memory.items()}
         gathered, active = sizes.pop("gathered"), sizes.pop("activations", None)
         kept = sizes.items()
-        sums = f"{' + '.join(f'{name} {size:.2f}' for name, size in kept)} = {sum(size for _, size in kept):.2f} GiB"
+        sums = (
+            f"{' + '.join(f'{name} {size:.2f}' for name, size in kept)} = "
+            f"{sum(size for _, size in kept):.2f} GiB"
+        )
         what = "block is" if shape.pp == 1 else "stage and its gradients are"
         most = "each rank" if shape.pp == 1 else "each rank of the largest stage"
-        more = "the activations" if active is None else f"at most {active:.2f} GiB of activations before the loss"
+        more = (
+            "the activations"
+            if active is None
+            else f"at most {active:.2f} GiB of activations before the loss"
+        )
         yield f"memory {sums} on {most}, {gathered:.2f} GiB while a {what} gathered, and {more}"
 
 
@@ -142,7 +175,10 @@ def view_cluster(job: Job) -> ClusterView:
             nodes, drained = connect.alive_nodes(), drain.draining()
             types = connect.node_types()
             if types is None:
-                types = [NodeType(f"like-{node.host}", node.total, UNLIMITED, node.labels) for node in nodes[-1:]]
+                types = [
+                    NodeType(f"like-{node.host}", node.total, UNLIMITED, node.labels)
+                    for node in nodes[-1:]
+                ]
             hosts = [node.host for node in nodes if node.id in drained]
             leaving = f"; Ray drains {', '.join(hosts)}" if hosts else ""
             source = f"the Ray cluster at {address} ({counted(len(nodes), 'node')}{leaving})"
@@ -152,9 +188,13 @@ def view_cluster(job: Job) -> ClusterView:
             return ClusterView(nodes, types, source, address)
     node = connect.local_node(job)
     if (n := (job.scale.nodes or 1) + job.scale.spares) == 1:
-        return ClusterView([node], [], "this machine; no Ray is running, the run would start its own")
+        return ClusterView(
+            [node], [], "this machine; no Ray is running, the run would start its own"
+        )
     others = [copy_node(node, f"node-{i}") for i in range(2, n + 1)]
-    return ClusterView([node, *others], [], f"no Ray is running: assuming {len(others) + 1} nodes like this one")
+    return ClusterView(
+        [node, *others], [], f"no Ray is running: assuming {len(others) + 1} nodes like this one"
+    )
 
 
 @contextlib.contextmanager
@@ -177,16 +217,28 @@ def copy_node(node: Node, name: str) -> Node:
     return replace(node, id=name, host=name, ip=f"<address of {name}>")
 
 
-def place_request(request: ResourceRequest, nodes: Sequence[Node], types: Sequence[NodeType]) -> list[Node]:
-    """The node of each bundle, as Ray would choose: free nodes first, then busy nodes, then nodes yet to come."""
+def place_request(
+    request: ResourceRequest, nodes: Sequence[Node], types: Sequence[NodeType]
+) -> list[Node]:
+    """The node of each bundle, as Ray would choose: free nodes first, then busy nodes, then nodes
+    yet to come."""
     need, n = request.bundles[0], len(request.bundles)
     chosen, kinds = select_nodes(nodes, types, request.selector)
     coming = [
-        Node(id=f"{kind.name}-{i}", host=f"{kind.name}-{i}", ip=f"<address of {kind.name}-{i}>", free={},
-             total=kind.resources)
-        for kind, more in still_to_come(kinds, chosen) for i in range(1, min(more, n) + 1)
-    ]  # fmt: skip
-    in_order = sorted(chosen, key=lambda node: (-fit_count(node.free, need), -fit_count(node.total, need), node.order))
+        Node(
+            id=f"{kind.name}-{i}",
+            host=f"{kind.name}-{i}",
+            ip=f"<address of {kind.name}-{i}>",
+            free={},
+            total=kind.resources,
+        )
+        for kind, more in still_to_come(kinds, chosen)
+        for i in range(1, min(more, n) + 1)
+    ]
+    in_order = sorted(
+        chosen,
+        key=lambda node: (-fit_count(node.free, need), -fit_count(node.total, need), node.order),
+    )
     room = [(node, fit_count(node.total, need)) for node in (*in_order, *coming)]
     match request.strategy:
         case "STRICT_SPREAD":
@@ -200,12 +252,20 @@ def place_request(request: ResourceRequest, nodes: Sequence[Node], types: Sequen
 
 
 def expected_facts(job: Job, plan: Plan, lead: Slot) -> Facts:
-    """The facts of a node, with placeholders for those that only the node knows. `lead`: its first slot."""
+    """The facts of a node, with placeholders for those that only the node knows. `lead`: its first
+    slot."""
     node, gpus = lead.node, plan.request.rank_resources.get("GPU", 0) * lead.local_world_size
-    ids = [f"<the {counted(math.ceil(gpus), 'GPU')} that Ray gives>"] if gpus and job.group == "ray" else None
+    ids = (
+        [f"<the {counted(math.ceil(gpus), 'GPU')} that Ray gives>"]
+        if gpus and job.group == "ray"
+        else None
+    )
     if any(node.ip in addresses for addresses in probe.interfaces().values()):
         return probe.read_facts(node.ip, job.fabric.interface, ids)
-    name = job.fabric.interface or f"<interface of {node.host if node.ip.startswith('<') else node.ip}>"
+    name = (
+        job.fabric.interface
+        or f"<interface of {node.host if node.ip.startswith('<') else node.ip}>"
+    )
     address = f"<address of {name} on {node.host}>" if job.fabric.interface else node.ip
     return Facts(hostname=node.host, ip=node.ip, interface=name, address=address, gpus=ids)
 
@@ -240,7 +300,8 @@ def plan_as_data(
 def plan_as_text(
     plan: Plan, variables: Sequence[Sequence[EnvVar]], levers: Sequence[Lever], view: ClusterView
 ) -> Iterator[str]:
-    """The plan as lines: the slots, the variables of all ranks, of each node, and of each rank, what makes it fast."""
+    """The plan as lines: the slots, the variables of all ranks, of each node, and of each rank,
+    what makes it fast."""
     event, request = plan.as_event(), plan.request
     labels = "".join(f", label {key}={pattern}" for key, pattern in request.selector.items())
     yield f"nodes {view.source}"
@@ -253,18 +314,27 @@ def plan_as_text(
     of_all = shared_variables(variables)
     yield from section("every rank", of_all)
     for ranks in by_node(plan)[:NODES_SHOWN]:
-        of_node = [var for var in shared_variables([variables[rank] for rank in ranks]) if var not in of_all]
+        of_node = [
+            var
+            for var in shared_variables([variables[rank] for rank in ranks])
+            if var not in of_all
+        ]
         node = plan.slots[ranks[0]].node
         yield from section(f"every rank on {node.host} ({node.ip})", of_node)
     yield from more(len(plan.nodes) - NODES_SHOWN, "node")
     yield from each_rank(plan, variables)
     yield f"\nspeed, for the ranks on {plan.slots[0].node.host}"
-    yield from wording.table([[lever.name, "on" if lever.on else "off", lever.why] for lever in levers])
+    yield from wording.table(
+        [[lever.name, "on" if lever.on else "off", lever.why] for lever in levers]
+    )
 
 
 def by_node(plan: Plan) -> list[list[int]]:
     """The ranks of each node."""
-    return [[slot.rank for slot in plan.slots if slot.node_rank == node_rank] for node_rank in range(len(plan.nodes))]
+    return [
+        [slot.rank for slot in plan.slots if slot.node_rank == node_rank]
+        for node_rank in range(len(plan.nodes))
+    ]
 
 
 def shared_variables(variables: Sequence[Sequence[EnvVar]]) -> list[EnvVar]:
@@ -281,7 +351,11 @@ def section(title: str, variables: Sequence[EnvVar]) -> Iterator[str]:
 
 def each_rank(plan: Plan, variables: Sequence[Sequence[EnvVar]]) -> Iterator[str]:
     """The variables that differ between ranks of a node: a column each, and the reasons below."""
-    of_nodes = {var.name for ranks in by_node(plan) for var in shared_variables([variables[rank] for rank in ranks])}
+    of_nodes = {
+        var.name
+        for ranks in by_node(plan)
+        for var in shared_variables([variables[rank] for rank in ranks])
+    }
     differing = [var for var in variables[0] if var.name not in of_nodes]
     if not differing:
         return

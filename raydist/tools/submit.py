@@ -1,4 +1,5 @@
-"""`python -m raydist.tools.submit`: submits a job to a running Ray cluster, and shows its log. (driver)"""
+"""`python -m raydist.tools.submit`: submits a job to a running Ray cluster, and shows its log.
+(driver)"""
 
 from __future__ import annotations
 
@@ -30,23 +31,33 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 LEFT_OUT = ["/runs", "/multirun", "/outputs"]
-"""Folders of earlier runs, which are not uploaded; Ray itself leaves out .git, .venv and the paths in .gitignore."""
+"""Folders of earlier runs, which are not uploaded; Ray itself leaves out .git, .venv and the paths
+in .gitignore."""
 POLL_S = 1.0
 """Seconds between two requests for the status of a job whose log has ended."""
 
 
 def submit_parser() -> ToolParser:
     """The flags; the arguments after them are for raydist.train."""
-    parser = ToolParser("submit", "Submits a job to a running Ray cluster, and shows its log.", remainder=True)
-    parser.add_argument("--address", default="", help="http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)")
-    parser.add_argument("--working-dir", default=".", help="the folder to upload: conf/, jobs/, data (.)")
-    parser.add_argument("--submission-id", metavar="ID", help="the name of the job (default: Ray chooses one)")
+    parser = ToolParser(
+        "submit", "Submits a job to a running Ray cluster, and shows its log.", remainder=True
+    )
+    parser.add_argument(
+        "--address", default="", help="http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)"
+    )
+    parser.add_argument(
+        "--working-dir", default=".", help="the folder to upload: conf/, jobs/, data (.)"
+    )
+    parser.add_argument(
+        "--submission-id", metavar="ID", help="the name of the job (default: Ray chooses one)"
+    )
     parser.add_argument("--no-wait", action="store_true", help="return when the job is submitted")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Submit the job. The exit code: that of the job; 0 with --no-wait, 2 if none was submitted, 130 after Ctrl-C."""
+    """Submit the job. The exit code: that of the job; 0 with --no-wait, 2 if none was submitted,
+    130 after Ctrl-C."""
     return run_tool(lambda: submit(submit_parser().parse(sys.argv[1:] if argv is None else argv)))
 
 
@@ -67,11 +78,14 @@ def submit(typed: argparse.Namespace) -> int:
         print(f"job   {name} {str(info.status).lower()}")
         return code(info)
     except KeyboardInterrupt:
-        print(f"\nthe job continues; to show its log again, or to stop it:\n{later}", file=sys.stderr)
+        print(
+            f"\nthe job continues; to show its log again, or to stop it:\n{later}", file=sys.stderr
+        )
         return 128 + signal.SIGINT
     except Exception as error:
         print(
-            f"error: lost the connection to {name} ({reason_of_ray(error)}); it may still run:\n{later}",
+            f"error: lost the connection to {name} ({reason_of_ray(error)}); it may still "
+            f"run:\n{later}",
             file=sys.stderr,
         )
         return 1
@@ -91,7 +105,8 @@ def in_folder(folder: str) -> Iterator[None]:
 
 
 class RemoteLoader(compose.Loader):
-    """Checks names, types, values and the job's file in the uploaded folder; the rest only the cluster can check."""
+    """Checks names, types, values and the job's file in the uploaded folder; the rest only the
+    cluster can check."""
 
     def complete(self, config: DictConfig, resolve: bool) -> None:
         config.env_file = ""
@@ -103,43 +118,63 @@ class RemoteLoader(compose.Loader):
 
 
 def check_overrides(words: Sequence[str]) -> None:
-    """Raise the ConfigError that the job would raise for these overrides; warn about secrets in them."""
+    """Raise the ConfigError that the job would raise for these overrides; warn about secrets in
+    them."""
     typed = train.parse_arguments(words)
     if not typed.multirun:
         with compose.hydra_set_up():
             RemoteLoader(config_dir=typed.config_dir).load(typed.overrides, typed.config_name)
     for word in words:
         if (masked := mask_override(word)) != word:
-            note = f"{masked}: everyone who can list the cluster's jobs can read it; use env_file= instead"
+            note = (
+                f"{masked}: everyone who can list the cluster's jobs can read it; use "
+                "env_file= instead"
+            )
             print(f"note: {note}", file=sys.stderr)
             break
 
 
 def job_client(address: str) -> JobSubmissionClient:
-    """A client of the cluster's job server: at `address`, else at the address that Ray's own commands use."""
+    """A client of the cluster's job server: at `address`, else at the address that Ray's own
+    commands use."""
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
-    at = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "auto"
+    at = (
+        address
+        or os.environ.get("RAY_API_SERVER_ADDRESS")
+        or os.environ.get("RAY_ADDRESS")
+        or "auto"
+    )
     try:
-        if "://" not in at and not (cluster_connect.running_address() if at == "auto" else gcs.answers(at)):
+        if "://" not in at and not (
+            cluster_connect.running_address() if at == "auto" else gcs.answers(at)
+        ):
             raise ConfigError.of("--address", at, "no Ray answers", "--address http://HEAD:8265")
         ray_private.load_auth_token()
-        with object_store.environment({"RAY_API_SERVER_ADDRESS": at}):  # for Ray it overrides the client's argument
+        with object_store.environment(
+            {"RAY_API_SERVER_ADDRESS": at}
+        ):  # for Ray it overrides the client's argument
             return JobSubmissionClient()
     except LaunchError as error:
         raise ConfigError(error.message) from error
     except AuthenticationError as error:
         if ray_private.refused_token(error.message):
             raise ConfigError(
-                f"--address {at}: the token in {token_source()} is not this cluster's: `ray get-auth-token` on the "
-                "cluster's head prints the right one", "--address", at,
-            ) from error  # fmt: skip
+                f"--address {at}: the token in {token_source()} is not this cluster's: `ray "
+                "get-auth-token` on the "
+                "cluster's head prints the right one",
+                "--address",
+                at,
+            ) from error
         raise ConfigError(
-            f"--address {at}: the cluster requires its token: put it into ~/.ray/auth_token, or set "
+            f"--address {at}: the cluster requires its token: put it into ~/.ray/auth_token, or "
+            "set "
             "RAY_AUTH_TOKEN_PATH to its file, and unset RAY_AUTH_MODE or set RAY_AUTH_MODE=token",
-            "--address", at, "RAY_AUTH_MODE=token",
-        ) from error  # fmt: skip
+            "--address",
+            at,
+            "RAY_AUTH_MODE=token",
+        ) from error
     except (OSError, RuntimeError, ValueError) as error:
         cause = f"no job can be sent there ({reason_of_ray(error)})"
         raise ConfigError.of("--address", at, cause, "--address http://HEAD:8265") from error
@@ -152,7 +187,9 @@ def token_source() -> str:
     return os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
 
 
-def send(client: JobSubmissionClient, folder: str, overrides: Sequence[str], name: str | None) -> str:
+def send(
+    client: JobSubmissionClient, folder: str, overrides: Sequence[str], name: str | None
+) -> str:
     """Upload the folder and submit the command; the job's id."""
     try:
         id: str = client.submit_job(
@@ -163,8 +200,14 @@ def send(client: JobSubmissionClient, folder: str, overrides: Sequence[str], nam
         )
         return id
     except Exception as error:
-        large = "" if "413" not in str(error) else "; list large files of other use in .gitignore or .rayignore"
-        raise ConfigError(f"could not submit to {client.get_address()}: {reason_of_ray(error)}{large}") from error
+        large = (
+            ""
+            if "413" not in str(error)
+            else "; list large files of other use in .gitignore or .rayignore"
+        )
+        raise ConfigError(
+            f"could not submit to {client.get_address()}: {reason_of_ray(error)}{large}"
+        ) from error
 
 
 def reason_of_ray(error: Exception) -> str:

@@ -1,4 +1,5 @@
-"""`python -m raydist.tools.sweep`: runs a job with many settings, side by side, the bad ones ended early. (driver)"""
+"""`python -m raydist.tools.sweep`: runs a job with many settings, side by side, the bad ones ended
+early. (driver)"""
 
 from __future__ import annotations
 
@@ -21,12 +22,21 @@ Runs a job once for each combination of settings, as many at a time as the clust
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sweep. The exit code: 0, 1 if no trial finished, or that of the error that ended it."""
+    """Run the sweep. The exit code: 0, 1 if no trial finished, or that of the error that ended
+    it."""
 
     def sweep() -> int:
         parser = ToolParser("sweep", DESCRIPTION)
-        parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder like conf/ that is searched first")
-        parser.add_argument("--config-name", "-cn", metavar="NAME", default=CONFIG, help="instead of conf/config.yaml")
+        parser.add_argument(
+            "--config-dir", "-cd", metavar="DIR", help="a folder like conf/ that is searched first"
+        )
+        parser.add_argument(
+            "--config-name",
+            "-cn",
+            metavar="NAME",
+            default=CONFIG,
+            help="instead of conf/config.yaml",
+        )
         typed = parser.parse(sys.argv[1:] if argv is None else argv)
         warm_server.begin(typed.overrides)
         done = run_sweep(typed.overrides, typed.config_name, typed.config_dir)

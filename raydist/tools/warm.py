@@ -1,4 +1,5 @@
-"""`python -m raydist.tools.warm`: lists the fork servers that stay on the nodes for the next run. (driver)"""
+"""`python -m raydist.tools.warm`: lists the fork servers that stay on the nodes for the next run.
+(driver)"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def warm() -> int:
         parser = Parser(
             prog="raydist warm",
-            description="Lists the fork servers that stay on this machine, and on the nodes of a running Ray cluster, "
+            description="Lists the fork servers that stay on this machine, and on the nodes of a "
+            "running Ray cluster, "
             "for the next run (scale.keep_warm_s). They are this user's only; no run needs them.",
         )
         parser.add_argument("--end", action="store_true", help="end those that no run uses")
@@ -42,14 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def list_servers(on_nodes: OnNodes) -> Iterator[str]:
     """A line for each server."""
-    servers = {(each["host"], each["pid"]): KeptServer(**each) for found in on_nodes(servers_here) for each in found}
+    servers = {
+        (each["host"], each["pid"]): KeptServer(**each)
+        for found in on_nodes(servers_here)
+        for each in found
+    }
     if not servers:
         yield "no fork server waits for a run"
         return
     yield f"{'host':20}  {'pid':>8}  {'age':>7}  {'memory':>9}  state"
     for server in sorted(servers.values(), key=lambda each: (each.host, each.born)):
         age, state = time.time() - server.born, "waits" if server.free else "in use"
-        yield f"{server.host:20}  {server.pid:8}  {age:5.0f} s  {server.memory / 2**20:5.0f} MiB  {state}"
+        mib = server.memory / 2**20
+        yield f"{server.host:20}  {server.pid:8}  {age:5.0f} s  {mib:5.0f} MiB  {state}"
 
 
 def end_servers(on_nodes: OnNodes) -> Iterator[str]:
@@ -70,7 +77,8 @@ def end_free() -> int:
 
 @contextmanager
 def nodes() -> Iterator[OnNodes]:
-    """Inside the block, a way to call a function on this machine and on each node of the Ray cluster that runs."""
+    """Inside the block, a way to call a function on this machine and on each node of the Ray
+    cluster that runs."""
     if not connect.running_address():
         yield lambda function: [function()]
         return
@@ -79,7 +87,9 @@ def nodes() -> Iterator[OnNodes]:
 
     def call(function: Callable[[], Any]) -> list[Any]:
         task = ray.remote(num_cpus=0)(function)
-        pinned = [NodeAffinitySchedulingStrategy(node.id, soft=False) for node in connect.alive_nodes()]
+        pinned = [
+            NodeAffinitySchedulingStrategy(node.id, soft=False) for node in connect.alive_nodes()
+        ]
         waiting = [task.options(scheduling_strategy=each).remote() for each in pinned]
         return [function(), *ray.get(waiting)]
 

@@ -1,4 +1,5 @@
-"""`python -m raydist.tools.watch`: the page of a run or a sweep: its folder, its storage, a Ray job's id. (driver)"""
+"""`python -m raydist.tools.watch`: the page of a run or a sweep: its folder, its storage, a Ray
+job's id. (driver)"""
 
 from __future__ import annotations
 
@@ -32,18 +33,36 @@ from raydist.watch.web.sweep import FollowedSweep, is_sweep
 
 def watch_parser() -> ToolParser:
     """The flags, and the place."""
-    parser = ToolParser("watch", "Shows a run in a browser: while it goes on, or from what it has left.")
-    parser.positional("RUN", "folder of a run, of a sweep or of many; URL of a run in its storage; or newest (default)")
-    parser.add_argument("--job", metavar="ID", help="the run of a job that was submitted to Ray: needs its port only")
-    parser.add_argument("--address", default="", help="with --job: http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)")
+    parser = ToolParser(
+        "watch", "Shows a run in a browser: while it goes on, or from what it has left."
+    )
+    parser.positional(
+        "RUN",
+        "folder of a run, of a sweep or of many; URL of a run in its storage; or newest (default)",
+    )
+    parser.add_argument(
+        "--job",
+        metavar="ID",
+        help="the run of a job that was submitted to Ray: needs its port only",
+    )
+    parser.add_argument(
+        "--address",
+        default="",
+        help="with --job: http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)",
+    )
     parser.add_argument("--port", default="0", help="the port on 127.0.0.1 (default: a free one)")
-    parser.add_argument("--export", metavar="FILE.html", help="write the page into one file, and serve nothing")
-    parser.add_argument("--trace", metavar="FILE.json", help="write a trace for https://ui.perfetto.dev instead")
+    parser.add_argument(
+        "--export", metavar="FILE.html", help="write the page into one file, and serve nothing"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE.json", help="write a trace for https://ui.perfetto.dev instead"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve the page until Ctrl-C, or export it. The exit code: 0; 2 for a wrong flag, or if there is no such run."""
+    """Serve the page until Ctrl-C, or export it. The exit code: 0; 2 for a wrong flag, or if there
+    is no such run."""
     return run_tool(lambda: watch(watch_parser().parse(sys.argv[1:] if argv is None else argv)))
 
 
@@ -57,12 +76,19 @@ def watch(typed: argparse.Namespace) -> int:
     with stoppable(), tempfile.TemporaryDirectory(prefix="raydist-watch-") as folder:
         root, first, fetch = find_run(typed, places[0], Path(folder))
         if typed.export or typed.trace:
-            return write_run("--export" if typed.export else "--trace", typed.export or typed.trace, root, first, fetch)
+            return write_run(
+                "--export" if typed.export else "--trace",
+                typed.export or typed.trace,
+                root,
+                first,
+                fetch,
+            )
         return serve_until_stopped(PageServer(root, first, secrets.token_urlsafe(16), fetch), port)
 
 
 def find_run(typed: argparse.Namespace, place: str, copies: Path) -> tuple[Path, str, Fetch]:
-    """(the folder of the list of runs, the run in it or "", what brings its files) for what was typed."""
+    """(the folder of the list of runs, the run in it or "", what brings its files) for what was
+    typed."""
     if not typed.job and not object_store.scheme(place):
         runs = Path(os.environ.get(env_names.RUNS, "runs"))
         return *find_place(place, runs), is_here
@@ -85,31 +111,38 @@ def find_run(typed: argparse.Namespace, place: str, copies: Path) -> tuple[Path,
 
 
 def nothing_stored(place: str) -> ConfigError:
-    """Why a URL is not that of a run: it cannot be read, or it is a folder of runs, or nothing is there."""
+    """Why a URL is not that of a run: it cannot be read, or it is a folder of runs, or nothing is
+    there."""
     folder = object_store.parse_path(place)
     try:
         files = folder.sizes() if isinstance(folder, object_store.Remote) else {}
     except Exception as error:  # each store has its own
         why = f"it cannot be read ({object_store.reason(error)})"
         return no_run(place, why, "it again with the store's credentials in the environment")
-    if below := sorted(path.removesuffix(f"/{EVENTS}") for path in files if path.endswith(f"/{EVENTS}")):
+    if below := sorted(
+        path.removesuffix(f"/{EVENTS}") for path in files if path.endswith(f"/{EVENTS}")
+    ):
         why = "that is a folder of runs, and a store shows one run at a time"
         return no_run(place, why, f"{place.rstrip('/')}/{below[-1]}")
     return no_run(place, "no run is there: its records come when it has ended", "it again later")
 
 
 def files_of_job(job: str, address: str) -> Read:
-    """The run folder of a job, read through the dashboard of its cluster (watch.log_link). ConfigError: no such job."""
+    """The run folder of a job, read through the dashboard of its cluster (watch.log_link).
+    ConfigError: no such job."""
     client = submit.job_client(address)
     try:
         node = client.get_job_info(job).driver_node_id
     except RuntimeError as error:
-        raise ConfigError.of("--job", job, submit.reason_of_ray(error), "the id that `ray job list` shows") from error
+        raise ConfigError.of(
+            "--job", job, submit.reason_of_ray(error), "the id that `ray job list` shows"
+        ) from error
     return lambda name, follow: ray_private.read_log(client, node, f"raydist/{job}/{name}", follow)
 
 
 def write_run(flag: str, file: str, root: Path, first: str, fetch: Fetch) -> int:
-    """Write the page (--export) of a run or a sweep, or the trace (--trace) of a run into a file."""
+    """Write the page (--export) of a run or a sweep, or the trace (--trace) of a run into a
+    file."""
     sweep = flag == "--export" and is_sweep(root)
     if not first and not sweep:
         raise no_run(str(root), "a file holds one run", "the folder of one")
@@ -120,22 +153,29 @@ def write_run(flag: str, file: str, root: Path, first: str, fetch: Fetch) -> int
         elif flag == "--export":
             asyncio.run(export(FollowedRun(root / first, fetch), to))
         else:
-            to.write_text(json.dumps(trace_of(read_events(root / first / EVENTS))), encoding="utf-8")
+            to.write_text(
+                json.dumps(trace_of(read_events(root / first / EVENTS))), encoding="utf-8"
+            )
     except OSError as error:
         if isinstance(error, ConnectionError):
             raise no_run(f"{flag} {file}", f"the connection broke ({error})", "it again") from error
-        raise ConfigError.of(flag, file, f"it cannot be written ({error.strerror})", f"{flag} report") from error
+        raise ConfigError.of(
+            flag, file, f"it cannot be written ({error.strerror})", f"{flag} report"
+        ) from error
     where = "; open it at https://ui.perfetto.dev" if flag == "--trace" else ""
     print(f"{flag.strip('-')}  {to} ({to.stat().st_size / 1e6:.1f} MB){where}")
     return 0
 
 
 def serve_until_stopped(server: PageServer, port: int) -> int:
-    """Serve the page, and print its link. The events of the first run are read before somebody opens it."""
+    """Serve the page, and print its link. The events of the first run are read before somebody
+    opens it."""
     try:
         sock = open_port(port)
     except OSError as error:
-        raise ConfigError.of("--port", str(port), f"it cannot be used ({error.strerror})", "--port 0") from error
+        raise ConfigError.of(
+            "--port", str(port), f"it cannot be used ({error.strerror})", "--port 0"
+        ) from error
 
     async def until_stopped() -> None:
         stopped = asyncio.Event()

@@ -15,19 +15,29 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def find_blocks(model: nn.Module, named: str = "") -> list[nn.Module]:
     """The blocks, in the order of the model; none is inside another one.
 
-    By class: `named` (parallel.blocks), else what the model itself names (`_no_split_modules`, as Hugging Face's models
-    do), else the class that repeats in a ModuleList or Sequential. ConfigError: there is none. Sharding only the whole
-    model would gather all of it at once, and save next to nothing.
+    By class: `named` (parallel.blocks), else what the model itself names (`_no_split_modules`, as
+    Hugging Face's models do), else the class that repeats in a ModuleList or Sequential.
+    ConfigError: there is none. Sharding only the whole model would gather all of it at once, and
+    save next to nothing.
     """
     names = {named} if named else {*(getattr(model, "_no_split_modules", None) or ())}
     found = list(_outermost(model, names) if names else _repeated(model))
     if found:
         return found
-    classes = sorted({type(each).__name__ for each in model.modules() if each is not model and _has_own(each)})
+    classes = sorted(
+        {type(each).__name__ for each in model.modules() if each is not model and _has_own(each)}
+    )
     if named:
-        raise ConfigError.unknown("parallel.blocks", named, classes, f"{type(model).__name__} has no such module")
-    cause = f"no class repeats in a ModuleList or Sequential of {type(model).__name__}, so its blocks are unknown"
-    raise ConfigError.of("parallel.blocks", None, cause, "parallel.blocks=CLASS", "parallel=ddp", known=classes)
+        raise ConfigError.unknown(
+            "parallel.blocks", named, classes, f"{type(model).__name__} has no such module"
+        )
+    cause = (
+        f"no class repeats in a ModuleList or Sequential of {type(model).__name__}, so its "
+        "blocks are unknown"
+    )
+    raise ConfigError.of(
+        "parallel.blocks", None, cause, "parallel.blocks=CLASS", "parallel=ddp", known=classes
+    )
 
 
 def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
@@ -40,9 +50,16 @@ def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """In each container, the class that repeats in it; of several the one with the most parameters."""
-    kinds = Counter(type(each) for each in module.children() if _has_own(each)) if _is_container(module) else Counter()
-    repeated = [kind for kind, count in kinds.items() if count > 1 and not issubclass(kind, CONTAINERS)]
+    """In each container, the class that repeats in it; of several the one with the most
+    parameters."""
+    kinds = (
+        Counter(type(each) for each in module.children() if _has_own(each))
+        if _is_container(module)
+        else Counter()
+    )
+    repeated = [
+        kind for kind, count in kinds.items() if count > 1 and not issubclass(kind, CONTAINERS)
+    ]
     block = max(repeated, key=lambda kind: _size(module, kind), default=None)
     for child in module.children():
         if block is not None and type(child) is block:
@@ -61,4 +78,9 @@ def _has_own(module: nn.Module) -> bool:
 
 def _size(module: nn.Module, kind: type) -> int:
     """Parameters of all children of this class."""
-    return sum(value.numel() for each in module.children() if type(each) is kind for value in each.parameters())
+    return sum(
+        value.numel()
+        for each in module.children()
+        if type(each) is kind
+        for value in each.parameters()
+    )

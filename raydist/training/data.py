@@ -7,11 +7,11 @@ The order is a function of the seed and of the position in samples, never of the
     micro-batch         one of `accumulate` equal parts of these
     rank                one of `world_size` equal portions of a micro-batch
 
-If the number of ranks may change while the global batch stays, portions differ by at most one sample, and each is
-weighted by its size.
+If the number of ranks may change while the global batch stays, portions differ by at most one
+sample, and each is weighted by its size.
 
-The end of an epoch that does not fill a global batch is dropped, as in most training loops; in the next epoch's order
-these are other samples.
+The end of an epoch that does not fill a global batch is dropped, as in most training loops; in the
+next epoch's order these are other samples.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Portion(NamedTuple):
     indices: np.ndarray
     """Their indices, int64, of shape [B], in memory of their own.
 
-    Not a tensor: torch.multiprocessing would move its whole storage, here the order of all samples, to /dev/shm.
+    Not a tensor: torch.multiprocessing would move its whole storage, here the order of all samples,
+    to /dev/shm.
     """
     seed_key: tuple[int, ...] | None
     """The seed of random augmentation is derived from it; None: no augmentation."""
@@ -51,7 +52,8 @@ class Portion(NamedTuple):
 
 @dataclass
 class Order:
-    """A rank's portions of the training samples from a position on; a DataLoader's batch_sampler."""
+    """A rank's portions of the training samples from a position on; a DataLoader's
+    batch_sampler."""
 
     size: int
     global_batch: int
@@ -149,7 +151,8 @@ class EvalSampler:
     rank: int
     world_size: int
     together: bool = False
-    """All ranks have as many portions as rank 0, since a forward pass needs all of them: more of the first sample."""
+    """All ranks have as many portions as rank 0, since a forward pass needs all of them: more of
+    the first sample."""
 
     @property
     def counted(self) -> int:
@@ -158,8 +161,13 @@ class EvalSampler:
 
     def __iter__(self) -> Iterator[Portion]:
         own = np.arange(self.rank, self.size, self.world_size)
-        parts = [own[first : first + self.batch_size].copy() for first in range(0, len(own), self.batch_size)]
-        return (Portion(part, None) for part in [*parts, *[np.array([0])] * (len(self) - len(parts))])
+        parts = [
+            own[first : first + self.batch_size].copy()
+            for first in range(0, len(own), self.batch_size)
+        ]
+        return (
+            Portion(part, None) for part in [*parts, *[np.array([0])] * (len(self) - len(parts))]
+        )
 
     def __len__(self) -> int:
         return replace(self, rank=0).counted if self.together else self.counted
@@ -173,7 +181,8 @@ class Portions(Dataset[Any]):
         self.collate = collate
 
     def __getitems__(self, portion: Portion) -> Any:
-        # One gather makes the batch; one look-up for each sample and a stack would take 20 times as long.
+        # One gather makes the batch; one look-up for each sample and a stack would take 20 times as
+        # long.
         if type(self.samples) is TensorDataset and self.collate is collate_samples:
             indices = torch.from_numpy(portion.indices)
             return [tensor[indices] for tensor in self.samples.tensors]
@@ -187,7 +196,11 @@ class Portions(Dataset[Any]):
 
     @staticmethod
     def _seeded(seed_key: tuple[int, ...] | None) -> AbstractContextManager[None]:
-        return nullcontext() if seed_key is None else random_state.seeded(random_state.derive(*seed_key))
+        return (
+            nullcontext()
+            if seed_key is None
+            else random_state.seeded(random_state.derive(*seed_key))
+        )
 
 
 def keep_batch(batch: Any) -> Any:
@@ -196,7 +209,8 @@ def keep_batch(batch: Any) -> Any:
 
 
 def by_column(batch: Any) -> Any:
-    """A batch as (input, …, target): the values of a dict of columns in its order, anything else as it is."""
+    """A batch as (input, …, target): the values of a dict of columns in its order, anything else as
+    it is."""
     return list(batch.values()) if isinstance(batch, Mapping) else batch
 
 
@@ -211,7 +225,8 @@ def loader(
     settings: Data,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """A DataLoader of `samples` in the order of `portions`; its workers stay from epoch to epoch."""
+    """A DataLoader of `samples` in the order of `portions`; its workers stay from epoch to
+    epoch."""
     return DataLoader(
         Portions(samples, collate or collate_samples),
         batch_sampler=portions,  # type: ignore[arg-type]  # torch passes its items on, whatever their type
@@ -220,14 +235,15 @@ def loader(
         persistent_workers=settings.workers > 0,
         pin_memory=settings.pin_memory and torch.cuda.is_available(),
         multiprocessing_context=worker_start(settings.workers),
-        # Without its own generator each new iterator draws a number from the rank's: a resumed run would draw one more
-        # than an uninterrupted one.
+        # Without its own generator each new iterator draws a number from the rank's: a resumed run
+        # would draw one more than an uninterrupted one.
         generator=torch.Generator(),
     )
 
 
 def worker_start(workers: int) -> str | None:
-    """How loader workers start: forked, unless the program has chosen a way; None: as it has, or there are no workers.
+    """How loader workers start: forked, unless the program has chosen a way; None: as it has, or
+    there are no workers.
 
     Python's own default is forkserver from 3.14 on, which only takes samples that can be pickled.
     """
@@ -242,11 +258,14 @@ def indexed(samples: Any) -> bool:
 
 
 def size_of(samples: Any, name: str) -> int:
-    """The number of samples. ConfigError: the data set has no length or no index. `name`: as in messages."""
+    """The number of samples. ConfigError: the data set has no length or no index. `name`: as in
+    messages."""
     if not indexed(samples):
         raise ConfigError(
-            f"{name}={type(samples).__name__} has no length or no index: it must be a map-style Dataset "
-            f"(__len__ and __getitem__){'' if name == 'test' else ', or a stream or a loader (__iter__)'}"
+            f"{name}={type(samples).__name__} has no length or no index: it must be a map-style "
+            "Dataset "
+            f"(__len__ and "
+            f"__getitem__){'' if name == 'test' else ', or a stream or a loader (__iter__)'}"
         )
     return len(samples)
 
@@ -258,17 +277,22 @@ def on_disk(make: Callable[[], T], root: Path, files: str) -> T:
     - `root`: the folder of the files.
     - `files`: the files it needs, as the error describes them.
 
-    Returns what `make` returns. ConfigError: it raised RuntimeError or FileNotFoundError, since files are missing.
+    Returns what `make` returns. ConfigError: it raised RuntimeError or FileNotFoundError, since
+    files are missing.
     """
     try:
         return make()
     except (RuntimeError, FileNotFoundError) as error:
-        cause = f"{files} not found, or damaged, in {root.absolute()} on this node, and nothing is downloaded"
+        cause = (
+            f"{files} not found, or damaged, in {root.absolute()} on this node, and nothing "
+            "is downloaded"
+        )
         raise ConfigError.of("data.root", str(root), cause, "data.root=/path/to/files") from error
 
 
 def global_batch(settings: Data, accumulate: int, world_size: int, even: bool = True) -> int:
-    """Samples of one optimizer step over all ranks. `even`: ranks must have equal portions, else ConfigError."""
+    """Samples of one optimizer step over all ranks. `even`: ranks must have equal portions, else
+    ConfigError."""
     each = accumulate * world_size
     if settings.global_batch is None:
         return settings.batch_size * each
@@ -276,7 +300,9 @@ def global_batch(settings: Data, accumulate: int, world_size: int, even: bool = 
         near = max(1, round(settings.global_batch / each)) * each
         passes = f" x train.accumulate={accumulate}" if accumulate > 1 else ""
         cause = f"it cannot be split evenly over {world_size} ranks{passes}"
-        raise ConfigError.of("data.global_batch", settings.global_batch, cause, f"data.global_batch={near}")
+        raise ConfigError.of(
+            "data.global_batch", settings.global_batch, cause, f"data.global_batch={near}"
+        )
     return settings.global_batch
 
 
@@ -295,9 +321,16 @@ def order(
     if size < batch:
         fits = size // (accumulate * world_size)
         cause = (
-            f"{size} training samples do not fill a step of {batch} (train.accumulate={accumulate}, {world_size} ranks)"
+            f"{size} training samples do not fill a step of {batch} "
+            f"(train.accumulate={accumulate}, {world_size} ranks)"
         )
-        key, value = ("data.global_batch", batch) if settings.global_batch else ("data.batch_size", settings.batch_size)
+        key, value = (
+            ("data.global_batch", batch)
+            if settings.global_batch
+            else ("data.batch_size", settings.batch_size)
+        )
         right = f"{key}={fits * accumulate * world_size if settings.global_batch else fits}"
-        raise ConfigError.of(key, value, cause, right if fits else f"scale=1x{max(1, size // accumulate)}")
+        raise ConfigError.of(
+            key, value, cause, right if fits else f"scale=1x{max(1, size // accumulate)}"
+        )
     return Order(size, batch, accumulate, rank, world_size, seed, settings.shuffle)

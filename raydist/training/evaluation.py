@@ -1,4 +1,5 @@
-"""Metrics over the test samples; each sample counts once, whatever the number of ranks. (rank side)"""
+"""Metrics over the test samples; each sample counts once, whatever the number of ranks. (rank
+side)"""
 
 from __future__ import annotations
 
@@ -34,9 +35,11 @@ def evaluate(
     device: torch.device,
     counted: int,
 ) -> dict[str, float]:
-    """The mean of each metric over all samples of all ranks; each module has its mode again when it returns.
+    """The mean of each metric over all samples of all ranks; each module has its mode again when it
+    returns.
 
-    `counted`: how many of the batches have samples of this rank; the others are for the ranks that have more.
+    `counted`: how many of the batches have samples of this rank; the others are for the ranks that
+    have more.
     """
     total = torch.zeros(len(metrics) + 1, dtype=torch.float64, device=device)
     with in_mode(model, False), torch.no_grad():
@@ -54,9 +57,11 @@ def evaluate(
 
 @contextmanager
 def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    """Inside the block the model is in training or evaluation mode; then each module has the mode that it had.
+    """Inside the block the model is in training or evaluation mode; then each module has the mode
+    that it had.
 
-    A job may have frozen some of them by `.eval()`, as batch norm when it trains a pretrained model further.
+    A job may have frozen some of them by `.eval()`, as batch norm when it trains a pretrained model
+    further.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
@@ -74,7 +79,8 @@ def sum_over_ranks(number: float) -> float:
 
 
 def same_buffers(model: torch.nn.Module, comm: Comm, rank: int) -> None:
-    """Copy rank 0's buffers, which a checkpoint holds, to every rank: batch norm's statistics differ after a step."""
+    """Copy rank 0's buffers, which a checkpoint holds, to every rank: batch norm's statistics
+    differ after a step."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in model.buffers():
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
@@ -82,5 +88,7 @@ def same_buffers(model: torch.nn.Module, comm: Comm, rank: int) -> None:
         flat = torch.cat([buffer.detach().flatten() for buffer in buffers])
         flat = flat.to(torch.uint8) if dtype == torch.bool else flat
         first = comm.sum(flat if rank == 0 else torch.zeros_like(flat)).to(dtype)
-        for buffer, part in zip(buffers, torch.split(first, [buffer.numel() for buffer in buffers]), strict=True):
+        for buffer, part in zip(
+            buffers, torch.split(first, [buffer.numel() for buffer in buffers]), strict=True
+        ):
             buffer.copy_(part.view_as(buffer))

@@ -1,4 +1,5 @@
-"""Floating-point operations of a language model, and the most that a chip can do: model FLOPs utilization. (pure)"""
+"""Floating-point operations of a language model, and the most that a chip can do: model FLOPs
+utilization. (pure)"""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ PEAKS = {
     "L40": 181e12,
     "L4": 121e12,
 }
-"""Words of a GPU's name -> its most operations per second in bf16 with dense matrices, by NVIDIA's data sheets (half of
-what they give "with sparsity"). H100 and H200 without another word are those with SXM."""
+"""Words of a GPU's name -> its most operations per second in bf16 with dense matrices, by NVIDIA's
+data sheets (half of what they give "with sparsity"). H100 and H200 without another word are those
+with SXM."""
 
 
 def peak_flops(device: str) -> float | None:
-    """The most operations per second of the GPU with this name, as torch.cuda.get_device_name says it; None: unknown.
+    """The most operations per second of the GPU with this name, as torch.cuda.get_device_name says
+    it; None: unknown.
 
     A part of a GPU (MIG) has no peak of its own here.
     """
@@ -36,10 +39,11 @@ def peak_flops(device: str) -> float | None:
 
 
 def flops_per_token(parameters: int, layers: int, width: int, context: int) -> int:
-    """Operations of the forward and backward pass for one token: 6 N + 12 L H Q T (Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B).
+    """Operations of the forward and backward pass for one token: 6 N + 12 L H Q T (Chowdhery et al.
+    2022, arXiv:2204.02311, appendix B).
 
-    - `parameters`: N, those that are multiplied with; an embedding is not, unless it is the last layer too.
+    - `parameters`: N, those that are multiplied with; an embedding is not, unless it is the last
+      layer too.
     - `width`: H x Q, heads times the size of each.
     - `context`: T. As in the source, attention counts whole, though half of it is masked.
     """
@@ -47,6 +51,7 @@ def flops_per_token(parameters: int, layers: int, width: int, context: int) -> i
 
 
 def utilization(tokens_per_s: float, per_token: int, device: str, devices: int) -> float | None:
-    """Model FLOPs utilization, 0 to 1, of `devices` GPUs of this name; None if their peak is unknown."""
+    """Model FLOPs utilization, 0 to 1, of `devices` GPUs of this name; None if their peak is
+    unknown."""
     peak = peak_flops(device)
     return None if peak is None else tokens_per_s * per_token / (peak * devices)

@@ -1,4 +1,5 @@
-"""A language model: RMSNorm, rotary positions, grouped queries, SwiGLU; 1 M to 8 B parameters. (rank side)"""
+"""A language model: RMSNorm, rotary positions, grouped queries, SwiGLU; 1 M to 8 B parameters.
+(rank side)"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Shape:
     width: int
     heads: int
     kv_heads: int
-    """Heads of keys and values; each serves several heads of queries (Ainslie et al. 2023, arXiv:2305.13245)."""
+    """Heads of keys and values; each serves several heads of queries (Ainslie et al. 2023,
+    arXiv:2305.13245)."""
     hidden: int
     """Width inside of the feed-forward layer."""
     theta: float = 10_000.0
@@ -37,8 +39,8 @@ SIZES = {
     "3b": Shape(28, 3072, 24, 8, 8192, 500_000.0),
     "8b": Shape(32, 4096, 32, 8, 14336, 500_000.0),
 }
-"""By `model.size`. Those from 1b are the shapes of Llama 3 (arXiv:2407.21783), which reach their names with its 128,256
-tokens; with bytes they have 0.3 B to 1 B parameters less."""
+"""By `model.size`. Those from 1b are the shapes of Llama 3 (arXiv:2407.21783), which reach their
+names with its 128,256 tokens; with bytes they have 0.3 B to 1 B parameters less."""
 
 
 SPREAD = 0.02
@@ -59,7 +61,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # the number of heads is left open: under tensor parallelism this rank has a part of them
         query, key, value = (
-            part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.query, self.key, self.value)
+            part(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
         )
         cos, sin = turns(x.shape[1], self.head, self.theta, x.device)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
@@ -71,7 +74,8 @@ class Attention(nn.Module):
 
 
 def turns(length: int, head: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angle of each position for each pair of values of a head: twice [T, head / 2]."""
+    """Cosine and sine of the angle of each position for each pair of values of a head: twice [T,
+    head / 2]."""
     half = head // 2
     waves = theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), waves)
@@ -79,7 +83,8 @@ def turns(length: int, head: int, theta: float, device: torch.device) -> tuple[T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of values of a head by an angle that grows with the position: [B, heads, T, head] -> the same."""
+    """Turn each pair of values of a head by an angle that grows with the position: [B, heads, T,
+    head] -> the same."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
@@ -105,14 +110,20 @@ class Block(nn.Module):
         super().__init__()
         self.layers = shape.layers
         self.attention_norm, self.attention = nn.RMSNorm(shape.width, eps=1e-5), Attention(shape)
-        self.feed_forward_norm, self.feed_forward = nn.RMSNorm(shape.width, eps=1e-5), FeedForward(shape)
+        self.feed_forward_norm, self.feed_forward = (
+            nn.RMSNorm(shape.width, eps=1e-5),
+            FeedForward(shape),
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, as GPT-2 does: smaller ones in more layers where the output is added to the input."""
+        """Draw the weights anew, as GPT-2 does: smaller ones in more layers where the output is
+        added to the input."""
         added = (self.attention.out, self.feed_forward.down)
         for layer in (each for each in self.modules() if isinstance(each, nn.Linear)):
-            nn.init.normal_(layer.weight, std=SPREAD / (2 * self.layers) ** 0.5 if layer in added else SPREAD)
+            nn.init.normal_(
+                layer.weight, std=SPREAD / (2 * self.layers) ** 0.5 if layer in added else SPREAD
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -139,13 +150,17 @@ class GPT(nn.Module):
         "blocks.*.feed_forward.down": "rowwise",
     }
 
-    def __init__(self, size: str = "1m", vocab: int = 256, tied: bool = True, **changes: float) -> None:
+    def __init__(
+        self, size: str = "1m", vocab: int = 256, tied: bool = True, **changes: float
+    ) -> None:
         super().__init__()
         if size not in SIZES:
             raise ValueError(f"model.size={size} is none of {', '.join(SIZES)}")
         shape = replace(SIZES[size], **changes)  # type: ignore[arg-type]
         if shape.width % (2 * shape.heads) or shape.heads % shape.kv_heads:
-            raise ValueError(f"{shape}: width must be a multiple of 2 x heads, and heads one of kv_heads")
+            raise ValueError(
+                f"{shape}: width must be a multiple of 2 x heads, and heads one of kv_heads"
+            )
         self.shape = shape
         self.embedding = nn.Embedding(vocab, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))

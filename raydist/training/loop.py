@@ -42,47 +42,54 @@ def fit(
     model: torch.nn.Module | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> dict[str, float]:
-    """Train a model as the settings say; return its last loss and its last metrics, which are those of all ranks.
+    """Train a model as the settings say; return its last loss and its last metrics, which are those
+    of all ranks.
 
-    All ranks must call it, with the same data sets. B is the number of samples in one forward pass on one rank:
-    `data.batch_size`, or `data.global_batch` / (`train.accumulate` x ranks) where that is set.
+    All ranks must call it, with the same data sets. B is the number of samples in one forward pass
+    on one rank: `data.batch_size`, or `data.global_batch` / (`train.accumulate` x ranks) where that
+    is set.
 
     - `config`: the settings, as the job's function gets them in its parameter `config`.
-    - `train`: a map-style Dataset (`__len__` and `__getitem__`), such as `raydist.data.TokenFiles`. A sample is a
-      sequence (input, …, target), or a dict of columns in that order. Or a stream of samples (IterableDataset of torch
-      or of datasets), a loader of batches for this rank (DataLoader, StatefulDataLoader), a ray.data.Dataset:
-      docs/data.md says what each promises.
-    - `collate`: makes a batch of a list of samples. The default is torch's `default_collate`: a sample
-      (tensor of shape [3, 32, 32], int) becomes a batch [tensor of shape [B, 3, 32, 32], tensor of shape [B]].
-    - `model`: a module, called as `model(*inputs)`. It is moved to the rank's device and trained in place. None: the
-      model that `model=` names.
+    - `train`: a map-style Dataset (`__len__` and `__getitem__`), such as `raydist.data.TokenFiles`.
+      A sample is a sequence (input, …, target), or a dict of columns in that order. Or a stream of
+      samples (IterableDataset of torch or of datasets), a loader of batches for this rank
+      (DataLoader, StatefulDataLoader), a ray.data.Dataset: docs/data.md says what each promises.
+    - `collate`: makes a batch of a list of samples. The default is torch's `default_collate`: a
+      sample (tensor of shape [3, 32, 32], int) becomes a batch [tensor of shape [B, 3, 32, 32],
+      tensor of shape [B]].
+    - `model`: a module, called as `model(*inputs)`. It is moved to the rank's device and trained in
+      place. None: the model that `model=` names.
     - `loss`: `(output, target)` -> the mean over the batch, a tensor of shape [].
-    - `test`: a map-style Dataset like `train`. Over all ranks each sample is evaluated once, in batches of at most B;
-      `target` must have a length. None: no evaluation.
-    - `metrics`: name -> `(output, target)` -> a tensor of shape [B] with one value per sample, or their mean with
-      shape []. They are evaluated on `test`, together with `loss`.
+    - `test`: a map-style Dataset like `train`. Over all ranks each sample is evaluated once, in
+      batches of at most B; `target` must have a length. None: no evaluation.
+    - `metrics`: name -> `(output, target)` -> a tensor of shape [B] with one value per sample, or
+      their mean with shape []. They are evaluated on `test`, together with `loss`.
 
-    Returns a dict of floats. `loss`: the training loss of the last optimizer step, the mean over the samples of all
-    ranks; if no step was left to do, that of the checkpoint. With `test` also `test_loss` and each metric: means over
-    all test samples. All of them are equal on all ranks.
+    Returns a dict of floats. `loss`: the training loss of the last optimizer step, the mean over
+    the samples of all ranks; if no step was left to do, that of the checkpoint. With `test` also
+    `test_loss` and each metric: means over all test samples. All of them are equal on all ranks.
 
-    After each optimizer step it reports `loss` (the mean over the samples of all ranks), `lr`, `steps` (optimizer steps
-    in all), `epoch` (from 1), `epochs`, `samples` (training samples used so far by all ranks); after each evaluation
-    the results.
+    After each optimizer step it reports `loss` (the mean over the samples of all ranks), `lr`,
+    `steps` (optimizer steps in all), `epoch` (from 1), `epochs`, `samples` (training samples used
+    so far by all ranks); after each evaluation the results.
 
-    It saves checkpoints as `checkpoint.every` says, and continues from a checkpoint or a snapshot if the run has one.
-    A job may call it several times, in the same order in each run: the second one has its steps and its checkpoints
-    (`checkpoints/fit-2/`) for itself. After a restart those that have finished make no step.
+    It saves checkpoints as `checkpoint.every` says, and continues from a checkpoint or a snapshot
+    if the run has one. A job may call it several times, in the same order in each run: the second
+    one has its steps and its checkpoints (`checkpoints/fit-2/`) for itself. After a restart those
+    that have finished make no step.
 
-    ConfigError: `train` has no length and `train.steps` is not set; it is none of these, or `test` is not a map-style
-    Dataset; the samples do not fill one optimizer step; the global batch cannot be divided among the ranks;
-    `checkpoint.best` names an unknown metric; `model=` names no model; the checkpoint does not fit the model.
-    RaydistError: called outside a run, or the ranks found different checkpoints.
-    What `model`, `loss`, a metric or a data set raises is passed on.
+    ConfigError: `train` has no length and `train.steps` is not set; it is none of these, or `test`
+    is not a map-style Dataset; the samples do not fill one optimizer step; the global batch cannot
+    be divided among the ranks; `checkpoint.best` names an unknown metric; `model=` names no model;
+    the checkpoint does not fit the model. RaydistError: called outside a run, or the ranks found
+    different checkpoints. What `model`, `loss`, a metric or a data set raises is passed on.
     """
     current = context.current()
     if current.comm is None:
-        raise RaydistError("raydist.fit was called outside a run: end the file with raydist.main(job) and run the file")
+        raise RaydistError(
+            "raydist.fit was called outside a run: end the file with raydist.main(job) and run "
+            "the file"
+        )
     with current.next_fit():
         return _fit(config, train, loss, test, metrics, model, collate)
 
@@ -99,7 +106,9 @@ def _fit(
     me = context.rank()
     shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
     order, batches = sources.ordered(train, config, shape.data_rank(me.rank), shape.data, collate)
-    training = Training(config, order, {"test_loss": loss, **(metrics or {})} if test is not None else {})
+    training = Training(
+        config, order, {"test_loss": loss, **(metrics or {})} if test is not None else {}
+    )
     training.batches = batches
     if test is not None:
         size, together = data.size_of(test, "test"), training.comm.sharded
@@ -115,7 +124,11 @@ class Training:
 
     def __init__(self, job: Job, order: data.Order, metrics: dict[str, Metric]) -> None:
         self.job, self.order, self.metrics = job, order, metrics
-        self.me, self.device, self.comm = context.rank(), context.rank().device, cast("Comm", context.current().comm)
+        self.me, self.device, self.comm = (
+            context.rank(),
+            context.rank().device,
+            cast("Comm", context.current().comm),
+        )
         if self.comm.sharded:  # fit may have got other settings than the run has
             self.comm = replace(cast("Any", self.comm), job=job)
         self.batches: Any = None
@@ -124,9 +137,14 @@ class Training:
         self.step = self.samples = 0
         self.results: dict[str, float] = {}
         self.spent = {"step": 0.0, "evaluate": 0.0, "save": 0.0}
-        self.evaluated, self.saved = -1, 0  # the step of the last evaluation, and of the last checkpoint
+        self.evaluated, self.saved = (
+            -1,
+            0,
+        )  # the step of the last evaluation, and of the last checkpoint
         self.told = MetricReporter(self.device)
-        self.keeper = (shards.ShardSnapshotter if self.comm.sharded else Snapshotter)(job, self.comm)
+        self.keeper = (shards.ShardSnapshotter if self.comm.sharded else Snapshotter)(
+            job, self.comm
+        )
         self.waits = DataWait(self.comm, self.device, order.kind, job.data.workers)
         if isinstance(order, sources.Stream):
             order.note_wait = self.waits.add
@@ -134,7 +152,9 @@ class Training:
             mode, _, metric = best.partition(":")
             if metric not in (known := ["loss", *metrics]):
                 guess = nearest(metric, known, f"checkpoint.best={mode}:")
-                raise ConfigError.of("checkpoint.best", best, "there is no such metric", guess=guess, known=known)
+                raise ConfigError.of(
+                    "checkpoint.best", best, "there is no such metric", guess=guess, known=known
+                )
 
     def begin(self, model: torch.nn.Module, loss: Loss) -> None:
         """Set up the model, and restore a snapshot or a checkpoint if the run has one."""
@@ -149,27 +169,47 @@ class Training:
         per_epoch, epochs = self.order.steps_per_epoch, self.job.train.epochs
         after = self.order.steps_left + (epochs - self.order.epoch - 1) * per_epoch
         self.steps = self.job.train.steps or self.step + (after if self.order.epoch < epochs else 0)
-        self.epochs = epochs if self.job.train.steps is None else math.ceil(self.steps / per_epoch) if per_epoch else 0
+        self.epochs = (
+            epochs
+            if self.job.train.steps is None
+            else math.ceil(self.steps / per_epoch)
+            if per_epoch
+            else 0
+        )
         self.resumed = self.step
-        self.stepper.plan(self.job.optim, self._course(saved.state["position"] if saved is not None else {}))
-        # From here on ranks draw different random numbers: equal dropout on all would lose some of its regularization.
+        self.stepper.plan(
+            self.job.optim, self._course(saved.state["position"] if saved is not None else {})
+        )
+        # From here on ranks draw different random numbers: equal dropout on all would lose some of
+        # its regularization.
         random_state.seed_everything(self._seed(), self.job.deterministic)
         if saved is not None:
             self._restore(saved)
         self.keeper.begin(self.step)
         context.set_step(self.step)
         context.current().stop_request.begin(self.step)
-        context.emit_event("begin", steps=self.steps, epochs=self.epochs, samples=self.order.size, resumed=self.resumed)
-        if self.step == self.steps and self.me.rank == 0 and hasattr(self, "loss"):  # no step will report it
+        context.emit_event(
+            "begin",
+            steps=self.steps,
+            epochs=self.epochs,
+            samples=self.order.size,
+            resumed=self.resumed,
+        )
+        if (
+            self.step == self.steps and self.me.rank == 0 and hasattr(self, "loss")
+        ):  # no step will report it
             context.emit_event("recalled", step=self.step, values={"loss": self.loss.item()})
 
     def _course(self, position: State) -> optim.Course:
-        """The place in the schedule goes by samples: after a change of the global batch it is where it was before.
+        """The place in the schedule goes by samples: after a change of the global batch it is where
+        it was before.
 
         With `train.steps` it goes by steps, which stay as many.
         """
         batch, warmup = self.order.global_batch, self.job.optim.warmup
-        self.warmed = self.samples + (warmup - self.step) * batch  # the samples at the end of the warm-up
+        self.warmed = (
+            self.samples + (warmup - self.step) * batch
+        )  # the samples at the end of the warm-up
         if self.step > warmup:
             self.warmed = position.get("warmed", self.warmed)
         if self.job.train.steps is not None:
@@ -178,7 +218,8 @@ class Training:
         return optim.Course(steps, steps - self.steps, self.warmed / batch)
 
     def _seed(self) -> int:
-        # other numbers on each stage than on those with the same samples; ranks of a tp group compute the same
+        # other numbers on each stage than on those with the same samples; ranks of a tp group
+        # compute the same
         shape = mesh_shape(self.job.parallel, self.me.world_size, self.me.local_world_size)
         return random_state.derive(self.job.seed, self.step, self.me.rank // shape.tp)
 
@@ -202,15 +243,18 @@ class Training:
         return shards.find_shards(self.stepper)
 
     def _agree(self, found: Saved | None) -> Saved | None:
-        """The checkpoint, if all ranks found the same. RaydistError: they did not, as nodes see different disks."""
+        """The checkpoint, if all ranks found the same. RaydistError: they did not, as nodes see
+        different disks."""
         own = torch.tensor([found.step if found else -1])
         steps = [int(each.item()) for each in self.comm.gather(own)]
         if len(set(steps)) > 1:
             text = ", ".join(
-                f"rank {rank}: {f'step {step}' if step >= 0 else 'none'}" for rank, step in enumerate(steps)
+                f"rank {rank}: {f'step {step}' if step >= 0 else 'none'}"
+                for rank, step in enumerate(steps)
             )
             raise RaydistError(
-                f"the ranks see different checkpoints ({text}): the run folder {context.rank().run_dir} must be on a "
+                f"the ranks see different checkpoints ({text}): the run folder "
+                f"{context.rank().run_dir} must be on a "
                 "disk that all nodes see; set hydra.run.dir=/shared/folder, or resume=none"
             )
         return found
@@ -266,7 +310,9 @@ class Training:
         self.keeper.go_on()
         while self.step < self.steps and order.more:
             self._step(batches)
-            if self.step == self.resumed + 1:  # it compiles: the driver counts it as a part of the launch or restart
+            if (
+                self.step == self.resumed + 1
+            ):  # it compiles: the driver counts it as a part of the launch or restart
                 began = time.perf_counter()
             if every and self.step % every == 0 and (order.kind != "map" or order.more):
                 self.spent["step"] += time.perf_counter() - began
@@ -287,7 +333,12 @@ class Training:
         self.step += 1
         self.samples += self.order.global_batch
         self.order.position += self.order.global_batch
-        progress = {"steps": self.steps, "epoch": self.order.epoch + 1, "epochs": self.epochs, "samples": self.samples}
+        progress = {
+            "steps": self.steps,
+            "epoch": self.order.epoch + 1,
+            "epochs": self.epochs,
+            "samples": self.samples,
+        }
         self.told.step(self.step, self.loss, **progress, lr=rate)
         self.waits.step()
         self.keeper.step(self.step, self._own, self._state)
@@ -310,7 +361,11 @@ class Training:
         return {**self.stepper.state(), "position": self._position()}
 
     def _shards(self, source: State) -> State:
-        facts = {"position": self._position(), "schedule": self.stepper.schedule.state_dict(), **source}
+        facts = {
+            "position": self._position(),
+            "schedule": self.stepper.schedule.state_dict(),
+            **source,
+        }
         return shards.state_of(self.stepper, {**facts, "config": as_saved(self.job)}, self.loss)
 
     def _position(self) -> State:
@@ -318,11 +373,16 @@ class Training:
 
     def _own(self) -> State:
         """The part of the state that differs among ranks."""
-        buffers = dict(self.stepper.model.named_buffers())  # running means differ among ranks with some backends
+        buffers = dict(
+            self.stepper.model.named_buffers()
+        )  # running means differ among ranks with some backends
         return {
-            "random": random_state.capture(self.device), "loss": self.loss, "buffers": buffers,
-            "world_size": self.me.world_size, **self.order.own(),
-        }  # fmt: skip
+            "random": random_state.capture(self.device),
+            "loss": self.loss,
+            "buffers": buffers,
+            "world_size": self.me.world_size,
+            **self.order.own(),
+        }
 
     def _evaluate(self) -> None:
         """Evaluate the model on the test samples, unless this step is evaluated already."""
@@ -336,7 +396,9 @@ class Training:
             batches = (self.stepper.to_device(batch) for batch in self.tests)
             with self.stepper.cast:
                 model = self.stepper.evaluated
-                results = evaluate(model, batches, self.metrics, self.comm, self.device, self.counted)
+                results = evaluate(
+                    model, batches, self.metrics, self.comm, self.device, self.counted
+                )
         self.results, self.evaluated = results, self.step
         if self.me.rank == 0:
             context.report(step=self.step, **results)
@@ -346,9 +408,14 @@ class Training:
         if self.saved == self.step:
             return
         with self._spending("save"):
-            metrics = {"loss": self.loss.item(), **(self.results if self.evaluated == self.step else {})}
+            metrics = {
+                "loss": self.loss.item(),
+                **(self.results if self.evaluated == self.step else {}),
+            }
             if self.comm.sharded:
-                sharded.save(self.step, self._shards(self.order.owns()), metrics, self.job.checkpoint)
+                sharded.save(
+                    self.step, self._shards(self.order.owns()), metrics, self.job.checkpoint
+                )
             else:
                 self._save_whole(metrics)
         self.saved = self.step
@@ -358,22 +425,29 @@ class Training:
         groups.wait_for_rank_0(self.comm, self.keeper.rest)  # the checkpoint before
         drawn = torch.stack(self.comm.gather(random_state.capture(self.device)))
         beside = {"position": self._position(), "random": drawn, **self.order.owns()}
-        if self.me.rank != 0 or self.keeper.to_disk(self.step, self._own, self._state, beside, metrics):
+        if self.me.rank != 0 or self.keeper.to_disk(
+            self.step, self._own, self._state, beside, metrics
+        ):
             groups.wait_for_rank_0(self.comm, lambda within_s: True)
         else:
             self._write({**self._state(), **beside, "config": as_saved(self.job)}, metrics)
 
     def _write(self, state: State, metrics: dict[str, float]) -> None:
-        """Save on rank 0. Another thread does it: where no process writes for the rank, it takes until all is saved."""
+        """Save on rank 0. Another thread does it: where no process writes for the rank, it takes
+        until all is saved."""
 
         def save() -> None:
-            if self.device.type == "cuda":  # a thread begins with GPU 0, and would make a context there
+            if (
+                self.device.type == "cuda"
+            ):  # a thread begins with GPU 0, and would make a context there
                 torch.cuda.set_device(self.device)
             checkpoint.save(self.step, state, metrics, self.job.checkpoint)
 
         with ThreadPoolExecutor(1) as pool:
             saving = pool.submit(save)
-            groups.wait_for_rank_0(self.comm, lambda within_s: bool(futures.wait([saving], within_s).done))
+            groups.wait_for_rank_0(
+                self.comm, lambda within_s: bool(futures.wait([saving], within_s).done)
+            )
             saving.result()
 
     @contextmanager

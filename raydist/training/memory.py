@@ -1,4 +1,5 @@
-"""Bytes of a rank for a model, without a batch: parameters, gradients, the optimizer's state, a block. (rank side)
+"""Bytes of a rank for a model, without a batch: parameters, gradients, the optimizer's state, a
+block. (rank side)
 
 `python -m raydist.training.memory` answers tools.plan, which runs where there may be no torch.
 """
@@ -33,10 +34,12 @@ STATES = {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}
 
 
 def memory_of(model: nn.Module, job: config.Job, shape: MeshShape) -> dict[str, int]:
-    """Bytes by what they are for, on the rank with the most. ConfigError: the model cannot be divided so.
+    """Bytes by what they are for, on the rank with the most. ConfigError: the model cannot be
+    divided so.
 
-    `model`: on meta, or fake. `activations` are there if it is fake and has a method `example`, which makes an input of
-    so many samples. They are an upper bound: that of a tp group without its layers' division.
+    `model`: on meta, or fake. `activations` are there if it is fake and has a method `example`,
+    which makes an input of so many samples. They are an upper bound: that of a tp group without its
+    layers' division.
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     blocks = find_blocks(model, job.parallel.blocks)
@@ -48,8 +51,11 @@ def memory_of(model: nn.Module, job: config.Job, shape: MeshShape) -> dict[str, 
     return max(found, key=lambda of_part: sum(of_part.values()))
 
 
-def activations(model: nn.Module, parts: Sequence[nn.Module], job: config.Job, shape: MeshShape) -> list[int]:
-    """Bytes that the forward passes of each part keep for the backward passes; empty if that cannot be known here."""
+def activations(
+    model: nn.Module, parts: Sequence[nn.Module], job: config.Job, shape: MeshShape
+) -> list[int]:
+    """Bytes that the forward passes of each part keep for the backward passes; empty if that cannot
+    be known here."""
     example: Any = getattr(model, "example", None)
     if example is None or any(value.is_meta for value in model.parameters()):
         return []
@@ -57,12 +63,17 @@ def activations(model: nn.Module, parts: Sequence[nn.Module], job: config.Job, s
     each = job.train.accumulate * shape.data * count
     samples = math.ceil((job.data.global_batch or job.data.batch_size * each // count) / each)
     known = inspect.signature(example).parameters
-    given = example(samples, **{name: value for name, value in job.job.args.items() if name in known})
+    given = example(
+        samples, **{name: value for name, value in job.job.args.items() if name in known}
+    )
     on_their_way = count if job.parallel.schedule == "gpipe" else min(count, shape.pp)
     half = torch.bfloat16 if job.train.precision == "bf16" else None
     found = []
     for part in parts:
-        values = {name: _cast(value, half) for name, value in (*part.named_parameters(), *part.named_buffers())}
+        values = {
+            name: _cast(value, half)
+            for name, value in (*part.named_parameters(), *part.named_buffers())
+        }
         kept: list[torch.Tensor] = []
 
         def keep(value: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
@@ -89,9 +100,11 @@ def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def check_model(settings: Mapping[str, Any], named: str, stages: int, tp: int) -> None:
-    """Raise ConfigError if the model that `model=` names cannot be divided: no blocks, too few of them, or of heads.
+    """Raise ConfigError if the model that `model=` names cannot be divided: no blocks, too few of
+    them, or of heads.
 
-    `named`: parallel.blocks. A model that cannot be built here, without a GPU or a package of the ranks, is theirs.
+    `named`: parallel.blocks. A model that cannot be built here, without a GPU or a package of the
+    ranks, is theirs.
     """
     try:
         with torch.device("meta"):
@@ -116,24 +129,44 @@ def reply_to_check(request: LookAtModel, reply_fd: int) -> NoReturn:
 
 
 def _of_part(
-    part: nn.Module, blocks: Sequence[nn.Module], job: config.Job, shape: MeshShape, plan: Iterable[str]
+    part: nn.Module,
+    blocks: Sequence[nn.Module],
+    job: config.Job,
+    shape: MeshShape,
+    plan: Iterable[str],
 ) -> dict[str, int]:
     """As memory_of, of a stage or of the whole model."""
     states = STATES.get(job.optim.name, int(bool(job.optim.args.get("momentum"))))
     own = trained = 0
     for name, value in part.named_parameters():
         layer = name.rpartition(".")[0]
-        bytes_ = part_bytes(value, shape.shard, shape.tp if any(fnmatch.fnmatch(layer, each) for each in plan) else 1)
+        bytes_ = part_bytes(
+            value,
+            shape.shard,
+            shape.tp if any(fnmatch.fnmatch(layer, each) for each in plan) else 1,
+        )
         own += bytes_
         trained += bytes_ * value.requires_grad
     whole = sum(value.nbytes for value in part.parameters())
-    sizes = [sum(value.nbytes for value in each.parameters()) for each in part.modules() if each in blocks]
+    sizes = [
+        sum(value.nbytes for value in each.parameters())
+        for each in part.modules()
+        if each in blocks
+    ]
     gathered = whole if shape.pp > 1 else max(sizes) + shape.tp * (whole - sum(sizes))
     gathered //= shape.tp * (2 if job.train.precision == "bf16" else 1)
     if shape.pp > 1:
-        # a stage stays gathered for all micro-batches of a step, and so do its gradients, which are in fp32
-        gathered += sum(value.nbytes for value in part.parameters() if value.requires_grad) // shape.tp
-    return {"parameters": own, "gradients": trained, job.optim.name: states * trained, "gathered": gathered}
+        # a stage stays gathered for all micro-batches of a step, and so do its gradients, which are
+        # in fp32
+        gathered += (
+            sum(value.nbytes for value in part.parameters() if value.requires_grad) // shape.tp
+        )
+    return {
+        "parameters": own,
+        "gradients": trained,
+        job.optim.name: states * trained,
+        "gathered": gathered,
+    }
 
 
 def part_bytes(value: torch.Tensor, shard: int, tp: int) -> int:
@@ -143,7 +176,8 @@ def part_bytes(value: torch.Tensor, shard: int, tp: int) -> int:
 
 
 def main() -> None:
-    """Read {"job": …, "ranks": …, "per_node": …} from the standard input, and print what `memory_of` returns.
+    """Read {"job": …, "ranks": …, "per_node": …} from the standard input, and print what
+    `memory_of` returns.
 
     Or {"refused": the arguments of a ConfigError}.
     """

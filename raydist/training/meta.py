@@ -1,4 +1,5 @@
-"""A model on meta gets its values here, the same wherever they are made: whole, by blocks, in a stage. (rank side)"""
+"""A model on meta gets its values here, the same wherever they are made: whole, by blocks, in a
+stage. (rank side)"""
 
 from __future__ import annotations
 
@@ -17,14 +18,19 @@ def on_meta(model: nn.Module) -> bool:
     return any(each.is_meta for each in model.parameters())
 
 
-def make_values(model: nn.Module, part: Sequence[nn.Module], device: torch.device, seed: int) -> None:
-    """Make the parameters and buffers on meta of a part of a model by the modules' own reset_parameters.
+def make_values(
+    model: nn.Module, part: Sequence[nn.Module], device: torch.device, seed: int
+) -> None:
+    """Make the parameters and buffers on meta of a part of a model by the modules' own
+    reset_parameters.
 
-    Each module draws from a generator that is seeded by `seed` and the module's name in the model. So the values do not
-    depend on what else is made on this rank: with one seed a model begins with the same values under every division.
-    (Of a GPU, those of one kind of GPU.) Modules inside of others draw first.
+    Each module draws from a generator that is seeded by `seed` and the module's name in the model.
+    So the values do not depend on what else is made on this rank: with one seed a model begins with
+    the same values under every division. (Of a GPU, those of one kind of GPU.) Modules inside of
+    others draw first.
 
-    - `part`: a block with all that is inside it, or the modules outside of the blocks; the outermost first.
+    - `part`: a block with all that is inside it, or the modules outside of the blocks; the
+      outermost first.
 
     ConfigError: a module with such parameters has no reset_parameters, nor has the outermost one.
     """
@@ -38,12 +44,17 @@ def make_values(model: nn.Module, part: Sequence[nn.Module], device: torch.devic
             torch.manual_seed(random_state.derive(seed, zlib.crc32(names[module].encode())))
             module.reset_parameters()  # type: ignore[operator]
         elif module in empty and not hasattr(part[0], "reset_parameters"):
-            cause = f"{type(module).__name__} is on meta and has no reset_parameters to make its values"
-            raise ConfigError(f"{type(model).__name__}: {cause}; build the model without torch.device('meta')")
+            cause = (
+                f"{type(module).__name__} is on meta and has no reset_parameters to make its values"
+            )
+            raise ConfigError(
+                f"{type(model).__name__}: {cause}; build the model without torch.device('meta')"
+            )
 
 
 def _give_memory(module: nn.Module, device: torch.device, made: dict[int, nn.Parameter]) -> None:
-    """Take the module's own tensors off meta. `made`: by identity of one on meta; modules that share one go on to."""
+    """Take the module's own tensors off meta. `made`: by identity of one on meta; modules that
+    share one go on to."""
     before = dict(module.named_parameters(recurse=False))
     module.to_empty(device=device, recurse=False)
     for name, value in before.items():
@@ -52,9 +63,13 @@ def _give_memory(module: nn.Module, device: torch.device, made: dict[int, nn.Par
 
 
 def take_values(part: nn.Module, model: nn.Module) -> None:
-    """Give a stage the model's own tensors where it has one without the module that it belongs to, as tied weights."""
+    """Give a stage the model's own tensors where it has one without the module that it belongs to,
+    as tied weights."""
     for name, module in part.named_modules():
-        for key, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        for key, value in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
             own = getattr(model.get_submodule(name), key)
             if own is not value:
                 setattr(module, key, own)

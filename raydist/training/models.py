@@ -13,19 +13,25 @@ from raydist.training.gpt import GPT as GPT
 
 
 class MLP(nn.Sequential):
-    """A perceptron with one hidden layer: [B, …] with `inputs` values per sample -> scores [B, num_classes]."""
+    """A perceptron with one hidden layer: [B, …] with `inputs` values per sample -> scores [B,
+    num_classes]."""
 
     def __init__(self, inputs: int = 64, hidden: int = 64, num_classes: int = 10) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
+        super().__init__(
+            nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, num_classes)
+        )
 
 
 class SmallCNN(nn.Module):
-    """Two convolutions and a linear layer: images of shape [B, channels, height, width] -> [B, num_classes].
+    """Two convolutions and a linear layer: images of shape [B, channels, height, width] -> [B,
+    num_classes].
 
     Height and width may be anything from 2 pixels. The output is scores, not probabilities.
     """
 
-    def __init__(self, channels: int = 1, width: int = 16, num_classes: int = 10, dropout: float = 0.0) -> None:
+    def __init__(
+        self, channels: int = 1, width: int = 16, num_classes: int = 10, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(channels, width, 3, padding=1, bias=False),
@@ -36,7 +42,9 @@ class SmallCNN(nn.Module):
             nn.ReLU(),
             nn.AdaptiveAvgPool2d(4),
         )
-        self.classify = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(2 * width * 16, num_classes))
+        self.classify = nn.Sequential(
+            nn.Flatten(), nn.Dropout(dropout), nn.Linear(2 * width * 16, num_classes)
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.classify(self.features(images))
@@ -47,10 +55,11 @@ def build_model(settings: Mapping[str, Any], **known: Any) -> nn.Module:
     """Return the model that `model=` names, as `raydist.fit` does without `model`.
 
     - `settings`: `config.model`, a dict with the class's full name as `_target_` and its arguments.
-    - `known`: arguments that the job knows, as `num_classes=10`. They are passed if the model has such a parameter;
-      those in `settings` win.
+    - `known`: arguments that the job knows, as `num_classes=10`. They are passed if the model has
+      such a parameter; those in `settings` win.
 
-    ConfigError: no class is named, it cannot be imported or constructed, or it is not a torch.nn.Module.
+    ConfigError: no class is named, it cannot be imported or constructed, or it is not a
+    torch.nn.Module.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import get_object, instantiate
@@ -62,9 +71,15 @@ def build_model(settings: Mapping[str, Any], **known: Any) -> nn.Module:
     try:
         parameters = inspect.signature(get_object(name)).parameters
         any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        model = instantiate({**{k: v for k, v in known.items() if any_keyword or k in parameters}, **settings})
+        model = instantiate(
+            {**{k: v for k, v in known.items() if any_keyword or k in parameters}, **settings}
+        )
     except (InstantiationException, ImportError, ValueError) as error:
-        raise ConfigError.of("model._target_", name, f"it cannot be constructed: {error.__cause__ or error}") from error
+        raise ConfigError.of(
+            "model._target_", name, f"it cannot be constructed: {error.__cause__ or error}"
+        ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigError.of("model._target_", name, f"a {type(model).__name__}, not a torch.nn.Module")
+        raise ConfigError.of(
+            "model._target_", name, f"a {type(model).__name__}, not a torch.nn.Module"
+        )
     return model

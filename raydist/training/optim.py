@@ -1,4 +1,5 @@
-"""The optimizer of a name, its learning rate for a global batch, and the schedule of the rate. (rank side)"""
+"""The optimizer of a name, its learning rate for a global batch, and the schedule of the rate.
+(rank side)"""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from raydist.settings.config import Job, Optim
 from raydist.settings.fused import fused_choice
 from raydist.shared.errors import ConfigError, nearest
 
-OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop", "adagrad": "Adagrad"}
+OPTIMIZERS = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "rmsprop": "RMSprop",
+    "adagrad": "Adagrad",
+}
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
@@ -22,11 +29,13 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "step": lambda done: 0.1 ** math.floor(3 * done),
 }
-"""By schedule: the factor of the learning rate after the warm-up, from the share (0 to 1) of the training done."""
+"""By schedule: the factor of the learning rate after the warm-up, from the share (0 to 1) of the
+training done."""
 
 
 def learning_rate(settings: Optim, global_batch: int) -> float:
-    """The learning rate for a global batch: linear (Goyal et al. 2017) or square root scaling (Krizhevsky 2014)."""
+    """The learning rate for a global batch: linear (Goyal et al. 2017) or square root scaling
+    (Krizhevsky 2014)."""
     ratio = global_batch / settings.scaling_batch
     return settings.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[settings.scaling]
 
@@ -34,13 +43,17 @@ def learning_rate(settings: Optim, global_batch: int) -> float:
 def fused(job: Job, parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Whether the optimizer of these parameters is fused.
 
-    On a CPU fused SGD gives the bits of the loop over parameters: always without momentum; with momentum where each
-    parameter fills whole vectors of 64 bytes, as the fused kernel rounds what is left over otherwise. That was compared
-    on x86 for every combination of momentum, dampening, Nesterov, weight decay and maximize, under each of torch's
-    instruction sets.
+    On a CPU fused SGD gives the bits of the loop over parameters: always without momentum; with
+    momentum where each parameter fills whole vectors of 64 bytes, as the fused kernel rounds what
+    is left over otherwise. That was compared on x86 for every combination of momentum, dampening,
+    Nesterov, weight decay and maximize, under each of torch's instruction sets.
     """
     choice = fused_choice(job, gpus=any(each.device.type != "cpu" for each in parameters))
-    kinds = (torch.float32, torch.float64) if choice.exact else (torch.float32, torch.float64, torch.bfloat16)
+    kinds = (
+        (torch.float32, torch.float64)
+        if choice.exact
+        else (torch.float32, torch.float64, torch.bfloat16)
+    )
     if not choice.on or not parameters or any(each.dtype not in kinds for each in parameters):
         return job.optim.fused is True
     whole = all(each.nbytes % 64 == 0 for each in parameters)
@@ -50,16 +63,23 @@ def fused(job: Job, parameters: Sequence[torch.nn.Parameter]) -> bool:
 def optimizer(
     settings: Optim, parameters: Iterable[torch.nn.Parameter], lr: float, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """Make the optimizer. ConfigError: it does not have an argument of `optim.args`, or refuses its value."""
+    """Make the optimizer. ConfigError: it does not have an argument of `optim.args`, or refuses its
+    value."""
     kind = getattr(torch.optim, OPTIMIZERS[settings.name])
-    known = [name for name in inspect.signature(kind).parameters if name not in ("self", "params", "lr")]
+    known = [
+        name for name in inspect.signature(kind).parameters if name not in ("self", "params", "lr")
+    ]
     for name in settings.args:
         if name == "lr":
             rate = settings.args["lr"]
-            raise ConfigError.of("optim.args.lr", rate, "it has a setting of its own", f"optim.lr={rate}")
+            raise ConfigError.of(
+                "optim.args.lr", rate, "it has a setting of its own", f"optim.lr={rate}"
+            )
         if name == "fused":
             given = str(settings.args["fused"]).lower()
-            raise ConfigError.of("optim.args.fused", given, "it has a setting of its own", f"optim.fused={given}")
+            raise ConfigError.of(
+                "optim.args.fused", given, "it has a setting of its own", f"optim.fused={given}"
+            )
         if name not in known:
             value, close = settings.args[name], nearest(name, known, "optim.args.")
             cause, guess = f"{kind.__name__} has no such argument", close and f"{close}={value}"
@@ -69,37 +89,53 @@ def optimizer(
     except (TypeError, ValueError) as error:
         typed = " ".join(f"optim.args.{name}={value}" for name, value in settings.args.items())
         key, value = ("optim.args", settings.args) if typed else ("optim.lr", lr)
-        raise ConfigError.of(key, value, f"{kind.__name__} refuses it: {error}", typed=typed) from error
+        raise ConfigError.of(
+            key, value, f"{kind.__name__} refuses it: {error}", typed=typed
+        ) from error
 
 
 def check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Switch the fused implementation off where torch's would fail or go wrong with these gradients.
+    """Switch the fused implementation off where torch's would fail or go wrong with these
+    gradients.
 
-    Its kernels on a CPU walk through memory in one line, whatever the strides: they would update the wrong weights
-    without a word. Gradients of autograd and DDP have the strides of their parameters. Those of Horovod are contiguous,
-    also where the parameters are channels-last. It takes no sparse gradients. SGD's takes a momentum for all parameters
-    or for none, so none may get its first gradient later than others.
+    Its kernels on a CPU walk through memory in one line, whatever the strides: they would update
+    the wrong weights without a word. Gradients of autograd and DDP have the strides of their
+    parameters. Those of Horovod are contiguous, also where the parameters are channels-last. It
+    takes no sparse gradients. SGD's takes a momentum for all parameters or for none, so none may
+    get its first gradient later than others.
     """
     for group in optimizer.param_groups:
         pairs = [(each, each.grad) for each in group["params"]]
-        alike = all(grad is None or (not grad.is_sparse and grad.stride() == each.stride()) for each, grad in pairs)
-        # get: the state of a parameter that has none must not begin to be, it would be kept and saved
-        begun = {optimizer.state.get(each, {}).get("momentum_buffer") is not None for each, _ in pairs}
+        alike = all(
+            grad is None or (not grad.is_sparse and grad.stride() == each.stride())
+            for each, grad in pairs
+        )
+        # get: the state of a parameter that has none must not begin to be, it would be kept and
+        # saved
+        begun = {
+            optimizer.state.get(each, {}).get("momentum_buffer") is not None for each, _ in pairs
+        }
         late = group.get("momentum") and (len(begun) > 1 or any(grad is None for _, grad in pairs))
         if group.get("fused") and (late or not alike):
             group["fused"] = False
 
 
 def align_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give a state that was loaded the strides of its parameters; one that was saved may have been channels-last."""
+    """Give a state that was loaded the strides of its parameters; one that was saved may have been
+    channels-last."""
     for value, state in optimizer.state.items():
         for name, each in state.items():
-            if isinstance(each, torch.Tensor) and each.shape == value.shape and each.stride() != value.stride():
+            if (
+                isinstance(each, torch.Tensor)
+                and each.shape == value.shape
+                and each.stride() != value.stride()
+            ):
                 state[name] = torch.empty_like(value).copy_(each)
 
 
 def copy_host_state(optimizer: torch.optim.Optimizer) -> None:
-    """Copy what of a loaded state is still in the file that it was read from: that file is deleted one day."""
+    """Copy what of a loaded state is still in the file that it was read from: that file is deleted
+    one day."""
     for state in optimizer.state.values():
         for name, each in state.items():
             if isinstance(each, torch.Tensor) and each.device.type == "cpu":
@@ -107,7 +143,8 @@ def copy_host_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Course(NamedTuple):
-    """The whole training in optimizer steps of the size that they have now; with `data.resize=scale` it may change."""
+    """The whole training in optimizer steps of the size that they have now; with
+    `data.resize=scale` it may change."""
 
     steps: int
     ahead: int = 0

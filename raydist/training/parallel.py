@@ -1,4 +1,5 @@
-"""A model in shards over torch's DeviceMesh: fully_shard by blocks, tensor parallel by a plan. (rank side)"""
+"""A model in shards over torch's DeviceMesh: fully_shard by blocks, tensor parallel by a plan.
+(rank side)"""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from raydist.settings.config import Job
 from raydist.settings.mesh import MeshShape, mesh_shape
@@ -63,16 +69,25 @@ class ShardedComm(DDPComm):
         return blocks
 
     def shard(
-        self, part: torch.nn.Module, blocks: Sequence[torch.nn.Module], model: torch.nn.Module, last: bool = True
+        self,
+        part: torch.nn.Module,
+        blocks: Sequence[torch.nn.Module],
+        model: torch.nn.Module,
+        last: bool = True,
     ) -> None:
-        """Divide the parameters of a part of the model among the ranks of the mesh; those on meta are made.
+        """Divide the parameters of a part of the model among the ranks of the mesh; those on meta
+        are made.
 
         `blocks`: those of the whole model. `last`: this part gives the output.
         """
         here, inside = {*part.modules()}, {inner for block in blocks for inner in block.modules()}
         layers, empty = divided_layers(model) if self.shape.tp > 1 else {}, on_meta(model)
         # of all ranks: torch 2.8 makes no submesh of a submesh
-        data = self.everyone["shard"] if self.shape.replicate == 1 else self.everyone["replicate", "shard"]
+        data = (
+            self.everyone["shard"]
+            if self.shape.replicate == 1
+            else self.everyone["replicate", "shard"]
+        )
         half = torch.bfloat16 if self.job.train.precision == "bf16" else None
         sums = torch.float32 if half else None
         free = self.shape.pp == 1  # a stage is gathered once in a step, not for each micro-batch
@@ -84,15 +99,21 @@ class ShardedComm(DDPComm):
         self._make(model, [each for each in model.modules() if each not in inside], layers)
         take_values(part, model)
         # the loss is in fp32
-        whole = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums, output_dtype=sums if last else None)
+        whole = MixedPrecisionPolicy(
+            param_dtype=half, reduce_dtype=sums, output_dtype=sums if last else None
+        )
         fully_shard(part, mesh=data, mp_policy=whole)
         if empty:
             self._same_on_copies(part)
 
     def _make(
-        self, model: torch.nn.Module, part: Sequence[torch.nn.Module], layers: Mapping[torch.nn.Module, ParallelStyle]
+        self,
+        model: torch.nn.Module,
+        part: Sequence[torch.nn.Module],
+        layers: Mapping[torch.nn.Module, ParallelStyle],
     ) -> None:
-        """Make the values of these modules that are on meta, and divide the layers among them as tp's plan says."""
+        """Make the values of these modules that are on meta, and divide the layers among them as
+        tp's plan says."""
         make_values(model, part, self.device, self.job.seed)
         for module in part:
             if module in layers:
@@ -101,7 +122,8 @@ class ShardedComm(DDPComm):
     def _same_on_copies(self, part: torch.nn.Module) -> None:
         """Copy what was made to all ranks that have the same part of it, from the first of them.
 
-        They have drawn the same numbers, unless their GPUs differ or a reset_parameters has a generator of its own.
+        They have drawn the same numbers, unless their GPUs differ or a reset_parameters has a
+        generator of its own.
         """
         for value in (*part.parameters(), *part.buffers()):
             own, divided = value.detach(), set[str]()
@@ -115,8 +137,9 @@ class ShardedComm(DDPComm):
 
     @contextmanager
     def accumulating(self, model: torch.nn.Module) -> Iterator[None]:
-        # Each pass reduces its gradients among the ranks that share the parameters: else each rank would hold those of
-        # the whole model between passes. Copies of the model average theirs, which are in shards, in the last pass.
+        # Each pass reduces its gradients among the ranks that share the parameters: else each rank
+        # would hold those of the whole model between passes. Copies of the model average theirs,
+        # which are in shards, in the last pass.
         root = cast("FSDPModule", model)
         root.set_requires_all_reduce(False)
         try:
@@ -125,19 +148,29 @@ class ShardedComm(DDPComm):
             root.set_requires_all_reduce(True)
 
     def clip(self, model: torch.nn.Module, norm: float) -> None:
-        # One sum over all ranks, each with its parts of the gradients, and a part that several have divided by their
-        # number. torch's clip_grad_norm_ takes DTensors of one mesh only; layers that tp divides have another.
+        # One sum over all ranks, each with its parts of the gradients, and a part that several have
+        # divided by their number. torch's clip_grad_norm_ takes DTensors of one mesh only; layers
+        # that tp divides have another.
         alike: dict[int, list[torch.Tensor]] = {}
         trained = (
-            (name, cast("DTensor", each.grad)) for name, each in model.named_parameters() if each.grad is not None
+            (name, cast("DTensor", each.grad))
+            for name, each in model.named_parameters()
+            if each.grad is not None
         )
         for name, gradient in trained:
-            cut = (dim for dim, placed in enumerate(gradient.placements) if not placed.is_replicate())
+            cut = (
+                dim for dim, placed in enumerate(gradient.placements) if not placed.is_replicate()
+            )
             parts = math.prod(gradient.device_mesh.size(dim) for dim in cut)
             alike.setdefault(self.holders(name) // parts, []).append(gradient.to_local())
-        own = [torch.nn.utils.get_total_norm(parts) ** 2 / copies for copies, parts in alike.items()]
+        own = [
+            torch.nn.utils.get_total_norm(parts) ** 2 / copies for copies, parts in alike.items()
+        ]
         total = self.sum(sum(own, torch.zeros((), device=self.device))).sqrt()
-        torch._foreach_mul_([part for parts in alike.values() for part in parts], (norm / (total + 1e-6)).clamp(max=1))
+        torch._foreach_mul_(
+            [part for parts in alike.values() for part in parts],
+            (norm / (total + 1e-6)).clamp(max=1),
+        )
 
     def holders(self, name: str) -> int:
         """Ranks that have this parameter, or a part of it."""
@@ -150,7 +183,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
-"""The words of a plan, as Hugging Face's models use them; `_rep`: it gives, or takes, whole activations."""
+"""The words of a plan, as Hugging Face's models use them; `_rep`: it gives, or takes, whole
+activations."""
 
 
 def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
@@ -161,18 +195,24 @@ def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind, names = type(model).__name__, [name for name, _ in model.named_modules()]
     if not plan:
-        cause = f"{kind} has no plan of its layers: set model.tp_plan = {{'blocks.*.up': 'colwise', …}} in the job"
+        cause = (
+            f"{kind} has no plan of its layers: set model.tp_plan = {{'blocks.*.up': "
+            f"'colwise', …}} in the job"
+        )
         raise ConfigError.of("parallel.tp", None, cause, "parallel=fsdp")
     for name, word in plan.items():
         if not fnmatch.filter(names, name):
-            raise ConfigError.of("parallel.tp", None, f"{kind}.tp_plan has {name!r}, but no module has this name")
+            raise ConfigError.of(
+                "parallel.tp", None, f"{kind}.tp_plan has {name!r}, but no module has this name"
+            )
         if isinstance(word, str) and word not in STYLES:
             raise ConfigError.unknown(f"tp_plan[{name!r}]", word, STYLES)
     return {name: STYLES[word]() if isinstance(word, str) else word for name, word in plan.items()}
 
 
 def divided_layers(model: torch.nn.Module) -> dict[torch.nn.Module, ParallelStyle]:
-    """The layers that the model's plan names, with how each is divided. ConfigError: as of `styles`."""
+    """The layers that the model's plan names, with how each is divided. ConfigError: as of
+    `styles`."""
     found = {}
     for pattern, style in styles(model).items():
         words = pattern.split(".")
@@ -184,7 +224,8 @@ def divided_layers(model: torch.nn.Module) -> dict[torch.nn.Module, ParallelStyl
 
 
 def same_as_rank0(model: torch.nn.Module, comm: DDPComm) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, as DDP does: a job may have made others on each rank."""
+    """Copy rank 0's parameters and buffers to all ranks, as DDP does: a job may have made others on
+    each rank."""
     with torch.no_grad():
         for value in (each for each in (*model.parameters(), *model.buffers()) if not each.is_meta):
             sent = value.to(comm.comm_device).contiguous()

@@ -1,4 +1,5 @@
-"""A model in stages over torch.distributed.pipelining; the ranks of a stage share it as in sharded.py. (rank side)"""
+"""A model in stages over torch.distributed.pipelining; the ranks of a stage share it as in
+sharded.py. (rank side)"""
 
 from __future__ import annotations
 
@@ -28,7 +29,15 @@ from raydist.worker.backends import ddp
 from raydist.worker.groups import new_group, new_mesh
 from raydist.worker.torch_private import gpipe
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+)
 """What a model may give, by the number that the ranks tell each other."""
 MOST_DIMS = 8
 """The most dimensions of it."""
@@ -45,7 +54,9 @@ class PipelineComm(ShardedComm):
     @cached_property
     def everyone(self) -> DeviceMesh:
         shape = self.shape
-        return new_mesh(self.device.type, pp=shape.pp, replicate=shape.replicate, shard=shape.shard, tp=shape.tp)
+        return new_mesh(
+            self.device.type, pp=shape.pp, replicate=shape.replicate, shard=shape.shard, tp=shape.tp
+        )
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -54,13 +65,24 @@ class PipelineComm(ShardedComm):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         blocks, empty = self.prepare(model), on_meta(model)
-        parts, stage = stages.cut_model(model, blocks, self.shape.pp), self.everyone.get_local_rank("pp")
+        parts, stage = (
+            stages.cut_model(model, blocks, self.shape.pp),
+            self.everyone.get_local_rank("pp"),
+        )
         part, names = parts[stage], Names.of(model, parts[stage])
         tied = stages.shared(model, parts)
         self.shard(part, blocks, model, last=stage == self.shape.pp - 1)
         stages.forget_others(model, part)
-        groups, here = self._groups_of({*tied.values()}), {whole: name for name, whole in names.first.items()}
-        for whole, held in tied.items():  # in the order of the model: stages that share a group use it in one order
+        groups, here = (
+            self._groups_of({*tied.values()}),
+            {whole: name for name, whole in names.first.items()},
+        )
+        for (
+            whole,
+            held,
+        ) in (
+            tied.items()
+        ):  # in the order of the model: stages that share a group use it in one order
             if whole in here and whole in names.trained:
                 self.tied[here[whole]] = Tied(part.get_parameter(here[whole]), held, groups[held])
         for each in self.tied.values() if empty else ():
@@ -70,7 +92,8 @@ class PipelineComm(ShardedComm):
         return pipeline
 
     def _groups_of(self, tied: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """By stages, the group of their ranks that have this rank's position in a stage. A collective of all ranks."""
+        """By stages, the group of their ranks that have this rank's position in a stage. A
+        collective of all ranks."""
         size, found = self.mesh.size(), dict[tuple[int, ...], Any]()
         for held in sorted(tied):
             for position in range(size):
@@ -103,7 +126,9 @@ class Tied:
 
     def take_from_first(self) -> None:
         """Take the values that the first of these stages has made."""
-        dist.broadcast(cast("DTensor", self.parameter).to_local().detach(), group=self.group, group_src=0)
+        dist.broadcast(
+            cast("DTensor", self.parameter).to_local().detach(), group=self.group, group_src=0
+        )
 
 
 @dataclass(frozen=True)
@@ -134,9 +159,14 @@ class Pipeline(nn.Module):
         self._evaluate: tuple[Any, PipelineScheduleSingle] | None = None
 
     def step(
-        self, inputs: Sequence[Any], target: torch.Tensor, loss: Callable[..., torch.Tensor], share: float
+        self,
+        inputs: Sequence[Any],
+        target: torch.Tensor,
+        loss: Callable[..., torch.Tensor],
+        share: float,
     ) -> torch.Tensor:
-        """Forward and backward of a batch, in micro-batches; its loss x `share`, as the mean over the pipeline's ranks.
+        """Forward and backward of a batch, in micro-batches; its loss x `share`, as the mean over
+        the pipeline's ranks.
 
         The ranks of the last stage, which have the loss, return a multiple of it, all others 0.
         """
@@ -145,24 +175,35 @@ class Pipeline(nn.Module):
         losses: list[torch.Tensor] = []
         # where torch knows the word, outputs are not kept to the end of the step
         quiet: Any = (
-            {"return_outputs": False} if "return_outputs" in inspect.signature(self._train.step).parameters else {}
+            {"return_outputs": False}
+            if "return_outputs" in inspect.signature(self._train.step).parameters
+            else {}
         )
         context.phase("forward")
-        self._train.step(*self._given(inputs), target=target if self._last else None, losses=losses, **quiet)
+        self._train.step(
+            *self._given(inputs), target=target if self._last else None, losses=losses, **quiet
+        )
         if not losses:
             return torch.zeros((), device=self._comm.device)
         return torch.stack(losses).sum().detach().float() * self._stages
 
-    def _schedule(self, count: int, loss: Callable[..., torch.Tensor], share: float) -> PipelineScheduleSingle:
+    def _schedule(
+        self, count: int, loss: Callable[..., torch.Tensor], share: float
+    ) -> PipelineScheduleSingle:
         kind = get_schedule_class(self._comm.job.parallel.schedule)
 
         def part_of_loss(output: Any, target: Any) -> torch.Tensor:
             return loss(output, target) * (share / count)
 
-        return cast("PipelineScheduleSingle", kind(self._new_stage(), count, part_of_loss, scale_grads=False))
+        return cast(
+            "PipelineScheduleSingle",
+            kind(self._new_stage(), count, part_of_loss, scale_grads=False),
+        )
 
     def _new_stage(self) -> PipelineStage:
-        return PipelineStage(self.part, self._stage, self._stages, self._comm.device, group=self._group)
+        return PipelineStage(
+            self.part, self._stage, self._stages, self._comm.device, group=self._group
+        )
 
     def _given(self, inputs: Sequence[Any]) -> Sequence[Any]:
         return inputs if self._stage == 0 else ()
@@ -172,7 +213,8 @@ class Pipeline(nn.Module):
         return self._stage == self._stages - 1
 
     def forward(self, *inputs: Any) -> Any:
-        """The model's output, on the ranks of the last stage; None on all others. All must call it."""
+        """The model's output, on the ranks of the last stage; None on all others. All must call
+        it."""
         shapes = [(each.shape, each.dtype) for each in inputs]
         if self._evaluate is None or self._evaluate[0] != shapes:  # its buffers have these shapes
             count = self._microbatches if len(inputs[0]) % self._microbatches == 0 else 1
@@ -183,9 +225,13 @@ class Pipeline(nn.Module):
     def everywhere(self, *inputs: Any) -> torch.Tensor:
         """The model's output, a tensor, on all ranks. All must call it."""
         output = self(*inputs)
-        facts = torch.zeros(2 + MOST_DIMS, dtype=torch.int64)  # numbers: torch's collectives of objects unpickle them
+        facts = torch.zeros(
+            2 + MOST_DIMS, dtype=torch.int64
+        )  # numbers: torch's collectives of objects unpickle them
         if self._last:
-            facts[: 2 + output.dim()] = torch.tensor([DTYPES.index(output.dtype), output.dim(), *output.shape])
+            facts[: 2 + output.dim()] = torch.tensor(
+                [DTYPES.index(output.dtype), output.dim(), *output.shape]
+            )
         facts = facts.to(self._comm.comm_device)
         dist.broadcast(facts, group=self._group, group_src=self._stages - 1)
         dtype, dims, *shape = facts.tolist()
@@ -209,7 +255,9 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[ShardedComm]:
     check_microbatches(job, shape)
     if shape.pp > 1 and me.device.type == "cuda" and job.backend.name == "gloo":
         cause = "it cannot send what is on a GPU to the next stage"
-        raise ConfigError.of("backend", job.backend.name, cause, "backend=nccl", "parallel=fsdp parallel.pp=1")
+        raise ConfigError.of(
+            "backend", job.backend.name, cause, "backend=nccl", "parallel=fsdp parallel.pp=1"
+        )
     with ddp.join(job, env) as comm:
         kind = PipelineComm if shape.pp > 1 else ShardedComm
         yield kind(comm.settings, comm.device, job, shape)

@@ -1,6 +1,7 @@
 """A ray.data.Dataset for raydist.fit: each rank reads its part of streaming_split. (rank side)
 
-Ray is not imported here: a job that has made a ray.data.Dataset has imported Ray, and is connected to it.
+Ray is not imported here: a job that has made a ray.data.Dataset has imported Ray, and is connected
+to it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from raydist.worker import context
 from raydist.worker.backends import Comm
 
 NAMESPACE = "raydist"
-"""Ray's namespace of the actor that holds the parts: each rank is a driver of its own, with its own namespace."""
+"""Ray's namespace of the actor that holds the parts: each rank is a driver of its own, with its own
+namespace."""
 
 
 @dataclass
@@ -34,8 +36,11 @@ class RayBatches:
         return iter(self.part.iter_torch_batches(batch_size=self.batch_size, drop_last=True))
 
 
-def split_over_ray(dataset: Any, rank: int, world_size: int, batch_size: int, comm: Comm) -> RayBatches:
-    """This rank's part of a Dataset, with blocks of its own node first; of a DataIterator all. A collective.
+def split_over_ray(
+    dataset: Any, rank: int, world_size: int, batch_size: int, comm: Comm
+) -> RayBatches:
+    """This rank's part of a Dataset, with blocks of its own node first; of a DataIterator all. A
+    collective.
 
     All parts have as many rows (`equal`): what is left over in an epoch is left out.
     """
@@ -43,22 +48,34 @@ def split_over_ray(dataset: Any, rank: int, world_size: int, batch_size: int, co
         return RayBatches(dataset, batch_size)
     ray = sys.modules["ray"]
     if rank == 0 and ray.available_resources().get("CPU", 0) < 1:
-        text = "Ray Data needs CPUs, and the ranks have all of them: scale.cpus=0.5 or scale.per_node=N leaves some"
+        text = (
+            "Ray Data needs CPUs, and the ranks have all of them: scale.cpus=0.5 or "
+            "scale.per_node=N leaves some"
+        )
         context.emit_event("warning", text=text)
-    node = torch.frombuffer(bytearray.fromhex(ray.get_runtime_context().get_node_id()), dtype=torch.uint8)
-    nodes = [bytes(each.tolist()).hex() for each in comm.gather(node)][:: context.rank().world_size // world_size]
+    node = torch.frombuffer(
+        bytearray.fromhex(ray.get_runtime_context().get_node_id()), dtype=torch.uint8
+    )
+    nodes = [bytes(each.tolist()).hex() for each in comm.gather(node)][
+        :: context.rank().world_size // world_size
+    ]
     token = secrets.randbits(62)
     name = f"{NAMESPACE}-{int(comm.gather(torch.tensor([token]))[0])}"
     keeper = None
     if rank == 0:
-        keeper = ray.remote(parts_class()).options(name=name, namespace=NAMESPACE, num_cpus=0).remote(dataset, nodes)
+        keeper = (
+            ray.remote(parts_class())
+            .options(name=name, namespace=NAMESPACE, num_cpus=0)
+            .remote(dataset, nodes)
+        )
     comm.gather(torch.tensor([0]))  # the actor has its name from here on
     actor = ray.get_actor(name, namespace=NAMESPACE)
     return RayBatches(ray.get(actor.part.remote(rank)), batch_size, keeper)
 
 
 def parts_class() -> type:
-    """The class of the actor that holds the parts. Made here, it travels as it is: a node needs no raydist for it."""
+    """The class of the actor that holds the parts. Made here, it travels as it is: a node needs no
+    raydist for it."""
 
     class Parts:
         def __init__(self, dataset: Any, nodes: list[str]) -> None:

@@ -1,8 +1,9 @@
-"""Shards, or a whole state, in the memories of ranks, read by any number of ranks: torch divides them. (rank side)
+"""Shards, or a whole state, in the memories of ranks, read by any number of ranks: torch divides
+them. (rank side)
 
-It is a StorageReader of torch.distributed.checkpoint (DCP), as that of a checkpoint on the disk. Each rank plans what
-it needs, tells the ranks that have it, and gets it over gloo. Nothing is unpickled from them without a list of the
-classes that may be in it.
+It is a StorageReader of torch.distributed.checkpoint (DCP), as that of a checkpoint on the disk.
+Each rank plans what it needs, tells the ranks that have it, and gets it over gloo. Nothing is
+unpickled from them without a list of the classes that may be in it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    WriteItemType,
+)
 from torch.futures import Future
 
-from raydist.state.distributed_checkpoint import PartPlanner, RankPart, RankPlanner, joined_metadata, load_by, read_plan
+from raydist.state.distributed_checkpoint import (
+    PartPlanner,
+    RankPart,
+    RankPlanner,
+    joined_metadata,
+    load_by,
+    read_plan,
+)
 from raydist.state.snapshot_layout import State
 from raydist.worker.groups import new_group
 
 Piece = tuple[int, int, Sequence[int], Sequence[int]]
-"""A part of a shard: of which former rank, the number of the item in its plan, offsets and lengths."""
+"""A part of a shard: of which former rank, the number of the item in its plan, offsets and
+lengths."""
 
 
 class PartsReader(FileSystemReader):
@@ -42,7 +57,10 @@ class PartsReader(FileSystemReader):
         for rank, part in self._parts.items():
             self._planners[rank] = PartPlanner()
             self._planners[rank].set_up_planner(part.state)
-        own = {rank: {"plan": part.plan, "values": self._texts(rank, part)} for rank, part in self._parts.items()}
+        own = {
+            rank: {"plan": part.plan, "values": self._texts(rank, part)}
+            for rank, part in self._parts.items()
+        }
         for holder, told in enumerate(self._gather(to_bytes(own))):
             for rank, each in from_bytes(told).items():
                 self._holder[rank], self._plans[rank] = holder, read_plan(each["plan"])
@@ -50,7 +68,9 @@ class PartsReader(FileSystemReader):
         plans = sorted(self._plans.items())
         metadata = joined_metadata([plan for _, plan in plans])
         metadata.storage_data = {  # what several ranks have is that of the lowest
-            item.index: (rank, number) for rank, plan in reversed(plans) for number, item in enumerate(plan.items)
+            item.index: (rank, number)
+            for rank, plan in reversed(plans)
+            for number, item in enumerate(plan.items)
         }
         self._known = metadata.state_dict_metadata
         return metadata
@@ -58,8 +78,13 @@ class PartsReader(FileSystemReader):
     def _texts(self, rank: int, part: RankPart) -> dict[int, bytes]:
         """What is no tensor in a part, as torch.save writes it, by the number of the item."""
         items = [*enumerate(read_plan(part.plan).items)]
-        values = {number: item.index for number, item in items if item.type == WriteItemType.BYTE_IO}
-        return {number: to_bytes(self._planners[rank].lookup_object(index)) for number, index in values.items()}
+        values = {
+            number: item.index for number, item in items if item.type == WriteItemType.BYTE_IO
+        }
+        return {
+            number: to_bytes(self._planners[rank].lookup_object(index))
+            for number, index in values.items()
+        }
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: list[list[tuple[ReadItem, Piece]]] = [[] for _ in range(self._world)]
@@ -68,7 +93,9 @@ class PartsReader(FileSystemReader):
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._values[rank, number]))
             else:
-                wanted[self._holder[rank]].append((item, (rank, number, [*item.storage_offsets], [*item.lengths])))
+                wanted[self._holder[rank]].append(
+                    (item, (rank, number, [*item.storage_offsets], [*item.lengths]))
+                )
         told = self._gather(json.dumps([[piece for _, piece in each] for each in wanted]).encode())
         asked = [json.loads(each)[self._rank] for each in told]
         for shift in range(self._world):  # with each rank once, with itself first
@@ -76,7 +103,9 @@ class PartsReader(FileSystemReader):
             sent = [] if to == self._rank else [self._send(piece, to) for piece in asked[to]]
             for item, piece in wanted[source]:
                 into = planner.resolve_tensor(item).detach()
-                into.copy_(self._piece(piece) if source == self._rank else self._receive(item, source))
+                into.copy_(
+                    self._piece(piece) if source == self._rank else self._receive(item, source)
+                )
                 planner.commit_tensor(item, into)
             for each in sent:
                 each.wait()
@@ -87,7 +116,9 @@ class PartsReader(FileSystemReader):
     def _piece(self, piece: Piece) -> torch.Tensor:
         """This part of a shard that this rank has."""
         rank, number, offsets, lengths = piece
-        found: torch.Tensor = self._planners[rank].lookup_object(self._plans[rank].items[number].index)
+        found: torch.Tensor = self._planners[rank].lookup_object(
+            self._plans[rank].items[number].index
+        )
         for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
             found = found.narrow(dim, offset, length)
         return found
@@ -114,9 +145,15 @@ class PartsReader(FileSystemReader):
 
 
 def divide(
-    whole: State | None, state: State, of_ranks: str, optional: Sequence[str], source: str, part: bool = False
+    whole: State | None,
+    state: State,
+    of_ranks: str,
+    optional: Sequence[str],
+    source: str,
+    part: bool = False,
 ) -> None:
-    """Load a state that only rank 0 has, whole, into the shards of all ranks; None on the others. A collective.
+    """Load a state that only rank 0 has, whole, into the shards of all ranks; None on the others. A
+    collective.
 
     `state` and all after it: as for `load_by`.
     """

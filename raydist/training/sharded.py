@@ -1,20 +1,21 @@
-"""Sharded states (FSDP) in memory: each rank keeps its own shards, the next node a copy of them. (rank side)
+"""Sharded states (FSDP) in memory: each rank keeps its own shards, the next node a copy of them.
+(rank side)
 
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))  # torch.distributed.checkpoint's
-    begin = sharded.load(state)            # the step whose tensors are now in `state`; 0 if nothing was kept
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    begin = sharded.load(state)         # the step whose tensors are now in `state`; 0: none
     ...
-    sharded.keep(step, state_of_now)       # after a step; the copy travels while the training goes on
-    sharded.save(step, state_of_now)       # now and then: a checkpoint, written while the training goes on
+    sharded.keep(step, state_of_now)    # after a step; the copy travels meanwhile
+    sharded.save(step, state_of_now)    # a checkpoint, written while the training continues
 
-All ranks call them, with the same keys; `raydist.fit` with `parallel=fsdp` or `pp` does. The death of a rank or of a
-node loses nothing: the copies of its shards are on the next node. They go from rank to rank over gloo, as gradients do
-on a CPU.
-No port listens for them, and nothing is unpickled from them without a list of the classes that may be in it.
+All ranks call them, with the same keys; `raydist.fit` with `parallel=fsdp` or `pp` does. The death
+of a rank or of a node loses nothing: the copies of its shards are on the next node. They go from
+rank to rank over gloo, as gradients do on a CPU. No port listens for them, and nothing is unpickled
+from them without a list of the classes that may be in it.
 
-A restart loads from memory. With another number of ranks each gets what it needs from the ranks that have it
-(reshard.py). When the run can't continue, the newest state that is complete in the memories becomes a checkpoint in
-torch.distributed.checkpoint's format, which `load` loads on any number of ranks. Under torchrun, where no process
-outlives the ranks, nothing is kept.
+A restart loads from memory. With another number of ranks each gets what it needs from the ranks
+that have it (reshard.py). When the run can't continue, the newest state that is complete in the
+memories becomes a checkpoint in torch.distributed.checkpoint's format, which `load` loads on any
+number of ranks. Under torchrun, where no process outlives the ranks, nothing is kept.
 """
 
 from __future__ import annotations
@@ -65,27 +66,29 @@ LONGEST = 500
 
 
 def keep(step: int, state: Mapping[str, Any]) -> None:
-    """Keep this rank's shards of a state in the memory of its node, and a copy of them on the next node.
+    """Keep this rank's shards of a state in the memory of its node, and a copy of them on the next
+    node.
 
-    All ranks must call it, with the same step and the same keys; a stage of a pipeline may have keys of its own. It
-    returns when the shards are in memory; the copy travels in the background, and the next `keep` waits for it. A node
-    needs about four times the bytes of its shards.
+    All ranks must call it, with the same step and the same keys; a stage of a pipeline may have
+    keys of its own. It returns when the shards are in memory; the copy travels in the background,
+    and the next `keep` waits for it. A node needs about four times the bytes of its shards.
 
     - `step`: optimizer steps done so far.
     - `state`: nested dicts and lists of tensors, numbers and text, as `get_state_dict` of
-      `torch.distributed.checkpoint.state_dict` returns. Of a DTensor this rank's local tensor is kept, other tensors
-      whole. A checkpoint on disk holds rank 0's value of everything that is no DTensor; of what rank 0 does not have,
-      that of the first rank of a stage.
+      `torch.distributed.checkpoint.state_dict` returns. Of a DTensor this rank's local tensor is
+      kept, other tensors whole. A checkpoint on disk holds rank 0's value of everything that is no
+      DTensor; of what rank 0 does not have, that of the first rank of a stage.
 
-    It does nothing under torchrun and with one rank of `group=inline`. If memory is short on any node, a warning says
-    so once, and from then on it does nothing. With one node, or with unequal numbers of ranks on the nodes, there are
-    no copies.
+    It does nothing under torchrun and with one rank of `group=inline`. If memory is short on any
+    node, a warning says so once, and from then on it does nothing. With one node, or with unequal
+    numbers of ranks on the nodes, there are no copies.
 
-    RaydistError: torch.distributed is not initialised, as with backend=horovod. An error in the background copy is
-    raised by the next call.
+    RaydistError: torch.distributed is not initialised, as with backend=horovod. An error in the
+    background copy is raised by the next call.
     """
     if (ring := _ring()) is not None:
-        context.current().flush()  # a restart does not repeat this step: its report must be sent first
+        # a restart does not repeat this step: its report must be sent first
+        context.current().flush()
         ring.keep(step, state)
 
 
@@ -97,7 +100,8 @@ def save(
     *,
     wait: bool = False,
 ) -> StoragePath | None:
-    """Save a state as the checkpoint of a step: each node writes the shards of its ranks. Return the path, on all.
+    """Save a state as the checkpoint of a step: each node writes the shards of its ranks. Return
+    the path, on all.
 
     All ranks must call it, with the same step and the same keys. The checkpoint is in the format of
     torch.distributed.checkpoint. All nodes must see the folder.
@@ -105,16 +109,19 @@ def save(
     - `step`: optimizer steps done so far. A checkpoint of the same step is replaced.
     - `state`: as for `keep`.
     - `metrics`: name -> number, for `checkpoint.best=max:NAME`.
-    - `settings`: how many checkpoints to keep. None: `checkpoint.keep` and `checkpoint.best` of the run.
+    - `settings`: how many checkpoints to keep. None: `checkpoint.keep` and `checkpoint.best` of the
+      run.
     - `wait`: write before returning.
 
-    Over Ray each rank copies its shards in memory, and another process of its node writes them while the training
-    continues; the next `save` and the end of the job wait for it. A checkpoint on the disk is complete. It is written
-    before `save` returns with `wait`, under torchrun, in a program (`script=`), with one rank of `group=inline`, and if
-    the shards of a rank do not fit into memory once more.
+    Over Ray each rank copies its shards in memory, and another process of its node writes them
+    while the training continues; the next `save` and the end of the job wait for it. A checkpoint
+    on the disk is complete. It is written before `save` returns with `wait`, under torchrun, in a
+    program (`script=`), with one rank of `group=inline`, and if the shards of a rank do not fit
+    into memory once more.
 
-    If a rank or node cannot write, as on a full disk, or does not see what others wrote, a warning says so, and the
-    checkpoints before it stay. If it is written before `save` returns, that returns None then, on all ranks.
+    If a rank or node cannot write, as on a full disk, or does not see what others wrote, a warning
+    says so, and the checkpoints before it stay. If it is written before `save` returns, that
+    returns None then, on all ranks.
     """
     context.phase("save")
     wait_for_rank_0(context.current().comm, rest)
@@ -128,21 +135,25 @@ def save(
         if why:
             context.emit_event("warning", text=f"a checkpoint could not be written: {why}")
         else:
-            context.emit_event("saved", step=step, path=str(request.path), s=time.perf_counter() - began)
+            context.emit_event(
+                "saved", step=step, path=str(request.path), s=time.perf_counter() - began
+            )
     return None if why else request.path
 
 
 def rest(within_s: float = math.inf) -> bool:
-    """Wait until the checkpoint that this rank, if it is rank 0, has asked for is on the disk; whether it is."""
+    """Wait until the checkpoint that this rank, if it is rank 0, has asked for is on the disk;
+    whether it is."""
     memory = checkpoint.own_memory()
     return memory is None or memory.rest(within_s)
 
 
 def _hand_over(request: SaveRequest, part: RankPart) -> bool:
-    """Have the nodes write a checkpoint of all ranks' parts while the training continues; whether that is possible.
+    """Have the nodes write a checkpoint of all ranks' parts while the training continues; whether
+    that is possible.
 
-    The part of each rank waits in its memory. Rank 0's is locked until the checkpoint is complete, or given up: only
-    then do all ranks overwrite theirs.
+    The part of each rank waits in its memory. Rank 0's is locked until the checkpoint is complete,
+    or given up: only then do all ranks overwrite theirs.
     """
     memory = checkpoint.own_memory()
     fits = memory is not None and next(unloadable(part.state, "state"), None) is None
@@ -151,21 +162,29 @@ def _hand_over(request: SaveRequest, part: RankPart) -> bool:
             memory.keep_to_save(request.step, {"own": vars(part)})
         except NoRoom:
             fits = False
-    if not all(int(each.item()) for each in context.current().comm.gather(torch.tensor([int(fits)]))):
+    if not all(
+        int(each.item()) for each in context.current().comm.gather(torch.tensor([int(fits)]))
+    ):
         if memory is not None:
             memory.free((SAVE_SLOT,))
         return False
     if part.rank == 0 and memory is not None:
         memory.lock(SAVE_SLOT)
         context.emit_event(
-            "save_shards", step=request.step, folder=request.checkpoints, keep=request.keep, best=request.best,
-            metrics=request.metrics, reported=request.reported,
-        )  # fmt: skip
+            "save_shards",
+            step=request.step,
+            folder=request.checkpoints,
+            keep=request.keep,
+            best=request.best,
+            metrics=request.metrics,
+            reported=request.reported,
+        )
     return True
 
 
 def _write_together(request: SaveRequest, part: RankPart) -> str:
-    """Each rank writes its shards, and rank 0 makes a checkpoint of them; why that failed, on all ranks alike."""
+    """Each rank writes its shards, and rank 0 makes a checkpoint of them; why that failed, on all
+    ranks alike."""
     me, own = context.rank(), State()
     mark = _told_by_all({"mark": uuid.uuid4().hex[:8]})[0]["mark"]
     beside = beside_name(request.folder, request.step, mark)
@@ -189,45 +208,69 @@ def _commit(request: SaveRequest, beside: StoragePath, told: Sequence[Mapping[st
     files = {name: FileFacts(**facts) for each in told for name, facts in each["files"].items()}
     metrics, reported = request.metrics, request.reported
     try:
-        unseen = commit(request.folder, beside, request.step, len(told), files, request, metrics, reported)
+        unseen = commit(
+            request.folder, beside, request.step, len(told), files, request, metrics, reported
+        )
     except Exception as error:
         return object_store.reason(error)
     where = f"rank 0 does not see {', '.join(unseen[:4])} in {request.folder}"
-    return f"{where}; set storage=FOLDER, one that all nodes see, or storage=s3://BUCKET/FOLDER" if unseen else ""
+    return (
+        f"{where}; set storage=FOLDER, one that all nodes see, or storage=s3://BUCKET/FOLDER"
+        if unseen
+        else ""
+    )
 
 
 def _told_by_all(facts: Mapping[str, Any]) -> list[State]:
     """Small facts of all ranks, by rank, as JSON: nothing from the network is unpickled."""
-    text = json.dumps({name: value[:LONGEST] if isinstance(value, str) else value for name, value in facts.items()})
+    text = json.dumps(
+        {
+            name: value[:LONGEST] if isinstance(value, str) else value
+            for name, value in facts.items()
+        }
+    )
     row = torch.zeros(8 * LONGEST, dtype=torch.uint8)
     row[: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     rows = context.current().comm.gather(row)
     return [json.loads(each.numpy().tobytes().rstrip(b"\0")) for each in rows]
 
 
-def load(state: State, *, of_ranks: str = "", optional: Sequence[str] = (), part: bool = False) -> int:
-    """Load the newest kept state that is complete into `state`, in place; return its step, or 0 for none.
+def load(
+    state: State, *, of_ranks: str = "", optional: Sequence[str] = (), part: bool = False
+) -> int:
+    """Load the newest kept state that is complete into `state`, in place; return its step, or 0 for
+    none.
 
-    All ranks must call it, with the keys that `keep` gets. After a restart the state comes from memory, kept by any
-    number of ranks; otherwise from the checkpoint that the run continues from, saved by any number of ranks.
+    All ranks must call it, with the keys that `keep` gets. After a restart the state comes from
+    memory, kept by any number of ranks; otherwise from the checkpoint that the run continues from,
+    saved by any number of ranks.
 
-    - `state`: as for `keep`. Tensors are filled in place, all other values are replaced. Pass it to `set_state_dict`
-      afterwards.
-    - `of_ranks`: the key of a tensor with one row for each rank, as of random generators. Where another number of ranks
-      has saved it, it is removed from `state`.
-    - `optional`: the keys that lead to a dict, as the optimizer's state by parameter. Entries of it that were not kept
-      are removed from `state`.
-    - `part`: this rank has some of the keys only, as a stage of a pipeline: a checkpoint may have others.
+    - `state`: as for `keep`. Tensors are filled in place, all other values are replaced. Pass it to
+      `set_state_dict` afterwards.
+    - `of_ranks`: the key of a tensor with one row for each rank, as of random generators. Where
+      another number of ranks has saved it, it is removed from `state`.
+    - `optional`: the keys that lead to a dict, as the optimizer's state by parameter. Entries of it
+      that were not kept are removed from `state`.
+    - `part`: this rank has some of the keys only, as a stage of a pipeline: a checkpoint may have
+      others.
 
-    RaydistError: the kept state has other keys or shapes (another model, or a state without the optimizer's).
+    RaydistError: the kept state has other keys or shapes (another model, or a state without the
+    optimizer's).
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    step = ring.load(state, of_ranks, optional, part) if restarted and (ring := _ring()) is not None else 0
+    step = (
+        ring.load(state, of_ranks, optional, part)
+        if restarted and (ring := _ring()) is not None
+        else 0
+    )
     return step or load_from_disk(state, of_ranks, optional, part)
 
 
-def load_from_disk(state: State, of_ranks: str = "", optional: Sequence[str] = (), part: bool = False) -> int:
-    """As `load`, from the checkpoint that the run continues from only, if that is a sharded one. No collective."""
+def load_from_disk(
+    state: State, of_ranks: str = "", optional: Sequence[str] = (), part: bool = False
+) -> int:
+    """As `load`, from the checkpoint that the run continues from only, if that is a sharded one. No
+    collective."""
     found = checkpoint.latest()
     if found is None or not found.sharded:
         return 0
@@ -237,13 +280,15 @@ def load_from_disk(state: State, of_ranks: str = "", optional: Sequence[str] = (
 
 
 def begin_fit() -> None:
-    """Keep the states of the raydist.fit that begins, in place of those of the one before. A collective."""
+    """Keep the states of the raydist.fit that begins, in place of those of the one before. A
+    collective."""
     if (ring := _ring()) is not None:
         ring.begin_fit(context.current().fit)
 
 
 def copied() -> bool:
-    """Wait until the copy of the state that `keep` got last is complete; whether states are kept at all."""
+    """Wait until the copy of the state that `keep` got last is complete; whether states are kept at
+    all."""
     ring: Ring | None = context.current().sharded
     if ring is not None:
         ring.rest()
@@ -261,7 +306,9 @@ def _ring() -> Ring | None:
     if current.memory is None or current.memory[0] < 0:
         return None
     if not dist.is_initialized():
-        raise RaydistError("sharded states need torch.distributed: set backend=gloo or backend=nccl")
+        raise RaydistError(
+            "sharded states need torch.distributed: set backend=gloo or backend=nccl"
+        )
     if current.sharded is None:
         current.sharded = Ring(current.memory[0], current.rank)
         current.leaving.append(current.sharded.rest)
@@ -284,10 +331,12 @@ class Ring:
         self.copy_s = 0.0
         """Seconds that the last copy took to the next node."""
         self.passed = False
-        """Whether the memory of a rank has states of a later raydist.fit: the one that runs now has finished."""
+        """Whether the memory of a rank has states of a later raydist.fit: the one that runs now has
+        finished."""
 
     def begin_fit(self, number: int) -> None:
-        """As the module's `begin_fit`. Unless a later one has begun: its states stay, and this one keeps none."""
+        """As the module's `begin_fit`. Unless a later one has begun: its states stay, and this one
+        keeps none."""
         self.rest()
         if self._memory is None:
             return
@@ -305,7 +354,9 @@ class Ring:
             slot, why = self._memory.write(step, {"own": vars(part)}, agreed=True), ""
         except NoRoom as error:
             slot, why = -1, str(error)
-        self._thread = threading.Thread(target=self._copy_in_background, args=(step, slot, why), name="raydist-sharded")
+        self._thread = threading.Thread(
+            target=self._copy_in_background, args=(step, slot, why), name="raydist-sharded"
+        )
         self._thread.start()
 
     @property
@@ -323,7 +374,9 @@ class Ring:
 
     def _copy_in_background(self, step: int, slot: int, why: str) -> None:
         try:
-            if self._cuda is not None:  # a thread begins with GPU 0, where a wait would make a context of 0.5 GB
+            if (
+                self._cuda is not None
+            ):  # a thread begins with GPU 0, where a wait would make a context of 0.5 GB
                 torch.cuda.set_device(self._cuda)
             began = time.perf_counter()
             self._copy(step, slot, why)
@@ -332,7 +385,8 @@ class Ring:
             self._failed = error
 
     def _copy(self, step: int, slot: int, why: str) -> None:
-        """Send the shards to the next node. Once it returns on a rank, all ranks have this step and all copies exist.
+        """Send the shards to the next node. Once it returns on a rank, all ranks have this step and
+        all copies exist.
 
         So no rank overwrites the step before while another one may need it.
         """
@@ -372,14 +426,24 @@ class Ring:
         self.begin_fit(context.current().fit)
         if self.passed:
             return 0
-        rows = self._gather(*_as_row(self._shards(self._memory.steps)), *_as_row(self._shards(self._memory.replicas)))
-        own, copies = ([_from_row(row[part]) for row in rows] for part in (slice(0, ROW), slice(ROW, None)))
+        rows = self._gather(
+            *_as_row(self._shards(self._memory.steps)),
+            *_as_row(self._shards(self._memory.replicas)),
+        )
+        own, copies = (
+            [_from_row(row[part]) for row in rows] for part in (slice(0, ROW), slice(ROW, None))
+        )
         step = self._common(own, copies)
         whole = newest_whole(dict(enumerate(own)), dict(enumerate(copies)))
         newest = max(step, whole.step if whole else -1)
-        if newest < max(0, checkpoint.resumed_step()):  # there is none, or a newer one is on the disk
+        if newest < max(
+            0, checkpoint.resumed_step()
+        ):  # there is none, or a newer one is on the disk
             if any((*own, *copies)) and whole is None and self._rank == 0:
-                text = "no step has the shards of all ranks in memory: the run continues from the checkpoint before it"
+                text = (
+                    "no step has the shards of all ranks in memory: the run continues from "
+                    "the checkpoint before it"
+                )
                 context.emit_event("warning", text=text)
             self._memory.forget_after(0)
             return 0
@@ -396,7 +460,11 @@ class Ring:
         """As `common`, of as many ranks as now, each with its own memory."""
         after = self._holders or []
         mine = [self._steps_of(rank, shards) for rank, shards in enumerate(own)]
-        others = [self._steps_of(after.index(rank), shards) for rank, shards in enumerate(copies)] if after else []
+        others = (
+            [self._steps_of(after.index(rank), shards) for rank, shards in enumerate(copies)]
+            if after
+            else []
+        )
         return common(mine, others, self._holders)
 
     def _steps_of(self, rank: int, shards: Set[Shard]) -> list[int]:
@@ -416,10 +484,18 @@ class Ring:
         """The parts that this rank gives to all; their tensors share the memory."""
         assert self._memory is not None
         slots = self._shards(self._memory.replicas) | self._shards(self._memory.steps)
-        named = {rank: slots[rank, whole.world_size, whole.step] for rank in whole.ranks.get(self._rank, ())}
-        return {rank: RankPart(**self._memory.read(slot, clone="none")["own"]) for rank, slot in named.items()}
+        named = {
+            rank: slots[rank, whole.world_size, whole.step]
+            for rank in whole.ranks.get(self._rank, ())
+        }
+        return {
+            rank: RankPart(**self._memory.read(slot, clone="none")["own"])
+            for rank, slot in named.items()
+        }
 
-    def _take_back(self, step: int, own: Sequence[Set[Shard]], state: State, optional: Sequence[str]) -> None:
+    def _take_back(
+        self, step: int, own: Sequence[Set[Shard]], state: State, optional: Sequence[str]
+    ) -> None:
         """Each rank takes its own shards, or gets them from the node with the copy."""
         assert self._memory is not None
         for rank, shards in enumerate(own):
@@ -455,7 +531,8 @@ class Ring:
 
 
 def holders(nodes: Sequence[int]) -> list[int] | None:
-    """By rank the rank with its copy: of the same local rank on the next node. None for one node, or unequal ones."""
+    """By rank the rank with its copy: of the same local rank on the next node. None for one node,
+    or unequal ones."""
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
@@ -466,9 +543,14 @@ def holders(nodes: Sequence[int]) -> list[int] | None:
     return [after[node][ranks[node].index(rank)] for rank, node in enumerate(nodes)]
 
 
-def common(own: Sequence[Sequence[int]], copies: Sequence[Sequence[int]], held_by: Sequence[int] | None) -> int:
-    """The newest step of which the shards of every rank exist, its own or the copy; -1 if there is none."""
-    exist = [{*steps, *(copies[held_by[rank]] if held_by else ())} for rank, steps in enumerate(own)]
+def common(
+    own: Sequence[Sequence[int]], copies: Sequence[Sequence[int]], held_by: Sequence[int] | None
+) -> int:
+    """The newest step of which the shards of every rank exist, its own or the copy; -1 if there is
+    none."""
+    exist = [
+        {*steps, *(copies[held_by[rank]] if held_by else ())} for rank, steps in enumerate(own)
+    ]
     return max(set.intersection(*exist), default=-1)
 
 
@@ -493,14 +575,17 @@ def _part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_into(into: Any, kept: Any, where: str) -> Any:
-    """Load `kept` into `into`, and return the result: tensors are filled in place, other values are replaced.
+    """Load `kept` into `into`, and return the result: tensors are filled in place, other values are
+    replaced.
 
     `where`: its name in errors.
     """
     if isinstance(into, torch.Tensor) and isinstance(kept, torch.Tensor):
         part = _part(into)
         if part.shape != kept.shape:
-            raise RaydistError(f"{where} is {tuple(part.shape)} on this rank, and was kept as {tuple(kept.shape)}")
+            raise RaydistError(
+                f"{where} is {tuple(part.shape)} on this rank, and was kept as {tuple(kept.shape)}"
+            )
         with torch.no_grad():
             part.copy_(kept)
         return into
@@ -512,6 +597,9 @@ def put_into(into: Any, kept: Any, where: str) -> Any:
             into[key] = put_into(into[key], inner, f"{where}[{key!r}]")
         return into
     if isinstance(into, list) and isinstance(kept, list) and len(into) == len(kept):
-        into[:] = [put_into(*pair, f"{where}[{index}]") for index, pair in enumerate(zip(into, kept, strict=True))]
+        into[:] = [
+            put_into(*pair, f"{where}[{index}]")
+            for index, pair in enumerate(zip(into, kept, strict=True))
+        ]
         return into
     return kept.clone() if isinstance(kept, torch.Tensor) else kept  # it shares the memory

@@ -1,4 +1,5 @@
-"""The state of a model in shards: what of it is kept in memory and saved, and how a training finds it. (rank side)"""
+"""The state of a model in shards: what of it is kept in memory and saved, and how a training finds
+it. (rank side)"""
 
 from __future__ import annotations
 
@@ -36,18 +37,21 @@ class Found:
 
     step: int
     state: State
-    """What is not a tensor: the position in the data, the schedule, the settings of the run that saved it."""
+    """What is not a tensor: the position in the data, the schedule, the settings of the run that
+    saved it."""
     loss: torch.Tensor
     generators: torch.Tensor | None
     path: StoragePath = Path("a state in shards")
 
     def random(self, rank: int, world_size: int) -> torch.Tensor | None:
-        """The state of this rank's random generators; None if another number of ranks has saved them."""
+        """The state of this rank's random generators; None if another number of ranks has saved
+        them."""
         return self.generators
 
 
 class ShardSnapshotter(Snapshotter):
-    """The snapshots of one rank of a model in shards: each rank keeps its own, and the next node a copy of them."""
+    """The snapshots of one rank of a model in shards: each rank keeps its own, and the next node a
+    copy of them."""
 
     _kept = -1
 
@@ -77,25 +81,36 @@ class ShardSnapshotter(Snapshotter):
 
 
 def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
-    """The state for raydist.sharded, in the form of torch.distributed.checkpoint.state_dict.get_state_dict.
+    """The state for raydist.sharded, in the form of
+    torch.distributed.checkpoint.state_dict.get_state_dict.
 
-    That function would make the state of a new optimizer by a step, which Adam counts. `facts`: what is no tensor; as
-    one value, of which DCP would make many, and expect as many when it loads.
+    That function would make the state of a new optimizer by a step, which Adam counts. `facts`:
+    what is no tensor; as one value, of which DCP would make many, and expect as many when it loads.
     """
     mesh = getattr(stepper.comm, "mesh", None)
     return {
         "model": _on_mesh(stepper.model.state_dict(), mesh),
-        "optimizer": _on_mesh(_by_name(stepper, _names(stepper), stepper.optimizer.state_dict()), mesh),
-        "loss": loss, RANDOM: _row_of_each(stepper), "training": to_bytes({**facts, "scaler": {}}),
-    }  # fmt: skip
+        "optimizer": _on_mesh(
+            _by_name(stepper, _names(stepper), stepper.optimizer.state_dict()), mesh
+        ),
+        "loss": loss,
+        RANDOM: _row_of_each(stepper),
+        "training": to_bytes({**facts, "scaler": {}}),
+    }
 
 
 def _by_name(stepper: Stepper, names: Sequence[str], kept: State) -> State:
-    """The state of an optimizer by names, in place of numbers, of its parameters. `names`: of these, in its order."""
-    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in kept["param_groups"]]
+    """The state of an optimizer by names, in place of numbers, of its parameters. `names`: of
+    these, in its order."""
+    groups = [
+        {**group, "params": [names[index] for index in group["params"]]}
+        for group in kept["param_groups"]
+    ]
     if stepper.pipeline is not None:
         (group,) = groups
-        group["params"] = [*stepper.pipeline.names.trained]  # a checkpoint has the state of the whole model
+        group["params"] = [
+            *stepper.pipeline.names.trained
+        ]  # a checkpoint has the state of the whole model
     for group in groups:
         group.pop("initial_lr", None)  # the schedule's
     state = {names[index]: of_one for index, of_one in kept["state"].items() if of_one}
@@ -103,7 +118,8 @@ def _by_name(stepper: Stepper, names: Sequence[str], kept: State) -> State:
 
 
 def _on_mesh(value: Any, mesh: Any) -> Any:
-    """The value with each DTensor on this mesh, of all ranks or of a stage: without tp a layer is alike on its ranks.
+    """The value with each DTensor on this mesh, of all ranks or of a stage: without tp a layer is
+    alike on its ranks.
 
     The tensors share their memory with those of the model and of the optimizer.
     """
@@ -114,18 +130,28 @@ def _on_mesh(value: Any, mesh: Any) -> Any:
     placed = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements, strict=True))
     everywhere = [placed.get(name, Replicate()) for name in mesh.mesh_dim_names]
     return DTensor.from_local(
-        value.to_local(), mesh, everywhere, run_check=False, shape=value.shape, stride=value.stride()
+        value.to_local(),
+        mesh,
+        everywhere,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
     )
 
 
 def _names(stepper: Stepper) -> list[str]:
     """The names of the optimizer's parameters, in its order."""
     names = [name for name, value in stepper.model.named_parameters() if value.requires_grad]
-    return [stepper.pipeline.names.first[name] for name in names] if stepper.pipeline is not None else names
+    return (
+        [stepper.pipeline.names.first[name] for name in names]
+        if stepper.pipeline is not None
+        else names
+    )
 
 
 def _row_of_each(stepper: Stepper) -> torch.Tensor:
-    """The states of the random generators of all ranks, [ranks, n], of which each rank of a mesh has its own row."""
+    """The states of the random generators of all ranks, [ranks, n], of which each rank of a mesh
+    has its own row."""
     own, me = random_state.capture(stepper.device)[None], context.rank()
     mesh = getattr(stepper.comm, "everyone", None)
     if mesh is None:
@@ -136,7 +162,8 @@ def _row_of_each(stepper: Stepper) -> torch.Tensor:
 
 
 def find_shards(stepper: Stepper) -> Found | None:
-    """Fill the model and the optimizer with the newest state, from memory or from the disk; None for none.
+    """Fill the model and the optimizer with the newest state, from memory or from the disk; None
+    for none.
 
     All ranks must call it. ConfigError: the state has other keys or shapes.
     """
@@ -146,7 +173,9 @@ def find_shards(stepper: Stepper) -> Found | None:
         return None
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    get_optimizer_state_dict(stepper.model, stepper.optimizer)  # makes the optimizer's state, which is filled then
+    get_optimizer_state_dict(
+        stepper.model, stepper.optimizer
+    )  # makes the optimizer's state, which is filled then
     state = state_of(stepper, {}, torch.zeros((), device=stepper.device))
     load = sharded.load if stepper.comm.sharded else sharded.load_from_disk
     trained = state["optimizer"]["param_groups"][0]["params"]
@@ -159,7 +188,9 @@ def find_shards(stepper: Stepper) -> Found | None:
             raise RaydistError(f"it has other parameters: {', '.join(sorted(odd)[:4])}")
     except RaydistError as error:
         cause = f"this state does not fit the model and the optimizer: {error}"
-        raise ConfigError.of("resume", str(latest.path if latest else "auto"), cause, "resume=none") from error
+        raise ConfigError.of(
+            "resume", str(latest.path if latest else "auto"), cause, "resume=none"
+        ) from error
     if not step:
         stepper.optimizer.state.clear()
         return None
@@ -180,17 +211,23 @@ def _forget_unkept(stepper: Stepper, state: State) -> None:
 
 
 def _divide(saved: Saved, stepper: Stepper, state: State, part: bool) -> int:
-    """Fill the state with a whole one, as ddp saves it, which rank 0 reads; its step. A collective."""
+    """Fill the state with a whole one, as ddp saves it, which rank 0 reads; its step. A
+    collective."""
     whole = None
     if context.rank().rank == 0:
         kept = read_state(saved.path, mapped=True, of_all=False)
-        facts = {key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept}
+        facts = {
+            key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept
+        }
         training = to_bytes({**facts, "scaler": {}})
         names = stepper.pipeline.names.trained if stepper.pipeline is not None else _names(stepper)
         whole = {
-            "model": kept["model"], "optimizer": _by_name(stepper, names, kept["optimizer"]),
-            "loss": torch.tensor(saved.meta.metrics["loss"]), RANDOM: kept[RANDOM], "training": training,
-        }  # fmt: skip
+            "model": kept["model"],
+            "optimizer": _by_name(stepper, names, kept["optimizer"]),
+            "loss": torch.tensor(saved.meta.metrics["loss"]),
+            RANDOM: kept[RANDOM],
+            "training": training,
+        }
     divide(whole, state, RANDOM, STATES, str(saved.path), part)
     context.set_step(saved.step)
     return saved.step

@@ -1,4 +1,5 @@
-"""When a state is kept in memory, which one all ranks return to, and how one is written to the disk. (rank side)"""
+"""When a state is kept in memory, which one all ranks return to, and how one is written to the
+disk. (rank side)"""
 
 from __future__ import annotations
 
@@ -27,13 +28,16 @@ from raydist.worker.backends import Comm
 SHARE = 0.01
 """The share of a step's time that snapshots may take, unless `snapshot.every` is set."""
 FIRST_LOOK = 4
-"""Steps after which the cost of a snapshot is known first, and reckoned with; again after 8, 16, …"""
+"""Steps after which the cost of a snapshot is known first, and reckoned with; again after 8, 16,
+…"""
 FETCHING = 3
-"""Snapshots that fetch and page-lock the memory of their slots: they cost more than those that follow."""
+"""Snapshots that fetch and page-lock the memory of their slots: they cost more than those that
+follow."""
 COSTS, MEASURED = 8, 64
 """Most snapshots and most steps of which the time is kept."""
 PIECE = 1 << 26
-"""Bytes of a state that all ranks pass on at a time to nodes that lack it: a rank never holds all of it besides."""
+"""Bytes of a state that all ranks pass on at a time to nodes that lack it: a rank never holds all
+of it besides."""
 OFFERS = 2
 """How many of its newest states a rank offers: no rank is more than one step ahead of another."""
 
@@ -71,7 +75,8 @@ class Offer(NamedTuple):
 
 
 class Snapshotter:
-    """The snapshots of one rank: of the whole state on the first rank of a node, of its own part on all others."""
+    """The snapshots of one rank: of the whole state on the first rank of a node, of its own part on
+    all others."""
 
     def __init__(self, job: Job, comm: Comm) -> None:
         current = context.current()
@@ -81,22 +86,26 @@ class Snapshotter:
         _, lead = current.memory or (-1, -1)
         self._memory = checkpoint.own_memory() if self.on else None
         if self._memory is not None and self._memory.fit > current.fit:
-            self._memory = None  # a later raydist.fit of the job needs it: this one has finished, and is on the disk
+            # a later raydist.fit of the job needs it: this one has finished, and is on the disk
+            self._memory = None
         if self._memory is not None:
             self._memory.begin_fit(current.fit)
         self._lead = SnapshotBuffer(lead) if self._memory is not None and lead >= 0 else None
         self._every, self._fixed = job.snapshot.every or 1, job.snapshot.every is not None
         self._clone: Cloned = "host" if current.rank.device.type == "cuda" else "all"
-        """What of a state that is read must be copied: a GPU has its own copy of the rest as soon as it is loaded."""
+        """What of a state that is read must be copied: a GPU has its own copy of the rest as soon
+        as it is loaded."""
         self._device = device_of(current.rank.device)
         self._costs: deque[tuple[Mark, Mark]] = deque(maxlen=COSTS)
-        """The beginning and the end of the last snapshots, and below of the last steps, in the queue of the device."""
+        """The beginning and the end of the last snapshots, and below of the last steps, in the
+        queue of the device."""
         self._steps: deque[tuple[Mark, Mark]] = deque(maxlen=MEASURED)
         self._count, self._kept_count, self._look = 0, 0, FIRST_LOOK
         self._since = self._device.mark()
 
     def begin(self, step: int) -> None:
-        """Describe the checkpoint of the last state, and drop the states of steps after this one."""
+        """Describe the checkpoint of the last state, and drop the states of steps after this
+        one."""
         if self._memory is not None and self._me.local_rank == 0:
             self._memory.fill_request(LAST_SLOT, self._request(0, {}, {}))
         if self._memory is not None:
@@ -113,7 +122,8 @@ class Snapshotter:
             self._since = self._device.mark()
 
     def step(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:
-        """After a step: keep it, if it is due. `own`: what differs from rank to rank, `state`: everything else."""
+        """After a step: keep it, if it is due. `own`: what differs from rank to rank, `state`:
+        everything else."""
         if not self.on:
             return
         if self._fixed:
@@ -135,7 +145,8 @@ class Snapshotter:
         self.go_on()
 
     def _wait_for_copy(self) -> None:
-        """Wait until what goes on with the snapshot before is done: no part of the cost of one, if they are spaced."""
+        """Wait until what goes on with the snapshot before is done: no part of the cost of one, if
+        they are spaced."""
 
     def _copy_s(self) -> float:
         """Seconds for which that went on beside the steps."""
@@ -145,16 +156,24 @@ class Snapshotter:
         """Keep a state now; return its slot, or None if there is too little memory."""
         if self._memory is None:
             return None
-        context.current().flush()  # a restart does not repeat this step: its report must be sent first
+        # a restart does not repeat this step: its report must be sent first
+        context.current().flush()
         try:
-            slot = self._memory.write(step, {"own": own(), **(state() if self._me.local_rank == 0 else {})})
+            slot = self._memory.write(
+                step, {"own": own(), **(state() if self._me.local_rank == 0 else {})}
+            )
             context.current().kept = max(self._memory.steps, default=0)
             return slot
         except NoRoom as why:
-            if self._memory.locked < 0:  # otherwise two slots may be enough once the checkpoint is on the disk
+            if (
+                self._memory.locked < 0
+            ):  # otherwise two slots may be enough once the checkpoint is on the disk
                 self._memory.drop()
                 self._memory = None
-                context.emit_event("warning", text=f"no more snapshots: {why}; a restart continues from a checkpoint")
+                context.emit_event(
+                    "warning",
+                    text=f"no more snapshots: {why}; a restart continues from a checkpoint",
+                )
             return None
 
     def hold(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> bool:
@@ -169,9 +188,15 @@ class Snapshotter:
         return self._memory is not None
 
     def to_disk(
-        self, step: int, own: Callable[[], State], state: Callable[[], State], beside: State, metrics: dict[str, float]
+        self,
+        step: int,
+        own: Callable[[], State],
+        state: Callable[[], State],
+        beside: State,
+        metrics: dict[str, float],
     ) -> bool:
-        """Have the snapshot of this step written as a checkpoint while the training continues; whether it can.
+        """Have the snapshot of this step written as a checkpoint while the training continues;
+        whether it can.
 
         `beside`: what the checkpoint has instead of the snapshot's values, or in addition.
         """
@@ -195,31 +220,47 @@ class Snapshotter:
         """The newest state that all ranks can return to. A collective; all ranks find the same."""
         if not self.on or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             return None
-        mine = [] if self._memory is None else [Offer(*told) for told in self._memory.offers()[:OFFERS]]
+        mine = (
+            []
+            if self._memory is None
+            else [Offer(*told) for told in self._memory.offers()[:OFFERS]]
+        )
         padded = [*mine, *[Offer()] * (OFFERS - len(mine))]
-        rows = self._comm.gather(torch.tensor([self._me.node_rank, *(number for offer in padded for number in offer)]))
+        rows = self._comm.gather(
+            torch.tensor([self._me.node_rank, *(number for offer in padded for number in offer)])
+        )
         nodes = [int(row[0]) for row in rows]
         offers = [[Offer(*four) for four in row[1:].view(OFFERS, -1).tolist()] for row in rows]
         if (chosen := choose_snapshot(offers)) is None:
             return None
         step, source = chosen
         own = None
-        if all(step in (offer.step for offer in each) for each in offers) and self._memory is not None:
+        if (
+            all(step in (offer.step for offer in each) for each in offers)
+            and self._memory is not None
+        ):
             own = cloned(self._memory.read(self._memory.steps[step], clone="none")["own"])
         if own is not None and own["world_size"] != self._me.world_size:
             own = None  # the number of ranks is another one now
         return Restored(step, self._whole(step, source, nodes, offers), own)
 
-    def _whole(self, step: int, source: int, nodes: Sequence[int], offers: Sequence[Sequence[Offer]]) -> State:
-        """The state of a step, from the memory of this node if every node has it, otherwise from the rank `source`."""
-        there = {node for node, each in zip(nodes, offers, strict=True) if of_step(each, step).whole}
+    def _whole(
+        self, step: int, source: int, nodes: Sequence[int], offers: Sequence[Sequence[Offer]]
+    ) -> State:
+        """The state of a step, from the memory of this node if every node has it, otherwise from
+        the rank `source`."""
+        there = {
+            node for node, each in zip(nodes, offers, strict=True) if of_step(each, step).whole
+        }
         if there == set(nodes) and self._lead is not None:
             return self._lead.read(self._lead.steps[step], self._clone)
         offer, new = of_step(offers[source], step), self._me.node_rank not in there
         slot = self._room(offer) if new and self._me.local_rank == 0 else -1
         slots = [int(each) for each in self._comm.gather(torch.tensor([slot]))]
         slot = slots[nodes.index(self._me.node_rank)]  # of the first rank of this node
-        into: bytearray | mmap.mmap | None = bytearray(offer.tensors + offer.text) if new and slot < 0 else None
+        into: bytearray | mmap.mmap | None = (
+            bytearray(offer.tensors + offer.text) if new and slot < 0 else None
+        )
         if new and slot >= 0 and self._me.local_rank == 0 and self._memory is not None:
             into = self._memory.bytes_of(slot)
         giver = self._memory if self._me.rank == source else None
@@ -231,7 +272,8 @@ class Snapshotter:
         return self._lead.read(slot if new else self._lead.steps[step], self._clone)
 
     def _room(self, offer: Offer) -> int:
-        """A slot for a state in the memory of this node, where all its ranks read it; -1 without room.
+        """A slot for a state in the memory of this node, where all its ranks read it; -1 without
+        room.
 
         It is complete for nobody else: its own part is that of another rank.
         """
@@ -240,8 +282,11 @@ class Snapshotter:
                 return self._memory.open_own(offer.tensors, offer.text)
         return -1
 
-    def _pass_on(self, raw: mmap.mmap | None, into: bytearray | mmap.mmap | None, size: int) -> None:
-        """Send `size` bytes of the rank that has `raw` to those that have `into`, piece by piece; all ranks call it.
+    def _pass_on(
+        self, raw: mmap.mmap | None, into: bytearray | mmap.mmap | None, size: int
+    ) -> None:
+        """Send `size` bytes of the rank that has `raw` to those that have `into`, piece by piece;
+        all ranks call it.
 
         As int64, because not every backend can sum bytes; the others add zeros.
         """
@@ -249,7 +294,9 @@ class Snapshotter:
             length = min(PIECE, size - begin)
             words = torch.zeros(-(-length // 8), dtype=torch.int64)
             if raw is not None:
-                words.view(torch.uint8)[:length] = torch.frombuffer(raw, dtype=torch.uint8, count=length, offset=begin)
+                words.view(torch.uint8)[:length] = torch.frombuffer(
+                    raw, dtype=torch.uint8, count=length, offset=begin
+                )
             words = self._comm.sum(words)
             if into is not None:
                 piece = torch.frombuffer(into, dtype=torch.uint8, count=length, offset=begin)
@@ -275,7 +322,8 @@ def median_s(spans: Sequence[tuple[Mark, Mark]]) -> float:
 def spacing(shares: Sequence[float], copies: Sequence[float] = (0.0,)) -> int:
     """Steps between snapshots, from the cost of one on each rank as a share of a step; at least 1.
 
-    `copies`: for how many steps each is copied beside them, at least so many: the next one would wait for it.
+    `copies`: for how many steps each is copied beside them, at least so many: the next one would
+    wait for it.
     """
     return max(1, math.ceil(max(shares) / SHARE), math.ceil(max(copies)))
 
@@ -285,10 +333,11 @@ def of_step(offers: Sequence[Offer], step: int) -> Offer:
 
 
 def choose_snapshot(offers: Sequence[Sequence[Offer]]) -> tuple[int, int] | None:
-    """(step, a rank with the whole state) of the newest state that qualifies, from the offers of each rank.
+    """(step, a rank with the whole state) of the newest state that qualifies, from the offers of
+    each rank.
 
-    A step qualifies if some rank has the whole state, and every other rank has its own part of it or no state at all: a
-    rank without any is new, and takes the state of the others.
+    A step qualifies if some rank has the whole state, and every other rank has its own part of it
+    or no state at all: a rank without any is new, and takes the state of the others.
     """
     held = [{offer.step: offer for offer in each if offer.step >= 0} for each in offers]
     for step in sorted({step for each in held for step in each}, reverse=True):

@@ -1,17 +1,18 @@
-"""Streams and loaders for raydist.fit: the order of a source without an index, and its state. (rank side)
+"""Streams and loaders for raydist.fit: the order of a source without an index, and its state. (rank
+side)
 
-    kind     what                                     what a rank gets                          another number of ranks
-    stream   IterableDataset                          its part of each batch of one stream      goes on
-    split    Hugging Face's, if the shards divide     samples of its shards                     begins the epoch anew
-    loader   DataLoader, StatefulDataLoader, …        the batches of its own loader             begins the epoch anew
-    ray      ray.data.Dataset                         batches of its part of streaming_split    begins the epoch anew
+    kind    what                                   what a rank gets               after a resize
+    stream  IterableDataset                        its part of each batch         continues
+    split   Hugging Face's, if the shards divide   samples of its shards          new epoch
+    loader  DataLoader, StatefulDataLoader, …      the batches of its own loader  new epoch
+    ray     ray.data.Dataset                       its part of streaming_split    new epoch
 
-A source is known by what it can do (__iter__, state_dict, …), never by importing its library. After a resume it goes on
-by its own state, if it has one; otherwise it is read again up to its place. What it draws at random is seeded by that
-place. Ray Data has no order that could be had again.
+A source is known by what it can do (__iter__, state_dict, …), never by importing its library. After
+a resume it goes on by its own state, if it has one; otherwise it is read again up to its place.
+What it draws at random is seeded by that place. Ray Data has no order that could be had again.
 
-Ranks may come to an end at different steps. They agree on each step before it begins (24 bytes of each rank), and all
-end an epoch when the first has no full step left.
+Ranks may come to an end at different steps. They agree on each step before it begins (24 bytes of
+each rank), and all end an epoch when the first has no full step left.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Step(NamedTuple):
     state: State | None
     """The state of the source after it; None: it is read again up to its place."""
     mark: int
-    """A checksum of the first sample after a begin, equal on all ranks of one stream; 0: not looked at."""
+    """A checksum of the first sample after a begin, equal on all ranks of one stream; 0: not looked
+    at."""
 
 
 @dataclass
@@ -106,14 +108,19 @@ class Deal(IterableDataset[Step]):
         return random_state.seeded(random_state.derive(*self.seed, self.epoch, at + 1))
 
     def steps(self) -> Iterator[Step]:
-        """The steps of this epoch; of samples with `data.workers` they are made in another process."""
+        """The steps of this epoch; of samples with `data.workers` they are made in another
+        process."""
         if self.loading is None:
             return iter(self)
         made: DataLoader[Step] = DataLoader(
-            self, batch_size=None, collate_fn=data.keep_batch, num_workers=min(1, self.loading.workers),
-            pin_memory=self.loading.pin_memory and torch.cuda.is_available(), generator=torch.Generator(),
+            self,
+            batch_size=None,
+            collate_fn=data.keep_batch,
+            num_workers=min(1, self.loading.workers),
+            pin_memory=self.loading.pin_memory and torch.cuda.is_available(),
+            generator=torch.Generator(),
             multiprocessing_context=data.worker_start(self.loading.workers),
-        )  # fmt: skip
+        )
         return iter(made)
 
 
@@ -138,7 +145,8 @@ class Stream(data.Order):
 
     @property
     def more(self) -> bool:
-        """Whether every rank has the batches of another step of this epoch. A collective, once for each step."""
+        """Whether every rank has the batches of another step of this epoch. A collective, once for
+        each step."""
         if self._next is None and not self._over:
             context.phase("data")
             began = time.perf_counter()
@@ -158,7 +166,9 @@ class Stream(data.Order):
         mine = self._next
         if context.rank().world_size > 1:
             part = 0 if self.common else self.rank
-            rows = self.all_of(torch.tensor([mine is not None, mine.mark if mine else 0, part], dtype=torch.int64))
+            rows = self.all_of(
+                torch.tensor([mine is not None, mine.mark if mine else 0, part], dtype=torch.int64)
+            )
             parts = {(int(row[2]), int(row[1])) for row in rows if row[0]}
             if len(parts) > len({part for part, _ in parts}):
                 raise ConfigError(self._differs)
@@ -170,15 +180,27 @@ class Stream(data.Order):
     @property
     def _differs(self) -> str:
         if self.common:
-            cause = "gives other samples on other ranks, so it cannot be divided: seed a generator of its own alike on"
-            return f"train={self.name} {cause} all ranks; if it divides itself, give fit a torch DataLoader of it"
+            cause = (
+                "gives other samples on other ranks, so it cannot be divided: seed a "
+                "generator of its own alike on"
+            )
+            return (
+                f"train={self.name} {cause} all ranks; if it divides itself, give fit a torch "
+                "DataLoader of it"
+            )
         cause = "gives other batches on ranks that compute a sample together: its sampler must have"
-        return f"train={self.name} {cause} {self.world_size} parts, and give this rank that of number {self.rank}"
+        return (
+            f"train={self.name} {cause} {self.world_size} parts, and give this rank that of "
+            f"number {self.rank}"
+        )
 
     def _tell_left(self) -> None:
         if not self._told:
             self._told = True
-            text = f"train={self.name} has more batches here than on other ranks: each epoch ends with the shortest"
+            text = (
+                f"train={self.name} has more batches here than on other ranks: each epoch "
+                "ends with the shortest"
+            )
             context.emit_event("warning", text=text)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -203,8 +225,10 @@ class Stream(data.Order):
         if not self.position:
             what = "batches" if self.deal.loading is None else "samples"
             raise ConfigError(
-                f"train={self.name} ended before the first step of epoch {self.epoch + 1}: a step takes "
-                f"{self.deal.count} {what}, and each epoch calls iter() again; set data.batch_size=1, or give more"
+                f"train={self.name} ended before the first step of epoch {self.epoch + 1}: a "
+                "step takes "
+                f"{self.deal.count} {what}, and each epoch calls iter() again; set "
+                "data.batch_size=1, or give more"
             )
         super().next_epoch()
         self._close()
@@ -230,11 +254,14 @@ class Stream(data.Order):
         return {"sources": [by_part[part] for part in sorted(by_part)]}
 
     def _plain(self) -> State | None:
-        """The state, if it can be read back without running code; otherwise the source is read again."""
+        """The state, if it can be read back without running code; otherwise the source is read
+        again."""
         why = next(unloadable(self._state, f"the state of train={self.name}"), None)
         if why is not None and self.deal.stateful:
             self.deal.stateful = False
-            context.emit_event("warning", text=f"{why}; a resumed run reads the epoch again up to its place")
+            context.emit_event(
+                "warning", text=f"{why}; a resumed run reads the epoch again up to its place"
+            )
         return None if why else self._state
 
     def go_on(self, place: State, own: State | None) -> None:
@@ -244,28 +271,44 @@ class Stream(data.Order):
         if self.position and (saved_by != now or self.deal.kind == "ray"):
             self.position, own = 0, None
             if self.rank == 0:
-                why = "Ray Data" if saved_by == now else f"the parts of {saved_by or 'all'} ranks do not fit these"
-                text = f"train={self.name}: {why}: epoch {self.epoch + 1} begins anew, and its samples come again"
+                why = (
+                    "Ray Data"
+                    if saved_by == now
+                    else f"the parts of {saved_by or 'all'} ranks do not fit these"
+                )
+                text = (
+                    f"train={self.name}: {why}: epoch {self.epoch + 1} begins anew, and its "
+                    "samples come again"
+                )
                 context.emit_event("warning", text=text)
         self._state = place.get("source") if self.common else own
         if not self.position or not self.deal.stateful:
             self._state = None
 
 
-def ordered(train: Any, job: Job, rank: int, world_size: int, collate: Collate | None) -> tuple[data.Order, Any]:
-    """The order of the training samples, and the batches in it. ConfigError: they do not fit the settings."""
+def ordered(
+    train: Any, job: Job, rank: int, world_size: int, collate: Collate | None
+) -> tuple[data.Order, Any]:
+    """The order of the training samples, and the batches in it. ConfigError: they do not fit the
+    settings."""
     if not data.indexed(train):
         found = stream(train, job, rank, world_size, collate)
         return found, found
     order = data.order(
-        train, job.data, accumulate=job.train.accumulate, rank=rank, world_size=world_size, seed=job.seed,
+        train,
+        job.data,
+        accumulate=job.train.accumulate,
+        rank=rank,
+        world_size=world_size,
+        seed=job.seed,
         even=job.scale.max_nodes is None,
-    )  # fmt: skip
+    )
     return order, data.loader(train, order, job.data, collate)
 
 
 def own_part(saved: Saved | Restored | Found, order: data.Order) -> State | None:
-    """What a checkpoint or a snapshot has of this rank's own source; None: nothing, or of other ranks."""
+    """What a checkpoint or a snapshot has of this rank's own source; None: nothing, or of other
+    ranks."""
     if isinstance(saved, Restored):
         return (saved.own or {}).get("source")
     if isinstance(saved, Found) and saved.state.get("part") == order.rank:
@@ -275,14 +318,18 @@ def own_part(saved: Saved | Restored | Found, order: data.Order) -> State | None
 
 
 def stream(train: Any, job: Job, rank: int, world_size: int, collate: Collate | None) -> Stream:
-    """The order and the batches of a source without an index. ConfigError: it can't be one, or a setting does not fit.
+    """The order and the batches of a source without an index. ConfigError: it can't be one, or a
+    setting does not fit.
 
     `rank`, `world_size`: among the ranks that get different samples.
     """
     comm, name = context.current().comm, type(train).__name__
     kind = source_kind(train, world_size)
     if kind == "ray" and world_size < context.rank().world_size:
-        cause = f"train={name} gives no batch to two ranks, which those that compute a sample together need"
+        cause = (
+            f"train={name} gives no batch to two ranks, which those that compute a sample "
+            "together need"
+        )
         raise ConfigError.of("parallel", job.parallel.name, cause, "parallel=fsdp")
     batch = getattr(train, "batch_size", None) if kind == "loader" else None
     accumulate = job.train.accumulate
@@ -294,13 +341,18 @@ def stream(train: Any, job: Job, rank: int, world_size: int, collate: Collate | 
         and settings.global_batch not in (None, total)
     ):
         cause = f"the loader makes batches of {batch} on each of {world_size} ranks"
-        raise ConfigError.of("data.global_batch", settings.global_batch, cause, f"data.global_batch={total}")
+        raise ConfigError.of(
+            "data.global_batch", settings.global_batch, cause, f"data.global_batch={total}"
+        )
     order = data.Order(0, total, accumulate, rank, world_size, job.seed, settings.shuffle)
     deal = make_deal(kind, train, job, order, comm, collate or data.collate_samples)
     found = Stream(deal, comm, name, order)
     found.size = length(train, kind, found, deal.count) * total
     if not found.size and job.train.steps is None:
-        cause = f"train={name} has no length, so train.epochs={job.train.epochs} says no number of steps"
+        cause = (
+            f"train={name} has no length, so train.epochs={job.train.epochs} says no number "
+            "of steps"
+        )
         raise ConfigError.of("train.steps", None, cause, "train.steps=1000")
     if rank == 0 and (lacks := shortcomings(deal, train, world_size)):
         context.emit_event("warning", text=f"train={name}: {'; '.join(lacks)}")
@@ -315,7 +367,8 @@ def source_kind(train: Any, world_size: int) -> str:
         data.size_of(train, "train")  # it says what a data set needs
     if hasattr(train, "__next__") and not hasattr(train, "load_state_dict"):
         raise ConfigError(
-            f"train={type(train).__name__} is an iterator, which can be read only once: give fit what makes it, an "
+            f"train={type(train).__name__} is an iterator, which can be read only once: give fit "
+            "what makes it, an "
             "IterableDataset with __iter__, or a DataLoader"
         )
     if not isinstance(train, IterableDataset):
@@ -324,17 +377,34 @@ def source_kind(train: Any, world_size: int) -> str:
     return "split" if world_size > 1 and shards and shards % world_size == 0 else "stream"
 
 
-def make_deal(kind: str, train: Any, job: Job, order: data.Order, comm: Comm, collate: Collate) -> Deal:
+def make_deal(
+    kind: str, train: Any, job: Job, order: data.Order, comm: Comm, collate: Collate
+) -> Deal:
     """How a rank gets its batches from this source."""
     own_seed = (order.seed, order.rank)
     if kind == "stream":
         make = partial(cut, collate, list(order.cuts()))
-        return Deal(kind, train, order.global_batch, make, (order.seed,), keeps_its_place(train), job.data)
+        return Deal(
+            kind, train, order.global_batch, make, (order.seed,), keeps_its_place(train), job.data
+        )
     if kind == "split":
-        part = import_module("datasets.distributed").split_dataset_by_node(train, order.rank, order.world_size)
-        cuts = [(micro * order.portion, (micro + 1) * order.portion) for micro in range(order.accumulate)]
+        part = import_module("datasets.distributed").split_dataset_by_node(
+            train, order.rank, order.world_size
+        )
+        cuts = [
+            (micro * order.portion, (micro + 1) * order.portion)
+            for micro in range(order.accumulate)
+        ]
         count = order.portion * order.accumulate
-        return Deal(kind, part, count, partial(cut, collate, cuts), own_seed, keeps_its_place(train), job.data)
+        return Deal(
+            kind,
+            part,
+            count,
+            partial(cut, collate, cuts),
+            own_seed,
+            keeps_its_place(train),
+            job.data,
+        )
     if kind == "ray":
         train = split_over_ray(train, order.rank, order.world_size, order.portion, comm)
     return Deal(kind, train, order.accumulate, as_columns, own_seed, keeps_its_place(train))
@@ -353,8 +423,8 @@ def as_columns(batches: list[Any]) -> list[Batch]:
 def keeps_its_place(train: Any) -> bool:
     """Whether a source has a state that gives the same samples again.
 
-    The state of Hugging Face's shuffle buffer lacks the samples in the buffer: a stream that goes on from it loses them
-    (datasets, IterableDataset.state_dict).
+    The state of Hugging Face's shuffle buffer lacks the samples in the buffer: a stream that goes
+    on from it loses them (datasets, IterableDataset.state_dict).
     """
     inner = getattr(train, "_ex_iterable", None)
     while inner is not None:
@@ -368,14 +438,21 @@ def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
     """What this source does not promise, or what it costs, in a few words each."""
     said = []
     if deal.kind == "ray":
-        return ["Ray Data has no order that could be had again: a resumed run begins the epoch anew"]
+        return [
+            "Ray Data has no order that could be had again: a resumed run begins the epoch anew"
+        ]
     if world_size > 1:
         if deal.kind == "stream":
-            said.append(f"each of {world_size} ranks reads all of it, and takes its part of each batch")
+            said.append(
+                f"each of {world_size} ranks reads all of it, and takes its part of each batch"
+            )
         else:
             said.append("another number of ranks begins the epoch anew")
         if type(getattr(train, "sampler", None)).__name__ in ("RandomSampler", "SequentialSampler"):
-            said.append("each rank goes through all of its data set (a DistributedSampler gives it its part)")
+            said.append(
+                "each rank goes through all of its data set (a DistributedSampler gives it its "
+                "part)"
+            )
     if not deal.stateful:
         said.append("a resumed run reads the epoch again up to its place")
     if deal.loading is not None and deal.loading.workers > 1:
@@ -432,5 +509,7 @@ def gather_states(state: T, comm: Comm) -> list[T]:
     sizes = [int(size) for size in comm.gather(torch.tensor([len(mine)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(mine)] = mine
-    parts = [part[:size].numpy().tobytes() for part, size in zip(comm.gather(padded), sizes, strict=True)]
+    parts = [
+        part[:size].numpy().tobytes() for part, size in zip(comm.gather(padded), sizes, strict=True)
+    ]
     return [from_bytes(part) for part in parts]

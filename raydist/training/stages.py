@@ -14,7 +14,8 @@ from raydist.training.evaluation import in_mode
 
 
 class _Outside(fx.Tracer):
-    """Follows what a model does around its blocks: only modules that have blocks inside are entered."""
+    """Follows what a model does around its blocks: only modules that have blocks inside are
+    entered."""
 
     def __init__(self, entered: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -25,30 +26,47 @@ class _Outside(fx.Tracer):
 
 
 def cut_model(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> list[fx.GraphModule]:
-    """The stages: what one gives the next one takes. All have the model's own modules, under the names of the model.
+    """The stages: what one gives the next one takes. All have the model's own modules, under the
+    names of the model.
 
-    Blocks are divided evenly. The first stage has what comes before them, the last what comes after them; what is
-    between two blocks stays with the first of these. ConfigError: torch.fx cannot follow the model's `forward`, or
-    there are fewer blocks than stages.
+    Blocks are divided evenly. The first stage has what comes before them, the last what comes after
+    them; what is between two blocks stays with the first of these. ConfigError: torch.fx cannot
+    follow the model's `forward`, or there are fewer blocks than stages.
     """
     graph = _follow(model, blocks, stages)
-    calls = [each for each in graph.nodes if each.op == "call_module" and model.get_submodule(each.target) in blocks]
+    calls = [
+        each
+        for each in graph.nodes
+        if each.op == "call_module" and model.get_submodule(each.target) in blocks
+    ]
     if len(calls) < stages:
         cause = (
-            f"{type(model).__name__} has {len(calls)} blocks ({type(blocks[0]).__name__}), too few for {stages} stages"
+            f"{type(model).__name__} has {len(calls)} blocks ({type(blocks[0]).__name__}), "
+            f"too few for {stages} stages"
         )
-        raise ConfigError.of("parallel.pp", stages, cause, f"parallel.pp={len(calls)}", "parallel.blocks=CLASS")
-    begins, stage_of, stage = {calls[len(calls) * number // stages] for number in range(1, stages)}, {}, 0
+        raise ConfigError.of(
+            "parallel.pp", stages, cause, f"parallel.pp={len(calls)}", "parallel.blocks=CLASS"
+        )
+    begins, stage_of, stage = (
+        {calls[len(calls) * number // stages] for number in range(1, stages)},
+        {},
+        0,
+    )
     for node in graph.nodes:
         stage += node in begins
         stage_of[node] = stages - 1 if node.op == "output" else stage
-    return [fx.GraphModule(model, _stage(graph.nodes, stage_of, number, stages)) for number in range(stages)]
+    return [
+        fx.GraphModule(model, _stage(graph.nodes, stage_of, number, stages))
+        for number in range(stages)
+    ]
 
 
 def _follow(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> fx.Graph:
     """The model's forward as a graph whose nodes are blocks and what is around them."""
     entered = [
-        each for each in model.modules() if each not in blocks and any(inner in blocks for inner in each.modules())
+        each
+        for each in model.modules()
+        if each not in blocks and any(inner in blocks for inner in each.modules())
     ]
     parameters = inspect.signature(model.forward).parameters.values()
     optional = {each.name: each.default for each in parameters if each.default is not each.empty}
@@ -62,13 +80,16 @@ def _follow(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> fx.Gr
         raise ConfigError.of("parallel.pp", stages, cause, "parallel=fsdp parallel.pp=1") from error
     if str(graphs[0]) != str(graphs[1]):
         cause = (
-            f"{type(model).__name__}.forward differs in training and evaluation: use modules for that, as nn.Dropout"
+            f"{type(model).__name__}.forward differs in training and evaluation: use modules "
+            "for that, as nn.Dropout"
         )
         raise ConfigError.of("parallel.pp", stages, cause, "parallel=fsdp parallel.pp=1")
     return graphs[1]
 
 
-def _stage(nodes: Iterable[fx.Node], stage_of: dict[fx.Node, int], stage: int, stages: int) -> fx.Graph:
+def _stage(
+    nodes: Iterable[fx.Node], stage_of: dict[fx.Node, int], stage: int, stages: int
+) -> fx.Graph:
     graph, made = fx.Graph(), {}
     for node in _crossing(stage_of, stage - 1):
         made[node] = graph.placeholder(node.name)
@@ -98,12 +119,15 @@ def _crossing(stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
     return [
         node
         for node, at in stage_of.items()
-        if at <= stage and node.op != "get_attr" and any(stage_of[user] > stage for user in node.users)
+        if at <= stage
+        and node.op != "get_attr"
+        and any(stage_of[user] > stage for user in node.users)
     ]
 
 
 def shared(model: nn.Module, parts: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
-    """The parameters that several stages have (tied weights), by their first name in the model: these stages."""
+    """The parameters that several stages have (tied weights), by their first name in the model:
+    these stages."""
     held = [{id(value) for value in part.parameters()} for part in parts]
     by_name = {
         name: tuple(stage for stage, ids in enumerate(held) if id(value) in ids)

@@ -1,4 +1,5 @@
-"""One optimizer step: forward, backward, gradient averaging, clipping, update; and its state. (rank side)"""
+"""One optimizer step: forward, backward, gradient averaging, clipping, update; and its state. (rank
+side)"""
 
 from __future__ import annotations
 
@@ -27,8 +28,13 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def channels_last(job: Job, model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether images are in channels-last order. train.fast: on a GPU only, and not for models of 3-d convolutions."""
-    fast = job.train.fast and device.type == "cuda" and all(each.dim() < 5 for each in model.parameters())
+    """Whether images are in channels-last order. train.fast: on a GPU only, and not for models of
+    3-d convolutions."""
+    fast = (
+        job.train.fast
+        and device.type == "cuda"
+        and all(each.dim() < 5 for each in model.parameters())
+    )
     return job.train.channels_last or fast
 
 
@@ -64,7 +70,9 @@ class Stepper:
             make_values(model, [*model.modules()], device, job.seed)
         # a part of a model is moved when it is sharded: all of it may not fit on the device
         self.model = model if comm.sharded else model.to(device).to(memory_format=self.format)
-        if not model.training:  # as pretrained models come; else the job has chosen the mode of each module
+        if (
+            not model.training
+        ):  # as pretrained models come; else the job has chosen the mode of each module
             model.train()
         self.wrapped = comm.wrap(self.model)
         self.pipeline = cast("Pipeline", self.wrapped) if comm.pipelined else None
@@ -77,7 +85,9 @@ class Stepper:
         self.evaluated = self.pipeline or self.model
         if job.train.compile and not comm.sharded:
             self.wrapped.compile()
-            if self.wrapped is not self.model:  # DDP's own forward may be a collective: an evaluation goes around it
+            if (
+                self.wrapped is not self.model
+            ):  # DDP's own forward may be a collective: an evaluation goes around it
                 self.evaluated = cast("torch.nn.Module", torch.compile(self.model))
         half = None if comm.sharded else HALF.get(job.train.precision)
         self.cast = nullcontext() if half is None else torch.autocast(device.type, half)
@@ -94,7 +104,8 @@ class Stepper:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def step(self, batches: Iterator[Any]) -> torch.Tensor:
-        """Make one optimizer step from the next micro-batches; the mean loss of all samples, detached, of shape []."""
+        """Make one optimizer step from the next micro-batches; the mean loss of all samples,
+        detached, of shape []."""
         loss = self._gradients(batches)
         self.comm.finish_gradients(self.optimizer)
         if self.settings.clip is not None:
@@ -113,8 +124,9 @@ class Stepper:
     def rehearse(self, batches: Iterator[Any]) -> None:
         """Run forward and backward without a step, before a state is loaded.
 
-        DDP rebuilds its buckets after the first backward, and their layout determines the order in which three or more
-        ranks sum gradients. The first real step of a resumed run must have the layout of an uninterrupted run.
+        DDP rebuilds its buckets after the first backward, and their layout determines the order in
+        which three or more ranks sum gradients. The first real step of a resumed run must have the
+        layout of an uninterrupted run.
         """
         self._gradients(batches)()
         self.comm.finish_gradients(self.optimizer)
@@ -123,7 +135,8 @@ class Stepper:
     def _gradients(self, batches: Iterator[Any]) -> Callable[[], torch.Tensor]:
         """Forward and backward of a step; what is returned waits for the mean loss of all samples.
 
-        The ranks' losses travel during the last backward pass: a message after it would make each step longer.
+        The ranks' losses travel during the last backward pass: a message after it would make each
+        step longer.
         """
         *first, last = self.shares or [1 / self.settings.accumulate] * self.settings.accumulate
         total: torch.Tensor | int = 0
@@ -153,7 +166,8 @@ class Stepper:
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def _copied(self, batch: Any) -> Any:
-        """A batch on the device. A GPU copies it in a stream of its own, while it still computes the last step."""
+        """A batch on the device. A GPU copies it in a stream of its own, while it still computes
+        the last step."""
         if self.copies is None or any(tensor.is_cuda for tensor in tensors_in(batch)):
             return self.to_device(batch)
         with torch.cuda.stream(self.copies):
@@ -173,10 +187,13 @@ class Stepper:
             return value.to(self.device, non_blocking=True, memory_format=memory_format)
         if isinstance(value, dict):
             return {key: self.to_device(inner) for key, inner in value.items()}
-        return [self.to_device(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return (
+            [self.to_device(inner) for inner in value] if isinstance(value, list | tuple) else value
+        )
 
     def state(self) -> State:
-        """The state that the next step depends on, except for the data and the random generators."""
+        """The state that the next step depends on, except for the data and the random
+        generators."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -185,9 +202,11 @@ class Stepper:
         }
 
     def load(self, state: State, path: StoragePath) -> None:
-        """Load a state. Settings override it: another learning rate or weight decay applies from here on."""
+        """Load a state. Settings override it: another learning rate or weight decay applies from
+        here on."""
         settings = [
-            {k: v for k, v in group.items() if k not in ("params", "lr")} for group in self.optimizer.param_groups
+            {k: v for k, v in group.items() if k not in ("params", "lr")}
+            for group in self.optimizer.param_groups
         ]
         try:
             self.model.load_state_dict(state["model"])
@@ -206,7 +225,10 @@ class Stepper:
         rates = self.schedule.base_lrs
         self.schedule.load_state_dict({**state["schedule"], "base_lrs": rates})
         if state["scaler"]:  # it is empty if the run had none
-            numbers = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in state["scaler"].items()}
+            numbers = {
+                k: v.item() if isinstance(v, torch.Tensor) else v
+                for k, v in state["scaler"].items()
+            }
             self.scaler.load_state_dict(numbers)
         groups = zip(self.optimizer.param_groups, rates, self.schedule.lr_lambdas, strict=True)
         for group, base_rate, factor in groups:

@@ -1,4 +1,5 @@
-"""Byte pairs of any bytes: one rank trains the vocabulary, all encode a part of the text. (rank side)"""
+"""Byte pairs of any bytes: one rank trains the vocabulary, all encode a part of the text. (rank
+side)"""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from raydist.worker.backends import Comm
 
 FILE = "vocabulary.json"
 """The vocabulary, beside the folder of checkpoints, as the library `tokenizers` writes it."""
-WORDS = r" ?[A-Za-z0-9_\x80-\xff]+| ?[^\sA-Za-z0-9_\x80-\xff]+|[ \t\n\r\f\v]+(?![^ \t\n\r\f\v])|[ \t\n\r\f\v]+"
+WORDS = (
+    r" ?[A-Za-z0-9_\x80-\xff]+| ?[^\sA-Za-z0-9_\x80-\xff]+|[ \t\n\r\f\v]+(?![^ "
+    r"\t\n\r\f\v])|[ \t\n\r\f\v]+"
+)
 """Pairs are merged within these pieces only, as GPT-2 does (Radford et al. 2019)."""
 BYTES = 256
 
@@ -31,7 +35,8 @@ BYTES = 256
 class BytePairs:
     """A trained vocabulary (Sennrich et al. 2016, arXiv:1508.07909), of `tokenizers`.
 
-    It sees text as Latin-1, a character for each byte: all bytes have a token, and come back as they were.
+    It sees text as Latin-1, a character for each byte: all bytes have a token, and come back as
+    they were.
     """
 
     def __init__(self, vocabulary: str) -> None:
@@ -46,7 +51,9 @@ class BytePairs:
     def encode(self, texts: Sequence[bytes]) -> np.ndarray[Any, Any]:
         """The tokens of all texts in one row, uint32."""
         found = self._library.encode_batch_fast([text.decode("latin-1") for text in texts])
-        return np.concatenate([np.asarray(each.ids, np.uint32) for each in found] or [np.empty(0, np.uint32)])
+        return np.concatenate(
+            [np.asarray(each.ids, np.uint32) for each in found] or [np.empty(0, np.uint32)]
+        )
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         return b"".join(self.pieces[token] for token in tokens)
@@ -58,17 +65,22 @@ def library() -> Any:
         import tokenizers
     except ImportError as error:
         cause = "it needs the package tokenizers: pip install 'raydist[text]'"
-        raise ConfigError.of("job.args.tokenizer", "bpe", cause, "job.args.tokenizer=bytes") from error
+        raise ConfigError.of(
+            "job.args.tokenizer", "bpe", cause, "job.args.tokenizer=bytes"
+        ) from error
     return tokenizers
 
 
 def train_vocabulary(text: bytes, size: int) -> str:
-    """A vocabulary of at most `size` tokens, of which 256 are bytes. The same text and size give the same one."""
+    """A vocabulary of at most `size` tokens, of which 256 are bytes. The same text and size give
+    the same one."""
     kit = library()
     made = kit.Tokenizer(kit.models.BPE())
     made.pre_tokenizer = kit.pre_tokenizers.Split(kit.Regex(WORDS), "isolated")
     alphabet = [chr(each) for each in range(BYTES)]
-    trainer = kit.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    trainer = kit.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator((each.decode("latin-1") for each in parts_of(text)), trainer)
     return cast("str", made.to_str())
 
@@ -79,15 +91,19 @@ def parts_of(text: bytes) -> list[bytes]:
 
 
 def byte_pairs(text: bytes, size: int) -> BytePairs:
-    """The vocabulary of this run: rank 0 finds or trains it, all others get it from there. All ranks must call it.
+    """The vocabulary of this run: rank 0 finds or trains it, all others get it from there. All
+    ranks must call it.
 
     - `text`: what it is trained on.
     - `size`: number of tokens. ConfigError: it has no more than the bytes.
 
-    It is beside the checkpoints. A run that continues takes the one of its checkpoint, a new one trains it.
+    It is beside the checkpoints. A run that continues takes the one of its checkpoint, a new one
+    trains it.
     """
     if size <= BYTES:
-        raise ConfigError.of("model.vocab", size, "a BPE has more tokens than the 256 bytes", "model.vocab=4096")
+        raise ConfigError.of(
+            "model.vocab", size, "a BPE has more tokens than the 256 bytes", "model.vocab=4096"
+        )
     library()
     me, made = context.rank(), b""
     if me.rank == 0:
@@ -118,7 +134,8 @@ def kept_vocabulary(home: StoragePath) -> str:
 
 
 def encode_together(pairs: BytePairs, text: bytes) -> torch.Tensor:
-    """The tokens of a text, int32 of shape [tokens]; each rank encodes a part. All ranks must call it.
+    """The tokens of a text, int32 of shape [tokens]; each rank encodes a part. All ranks must call
+    it.
 
     They are kept in the run folder, so that a restart need not encode again.
     """

@@ -16,38 +16,49 @@ from raydist.shared.errors import ConfigError
 
 TYPES = ("uint16", "uint32")
 HEADER_BYTES = 1024
-"""The header of a .bin file of llm.c and modded-nanogpt: 256 int32, the first of them one of HEADERS."""
+"""The header of a .bin file of llm.c and modded-nanogpt: 256 int32, the first of them one of
+HEADERS."""
 HEADERS = {20240520: "uint16", 20240801: "uint32"}
 """The first number of a header -> the type of the tokens (llm.c, dev/data/data_common.py)."""
 
 
 class TokenFiles(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A map-style Dataset of packed tokens in files: `fit(train=data.TokenFiles("tokens", length=1024), …)`.
+    """A map-style Dataset of packed tokens in files: `fit(train=data.TokenFiles("tokens",
+    length=1024), …)`.
 
-    - `files`: a folder, whose `*.bin` and `*.npy` are taken in order of their names; or a file, or a list of files.
+    - `files`: a folder, whose `*.bin` and `*.npy` are taken in order of their names; or a file, or
+      a list of files.
     - `length`: tokens of a sequence, L.
-    - `dtype`: of the tokens in `.bin` files without a header, "uint16" or "uint32". A file of llm.c has a header, and a
-      `.npy` says it itself.
+    - `dtype`: of the tokens in `.bin` files without a header, "uint16" or "uint32". A file of llm.c
+      has a header, and a `.npy` says it itself.
 
-    Sample i is (input, target), both int64 of shape [L]: L tokens, and the same shifted by one. The samples follow each
-    other without a gap in a file, and never cross the end of one: the last tokens of a file that fill no sequence are
-    left out. Nothing is read into memory but the sequences of a batch. raydist.fit shuffles their numbers (8 bytes for
-    each sequence in each rank), so all promises of a map-style Dataset hold.
+    Sample i is (input, target), both int64 of shape [L]: L tokens, and the same shifted by one. The
+    samples follow each other without a gap in a file, and never cross the end of one: the last
+    tokens of a file that fill no sequence are left out. Nothing is read into memory but the
+    sequences of a batch. raydist.fit shuffles their numbers (8 bytes for each sequence in each
+    rank), so all promises of a map-style Dataset hold.
 
-    ConfigError: there is no such file, a file has another type or a size that does not fit, or all files are too short.
+    ConfigError: there is no such file, a file has another type or a size that does not fit, or all
+    files are too short.
     """
 
-    def __init__(self, files: str | Path | Sequence[str | Path], length: int, dtype: str = "uint16") -> None:
+    def __init__(
+        self, files: str | Path | Sequence[str | Path], length: int, dtype: str = "uint16"
+    ) -> None:
         if length < 1 or dtype not in TYPES:
             wrong = f"length={length}" if length < 1 else f"dtype={dtype}"
-            raise ConfigError(f"TokenFiles({wrong}): length must be at least 1, dtype one of {', '.join(TYPES)}")
+            raise ConfigError(
+                f"TokenFiles({wrong}): length must be at least 1, dtype one of {', '.join(TYPES)}"
+            )
         self.length, self.dtype = length, dtype
         self.files = [file.absolute() for file in token_files(files)]
         self._maps: dict[int, Any] = {}
         counts = ((len(self._tokens(number)) - 1) // length for number in range(len(self.files)))
         self._ends = [0, *accumulate(max(0, count) for count in counts)]
         if not len(self):
-            raise refusal(files, f"no file in it has the {length + 1:,} tokens of a sequence and its target")
+            raise refusal(
+                files, f"no file in it has the {length + 1:,} tokens of a sequence and its target"
+            )
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -57,17 +68,23 @@ class TokenFiles(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             raise IndexError(f"sequence {index} of {len(self)}")
         number = int(np.searchsorted(self._ends, index, side="right")) - 1
         begin = (index - self._ends[number]) * self.length
-        part = torch.from_numpy(self._tokens(number)[begin : begin + self.length + 1].astype(np.int64))
+        part = torch.from_numpy(
+            self._tokens(number)[begin : begin + self.length + 1].astype(np.int64)
+        )
         return part[:-1], part[1:]
 
     def _tokens(self, number: int) -> Any:
-        """The tokens of a file, an array of numpy in its memory; opened at first use, in each process."""
+        """The tokens of a file, an array of numpy in its memory; opened at first use, in each
+        process."""
         if number not in self._maps:
             self._maps[number] = opened(self.files[number], self.dtype)
         return self._maps[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # a worker that is spawned would get the tokens themselves
+        return {
+            **self.__dict__,
+            "_maps": {},
+        }  # a worker that is spawned would get the tokens themselves
 
 
 def token_files(files: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -80,7 +97,9 @@ def token_files(files: str | Path | Sequence[str | Path]) -> list[Path]:
         found = [Path(files)]
     missing: Iterable[Path] = [file for file in found if not file.is_file()]
     if not found or missing:
-        raise refusal(files, f"{', '.join(map(str, missing)) or '*.bin or *.npy'} not found on this node")
+        raise refusal(
+            files, f"{', '.join(map(str, missing)) or '*.bin or *.npy'} not found on this node"
+        )
     return found
 
 
@@ -89,17 +108,30 @@ def opened(file: Path, dtype: str) -> Any:
     if file.suffix == ".npy":
         tokens = np.load(file, mmap_mode="r", allow_pickle=False)
         if tokens.ndim != 1 or tokens.dtype.name not in TYPES:
-            raise refusal(file, f"it holds {tokens.dtype.name} of shape {list(tokens.shape)}, not tokens in one row")
+            raise refusal(
+                file,
+                f"it holds {tokens.dtype.name} of shape {list(tokens.shape)}, not tokens in one "
+                "row",
+            )
         return tokens
     size = os.path.getsize(file)
     first = int.from_bytes(file.open("rb").read(4), "little")
-    begin, kind = (HEADER_BYTES, HEADERS[first]) if first in HEADERS and size >= HEADER_BYTES else (0, dtype)
+    begin, kind = (
+        (HEADER_BYTES, HEADERS[first]) if first in HEADERS and size >= HEADER_BYTES else (0, dtype)
+    )
     if (size - begin) % np.dtype(kind).itemsize:
         raise refusal(file, f"its {size:,} bytes are no whole number of tokens in {kind}")
-    return np.memmap(file, np.dtype(kind).newbyteorder("<"), "r", begin) if size > begin else np.empty(0, kind)
+    return (
+        np.memmap(file, np.dtype(kind).newbyteorder("<"), "r", begin)
+        if size > begin
+        else np.empty(0, kind)
+    )
 
 
 def refusal(files: Any, cause: str) -> ConfigError:
     """The error for these files."""
     named = files if isinstance(files, str | Path) else "[…]"
-    return ConfigError(f"TokenFiles({named}): {cause}; it needs files of {' or '.join(TYPES)} tokens (*.bin, *.npy)")
+    return ConfigError(
+        f"TokenFiles({named}): {cause}; it needs files of {' or '.join(TYPES)} tokens (*.bin, "
+        "*.npy)"
+    )

@@ -12,14 +12,22 @@ from raydist.worker import context
 from raydist.worker.backends import Comm
 
 SHARES = (5, 10, 25, 50)
-"""The percentages of the time of which it is said that a rank waits for data longer; up to the first, nothing."""
+"""The percentages of the time of which it is said that a rank waits for data longer; up to the
+first, nothing."""
 FIRST_LOOK = 16
-"""Steps after which the ranks compare their waits first; again after 32, 64, … The first batches are not counted."""
+"""Steps after which the ranks compare their waits first; again after 32, 64, … The first batches
+are not counted."""
 LEAST_S = 10.0
 """Seconds that must be measured: what lasts for less is not worth a line."""
 ADVICE = {
-    "map": ("data.workers=2 loads batches beside the training", "data.workers={more} loads more of them at a time"),
-    "stream": ("data.workers=1 reads ahead beside the training", "a StatefulDataLoader of it may have more workers"),
+    "map": (
+        "data.workers=2 loads batches beside the training",
+        "data.workers={more} loads more of them at a time",
+    ),
+    "stream": (
+        "data.workers=1 reads ahead beside the training",
+        "a StatefulDataLoader of it may have more workers",
+    ),
     "loader": ("give the loader more workers (num_workers)",) * 2,
     "ray": ("leave more CPUs to Ray Data, or do less for each row",) * 2,
 }
@@ -52,7 +60,8 @@ class DataWait:
             self._waited += s
 
     def step(self) -> None:
-        """A step is done. After some steps a collective; the rank that waits longest says it, once."""
+        """A step is done. After some steps a collective; the rank that waits longest says it,
+        once."""
         self._count += 1
         if self._told or self._count < self._look:
             return
@@ -67,14 +76,18 @@ class DataWait:
 
 
 def finding(rows: Sequence[tuple[float, float]], kind: str, workers: int) -> tuple[int, str] | None:
-    """The rank that waits most and the line for it, if it is much. `rows`: (seconds waited, seconds) of each rank.
+    """The rank that waits most and the line for it, if it is much. `rows`: (seconds waited,
+    seconds) of each rank.
 
     In rough shares, so that an attempt after a restart says the same, which is shown once.
     """
     waited, all_s = max(rows)
     if all_s < LEAST_S or waited <= all_s * SHARES[0] / 100:
         return None
-    rank, share = rows.index((waited, all_s)), max(each for each in SHARES if waited > all_s * each / 100)
+    rank, share = (
+        rows.index((waited, all_s)),
+        max(each for each in SHARES if waited > all_s * each / 100),
+    )
     who = f"rank {rank} waits" if len(rows) > 1 else "the training waits"
     what = ADVICE[kind][workers > 0].format(more=2 * workers)
     return rank, f"{who} for data more than {share}% of the time: {what}"

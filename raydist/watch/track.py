@@ -1,7 +1,9 @@
-"""track=…: starts a process for each tracker, passes on what it says, and waits for its end. (driver)
+"""track=…: starts a process for each tracker, passes on what it says, and waits for its end.
+(driver)
 
-Each tracker has a process of its own: one that hangs, raises or has no network delays neither the run nor the others.
-It reads events.jsonl by itself, so the driver does nothing for it while the run goes on.
+Each tracker has a process of its own: one that hangs, raises or has no network delays neither the
+run nor the others. It reads events.jsonl by itself, so the driver does nothing for it while the run
+goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from raydist.watch.web.sweep import RECORD
 KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 """Set in the pods of a TrainJob: its status gets the progress, without a setting."""
 PATIENCE_S = 2.0
-"""Seconds after the end of a run from which the person is told for which trackers the command waits."""
+"""Seconds after the end of a run from which the person is told for which trackers the command
+waits."""
 READY_S = 30.0
 """Longest wait for the variables of a program, before its ranks start."""
 
@@ -48,10 +51,14 @@ class Trackers(AbstractContextManager["Trackers"]):
             try:
                 self._all.append(TrackerProcess(name, job, events, before))
             except OSError as error:
-                events.say("warning", text=f"{name} cannot be started ({error}); the run goes on without it")
+                events.say(
+                    "warning",
+                    text=f"{name} cannot be started ({error}); the run goes on without it",
+                )
 
     def with_ids(self) -> Job:
-        """The job; that of a program with the variables by which its own tracker goes on in the same run.
+        """The job; that of a program with the variables by which its own tracker goes on in the
+        same run.
 
         What the person has set stays.
         """
@@ -69,7 +76,10 @@ class Trackers(AbstractContextManager["Trackers"]):
         late = [each.name for each in self._all if not each.ended(patient)]
         if late:
             names = ", ".join(late)
-            text = f"{names}: the end of the run is still being sent; the command waits up to {END_S:g} s for it"
+            text = (
+                f"{names}: the end of the run is still being sent; the command waits up to "
+                f"{END_S:g} s for it"
+            )
             self._events.say("track", text=text)
         for each in self._all:
             each.wait(until)
@@ -93,10 +103,16 @@ class TrackerProcess:
             self._ready.set()
         ledger.write(folder, name)
         task = Task(
-            name=name, folder=str(folder), project=job.name or folder.parent.name, settings=as_saved(job),
-            repeats=policy.rule(job).max != 0, program=bool(job.script), begin=events.path.stat().st_size,
-            sweep=Path(job.sweep.dir).name if job.sweep.dir else "", differs=settings_of_trial(folder),
-        )  # fmt: skip
+            name=name,
+            folder=str(folder),
+            project=job.name or folder.parent.name,
+            settings=as_saved(job),
+            repeats=policy.rule(job).max != 0,
+            program=bool(job.script),
+            begin=events.path.stat().st_size,
+            sweep=Path(job.sweep.dir).name if job.sweep.dir else "",
+            differs=settings_of_trial(folder),
+        )
         self._process = start(task, job)
         self._reader = threading.Thread(target=self._read, name=f"raydist-{name}", daemon=True)
         self._reader.start()
@@ -115,7 +131,8 @@ class TrackerProcess:
         self._ready.set()
 
     def variables(self) -> dict[str, str]:
-        """The variables of a program, once the tracker has its run, or READY_S later those that are known."""
+        """The variables of a program, once the tracker has its run, or READY_S later those that are
+        known."""
         self._ready.wait(READY_S)
         return self._variables
 
@@ -150,15 +167,21 @@ class TrackerProcess:
 
 
 def start(task: Task, job: Job) -> subprocess.Popen[str]:
-    """Start the process of a tracker: a new interpreter in a session of its own, so that Ctrl-C does not reach it."""
+    """Start the process of a tracker: a new interpreter in a session of its own, so that Ctrl-C
+    does not reach it."""
     log = Path(task.folder, "logs", f"track-{task.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, **job.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "raydist.watch.trackers.child"], env=env, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "raydist.watch.trackers.child"],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            start_new_session=True,
+        )
     assert process.stdin is not None
     process.stdin.write(json.dumps(dataclasses.asdict(task), default=str) + "\n")
     process.stdin.flush()
@@ -188,7 +211,8 @@ def resumed_folder(job: Job, events: Events) -> Path | None:
 
 
 def earlier_runs(resume: str, here: StoragePath) -> list[StoragePath]:
-    """The run folders that `resume=` may mean; `here`: the run's own. Checkpoints are not verified: ranks do that."""
+    """The run folders that `resume=` may mean; `here`: the run's own. Checkpoints are not verified:
+    ranks do that."""
     if resume == "none":
         return []
     if resume != "auto":

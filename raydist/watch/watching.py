@@ -1,4 +1,5 @@
-"""What writes and shows the events of a run: records, failure pages, console, page, metrics. (driver)"""
+"""What writes and shows the events of a run: records, failure pages, console, page, metrics.
+(driver)"""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Watched(NamedTuple):
 
 
 @contextlib.contextmanager
-def watching(job: Job, shown: Reader | None = None, also: Reader | None = None) -> Iterator[Watched]:
+def watching(
+    job: Job, shown: Reader | None = None, also: Reader | None = None
+) -> Iterator[Watched]:
     """Inside the block, all events of the run have their readers.
 
     `shown`: one in place of the console. `also`: a further one, the caller's own.
@@ -57,4 +60,8 @@ def watching(job: Job, shown: Reader | None = None, also: Reader | None = None) 
 def run_label(job: Job) -> str:
     """`NAME/FOLDER`: of a trial the folder is `SWEEP/NUMBER`, since each sweep has a trial 0."""
     folder = Path(job.dir)
-    return f"{job.name}/{Path(job.sweep.dir).name}/{folder.name}" if job.sweep.dir else f"{job.name}/{folder.name}"
+    return (
+        f"{job.name}/{Path(job.sweep.dir).name}/{folder.name}"
+        if job.sweep.dir
+        else f"{job.name}/{folder.name}"
+    )

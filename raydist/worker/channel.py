@@ -1,4 +1,5 @@
-"""A rank's channel to its agent: events over a socket, and a heartbeat page that outlives the process. (rank side)"""
+"""A rank's channel to its agent: events over a socket, and a heartbeat page that outlives the
+process. (rank side)"""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import threading
 import time
 from collections import deque
 
-from raydist.messages.rank import Activity, Holding, HoldRank, RankReply, ReleaseRank, StopAfter, TellActivity
+from raydist.messages.rank import (
+    Activity,
+    Holding,
+    HoldRank,
+    RankReply,
+    ReleaseRank,
+    StopAfter,
+    TellActivity,
+)
 from raydist.messages.wire import Message, decode, encode
 from raydist.shared.events import Event, event
 from raydist.worker import context, stacks
@@ -20,7 +29,8 @@ from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time, 
 FLUSH_S = 0.1
 """Longest time that a report waits in the rank before it is sent."""
 STALL_S = 2.0
-"""Longest wait for an agent that takes nothing, as one that is stopped; after that none until it takes some again."""
+"""Longest wait for an agent that takes nothing, as one that is stopped; after that none until it
+takes some again."""
 QUEUED = 50_000
 """Most events that wait for such an agent; the oldest are dropped first."""
 AT_ONCE = 1000
@@ -28,7 +38,8 @@ AT_ONCE = 1000
 
 
 class Channel:
-    """The rank's end of the socket. A thread sends the queued reports; other events are sent at once."""
+    """The rank's end of the socket. A thread sends the queued reports; other events are sent at
+    once."""
 
     def __init__(self, sock: socket.socket, beat_fd: int) -> None:
         self._sock = sock
@@ -39,11 +50,13 @@ class Channel:
         self._stalled = False
         self._send_lock = threading.Lock()
         self._sender = 0
-        """The thread that holds the lock: a signal handler may interrupt it, and then finds it taken."""
+        """The thread that holds the lock: a signal handler may interrupt it, and then finds it
+        taken."""
         self._open = True
         self._reported_gap = ""
         threading.Thread(target=self._serve, name="raydist-channel", daemon=True).start()
-        # A forked DataLoader worker has no such thread, and may inherit a held lock, so it sends nothing.
+        # A forked DataLoader worker has no such thread, and may inherit a held lock, so it sends
+        # nothing.
         os.register_at_fork(after_in_child=self.shut)
 
     def emit(self, event: Event) -> None:
@@ -53,19 +66,23 @@ class Channel:
             self.flush()
 
     def beat(self, step: int, phase: int) -> None:
-        """Write the heartbeat, with the time, to memory that the agent reads. `phase`: an index in PHASES."""
+        """Write the heartbeat, with the time, to memory that the agent reads. `phase`: an index in
+        PHASES."""
         write_beat(self._page, step, phase, time.time())
 
     def note_compute_time(self, steps: int, compute_s: float, step_s: float) -> None:
-        """Write the compute time and the whole time of one step beside the heartbeat; `steps`: steps timed so far."""
+        """Write the compute time and the whole time of one step beside the heartbeat; `steps`:
+        steps timed so far."""
         write_compute_time(self._page, steps, compute_s, step_s)
 
     def note_pauses(self, share: float) -> None:
-        """Write the share of time in which the garbage collector stops the rank beside the heartbeat."""
+        """Write the share of time in which the garbage collector stops the rank beside the
+        heartbeat."""
         write_pauses(self._page, share)
 
     def flush(self) -> None:
-        """Send the queued events. It does not wait for long: the training must not depend on the agent."""
+        """Send the queued events. It does not wait for long: the training must not depend on the
+        agent."""
         if self._sender == threading.get_ident():
             return  # in a signal handler of a thread that sends: it sends these too
         with self._send_lock:
@@ -80,7 +97,10 @@ class Channel:
         """Send a piece of the queued events; False if the agent takes nothing."""
         if not self._pending:
             some = [self._queue.popleft() for _ in range(min(len(self._queue), AT_ONCE))]
-            lines = (each if isinstance(each, bytes) else json.dumps(each, default=str).encode() for each in some)
+            lines = (
+                each if isinstance(each, bytes) else json.dumps(each, default=str).encode()
+                for each in some
+            )
             self._pending = b"".join(line + b"\n" for line in lines)
         until = time.monotonic() + (0.0 if self._stalled else STALL_S)
         while self._pending:
@@ -133,12 +153,18 @@ class Channel:
                 current.stop_request.release()
 
     def _tell_activity(self) -> None:
-        """Reply with the stacks and the last collectives. If torch records none, rank 0 warns once for all ranks."""
+        """Reply with the stacks and the last collectives. If torch records none, rank 0 warns once
+        for all ranks."""
         stack = stacks.of_all_threads()
         try:
             entries, gap = stacks.collectives()
-        except Exception as error:  # another torch has other private functions; this thread must go on
-            entries, gap = [], f"torch's flight recorder could not be read ({type(error).__name__}: {error})"
+        except (
+            Exception
+        ) as error:  # another torch has other private functions; this thread must go on
+            entries, gap = (
+                [],
+                f"torch's flight recorder could not be read ({type(error).__name__}: {error})",
+            )
         self.reply(Activity(stack, entries))
         if gap and not self._reported_gap and context.rank().rank == 0:
             self.emit(event("warning", text=gap))

@@ -30,30 +30,35 @@ def save(
     *,
     wait: bool = False,
 ) -> StoragePath | None:
-    """Save a state as the checkpoint of a step, and delete the checkpoints that are not to be kept. Rank 0 writes.
+    """Save a state as the checkpoint of a step, and delete the checkpoints that are not to be kept.
+    Rank 0 writes.
 
-    It is not a collective: all ranks may call it, and ranks other than 0 return None at once. Rank 0 returns the path,
-    `checkpoints/step-00000400` in the run folder or below `storage=`.
+    It is not a collective: all ranks may call it, and ranks other than 0 return None at once. Rank
+    0 returns the path, `checkpoints/step-00000400` in the run folder or below `storage=`.
 
     - `step`: optimizer steps done so far. A checkpoint of the same step is replaced.
-    - `state`: a dict of tensors (on any device), None, bool, int, float, complex, str, bytes, torch.Size, torch.dtype,
-      torch.device, and dicts, lists, tuples and sets of them: what `torch.load(weights_only=True)` can read. NumPy
-      scalars are not among them.
+    - `state`: a dict of tensors (on any device), None, bool, int, float, complex, str, bytes,
+      torch.Size, torch.dtype, torch.device, and dicts, lists, tuples and sets of them: what
+      `torch.load(weights_only=True)` can read. NumPy scalars are not among them.
     - `metrics`: name -> number, for `checkpoint.best=max:NAME`.
-    - `settings`: how many checkpoints to keep. None: `checkpoint.keep` and `checkpoint.best` of the run.
+    - `settings`: how many checkpoints to keep. None: `checkpoint.keep` and `checkpoint.best` of the
+      run.
     - `wait`: write before returning.
 
-    Over Ray the state is copied in memory, and another process writes it while the training continues; the next `save`
-    and the end of the job wait for it. A checkpoint on the disk is complete. It is written before `save` returns with
-    `wait`, under torchrun, in a program (`script=`), with one rank of `group=inline`, and if the state has tensors that
-    are sharded, sparse or Parameters, or does not fit into memory.
+    Over Ray the state is copied in memory, and another process writes it while the training
+    continues; the next `save` and the end of the job wait for it. A checkpoint on the disk is
+    complete. It is written before `save` returns with `wait`, under torchrun, in a program
+    (`script=`), with one rank of `group=inline`, and if the state has tensors that are sharded,
+    sparse or Parameters, or does not fit into memory.
 
-    While rank 0 writes or waits, the other ranks wait for it in their next collective, for `backend.timeout_s` seconds
-    at most: set it above the time that a checkpoint takes. `raydist.fit` needs no such setting.
+    While rank 0 writes or waits, the other ranks wait for it in their next collective, for
+    `backend.timeout_s` seconds at most: set it above the time that a checkpoint takes.
+    `raydist.fit` needs no such setting.
 
-    TypeError: the state has a value of another type; the message names it. OSError: the disk is full, if rank 0 writes
-    before returning. An error of a write in the background is a warning; the checkpoints before it stay. An object
-    store that cannot be reached is a warning too: the checkpoint is then in the run folder on rank 0's node.
+    TypeError: the state has a value of another type; the message names it. OSError: the disk is
+    full, if rank 0 writes before returning. An error of a write in the background is a warning; the
+    checkpoints before it stay. An object store that cannot be reached is a warning too: the
+    checkpoint is then in the run folder on rank 0's node.
     """
     if context.rank().rank != 0:
         return None
@@ -77,19 +82,30 @@ def home() -> StoragePath:
 
 
 def save_request(
-    step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None, settings: Checkpoint | None = None
+    step: int,
+    state: Mapping[str, Any],
+    metrics: Mapping[str, float] | None = None,
+    settings: Checkpoint | None = None,
 ) -> SaveRequest:
     """The request for a checkpoint of this run."""
     current = context.current()
     kept, world_size = settings or current.checkpoint, current.rank.world_size
     return SaveRequest(
-        step, dict(state), dict(metrics or {}), world_size, str(home().absolute()), str(current.rank.run_dir),
-        kept.keep, kept.best, dict(current.reported),
-    )  # fmt: skip
+        step,
+        dict(state),
+        dict(metrics or {}),
+        world_size,
+        str(home().absolute()),
+        str(current.rank.run_dir),
+        kept.keep,
+        kept.best,
+        dict(current.reported),
+    )
 
 
 def hand_over(request: SaveRequest, snapshot: int = -1) -> bool:
-    """Have the node's writer process write a checkpoint while the training continues; whether that is possible.
+    """Have the node's writer process write a checkpoint while the training continues; whether that
+    is possible.
 
     `snapshot`: the slot of the snapshot that has the rest of the request's state.
     """
@@ -104,7 +120,9 @@ def hand_over(request: SaveRequest, snapshot: int = -1) -> bool:
     tensors: list[torch.Tensor] = []
     take_apart(request.state, tensors)
     if not all(type(each) is torch.Tensor and each.layout == torch.strided for each in tensors):
-        return False  # a sparse or sharded tensor, or a Parameter, would not come back as what it was
+        return (
+            False  # a sparse or sharded tensor, or a Parameter, would not come back as what it was
+        )
     try:
         memory.request_save(request, snapshot)
     except NoRoom:
@@ -139,14 +157,21 @@ def settle() -> None:
 def latest() -> Saved | None:
     """Return the checkpoint to continue from, or None for a new start.
 
-    After a restart it is the newest complete checkpoint of this run, otherwise what `resume=` chose. All ranks may
-    call it; it is not a collective. `Saved.step` is the number of optimizer steps done, `Saved.state` what `save` got.
-    If the checkpoint is one of this run, the values that rank 0 had reported when it was saved are told again: a driver
-    that was killed may not have heard of them.
+    After a restart it is the newest complete checkpoint of this run, otherwise what `resume=`
+    chose. All ranks may call it; it is not a collective. `Saved.step` is the number of optimizer
+    steps done, `Saved.state` what `save` got. If the checkpoint is one of this run, the values that
+    rank 0 had reported when it was saved are told again: a driver that was killed may not have
+    heard of them.
     """
     found = _latest()
     here = found is not None and found.path.parent == home().absolute()
-    if found is not None and found.reported and here and env_names.RESUME in os.environ and context.rank().rank == 0:
+    if (
+        found is not None
+        and found.reported
+        and here
+        and env_names.RESUME in os.environ
+        and context.rank().rank == 0
+    ):
         context.emit_event("recalled", step=found.step, values=found.reported)
     return found
 
@@ -167,8 +192,14 @@ def _latest() -> Saved | None:
         return None  # this raydist.fit has saved nothing
     if fit_of(path) > number:
         return newest(of_fit(training_of(path), number), warn)  # it has finished
-    if restarted and path.parent == home().absolute() and not (path.exists() and saved_at(path).sharded):
-        return newest(home(), warn, at_most=resumed_step())  # the driver has not read it: most restarts don't need it
+    if (
+        restarted
+        and path.parent == home().absolute()
+        and not (path.exists() and saved_at(path).sharded)
+    ):
+        return newest(
+            home(), warn, at_most=resumed_step()
+        )  # the driver has not read it: most restarts don't need it
     return saved_at(path)
 
 

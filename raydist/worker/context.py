@@ -1,4 +1,5 @@
-"""The rank's context, for jobs: its rank, its reports, its step. It works under plain torchrun too. (rank side)"""
+"""The rank's context, for jobs: its rank, its reports, its step. It works under plain torchrun too.
+(rank side)"""
 
 from __future__ import annotations
 
@@ -43,9 +44,11 @@ class Rank:
     def device(self) -> torch.device:
         """This rank's device: the GPU of its local rank where the job has GPUs, the CPU otherwise.
 
-        With fewer GPUs than ranks they share them in turn, as torch assumes where a program names no device.
+        With fewer GPUs than ranks they share them in turn, as torch assumes where a program names
+        no device.
 
-        RaydistError: raydist gave this rank GPUs, and torch finds none. It would train on the CPU for hours.
+        RaydistError: raydist gave this rank GPUs, and torch finds none. It would train on the CPU
+        for hours.
         """
         import torch
 
@@ -54,8 +57,13 @@ class Rank:
             return torch.device("cpu")
         if not torch.cuda.is_available():
             if gpus and env_names.SCRATCH in os.environ:  # an agent started it
-                why = f"torch {torch.__version__} finds no GPU, and this rank has CUDA_VISIBLE_DEVICES={gpus}"
-                raise RaydistError(f"{why}: install a torch with CUDA on its node, or set scale.gpus=0")
+                why = (
+                    f"torch {torch.__version__} finds no GPU, and this rank has "
+                    f"CUDA_VISIBLE_DEVICES={gpus}"
+                )
+                raise RaydistError(
+                    f"{why}: install a torch with CUDA on its node, or set scale.gpus=0"
+                )
             return torch.device("cpu")
         return torch.device("cuda", self.local_rank % torch.cuda.device_count())
 
@@ -73,11 +81,13 @@ class Rank:
 
 
 class StopRequest:
-    """The request to stop after a step that is the same on all ranks, so that other ranks can continue after it.
+    """The request to stop after a step that is the same on all ranks, so that other ranks can
+    continue after it.
 
-    Each rank replies with the step that it is making, and makes no step after it until it knows the common one, which
-    is the largest of these. So no rank is beyond the common step, not even where a host runs ahead of its device; and
-    the reply comes from another thread, so it comes from a rank that waits in a collective too.
+    Each rank replies with the step that it is making, and makes no step after it until it knows the
+    common one, which is the largest of these. So no rank is beyond the common step, not even where
+    a host runs ahead of its device; and the reply comes from another thread, so it comes from a
+    rank that waits in a collective too.
     """
 
     def __init__(self) -> None:
@@ -97,7 +107,8 @@ class StopRequest:
             self._done = step
 
     def hold(self) -> int:
-        """Have the rank stand still after the step that it is making; that step. Another thread may call it."""
+        """Have the rank stand still after the step that it is making; that step. Another thread may
+        call it."""
         with self._lock:
             if self._limit is None:
                 self._limit = self._done + 1
@@ -117,7 +128,8 @@ class StopRequest:
             self._known.set()
 
     def due(self, step: int) -> bool:
-        """Note that a step is done; whether to stop after it. Stands still where that is not known yet."""
+        """Note that a step is done; whether to stop after it. Stands still where that is not known
+        yet."""
         while True:
             with self._lock:
                 self._done = step
@@ -142,7 +154,8 @@ class Context:
     emit: Callable[[Event], None]
     """Sends an event; never blocks, never raises."""
     beat: Callable[[int, int], None]
-    """Notes (step, index in PHASES) in memory that the agent can read even after the process has ended."""
+    """Notes (step, index in PHASES) in memory that the agent can read even after the process has
+    ended."""
     flush: Callable[[], None] = lambda: None
     """Returns once all emitted events are sent."""
     step: int = 0
@@ -159,8 +172,8 @@ class Context:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """The run's settings of checkpoints."""
     memory: tuple[int, int] | None = None
-    """Descriptors of this rank's snapshot memory and of that of the node's first rank, -1 for a missing one; None: no
-    other process could read them after this one has ended."""
+    """Descriptors of this rank's snapshot memory and of that of the node's first rank, -1 for a
+    missing one; None: no other process could read them after this one has ended."""
     fits: int = 0
     """How many times the job has called raydist.fit."""
     fit: int = 0
@@ -172,7 +185,8 @@ class Context:
     sharded: Any = None
     """Keeps sharded states in memory, from the first on."""
     leaving: list[Callable[[], object]] = field(default_factory=list)
-    """Functions that wait for unfinished work, called when the job has returned, before the rank leaves the others."""
+    """Functions that wait for unfinished work, called when the job has returned, before the rank
+    leaves the others."""
 
     @contextmanager
     def next_fit(self) -> Iterator[None]:
@@ -187,7 +201,8 @@ class Context:
 
 
 def _context_from_env() -> Context:
-    """The context of a process that raydist did not start: torchrun's variables; rank 0 prints its events."""
+    """The context of a process that raydist did not start: torchrun's variables; rank 0 prints its
+    events."""
     rank = Rank.from_env(os.environ)
 
     def emit(event: Event) -> None:
@@ -199,7 +214,9 @@ def _context_from_env() -> Context:
 
 def report_line(event: Event) -> str:
     """`step 4 · loss 0.25`, from an event."""
-    values = event.get("values", {k: v for k, v in event.items() if k not in ("t", "kind", "rank", "step")})
+    values = event.get(
+        "values", {k: v for k, v in event.items() if k not in ("t", "kind", "rank", "step")}
+    )
     parts = [f"step {event['step']}"] if "step" in event else []
     parts += [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()]
     return " · ".join(parts)
@@ -225,27 +242,31 @@ def enter(context: Context | None) -> None:
 def rank() -> Rank:
     """Return the Rank of this process: its number, its local rank, its device, the run folder.
 
-    It works under `raydist train`, under torchrun (from torchrun's variables), and in a plain process, which
-    is rank 0 of 1.
+    It works under `raydist train`, under torchrun (from torchrun's variables), and in a plain
+    process, which is rank 0 of 1.
     """
     return current().rank
 
 
 def report(step: SupportsIndex | None = None, **values: Any) -> None:
-    """Report numbers of a training step: report(step=3, loss=0.1). It is not a collective and takes microseconds.
+    """Report numbers of a training step: report(step=3, loss=0.1). It is not a collective and takes
+    microseconds.
 
-    - `step`: optimizer steps done so far, over all epochs: an int, or what has an integer's value, as a NumPy integer.
-      It is also the rank's heartbeat, from which hangs are detected. None: the values belong to no step.
-    - `values`: numbers, or tensors with one element. `.item()` reads a tensor, which waits for its GPU.
+    - `step`: optimizer steps done so far, over all epochs: an int, or what has an integer's value,
+      as a NumPy integer. It is also the rank's heartbeat, from which hangs are detected. None: the
+      values belong to no step.
+    - `values`: numbers, or tensors with one element. `.item()` reads a tensor, which waits for its
+      GPU.
 
     TypeError: `step` is no integer. ValueError: it is negative, or does not fit into 64 bits.
 
-    Four names have a meaning for the progress bar: `steps` (optimizer steps in all), `epoch` (from 1), `epochs`, and
-    `samples` (training samples used so far by all ranks), from which the throughput in samples per second follows.
+    Four names have a meaning for the progress bar: `steps` (optimizer steps in all), `epoch` (from
+    1), `epochs`, and `samples` (training samples used so far by all ranks), from which the
+    throughput in samples per second follows.
 
-    The last value of each name that rank 0 reported is in `Result.metrics`. `events.jsonl` has all reports of rank 0
-    up to 64 MB, later ones up to 26 MB a day; of the other ranks only some. Without raydist's launcher rank 0 prints
-    its reports.
+    The last value of each name that rank 0 reported is in `Result.metrics`. `events.jsonl` has all
+    reports of rank 0 up to 64 MB, later ones up to 26 MB a day; of the other ranks only some.
+    Without raydist's launcher rank 0 prints its reports.
     """
     context = current()
     count = None if step is None else whole_step(step)
@@ -255,8 +276,12 @@ def report(step: SupportsIndex | None = None, **values: Any) -> None:
         _note_order(context, count)
     plain = {name: plain_value(value) for name, value in values.items()}
     if context.rank.rank == 0:
-        context.reported |= {name: value for name, value in plain.items() if type(value) in (bool, int, float, str)}
-    facts = {"rank": context.rank.rank, "values": plain} | ({} if count is None else {"step": count})
+        context.reported |= {
+            name: value for name, value in plain.items() if type(value) in (bool, int, float, str)
+        }
+    facts = {"rank": context.rank.rank, "values": plain} | (
+        {} if count is None else {"step": count}
+    )
     context.emit(event("report", **facts, **({"kept": context.kept} if context.kept else {})))
 
 
@@ -268,12 +293,15 @@ def whole_step(step: SupportsIndex) -> int:
         why = f"report(step={step!r}): step counts optimizer steps, so it must be an integer"
         raise TypeError(f"{why}; type step=int(...)") from None
     if not 0 <= number < 1 << 63:
-        raise ValueError(f"report(step={number}): step counts optimizer steps, so it must be from 0 to 2**63 - 1")
+        raise ValueError(
+            f"report(step={number}): step counts optimizer steps, so it must be from 0 to 2**63 - 1"
+        )
     return number
 
 
 def plain_value(value: Any) -> Any:
-    """A reported value without its tensor or array; an int that is too large for a float is infinite."""
+    """A reported value without its tensor or array; an int that is too large for a float is
+    infinite."""
     plain = value.item() if hasattr(value, "item") else value
     if isinstance(plain, int) and abs(plain) > sys.float_info.max:
         return math.copysign(math.inf, -1 if plain < 0 else 1)
@@ -285,7 +313,8 @@ def _note_order(context: Context, step: int) -> None:
     if step < context.newest and not context.counts_anew and context.rank.rank == 0:
         context.counts_anew = True
         text = (
-            f"step {step} was reported after step {context.newest}: a tracker keeps the first report of a step, the "
+            f"step {step} was reported after step {context.newest}: a tracker keeps the first "
+            "report of a step, the "
             "page the last; report the optimizer steps of all epochs together"
         )
         emit_event("warning", text=text)
@@ -293,13 +322,15 @@ def _note_order(context: Context, step: int) -> None:
 
 
 def phase(name: str) -> None:
-    """Note the current activity of this rank, one of PHASES, for the report of a hang or a failure."""
+    """Note the current activity of this rank, one of PHASES, for the report of a hang or a
+    failure."""
     context = current()
     context.beat(context.step, PHASES.index(name))
 
 
 def set_step(step: int) -> None:
-    """Set the step at which this rank starts, without a report: an earlier attempt or run has reported it."""
+    """Set the step at which this rank starts, without a report: an earlier attempt or run has
+    reported it."""
     current().step = step
     phase("start")
 
@@ -317,9 +348,11 @@ class ExceptionFacts(TypedDict):
 def exception_facts(error: BaseException) -> ExceptionFacts:
     """The facts of the event `raised`."""
     return {
-        "type": type(error).__name__, "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)), "step": current().step,
-    }  # fmt: skip
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "step": current().step,
+    }
 
 
 def emit_event(kind: str, **facts: Any) -> None:

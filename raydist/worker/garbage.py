@@ -1,7 +1,9 @@
-"""Python's garbage collector in a training: how long it stops this rank, and collections at the same step. (rank side)
+"""Python's garbage collector in a training: how long it stops this rank, and collections at the
+same step. (rank side)
 
-A full collection takes about 0.1 s per million objects. Each rank makes its own when Python's counters say so, so that
-n ranks stop n times, and the others wait each time. Collected at the same step, they stop once.
+A full collection takes about 0.1 s per million objects. Each rank makes its own when Python's
+counters say so, so that n ranks stop n times, and the others wait each time. Collected at the same
+step, they stop once.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 WARM_UP = 3
-"""Steps after which the objects that exist are frozen: model, optimizer and data are there, and live on."""
+"""Steps after which the objects that exist are frozen: model, optimizer and data are there, and
+live on."""
 PUT_OFF = 1000
-"""Collections of the middle generation before Python makes a full one by itself. By default 10. So a program that stops
-making steps still gets its garbage collected: the collector is never switched off."""
+"""Collections of the middle generation before Python makes a full one by itself. By default 10. So
+a program that stops making steps still gets its garbage collected: the collector is never switched
+off."""
 NEWEST = 64
 """Steps over which the share of the pauses is taken."""
 NOTE_EVERY = 8

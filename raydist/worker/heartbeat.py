@@ -1,4 +1,5 @@
-"""The heartbeat page and the signal that a rank and its agent share beside messages. (either side)"""
+"""The heartbeat page and the signal that a rank and its agent share beside messages. (either
+side)"""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ PHASES = ("start", "data", "forward", "backward", "collective", "evaluate", "sav
 """The activities of a rank; its heartbeat holds the index of one of them."""
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 5
-"""Requests the stacks of a rank: a real-time signal, because programs use SIGUSR1 and SIGUSR2 themselves."""
+"""Requests the stacks of a rank: a real-time signal, because programs use SIGUSR1 and SIGUSR2
+themselves."""
 
 BEAT_PAGE = 56
-"""Bytes of the heartbeat page: step, index in PHASES (64-bit integers), seconds since the epoch (double); then the
-number of steps that were timed (integer), compute seconds of one step, seconds of one step (doubles); then the share of
-the rank's time that Python's garbage collector takes (double).
-Each is written by one store of the processor: struct.pack_into sets all bytes to 0 first, which a reader could see."""
+"""Bytes of the heartbeat page: step, index in PHASES (64-bit integers), seconds since the epoch
+(double); then the number of steps that were timed (integer), compute seconds of one step, seconds
+of one step (doubles); then the share of the rank's time that Python's garbage collector takes
+(double). Each is written by one store of the processor: struct.pack_into sets all bytes to 0 first,
+which a reader could see."""
 
 
 def write_beat(page: mmap.mmap, step: int, phase: int, at: float) -> None:
@@ -39,14 +42,16 @@ def write_compute_time(page: mmap.mmap, steps: int, compute_s: float, step_s: fl
 
 
 def read_compute_time(page: mmap.mmap) -> tuple[int, float, float]:
-    """(steps timed, compute seconds of one step, seconds of one step), all 0 before the first note."""
+    """(steps timed, compute seconds of one step, seconds of one step), all 0 before the first
+    note."""
     view = memoryview(page)
     doubles = view.cast("d")
     return view.cast("q")[3], doubles[4], doubles[5]
 
 
 def write_pauses(page: mmap.mmap, share: float) -> None:
-    """Write, beside the heartbeat, the share of time in which the garbage collector stops the rank."""
+    """Write, beside the heartbeat, the share of time in which the garbage collector stops the
+    rank."""
     memoryview(page).cast("d")[6] = share
 
 
@@ -56,14 +61,16 @@ def read_pauses(page: mmap.mmap) -> float:
 
 
 def read_beat(page: mmap.mmap) -> tuple[int, str, float]:
-    """(step, phase, seconds since the epoch) of the last heartbeat; (0, "", 0.0) before the first."""
+    """(step, phase, seconds since the epoch) of the last heartbeat; (0, "", 0.0) before the
+    first."""
     view = memoryview(page)
     integers, at = view.cast("q"), view.cast("d")[2]
     return integers[0], PHASES[integers[1]] if at else "", at
 
 
 def heartbeat_page() -> int:
-    """The descriptor of a page for a rank's heartbeat, in memory: on a disk that is full a store would raise SIGBUS."""
+    """The descriptor of a page for a rank's heartbeat, in memory: on a disk that is full a store
+    would raise SIGBUS."""
     if hasattr(os, "memfd_create"):
         page = os.memfd_create("raydist-heartbeat")
     else:

@@ -1,4 +1,5 @@
-"""Start and end of a rank process: become the rank, run the job, report how it ended. (rank side)"""
+"""Start and end of a rank process: become the rank, run the job, report how it ended. (rank
+side)"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have Linux SIGKILL this process when the thread that forked it ends; end now if it has ended already.
+    """Have Linux SIGKILL this process when the thread that forked it ends; end now if it has ended
+    already.
 
     `parent`: the id of its process.
     """
@@ -40,7 +42,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def become_rank(spec: RankSpec, log_fd: int) -> None:
-    """Turn a fresh child into the rank: own session, own log, the planned environment, folder and import path."""
+    """Turn a fresh child into the rank: own session, own log, the planned environment, folder and
+    import path."""
     os.setsid()  # a process group of its own, so that its children can be ended with it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -63,21 +66,33 @@ def become_rank(spec: RankSpec, log_fd: int) -> None:
 
 
 def run_rank(
-    spec: RankSpec, log_fd: int, channel_fd: int, beat_fd: int, own: int, lead: int, pmi_fd: int = -1
+    spec: RankSpec,
+    log_fd: int,
+    channel_fd: int,
+    beat_fd: int,
+    own: int,
+    lead: int,
+    pmi_fd: int = -1,
 ) -> NoReturn:
     """Run a rank in a new process, from its beginning to its end.
 
-    `own`, `lead`: the snapshot memories, as in context.Context. `pmi_fd`: its connection to MPICH's process manager,
-    if mpirun passed one.
+    `own`, `lead`: the snapshot memories, as in context.Context. `pmi_fd`: its connection to MPICH's
+    process manager, if mpirun passed one.
     """
-    not_bound = bind(spec.cpus)  # first: memory lies on the NUMA node of the CPU that touches it first
+    not_bound = bind(
+        spec.cpus
+    )  # first: memory lies on the NUMA node of the CPU that touches it first
     become_rank(spec, log_fd)
     if pmi_fd >= 0:
         os.set_inheritable(pmi_fd, True)
         os.environ["PMI_FD"] = str(pmi_fd)
     channel = Channel(socket.socket(fileno=channel_fd), beat_fd)
     rank = context.Rank.from_env(os.environ)
-    context.enter(context.Context(rank, emit=channel.emit, beat=channel.beat, flush=channel.flush, memory=(own, lead)))
+    context.enter(
+        context.Context(
+            rank, emit=channel.emit, beat=channel.beat, flush=channel.flush, memory=(own, lead)
+        )
+    )
     if not_bound:
         context.emit_event("warning", text=not_bound)
     code = run_in_rank(spec, channel)
@@ -90,9 +105,14 @@ def bind(cpus: Sequence[int] | None) -> str:
     try:
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
-    except OSError as error:  # a kubelet or a batch system has taken them away since the node was probed
+    except (
+        OSError
+    ) as error:  # a kubelet or a batch system has taken them away since the node was probed
         listed = ",".join(map(str, cpus or ()))
-        return f"the rank is not bound to the CPUs {listed}, which it may no longer use ({error.strerror})"
+        return (
+            f"the rank is not bound to the CPUs {listed}, which it may no longer use "
+            f"({error.strerror})"
+        )
     return ""
 
 
@@ -120,10 +140,11 @@ def run_program(spec: ProgramSpec, log_fd: int) -> NoReturn:
 
 
 def run_in_rank(spec: RankSpec, channel: Channel) -> int:
-    """Join, call the job, leave; the exit code: 0, the code of the job's sys.exit, or 1 for an exception.
+    """Join, call the job, leave; the exit code: 0, the code of the job's sys.exit, or 1 for an
+    exception.
 
-    A script joins by itself, or not at all, so it counts as joined when it begins. It has no heartbeat until it
-    reports. `channel`: takes the measurements of its steps.
+    A script joins by itself, or not at all, so it counts as joined when it begins. It has no
+    heartbeat until it reports. `channel`: takes the measurements of its steps.
     """
     try:
         job = config.from_dict(json.loads(spec.job))
@@ -154,11 +175,14 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
         if not spec.script:  # a script has no caller that could catch the exception
             error.__traceback__ = None  # frames can't be pickled
             write_pickle(f"{spec.value}.error", error)
-        return program.NOT_FOUND if spec.script and isinstance(error, program.ProgramNotFound) else 1
+        return (
+            program.NOT_FOUND if spec.script and isinstance(error, program.ProgramNotFound) else 1
+        )
 
 
 def watch_steps(job: config.Job, channel: Channel) -> None:
-    """Time the rank's computation and the pauses of its garbage collector, if others may have to wait for it."""
+    """Time the rank's computation and the pauses of its garbage collector, if others may have to
+    wait for it."""
     if context.rank().world_size == 1:
         return
     if job.watch.slow and "torch" in sys.modules:
@@ -173,7 +197,11 @@ def watch_steps(job: config.Job, channel: Channel) -> None:
 def frames_of_job(frames: TracebackType | None) -> TracebackType | None:
     """A traceback without raydist's frames before the job's own."""
     own_files = (__file__, target.__file__, program.__file__, runpy.__file__, "<frozen runpy>")
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in own_files:
+    while (
+        frames is not None
+        and frames.tb_next is not None
+        and frames.tb_frame.f_code.co_filename in own_files
+    ):
         frames = frames.tb_next
     return frames
 
@@ -189,7 +217,8 @@ def call_job(spec: RankSpec, job: config.Job) -> Any:
 
 
 def write_pickle(path: str, value: Any) -> None:
-    """Write a pickled value to a file for the agent; a value that can't be pickled becomes a warning."""
+    """Write a pickled value to a file for the agent; a value that can't be pickled becomes a
+    warning."""
     import cloudpickle
 
     if value is None:
@@ -197,13 +226,16 @@ def write_pickle(path: str, value: Any) -> None:
     try:
         Path(path).write_bytes(cloudpickle.dumps(value))
     except Exception as error:
-        context.emit_event("warning", text=f"a {type(value).__name__} can't be pickled for the driver: {error}")
+        context.emit_event(
+            "warning", text=f"a {type(value).__name__} can't be pickled for the driver: {error}"
+        )
 
 
 def end_process(code: int, whole: bool = False) -> NoReturn:
     """End as a Python program does, without returning into the code of the fork server.
 
-    `whole`: run all of an interpreter's finalization, also after a failure (for scripts). A failed job just exits.
+    `whole`: run all of an interpreter's finalization, also after a failure (for scripts). A failed
+    job just exits.
     """
     with contextlib.suppress(BaseException):
         if whole:
@@ -217,9 +249,12 @@ def end_process(code: int, whole: bool = False) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Run a rank that was spawned, not forked: its spec is a file, its descriptors are inherited."""
+    """Run a rank that was spawned, not forked: its spec is a file, its descriptors are
+    inherited."""
     path, server, *fds = sys.argv[1:]
-    die_with_parent(int(server))  # again: the kernel forgets it if the interpreter has capabilities of its own
+    die_with_parent(
+        int(server)
+    )  # again: the kernel forgets it if the interpreter has capabilities of its own
     spec = decode(Path(path).read_bytes())
     assert isinstance(spec, RankSpec), spec
     run_rank(spec, *map(int, fds))

@@ -29,13 +29,15 @@ class ProgramNotFound(FileNotFoundError):
 
 
 def run_script(script: str, args: Sequence[str]) -> None:
-    """Run a Python file or `-m module` in this process as Python would; for any other command exec it."""
+    """Run a Python file or `-m module` in this process as Python would; for any other command exec
+    it."""
     if not script.startswith("-m ") and not script.endswith(".py"):
         execute([script, *args])
     reset_interpreter()
     sys.modules["__main__"] = main = ModuleType("__main__")
     if "__mp_main__" in sys.modules:
-        # multiprocessing's name of the main module, by which it unpickles results of spawned processes
+        # multiprocessing's name of the main module, by which it unpickles results of spawned
+        # processes
         sys.modules["__mp_main__"] = main
     main.__dict__["__builtins__"] = builtins
     if sys.version_info < (3, 14):
@@ -50,7 +52,8 @@ def reset_interpreter() -> None:
     """Replace the state that a fork has from the fork server by that of a new interpreter."""
     random.seed()
     if numpy_random := sys.modules.get("numpy.random"):
-        numpy_random.seed()  # both took a seed when the server imported them, so all forks would draw the same numbers
+        # both took a seed when the server imported them, so all forks would draw the same numbers
+        numpy_random.seed()
     if torch := sys.modules.get("torch"):
         torch.default_generator.seed()
     if process := sys.modules.get("multiprocessing.process"):
@@ -59,19 +62,28 @@ def reset_interpreter() -> None:
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    # the launcher was started with -m, which puts the current folder there; `python file.py` does not
-    sys.path[:] = [path for path in sys.path if path in python_path or path not in ("", os.getcwd())]
+    # the launcher was started with -m, which puts the current folder there; `python file.py` does
+    # not
+    sys.path[:] = [
+        path for path in sys.path if path in python_path or path not in ("", os.getcwd())
+    ]
 
 
 def run_file(script: str, args: Sequence[str], main: ModuleType) -> None:
-    """`python script args`: its folder is first on sys.path, and `__spec__` None, so that multiprocessing finds it."""
+    """`python script args`: its folder is first on sys.path, and `__spec__` None, so that
+    multiprocessing finds it."""
     path = os.path.abspath(script)
     if not os.path.isfile(path):
         raise ProgramNotFound(f"there is no {path} on {socket.gethostname()}: {ADVICE}")
     sys.argv = [script, *args]
     sys.orig_argv = [sys.executable, *sys.argv]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
-    facts = {"__file__": path, "__cached__": None, "__spec__": None, "__loader__": SourceFileLoader("__main__", path)}
+    facts = {
+        "__file__": path,
+        "__cached__": None,
+        "__spec__": None,
+        "__loader__": SourceFileLoader("__main__", path),
+    }
     main.__dict__.update(facts)
     with io.open_code(path) as source:
         code = compile(source.read(), path, "exec", dont_inherit=True)
@@ -91,7 +103,9 @@ def execute(argv: Sequence[str]) -> NoReturn:
     if shutil.which(argv[0]) is None:
         host = socket.gethostname()
         if os.path.exists(argv[0]):
-            raise ProgramNotFound(f"{os.path.abspath(argv[0])} on {host} is not executable: chmod +x {argv[0]}")
+            raise ProgramNotFound(
+                f"{os.path.abspath(argv[0])} on {host} is not executable: chmod +x {argv[0]}"
+            )
         raise ProgramNotFound(f"there is no program {argv[0]} on {host}: {ADVICE}")
     sys.stdout.flush()
     restore_signals()
@@ -99,7 +113,8 @@ def execute(argv: Sequence[str]) -> NoReturn:
 
 
 def restore_signals() -> None:
-    """Give signals that Python ignores their default action, which exec does not: `yes | head` ends by SIGPIPE."""
+    """Give signals that Python ignores their default action, which exec does not: `yes | head` ends
+    by SIGPIPE."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
 
@@ -112,11 +127,13 @@ def finish(code: int) -> None:
 
 
 def leave_mpi() -> None:
-    """Call MPI_Finalize and exit, as mpi4py does in the tear-down of an interpreter, which a fork does not have."""
+    """Call MPI_Finalize and exit, as mpi4py does in the tear-down of an interpreter, which a fork
+    does not have."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None:
         return
     if mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-    # MPICH signs off from its process manager in an exit handler of C; without it the rank counts as killed
+    # MPICH signs off from its process manager in an exit handler of C; without it the rank counts
+    # as killed
     ctypes.CDLL(None).exit(0)

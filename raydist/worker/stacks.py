@@ -20,10 +20,11 @@ _stack_files: list[TextIO] = []
 
 
 def of_all_threads() -> str:
-    """The stacks of all Python threads in faulthandler's format, the main thread's last, as the current one.
+    """The stacks of all Python threads in faulthandler's format, the main thread's last, as the
+    current one.
 
-    Not by faulthandler's own signal handler: it does not wait for the GIL, and crashes the process if another thread
-    runs Python code meanwhile (github.com/python/cpython/issues/116008).
+    Not by faulthandler's own signal handler: it does not wait for the GIL, and crashes the process
+    if another thread runs Python code meanwhile (github.com/python/cpython/issues/116008).
     """
     frames, main = sys._current_frames(), threading.main_thread().ident
     numbers = sorted(frames, key=lambda number: number == main)
@@ -34,22 +35,29 @@ def _stack(thread: int, innermost: FrameType, current: bool) -> str:
     title = f"{'Current thread' if current else 'Thread'} 0x{thread:016x} (most recent call first):"
     walk = traceback.walk_stack(innermost)
     return "\n".join(
-        [title, *(f'  File "{f.f_code.co_filename}", line {line} in {f.f_code.co_name}' for f, line in walk)]
+        [
+            title,
+            *(
+                f'  File "{f.f_code.co_filename}", line {line} in {f.f_code.co_name}'
+                for f, line in walk
+            ),
+        ]
     )
 
 
 def answer_signal(path: str) -> None:
     """Register a handler of STACKS_SIGNAL that appends the stack of the main thread to a file.
 
-    The handler is C code, so it also runs while native code keeps the GIL and `of_all_threads` can't be called. An exec
-    removes it.
+    The handler is C code, so it also runs while native code keeps the GIL and `of_all_threads`
+    can't be called. An exec removes it.
     """
     _stack_files.append(open(path, "a"))  # noqa: SIM115 - as long as the process
     faulthandler.register(STACKS_SIGNAL, file=_stack_files[-1], all_threads=False)
 
 
 def collectives() -> tuple[list[Collective], str]:
-    """The last collectives of this rank, the oldest first; and why those of its backend are missing, else empty."""
+    """The last collectives of this rank, the oldest first; and why those of its backend are
+    missing, else empty."""
     if "torch.distributed" not in sys.modules:
         return [], ""
     import torch
@@ -62,8 +70,10 @@ def collectives() -> tuple[list[Collective], str]:
         entries = flight_recorder(backend)
         if entries is None and backend in used:
             gap = (
-                f"torch {torch.__version__} keeps no record of {backend}'s collectives: a hang report names the ranks "
-                "that wait, but not the collective, and ranks that wait in different collectives are ended only by "
+                f"torch {torch.__version__} keeps no record of {backend}'s collectives: a hang "
+                "report names the ranks "
+                "that wait, but not the collective, and ranks that wait in different collectives "
+                "are ended only by "
                 "hang.limit_s; use torch 2.8 or newer"
             )
         last += (entries or [])[-LAST:]

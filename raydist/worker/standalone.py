@@ -1,4 +1,5 @@
-"""Runs a job's file as a program: `python jobs/digits.py …`, `torchrun jobs/digits.py …`. (rank side)"""
+"""Runs a job's file as a program: `python jobs/digits.py …`, `torchrun jobs/digits.py …`. (rank
+side)"""
 
 from __future__ import annotations
 
@@ -25,16 +26,18 @@ PATH_BYTES = 4096
 
 
 def main(function: Callable[..., Any]) -> Any:
-    """Run a job's function in this process, with the settings of its command line; return what the function returns.
+    """Run a job's function in this process, with the settings of its command line; return what the
+    function returns.
 
     For the last line of a job's file, under `if __name__ == "__main__":`. The settings are those of
     `raydist train`. The rank is that of torchrun's variables; without them it is rank 0 of 1.
 
-    - `function`: called with `config=` if it has a parameter of that name, and with `job.args` as keyword arguments.
+    - `function`: called with `config=` if it has a parameter of that name, and with `job.args` as
+      keyword arguments.
 
-    A RaydistError is printed as one line, and ends the process with its exit code (2 for a wrong setting). Any other
-    exception is raised. In a process group it is printed instead, and the process ends with exit code 1, because a
-    failed rank must not wait for the others.
+    A RaydistError is printed as one line, and ends the process with its exit code (2 for a wrong
+    setting). Any other exception is raised. In a process group it is printed instead, and the
+    process ends with exit code 1, because a failed rank must not wait for the others.
     """
     try:
         return run_standalone(function, standalone_job(function, sys.argv[1:]))
@@ -56,7 +59,8 @@ def in_group() -> bool:
 
 
 def end_program(code: int) -> NoReturn:
-    """End with this exit code, in a process group too, where Python's own exit waits for gloo's threads or aborts."""
+    """End with this exit code, in a process group too, where Python's own exit waits for gloo's
+    threads or aborts."""
     if not in_group():
         sys.exit(code)
     sys.stdout.flush()
@@ -65,25 +69,33 @@ def end_program(code: int) -> NoReturn:
 
 
 def standalone_job(function: Callable[..., Any], overrides: list[str]) -> Job:
-    """The Job of these overrides, with the function as its target and a backend that this machine has."""
+    """The Job of these overrides, with the function as its target and a backend that this machine
+    has."""
     import torch
 
     from raydist.settings.compose import compose
 
-    job = compose(overrides, target=f"{Path(function.__code__.co_filename).absolute()}:{function.__name__}")
+    job = compose(
+        overrides, target=f"{Path(function.__code__.co_filename).absolute()}:{function.__name__}"
+    )
     if job.backend.name != "auto":
         return job
-    return replace(job, backend=replace(job.backend, name="nccl" if torch.cuda.is_available() else "gloo"))
+    return replace(
+        job, backend=replace(job.backend, name="nccl" if torch.cuda.is_available() else "gloo")
+    )
 
 
 def run_standalone(function: Callable[..., Any], job: Job) -> Any:
     """Join the other ranks, call the function, leave."""
     rank = context.Rank.from_env(os.environ)
     if rank.world_size > 1:
-        # torch's optimizers import it in their first step. If that happens beside a DDP model, the process group is
-        # never freed, and gloo's threads may abort this process as it exits ("terminate called without an active …").
+        # torch's optimizers import it in their first step. If that happens beside a DDP model, the
+        # process group is never freed, and gloo's threads may abort this process as it exits
+        # ("terminate called without an active …").
         import torch._dynamo  # noqa: F401
-    context.enter(context.Context(rank=rank, emit=printer(job.watch.every_s), beat=lambda step, phase: None))
+    context.enter(
+        context.Context(rank=rank, emit=printer(job.watch.every_s), beat=lambda step, phase: None)
+    )
     try:
         with backends.join(job.backend.name, job, os.environ) as comm, in_run_folder(job, comm):
             if rank.world_size > 1 and job.train.gc:
@@ -107,7 +119,8 @@ def rank0_folder(job: Job, comm: backends.Comm) -> Path:
 
 @contextmanager
 def in_run_folder(job: Job, comm: backends.Comm) -> Iterator[None]:
-    """Set the run folder of this rank, and the variables of the checkpoint to resume from. A collective."""
+    """Set the run folder of this rank, and the variables of the checkpoint to resume from. A
+    collective."""
     import torch
 
     current, run_dir = context.current(), rank0_folder(job, comm)
@@ -116,7 +129,9 @@ def in_run_folder(job: Job, comm: backends.Comm) -> Iterator[None]:
     if env_names.RESUME not in os.environ:
         run = run_folder(replace(job, dir=str(run_dir)))
         with object_store.environment(job.env):
-            start = run_checkpoints.find_resume(job.resume, run, lambda text: context.emit_event("warning", text=text))
+            start = run_checkpoints.find_resume(
+                job.resume, run, lambda text: context.emit_event("warning", text=text)
+            )
             folder = run_checkpoints.folder_for(run, start)
         variables = {env_names.RESUME: str(start or ""), env_names.CHECKPOINTS: str(folder)}
         comm.gather(torch.zeros(1))  # all ranks have looked before one of them saves
@@ -125,7 +140,8 @@ def in_run_folder(job: Job, comm: backends.Comm) -> Iterator[None]:
 
 
 def printer(every_s: float) -> Callable[[Event], None]:
-    """A function that prints rank 0's events: one step every `every_s` seconds and the last one, all others at once."""
+    """A function that prints rank 0's events: one step every `every_s` seconds and the last one,
+    all others at once."""
     last = time.monotonic() - every_s
 
     def emit(event: Event) -> None:

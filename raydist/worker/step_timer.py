@@ -1,15 +1,17 @@
-"""Measures a rank's compute time in each step apart from its waits for other ranks, in any loop. (rank side)
+"""Measures a rank's compute time in each step apart from its waits for other ranks, in any loop.
+(rank side)
 
-A straggler makes the steps of all ranks equally long, so only time without a wait for others is compute time. All ranks
-have caught up with each other when gradients are averaged, that is when the optimizer's step begins. From there data
-loading, the forward pass and the code between them count, up to the end of the forward pass:
+A straggler makes the steps of all ranks equally long, so only time without a wait for others is
+compute time. All ranks have caught up with each other when gradients are averaged, that is when the
+optimizer's step begins. From there data loading, the forward pass and the code between them count,
+up to the end of the forward pass:
 
-    DistributedDataParallel   its broadcast of buffers before the forward pass does not count; nor does its backward
-                              pass, in which computation and waits overlap
-    Horovod                   everything counts except `synchronize`, which waits for the other ranks
+    DistributedDataParallel   its broadcast of buffers before the forward pass does not count,
+                              nor does its backward pass: computation and waits overlap there
+    Horovod                   all counts except `synchronize`, which waits for other ranks
 
-On a GPU the marks are CUDA events, so GPU time counts, idle time of the stream included. A compiled model, FSDP, and
-loops without DDP and Horovod leave no marks, and are not timed.
+On a GPU the marks are CUDA events, so GPU time counts, idle time of the stream included. A compiled
+model, FSDP, and loops without DDP and Horovod leave no marks, and are not timed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any
 import torch
 
 NEWEST = 64
-"""Steps over which the median is taken: one step that also saves or evaluates does not make a rank slow."""
+"""Steps over which the median is taken: one step that also saves or evaluates does not make a rank
+slow."""
 NOTE_EVERY = 8
 """Steps between two notes: a median takes 4 us."""
 
@@ -73,7 +76,9 @@ class StepTimer:
             self._note(*self._pending.popleft())
 
     def _note(self, begin: Any, end: Any, spans: list[tuple[Any, Any]]) -> None:
-        self._times.append((sum(seconds_between(*span) for span in spans), seconds_between(begin, end)))
+        self._times.append(
+            (sum(seconds_between(*span) for span in spans), seconds_between(begin, end))
+        )
         self._steps += 1
         if self._steps % NOTE_EVERY == 0:
             compute_s, step_s = zip(*self._times, strict=True)
@@ -114,8 +119,11 @@ def time_steps_of_process(note: NoteComputeTime) -> None:
         _wrap_method(horovod._DistributedOptimizer, "synchronize", timer.pause, timer.end_step)
 
 
-def _wrap_method(class_: Any, name: str, before: Callable[..., None], after: Callable[[], None] | None) -> None:
-    """Call `before` and `after` around a method, if this version of the library has it, unless a compiler traces."""
+def _wrap_method(
+    class_: Any, name: str, before: Callable[..., None], after: Callable[[], None] | None
+) -> None:
+    """Call `before` and `after` around a method, if this version of the library has it, unless a
+    compiler traces."""
     method = getattr(class_, name, None)
     if method is None:
         return
@@ -134,5 +142,6 @@ def _wrap_method(class_: Any, name: str, before: Callable[..., None], after: Cal
 
 
 def waits_for_others(module: Any, name: str) -> bool:
-    """Whether a method call is part of a step that averages gradients, not of an evaluation or an accumulation."""
+    """Whether a method call is part of a step that averages gradients, not of an evaluation or an
+    accumulation."""
     return name == "synchronize" or (torch.is_grad_enabled() and module.require_backward_grad_sync)

@@ -38,7 +38,8 @@ def _load_file(path: Path) -> Any:
 
 
 def call_function(function: Callable[..., Any], job: Job, *args: Any, **kwargs: Any) -> Any:
-    """Call the job's function with `config` if it has that parameter, and with job.args as keyword arguments."""
+    """Call the job's function with `config` if it has that parameter, and with job.args as keyword
+    arguments."""
     parameters = inspect.signature(function).parameters
     config = {"config": job} if "config" in parameters and "config" not in kwargs else {}
     return function(*args, **config, **job.job.args, **kwargs)

@@ -1,4 +1,5 @@
-"""All private parts of torch that raydist uses, with the fallback for a torch without them. (rank side)"""
+"""All private parts of torch that raydist uses, with the fallback for a torch without them. (rank
+side)"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Recorder(NamedTuple):
-    """One instance of torch's flight recorder; each implementation of a backend records into its own."""
+    """One instance of torch's flight recorder; each implementation of a backend records into its
+    own."""
 
     backend: str
     """gloo or nccl: the backend that it belongs to, as a hang report names it."""
@@ -71,7 +73,8 @@ def _dump(recorder: Recorder) -> list[Any] | None:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside the block new tensors have no values, but a device: attention is that of a CPU, which meta's is not."""
+    """Inside the block new tensors have no values, but a device: attention is that of a CPU, which
+    meta's is not."""
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:
@@ -82,7 +85,8 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def set_timeout(group: Any, limit: timedelta) -> None:
-    """Set how long an operation of a process group may take; a mesh makes its groups with torch's own limit."""
+    """Set how long an operation of a process group may take; a mesh makes its groups with torch's
+    own limit."""
     from torch.distributed import distributed_c10d
 
     # public since torch 2.15
@@ -91,7 +95,8 @@ def set_timeout(group: Any, limit: timedelta) -> None:
 
 
 def gpipe(stage: PipelineStage, count: int) -> ScheduleGPipe:
-    """A schedule of so many micro-batches. Fewer than stages are refused by torch 2.8 as it makes the schedule only."""
+    """A schedule of so many micro-batches. Fewer than stages are refused by torch 2.8 as it makes
+    the schedule only."""
     from torch.distributed.pipelining import ScheduleGPipe
 
     made = ScheduleGPipe(stage, max(count, stage.num_stages))
@@ -100,10 +105,18 @@ def gpipe(stage: PipelineStage, count: int) -> ScheduleGPipe:
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """Its state_dict with tensors on its device in place of numbers: a number would make the host wait for the GPU."""
-    if not scaler.is_enabled() or (scale := scaler._scale) is None or (tracker := scaler._growth_tracker) is None:
+    """Its state_dict with tensors on its device in place of numbers: a number would make the host
+    wait for the GPU."""
+    if (
+        not scaler.is_enabled()
+        or (scale := scaler._scale) is None
+        or (tracker := scaler._growth_tracker) is None
+    ):
         return scaler.state_dict()  # it was never used
     return {
-        "scale": scale, "growth_factor": scaler.get_growth_factor(), "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(), "_growth_tracker": tracker,
-    }  # fmt: skip
+        "scale": scale,
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": tracker,
+    }

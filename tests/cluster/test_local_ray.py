@@ -1,4 +1,5 @@
-"""The Ray that a program starts, or finds on its machine: no other account of the machine can reach into it."""
+"""The Ray that a program starts, or finds on its machine: no other account of the machine can reach
+into it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def test_rays_folder_is_this_users_alone(base: Path, monkeypatch: pytest.MonkeyP
     assert local_ray.temp_folder() == other / f"ray-{os.getuid()}"
 
 
-def test_a_long_tmpdir_is_not_used_because_of_rays_sockets(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_tmpdir_is_not_used_because_of_rays_sockets(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_ray, "LONGEST", len(os.fsencode(base)))
     assert local_ray.outer_folder() == base
     monkeypatch.setattr(local_ray, "own_folder", lambda path, make=True: make)
@@ -66,7 +69,9 @@ def test_a_folder_that_another_account_has_made_is_refused(base: Path, how: str)
             os.chown(planted, OTHER, OTHER)
         case _:
             pytest.skip("only root can give a folder away")
-    with pytest.raises(LaunchError, match=r"ray-\d+.*set RAY_TMPDIR to a folder that only you can enter"):
+    with pytest.raises(
+        LaunchError, match=r"ray-\d+.*set RAY_TMPDIR to a folder that only you can enter"
+    ):
         local_ray.temp_folder()
 
 
@@ -89,7 +94,8 @@ def test_the_ray_of_another_account_is_not_joined_by_itself(base: Path) -> None:
     assert local_ray.noted_address() is None
 
 
-# The job looks with the eyes of another account at all that Ray has made. With Ray's own folders that is most of it.
+# The job looks with the eyes of another account at all that Ray has made. With Ray's own folders
+# that is most of it.
 LOOK = """
 import os
 
@@ -111,7 +117,9 @@ def look():
 @requires_root
 @pytest.mark.root
 @pytest.mark.ray
-def test_another_account_can_write_into_no_folder_of_a_ray_that_a_run_starts(tmp_path: Path) -> None:
+def test_another_account_can_write_into_no_folder_of_a_ray_that_a_run_starts(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "look.py").write_text(LOOK)
     with tempfile.TemporaryDirectory(prefix="t-") as short:  # Ray's sockets are in there
         os.chmod(short, 0o1777)

@@ -40,7 +40,9 @@ def ask(bundles: int, strategy: str = "STRICT_SPREAD") -> ResourceRequest:
     return ResourceRequest("gloo", bundles, ({"CPU": 1.0},) * bundles, 1, strategy, {"CPU": 1.0})
 
 
-def offence(number: int, run: str, what: str = "lost", ago: float = 0.0, cluster: str = "c:1") -> NodeIncident:
+def offence(
+    number: int, run: str, what: str = "lost", ago: float = 0.0, cluster: str = "c:1"
+) -> NodeIncident:
     return NodeIncident(cluster, f"node-{number}", f"10.0.0.{number}", what, run, NOW - ago)
 
 
@@ -114,9 +116,12 @@ def test_nobody_waits_for_want_of_a_node_that_is_avoided(
 
 
 def test_its_words() -> None:
-    said = incident_text(node(7), [offence(7, "a"), offence(7, "b"), offence(7, "b", "slow")], avoided=True)
+    said = incident_text(
+        node(7), [offence(7, "a"), offence(7, "b"), offence(7, "b", "slow")], avoided=True
+    )
     assert said.startswith(
-        "node-7 (10.0.0.7) is avoided: in the last 7 days it was lost in 2 runs, slow in 1 run, the last"
+        "node-7 (10.0.0.7) is avoided: in the last 7 days it was lost in 2 runs, slow in 1 run, "
+        "the last"
     )
     assert "scale.avoid=false" in said
 
@@ -207,7 +212,9 @@ made.shutdown()
 
 
 @pytest.mark.ray
-def test_ray_places_the_ranks_elsewhere_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_places_the_ranks_elsewhere_where_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import subprocess
     import sys
 
@@ -215,7 +222,9 @@ def test_ray_places_the_ranks_elsewhere_where_it_can(tmp_path: Path, monkeypatch
 
     monkeypatch.setenv("RAYDIST_LEDGER", str(tmp_path / "nodes.json"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    ended = subprocess.run([sys.executable, "-c", HOLD], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", HOLD], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
     assert told["bad"] not in told["two"]
@@ -226,7 +235,9 @@ def test_ray_places_the_ranks_elsewhere_where_it_can(tmp_path: Path, monkeypatch
     assert told["free"] == [2.0, 2.0, 2.0]
 
 
-def test_it_lies_in_the_cache_of_the_person(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_lies_in_the_cache_of_the_person(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("RAYDIST_LEDGER")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert node_history.history_file() == tmp_path / "raydist" / "nodes.json"

@@ -1,4 +1,5 @@
-"""Who sits where: how many, on what, in which order; what can never be, and what to type instead."""
+"""Who sits where: how many, on what, in which order; what can never be, and what to type
+instead."""
 
 from __future__ import annotations
 
@@ -19,9 +20,18 @@ from raydist.settings.config import Backend, Job, Scale
 from raydist.shared.errors import ConfigError
 
 
-def node(i: int, gpu: float = 0, cpu: float = 8, free: dict[str, float] | None = None, **more: Any) -> Node:
+def node(
+    i: int, gpu: float = 0, cpu: float = 8, free: dict[str, float] | None = None, **more: Any
+) -> Node:
     total = {"CPU": float(cpu), **({"GPU": float(gpu)} if gpu else {}), **more.pop("resources", {})}
-    return Node(f"id-{i}", f"10.0.0.{i}", f"node-{i}", total, total if free is None else free, more.get("labels", {}))
+    return Node(
+        f"id-{i}",
+        f"10.0.0.{i}",
+        f"node-{i}",
+        total,
+        total if free is None else free,
+        more.get("labels", {}),
+    )
 
 
 def job(backend: str = "auto", **scale: Any) -> Job:
@@ -39,7 +49,14 @@ MIXED = [*GPUS, node(3, gpu=4, cpu=32), node(4, cpu=16)]
         # scale=local: the GPUs of the best node, else two ranks
         (job(), CPUS, "gloo", 2, "STRICT_SPREAD", [{"CPU": 2}]),
         (job(), GPUS, "nccl", 8, "STRICT_SPREAD", [{"CPU": 8, "GPU": 8}]),
-        (job(), [node(1, gpu=2), node(2, gpu=4)], "nccl", 4, "STRICT_SPREAD", [{"CPU": 4, "GPU": 4}]),
+        (
+            job(),
+            [node(1, gpu=2), node(2, gpu=4)],
+            "nccl",
+            4,
+            "STRICT_SPREAD",
+            [{"CPU": 4, "GPU": 4}],
+        ),
         (job("gloo"), GPUS, "gloo", 2, "STRICT_SPREAD", [{"CPU": 2}]),
         (job("gloo", gpus=1), GPUS, "gloo", 8, "STRICT_SPREAD", [{"CPU": 8, "GPU": 8}]),
         (job(gpus=0), GPUS, "gloo", 2, "STRICT_SPREAD", [{"CPU": 2}]),
@@ -53,26 +70,87 @@ MIXED = [*GPUS, node(3, gpu=4, cpu=32), node(4, cpu=16)]
         (job(nodes=2, cpus=2), CPUS, "gloo", 4, "STRICT_SPREAD", [{"CPU": 4}] * 2),
         (job(nodes=3), MIXED, "nccl", 12, "STRICT_SPREAD", [{"CPU": 4, "GPU": 4}] * 3),
         # ranks that share a GPU: gloo, since NCCL refuses that
-        (job(nodes=1, per_node=2, gpus=0.5), GPUS, "gloo", 2, "STRICT_SPREAD", [{"CPU": 2, "GPU": 1}]),
-        (job(nodes=1, per_node=5, gpus=0.4), GPUS, "gloo", 5, "STRICT_SPREAD", [{"CPU": 5, "GPU": 3}]),
-        (job(nodes=1, per_node=3, gpus=0.4), GPUS, "gloo", 3, "STRICT_SPREAD", [{"CPU": 3, "GPU": 2}]),
+        (
+            job(nodes=1, per_node=2, gpus=0.5),
+            GPUS,
+            "gloo",
+            2,
+            "STRICT_SPREAD",
+            [{"CPU": 2, "GPU": 1}],
+        ),
+        (
+            job(nodes=1, per_node=5, gpus=0.4),
+            GPUS,
+            "gloo",
+            5,
+            "STRICT_SPREAD",
+            [{"CPU": 5, "GPU": 3}],
+        ),
+        (
+            job(nodes=1, per_node=3, gpus=0.4),
+            GPUS,
+            "gloo",
+            3,
+            "STRICT_SPREAD",
+            [{"CPU": 3, "GPU": 2}],
+        ),
         # rank by rank
         (job(nodes=2, per_node=3, placement="PACK"), CPUS, "gloo", 6, "PACK", [{"CPU": 1}] * 6),
-        (job(nodes=2, per_node=2, placement="STRICT_PACK"), CPUS, "gloo", 4, "STRICT_PACK", [{"CPU": 1}] * 4),
+        (
+            job(nodes=2, per_node=2, placement="STRICT_PACK"),
+            CPUS,
+            "gloo",
+            4,
+            "STRICT_PACK",
+            [{"CPU": 1}] * 4,
+        ),
         (job(nodes=4, per_node=1, placement="SPREAD"), CPUS, "gloo", 4, "SPREAD", [{"CPU": 1}] * 4),
         # scale=cluster
         (job(nodes=None), CPUS, "gloo", 8, "STRICT_SPREAD", [{"CPU": 4}] * 2),
         (job(nodes=None, cpus=3), CPUS, "gloo", 2, "STRICT_SPREAD", [{"CPU": 3}] * 2),
         (job(nodes=None), GPUS, "nccl", 16, "STRICT_SPREAD", [{"CPU": 8, "GPU": 8}] * 2),
         (job(nodes=None), MIXED, "nccl", 20, "PACK", [{"CPU": 1, "GPU": 1}] * 20),
-        (job(nodes=None, per_node=4), MIXED, "nccl", 12, "STRICT_SPREAD", [{"CPU": 4, "GPU": 4}] * 3),
-        (job(nodes=None, per_node=8), MIXED, "nccl", 16, "STRICT_SPREAD", [{"CPU": 8, "GPU": 8}] * 2),
-        (job(nodes=None, placement="SPREAD"), MIXED, "nccl", 20, "SPREAD", [{"CPU": 1, "GPU": 1}] * 20),
-        (job(nodes=None), [node(1, cpu=0), node(2, cpu=3)], "gloo", 3, "STRICT_SPREAD", [{"CPU": 3}]),
+        (
+            job(nodes=None, per_node=4),
+            MIXED,
+            "nccl",
+            12,
+            "STRICT_SPREAD",
+            [{"CPU": 4, "GPU": 4}] * 3,
+        ),
+        (
+            job(nodes=None, per_node=8),
+            MIXED,
+            "nccl",
+            16,
+            "STRICT_SPREAD",
+            [{"CPU": 8, "GPU": 8}] * 2,
+        ),
+        (
+            job(nodes=None, placement="SPREAD"),
+            MIXED,
+            "nccl",
+            20,
+            "SPREAD",
+            [{"CPU": 1, "GPU": 1}] * 20,
+        ),
+        (
+            job(nodes=None),
+            [node(1, cpu=0), node(2, cpu=3)],
+            "gloo",
+            3,
+            "STRICT_SPREAD",
+            [{"CPU": 3}],
+        ),
     ],
 )
 def test_what_is_asked_of_ray(
-    asking: Job, nodes: list[Node], backend: str, world: int, strategy: str, bundles: list[dict[str, float]]
+    asking: Job,
+    nodes: list[Node],
+    backend: str,
+    world: int,
+    strategy: str,
+    bundles: list[dict[str, float]],
 ) -> None:
     asked = placement.resources_for(asking, nodes)
     assert (asked.backend, asked.world_size, asked.strategy) == (backend, world, strategy)
@@ -81,8 +159,13 @@ def test_what_is_asked_of_ray(
 
 
 def test_other_resources_and_labels_travel_along() -> None:
-    nodes = [node(1, resources={"highmem": 2.0}, labels={"zone": "a"}), node(2, cpu=64, labels={"zone": "b"})]
-    asked = placement.resources_for(job(per_node=2, resources={"highmem": 0.5}, labels={"zone": "a"}), nodes)
+    nodes = [
+        node(1, resources={"highmem": 2.0}, labels={"zone": "a"}),
+        node(2, cpu=64, labels={"zone": "b"}),
+    ]
+    asked = placement.resources_for(
+        job(per_node=2, resources={"highmem": 0.5}, labels={"zone": "a"}), nodes
+    )
     assert asked.bundles == ({"CPU": 2, "highmem": 1.0},)
     assert asked.rank_resources == {"CPU": 1, "highmem": 0.5}
     assert asked.selector == {"zone": "a"}
@@ -111,19 +194,28 @@ def test_the_autoscaler_may_bring_what_is_not_there_yet() -> None:
     head = [node(1, cpu=4)]
     assert placement.resources_for(job(nodes=2, per_node=8), head, AUTOSCALER).backend == "nccl"
     assert placement.resources_for(job(), head, AUTOSCALER).world_size == 8
-    assert placement.resources_for(job(nodes=6, per_node=4, gpus=0), head, AUTOSCALER).world_size == 24
+    assert (
+        placement.resources_for(job(nodes=6, per_node=4, gpus=0), head, AUTOSCALER).world_size == 24
+    )
 
 
 def test_every_node_means_those_that_are_there() -> None:
-    assert placement.resources_for(job(nodes=None), [node(1, cpu=4)], AUTOSCALER).bundles == ({"CPU": 4},)
+    assert placement.resources_for(job(nodes=None), [node(1, cpu=4)], AUTOSCALER).bundles == (
+        {"CPU": 4},
+    )
 
 
 def test_a_type_brings_no_more_than_its_most_those_that_are_there_counted() -> None:
     with pytest.raises(ConfigError, match=r"set scale=2x8"):
         placement.resources_for(job(nodes=3, per_node=8), [node(1)], AUTOSCALER)
     one = node(2, gpu=8, cpu=32, labels={"ray.io/node-group": "gpu"})
-    assert placement.resources_for(job(nodes=2, per_node=8), [node(1), one], AUTOSCALER).world_size == 16
-    with pytest.raises(ConfigError, match=r"up to 1 more of the autoscaler's type gpu with 8 GPU, 32 CPU"):
+    assert (
+        placement.resources_for(job(nodes=2, per_node=8), [node(1), one], AUTOSCALER).world_size
+        == 16
+    )
+    with pytest.raises(
+        ConfigError, match=r"up to 1 more of the autoscaler's type gpu with 8 GPU, 32 CPU"
+    ):
         placement.resources_for(job(nodes=3, per_node=8), [node(1), one], AUTOSCALER)
 
 
@@ -169,7 +261,9 @@ def test_a_type_whose_labels_nobody_tells_may_have_the_right_ones() -> None:
         (job(per_node=9, labels={"zone": "a"}), [node(1, labels={"zone": "a"})], "Its nodes with zone=a:"),
     ],
 )  # fmt: skip
-def test_what_can_never_be_is_refused_with_the_word_to_say(asking: Job, nodes: list[Node], say: str) -> None:
+def test_what_can_never_be_is_refused_with_the_word_to_say(
+    asking: Job, nodes: list[Node], say: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         placement.resources_for(asking, nodes)
     assert say == refused.value.suggestion or say in str(refused.value)
@@ -177,7 +271,9 @@ def test_what_can_never_be_is_refused_with_the_word_to_say(asking: Job, nodes: l
 
 def test_many_equal_nodes_are_one_line() -> None:
     many = [node(i, cpu=4) for i in range(1, 41)]
-    with pytest.raises(ConfigError, match=r"40 nodes with 4 CPU \(node-1, node-2, node-3, node-4 and 36 more\)"):
+    with pytest.raises(
+        ConfigError, match=r"40 nodes with 4 CPU \(node-1, node-2, node-3, node-4 and 36 more\)"
+    ):
         placement.resources_for(job(nodes=1, per_node=5), many)
 
 
@@ -196,7 +292,10 @@ def obey(asking: Job, refused: ConfigError) -> Job:
             number = float(value)
             scale = asking.scale
             asking = replace(
-                asking, scale=replace(scale, cpus=number) if key == "scale.cpus" else replace(scale, gpus=number)
+                asking,
+                scale=replace(scale, cpus=number)
+                if key == "scale.cpus"
+                else replace(scale, gpus=number),
             )
     return asking
 
@@ -237,12 +336,20 @@ def test_whoever_obeys_a_refusal_gets_a_place(
 
 
 def asked_for(bundles: int, each: int) -> ResourceRequest:
-    return ResourceRequest("gloo", bundles * each, ({"CPU": float(each)},) * bundles, each, "PACK", {"CPU": 1.0})
+    return ResourceRequest(
+        "gloo", bundles * each, ({"CPU": float(each)},) * bundles, each, "PACK", {"CPU": 1.0}
+    )
 
 
 @settings(max_examples=200, deadline=None)
-@given(lies=st.lists(st.integers(1, 12), min_size=1, max_size=30), each=st.integers(1, 4), seed=st.integers(0, 99))
-def test_ranks_are_contiguous_on_each_node_and_each_is_there_once(lies: list[int], each: int, seed: int) -> None:
+@given(
+    lies=st.lists(st.integers(1, 12), min_size=1, max_size=30),
+    each=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_ranks_are_contiguous_on_each_node_and_each_is_there_once(
+    lies: list[int], each: int, seed: int
+) -> None:
     plan = placement.assign_ranks(asked_for(len(lies), each), [node(i) for i in lies])
     assert [slot.rank for slot in plan.slots] == list(range(len(lies) * each))
     node_ranks = [slot.node_rank for slot in plan.slots]
@@ -252,7 +359,9 @@ def test_ranks_are_contiguous_on_each_node_and_each_is_there_once(lies: list[int
         assert plan.slots[slot.rank - slot.local_rank].local_rank == 0
         assert slot.local_world_size == lies.count(int(slot.node.id[3:])) * each
         assert slot.node.id == f"id-{lies[slot.bundle]}"
-    assert all([slot.bundle for slot in plan.slots].count(bundle) == each for bundle in range(len(lies)))
+    assert all(
+        [slot.bundle for slot in plan.slots].count(bundle) == each for bundle in range(len(lies))
+    )
     # in whichever order Ray has placed the bundles, each rank is on the same node
     shuffled = random.Random(seed).sample(lies, len(lies))
     again = placement.assign_ranks(asked_for(len(lies), each), [node(i) for i in shuffled])
@@ -263,7 +372,13 @@ def test_nodes_stand_in_order_of_their_numeric_addresses() -> None:
     ips = ["10.0.0.10", "fd00::1", "10.0.0.9", "a-name", "9.255.0.1"]
     nodes = [replace(node(i), ip=ip) for i, ip in enumerate(ips)]
     plan = placement.assign_ranks(asked_for(5, 1), nodes)
-    assert [node.ip for node in plan.nodes] == ["9.255.0.1", "10.0.0.9", "10.0.0.10", "fd00::1", "a-name"]
+    assert [node.ip for node in plan.nodes] == [
+        "9.255.0.1",
+        "10.0.0.9",
+        "10.0.0.10",
+        "fd00::1",
+        "a-name",
+    ]
 
 
 def test_two_raylets_on_one_machine_are_two_nodes() -> None:
@@ -276,7 +391,9 @@ def test_two_raylets_on_one_machine_are_two_nodes() -> None:
 
 
 def test_the_plan_as_an_event_says_how_many_gpus_each_has() -> None:
-    plan = placement.assign_ranks(placement.resources_for(job(per_node=2, gpus=0.5), GPUS), [GPUS[0]])
+    plan = placement.assign_ranks(
+        placement.resources_for(job(per_node=2, gpus=0.5), GPUS), [GPUS[0]]
+    )
     facts = plan.as_event()
     assert (facts["backend"], facts["world_size"]) == ("gloo", 2)
     assert facts["slots"][1] == {
@@ -305,7 +422,9 @@ def test_the_plan_as_an_event_says_how_many_gpus_each_has() -> None:
          "waiting for 1 more node with 1 CPU and labels zone=a: 0 of 1 ready"),
     ],
 )  # fmt: skip
-def test_what_is_being_waited_for_is_said(scale: dict[str, Any], nodes: list[Node], text: str) -> None:
+def test_what_is_being_waited_for_is_said(
+    scale: dict[str, Any], nodes: list[Node], text: str
+) -> None:
     known = [replace(each, labels=scale.get("labels", {})) for each in GPUS]
     asked = placement.resources_for(job(**scale), known)
     assert describe_shortage(asked, nodes) == text
@@ -334,7 +453,9 @@ THREE = [node(1, free=FULL), node(2, free=FULL), node(3)]
          "waiting for Ray to place the ranks: the cluster has room for all"),
     ],
 )  # fmt: skip
-def test_what_a_run_holds_itself_is_not_missing(strategy: str, nodes: list[Node], held: list[str], text: str) -> None:
+def test_what_a_run_holds_itself_is_not_missing(
+    strategy: str, nodes: list[Node], held: list[str], text: str
+) -> None:
     """It named the nodes of the run as those whose resources are taken."""
     asked = replace(
         placement.resources_for(job(nodes=3, per_node=1, cpus=8), [node(1), node(2), node(3)]),
@@ -352,12 +473,25 @@ def test_rays_nodes_are_read() -> None:
          "Resources": {}},
     ]  # fmt: skip
     assert nodes_from_ray(told, {"aa": {"CPU": 1.0, "node:10.0.0.1": 1.0}}) == [
-        Node("aa", "10.0.0.1", "head", {"CPU": 4, "GPU": 1, "memory": 9}, {"CPU": 1}, {"ray.io/node-id": "aa"})
+        Node(
+            "aa",
+            "10.0.0.1",
+            "head",
+            {"CPU": 4, "GPU": 1, "memory": 9},
+            {"CPU": 1},
+            {"ray.io/node-id": "aa"},
+        )
     ]
 
 
 def test_machines_with_the_same_name_are_named_by_their_addresses_too() -> None:
-    machines = [("ubuntu", 1, True), ("ubuntu", 2, True), ("head", 3, True), ("head", 4, False), ("two", 5, True)]
+    machines = [
+        ("ubuntu", 1, True),
+        ("ubuntu", 2, True),
+        ("head", 3, True),
+        ("head", 4, False),
+        ("two", 5, True),
+    ]
     told = [
         {"NodeID": f"id-{i}", "Alive": alive, "NodeManagerAddress": f"10.0.0.{i}", "NodeManagerHostname": host,
          "Resources": {"CPU": 4.0}}
@@ -373,7 +507,11 @@ def test_machines_with_the_same_name_are_named_by_their_addresses_too() -> None:
 def test_the_autoscalers_types_are_read() -> None:
     autoscaler_pb2 = pytest.importorskip("ray.core.generated.autoscaler_pb2")
     config = autoscaler_pb2.ClusterConfig()
-    for name, most, resources in [("head", 0, {"CPU": 1}), ("gpu", 2, {"CPU": 8, "GPU": 4}), ("any", -1, {"CPU": 2})]:
+    for name, most, resources in [
+        ("head", 0, {"CPU": 1}),
+        ("gpu", 2, {"CPU": 8, "GPU": 4}),
+        ("any", -1, {"CPU": 2}),
+    ]:
         group = config.node_group_configs.add(name=name, max_count=most)
         for key, amount in resources.items():
             group.resources[key] = amount
@@ -410,7 +548,9 @@ def test_where_nobody_knows_what_may_come_nothing_is_refused_for_its_size() -> N
 
 def test_an_endless_type_is_no_trouble() -> None:
     endless = [NodeType("any", {"CPU": 2.0}, there.UNLIMITED)]
-    assert placement.resources_for(job(nodes=3000, per_node=2), [node(1)], endless).world_size == 6000
+    assert (
+        placement.resources_for(job(nodes=3000, per_node=2), [node(1)], endless).world_size == 6000
+    )
     with pytest.raises(ConfigError, match="any number of the autoscaler's type any with 2 CPU"):
         placement.resources_for(job(nodes=2, per_node=9), [node(1)], endless)
 
@@ -418,7 +558,10 @@ def test_an_endless_type_is_no_trouble() -> None:
 @pytest.mark.parametrize(("nodes", "most", "takes"), [(1, 4, 3), (1, 2, 2), (2, 8, 3), (3, 3, 3)])
 def test_as_many_nodes_as_have_room_between_two_numbers(nodes: int, most: int, takes: int) -> None:
     there_now = [node(1), node(2), node(3), node(4, free={"CPU": 1.0})]
-    assert placement.resources_for(job(nodes=nodes, max_nodes=most, per_node=2), there_now).world_size == 2 * takes
+    assert (
+        placement.resources_for(job(nodes=nodes, max_nodes=most, per_node=2), there_now).world_size
+        == 2 * takes
+    )
 
 
 def test_the_least_is_waited_for_and_can_not_be_more_than_the_most() -> None:

@@ -1,4 +1,5 @@
-"""Ray's private parts, each as the installed Ray has it; and what a run says where one is missing."""
+"""Ray's private parts, each as the installed Ray has it; and what a run says where one is
+missing."""
 
 from __future__ import annotations
 
@@ -19,13 +20,19 @@ from tests.conftest import ROOT
 
 def test_no_other_file_reaches_into_ray() -> None:
     parts = ("ray._private", "ray.core", "ray._raylet", "ray.experimental.internal_kv", "torch._C")
-    reach = {path.name for path in (ROOT / "raydist").rglob("*.py") if any(part in path.read_text() for part in parts)}
+    reach = {
+        path.name
+        for path in (ROOT / "raydist").rglob("*.py")
+        if any(part in path.read_text() for part in parts)
+    }
     assert reach == {"ray_private.py", "torch_private.py"}
 
 
 def test_this_ray_lacks_nothing() -> None:
     assert ray_private.missing_parts() == []
-    assert all(ray_private.find_part(f"ray._private.node:Node.{name}") for name in ray_private.NOT_NEEDED)
+    assert all(
+        ray_private.find_part(f"ray._private.node:Node.{name}") for name in ray_private.NOT_NEEDED
+    )
 
 
 def test_what_shutdown_imports_is_imported_before() -> None:
@@ -40,7 +47,9 @@ before = {*sys.modules}
 ray.shutdown()
 print([name for name in sys.modules if name not in before])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout == "[]\n"
 
 
@@ -74,7 +83,9 @@ print("program", "pydantic" in sys.modules, flush=True)
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("code", "at_end"), [(COMMAND, "command False"), (PROGRAM, "program True")])
+@pytest.mark.parametrize(
+    ("code", "at_end"), [(COMMAND, "command False"), (PROGRAM, "program True")]
+)
 def test_ray_imports_pydantic_only_where_objects_of_it_may_be_sent(
     tmp_path: Path, ray_address: str, code: str, at_end: str
 ) -> None:
@@ -82,7 +93,12 @@ def test_ray_imports_pydantic_only_where_objects_of_it_may_be_sent(
     (tmp_path / "actors.py").write_text(ACTORS)
     env = {**os.environ, "RAY_ADDRESS": ray_address}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert at_end in done.stdout
@@ -92,7 +108,9 @@ def test_ray_imports_pydantic_only_where_objects_of_it_may_be_sent(
 
 def test_what_is_needed_and_missing_is_named() -> None:
     assert ray_private.find_part("ray._private.worker:no_such") is None
-    with pytest.raises(LaunchError, match=r"ray .* has no ray\._private\.no_such:thing, which raydist needs"):
+    with pytest.raises(
+        LaunchError, match=r"ray .* has no ray\._private\.no_such:thing, which raydist needs"
+    ):
         ray_private.require("ray._private.no_such:thing")
 
 
@@ -105,7 +123,9 @@ def test_ray_does_not_say_how_to_switch_its_token_off(caplog: pytest.LogCaptureF
     assert not caplog.records
 
 
-def test_a_ray_that_may_run_is_looked_for_where_ray_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_may_run_is_looked_for_where_ray_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ray._private.utils import write_ray_address
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -136,7 +156,9 @@ def test_each_part_answers(on_ray: Path, ray_address: str) -> None:
     (on_ray / "send").mkdir()
     (on_ray / "send" / "file.txt").write_text("x")
     internal_kv._internal_kv_reset()  # as ray.cluster_utils.Cluster.shutdown() does
-    assert ray_private.upload_folder(str(on_ray / "send"), include_gitignore=True).startswith("gcs://")
+    assert ray_private.upload_folder(str(on_ray / "send"), include_gitignore=True).startswith(
+        "gcs://"
+    )
     ray_private.check_alive(ray_address, 10)
 
 
@@ -148,7 +170,9 @@ def test_a_jobs_entry_is_changed(on_ray: Path, ray_address: str) -> None:
     ray_private.connect_kv()
     key, namespace = JobInfoStorageClient.JOB_DATA_KEY.format(job_id="here"), "job"
     _internal_kv_put(key, json.dumps({"status": "RUNNING"}), namespace=namespace)
-    ray_private.change_job_entry(ray_address, "here", lambda entry: entry.replace(b"RUNNING", b"CHANGED"), 5)
+    ray_private.change_job_entry(
+        ray_address, "here", lambda entry: entry.replace(b"RUNNING", b"CHANGED"), 5
+    )
     assert json.loads(_internal_kv_get(key, namespace=namespace)) == {"status": "CHANGED"}
     ray_private.change_job_entry(ray_address, "here", lambda entry: None, 5)
     assert json.loads(_internal_kv_get(key, namespace=namespace)) == {"status": "CHANGED"}
@@ -159,8 +183,21 @@ def test_a_jobs_entry_is_changed(on_ray: Path, ray_address: str) -> None:
 def test_a_run_on_a_ray_that_lacks_a_part_says_so_once_and_goes_on(
     on_ray: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ray_private.OPTIONAL, "ray._private.state:state.gone", "drained nodes are not noticed")
+    monkeypatch.setitem(
+        ray_private.OPTIONAL, "ray._private.state:state.gone", "drained nodes are not noticed"
+    )
     done = raydist.run(os.getpid, "scale=1x2", "watch.progress=none")
     assert done.status == "finished"
-    warnings = [each["text"] for each in read_events(done.dir / "events.jsonl") if each["kind"] == "warning"]
-    assert len([text for text in warnings if "has no ray._private.state:state.gone: drained nodes" in text]) == 1
+    warnings = [
+        each["text"] for each in read_events(done.dir / "events.jsonl") if each["kind"] == "warning"
+    ]
+    assert (
+        len(
+            [
+                text
+                for text in warnings
+                if "has no ray._private.state:state.gone: drained nodes" in text
+            ]
+        )
+        == 1
+    )

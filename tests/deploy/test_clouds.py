@@ -1,4 +1,5 @@
-"""deploy/aws.yaml, gcp.yaml, azure.yaml held against Ray's schema and templates, moto's EC2, and cluster.yaml."""
+"""deploy/aws.yaml, gcp.yaml, azure.yaml held against Ray's schema and templates, moto's EC2, and
+cluster.yaml."""
 
 from __future__ import annotations
 
@@ -54,7 +55,13 @@ def test_ray_takes_the_file(cloud: str) -> None:
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_nodes_are_set_up_as_those_of_cluster_yaml(cloud: str) -> None:
     made = prepare_config(config(cloud))
-    same = ["file_mounts", "rsync_exclude", "setup_commands", "head_start_ray_commands", "worker_start_ray_commands"]
+    same = [
+        "file_mounts",
+        "rsync_exclude",
+        "setup_commands",
+        "head_start_ray_commands",
+        "worker_start_ray_commands",
+    ]
     assert {name: made[name] for name in same} == {name: OWN[name] for name in same}
     assert made["worker_setup_commands"] == OWN["setup_commands"]
     assert made["docker"] == {}
@@ -81,18 +88,22 @@ def test_what_a_person_changes_is_marked(cloud: str) -> None:
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_the_first_commands_are_sound(cloud: str) -> None:
-    """The one that mounts the file server too, which a person brings to life by taking its # away."""
+    """The one that mounts the file server too, which a person brings to life by taking its #
+    away."""
     living = TEXTS[cloud].replace("  # - mountpoint", "  - mountpoint")
     commands = yaml.safe_load(living)["initialization_commands"]
     assert len(commands) == 2
     check = [str(Path(sys.executable).parent / "shellcheck"), "--shell=bash", "-"]
-    done = subprocess.run(check, input="\n".join(commands), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        check, input="\n".join(commands), capture_output=True, text=True, check=False
+    )
     assert done.stdout + done.stderr == ""
 
 
 @pytest.fixture
 def ec2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """EC2 as moto plays it, where a role for the head is there already (Ray waits 30 s after it makes one)."""
+    """EC2 as moto plays it, where a role for the head is there already (Ray waits 30 s after it
+    makes one)."""
     monkeypatch.setenv("HOME", str(tmp_path))  # Ray makes a key in ~/.ssh
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "tests")
@@ -100,15 +111,21 @@ def ec2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         iam = boto3.client("iam", REGION)
         iam.create_role(RoleName="ray-autoscaler-v1", AssumeRolePolicyDocument="{}")
         iam.create_instance_profile(InstanceProfileName="ray-autoscaler-v1")
-        iam.add_role_to_instance_profile(InstanceProfileName="ray-autoscaler-v1", RoleName="ray-autoscaler-v1")
+        iam.add_role_to_instance_profile(
+            InstanceProfileName="ray-autoscaler-v1", RoleName="ray-autoscaler-v1"
+        )
         yield boto3.client("ec2", REGION)
 
 
 def with_ids(ec2: Any) -> dict[str, Any]:
     """deploy/aws.yaml with a subnet, a security group and an image that are there."""
     vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
-    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24", AvailabilityZone=f"{REGION}a")["Subnet"]["SubnetId"]
-    group = ec2.create_security_group(GroupName="raydist", Description="raydist", VpcId=vpc)["GroupId"]
+    subnet = ec2.create_subnet(VpcId=vpc, CidrBlock="10.0.0.0/24", AvailabilityZone=f"{REGION}a")[
+        "Subnet"
+    ]["SubnetId"]
+    group = ec2.create_security_group(GroupName="raydist", Description="raydist", VpcId=vpc)[
+        "GroupId"
+    ]
     image = ec2.describe_images()["Images"][0]["ImageId"]
     text = TEXTS["aws"]
     for before, after in (("subnet-0", subnet), ("sg-0", group), ("ami-0", image)):
@@ -123,12 +140,19 @@ def test_ray_makes_machines_on_efa_of_it(ec2: Any) -> None:
 
     made = AWSNodeProvider.bootstrap_config(with_ids(ec2))
     assert "create-placement-group --group-name raydist --strategy cluster" in TEXTS["aws"]
-    (kind,) = ec2.describe_instance_types(InstanceTypes=[gpu_nodes(made)["InstanceType"]])["InstanceTypes"]
+    (kind,) = ec2.describe_instance_types(InstanceTypes=[gpu_nodes(made)["InstanceType"]])[
+        "InstanceTypes"
+    ]
     counted = {"CPU": kind["VCpuInfo"]["DefaultVCpus"], "GPU": kind["GpuInfo"]["Gpus"][0]["Count"]}
     assert made["available_node_types"]["gpu"]["resources"] == counted
     cards = gpu_nodes(made)["NetworkInterfaces"]
     assert len(cards) == kind["NetworkInfo"]["MaximumNetworkCards"]
-    assert [(card["NetworkCardIndex"], card["DeviceIndex"]) for card in cards] == [(0, 0), (1, 1), (2, 1), (3, 1)]
+    assert [(card["NetworkCardIndex"], card["DeviceIndex"]) for card in cards] == [
+        (0, 0),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+    ]
     provider = AWSNodeProvider(made["provider"], made["cluster_name"])
     tags = {"ray-node-type": "worker", "ray-user-node-type": "gpu", "ray-launch-config": "tests"}
     sent: list[dict[str, Any]] = []
@@ -160,7 +184,8 @@ def test_gcp_places_machines_near_each_other() -> None:
 
 
 def test_azure_asks_for_what_rays_template_knows() -> None:
-    """And says what that lacks: when a Ray has it, this fails, and the comment in the file is out of date."""
+    """And says what that lacks: when a Ray has it, this fails, and the comment in the file is out
+    of date."""
     template = json.loads((RAY / "_private" / "_azure" / "azure-vm-template.json").read_text())
     made = config("azure")
     for kind in made["available_node_types"].values():
@@ -169,6 +194,8 @@ def test_azure_asks_for_what_rays_template_knows() -> None:
     assert re.fullmatch(r"Standard_(ND|HB)\d+\w*r\w*", size), "the sizes with InfiniBand have an r"
     assert gpu_nodes(made)["azure_arm_parameters"]["imageOffer"] == "ubuntu-hpc"
     assert re.fullmatch(r"[123]", made["provider"]["availability_zone"]), "one zone"
-    lacking = re.compile(r"availabilitySet|virtualMachineScaleSet|proximityPlacementGroup", re.IGNORECASE)
+    lacking = re.compile(
+        r"availabilitySet|virtualMachineScaleSet|proximityPlacementGroup", re.IGNORECASE
+    )
     assert lacking.findall(json.dumps(template)) == []
     assert "ONE FABRIC" in TEXTS["azure"]

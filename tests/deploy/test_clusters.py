@@ -1,4 +1,5 @@
-"""cluster.yaml held against Ray's own schema, and what it sends and runs held against what is there."""
+"""cluster.yaml held against Ray's own schema, and what it sends and runs held against what is
+there."""
 
 from __future__ import annotations
 
@@ -27,13 +28,21 @@ def test_all_that_it_sends_is_there() -> None:
     config = yaml.safe_load(TEXT)
     ours = [source for source in config["file_mounts"].values() if not source.startswith("~")]
     assert [source for source in ours if not (ROOT / source).exists()] == []
-    commands = [*config["setup_commands"], *config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    commands = [
+        *config["setup_commands"],
+        *config["head_start_ray_commands"],
+        *config["worker_start_ray_commands"],
+    ]
     run = set(re.findall(r"~/\.raydist/src/(\S+\.sh)", " ".join(commands)))
     assert run == {f"deploy/node/{path.name}" for path in NODE.glob("*.sh")}
 
 
 def test_a_person_changes_three_lines() -> None:
-    marked = [line.split("#")[1].split(".")[0].strip() for line in TEXT.splitlines() if re.search(r"# \d\. ", line)]
+    marked = [
+        line.split("#")[1].split(".")[0].strip()
+        for line in TEXT.splitlines()
+        if re.search(r"# \d\. ", line)
+    ]
     assert marked == ["1", "2", "3"]
 
 

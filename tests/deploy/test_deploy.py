@@ -1,4 +1,5 @@
-"""What deploy/ ships: manifests, image, compose file and scripts, each held against what would read it, or run."""
+"""What deploy/ ships: manifests, image, compose file and scripts, each held against what would read
+it, or run."""
 
 from __future__ import annotations
 
@@ -26,13 +27,17 @@ from tests.rig import hosts, requires_root
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
-KUSTOMIZE = sorted((DEPLOY / "kubernetes").glob("overlays/*")) + [DEPLOY / "kubernetes" / n for n in ("cluster", "job")]
+KUSTOMIZE = sorted((DEPLOY / "kubernetes").glob("overlays/*")) + [
+    DEPLOY / "kubernetes" / n for n in ("cluster", "job")
+]
 PARTS = sorted((DEPLOY / "kubernetes" / "parts").iterdir())
 
 
 def tool(name: str, *words: str, text: str | None = None) -> str:
     """What a linter says; nothing, if all is well."""
-    done = subprocess.run([BIN / name, *words], input=text, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [BIN / name, *words], input=text, capture_output=True, text=True, check=False
+    )
     return done.stdout + done.stderr
 
 
@@ -44,13 +49,25 @@ def test_kubernetes_would_take_them(folder: Path) -> None:
 
 def claims(folder: Path) -> set[str]:
     """The volumes that deleting a folder deletes, as `kubectl delete -k` does."""
-    return {each["metadata"]["name"] for each in kuberay.build(folder) if each["kind"] == "PersistentVolumeClaim"}
+    return {
+        each["metadata"]["name"]
+        for each in kuberay.build(folder)
+        if each["kind"] == "PersistentVolumeClaim"
+    }
 
 
 def mounted(folder: Path) -> set[str]:
     """The volumes that the pods of a folder have."""
-    volumes = [volume for pod in kuberay.pods(kuberay.build(folder)[0]) for volume in pod.get("volumes", ())]
-    return {each["persistentVolumeClaim"]["claimName"] for each in volumes if "persistentVolumeClaim" in each}
+    volumes = [
+        volume
+        for pod in kuberay.pods(kuberay.build(folder)[0])
+        for volume in pod.get("volumes", ())
+    ]
+    return {
+        each["persistentVolumeClaim"]["claimName"]
+        for each in volumes
+        if "persistentVolumeClaim" in each
+    }
 
 
 def test_deleting_a_training_deletes_no_checkpoint() -> None:
@@ -73,7 +90,10 @@ def test_the_try_out_fits_a_laptop_with_one_node() -> None:
     head, worker = (pod["containers"][0]["resources"]["requests"] for pod in kuberay.pods(cluster))
     workers = kuberay.groups(cluster)[1]["maxReplicas"]
     assert workers >= 2
-    assert int(head["memory"].removesuffix("Gi")) + workers * int(worker["memory"].removesuffix("Gi")) <= 8
+    assert (
+        int(head["memory"].removesuffix("Gi")) + workers * int(worker["memory"].removesuffix("Gi"))
+        <= 8
+    )
 
 
 def test_roce_has_a_network_that_gives_the_pods_its_gids(tmp_path: Path) -> None:
@@ -83,17 +103,23 @@ def test_roce_has_a_network_that_gives_the_pods_its_gids(tmp_path: Path) -> None
     job, *others = kuberay.build(tmp_path)
     for resource in others:
         kuberay.check(resource)
-    (network,) = [each["metadata"]["name"] for each in others if each["kind"] == "NetworkAttachmentDefinition"]
+    (network,) = [
+        each["metadata"]["name"] for each in others if each["kind"] == "NetworkAttachmentDefinition"
+    ]
     worker = kuberay.groups(job)[1]["template"]
     assert worker["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": network}
-    assert worker["spec"]["containers"][0]["resources"]["limits"]["rdma/hca_shared_devices_a"] == "1"
+    assert (
+        worker["spec"]["containers"][0]["resources"]["limits"]["rdma/hca_shared_devices_a"] == "1"
+    )
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 @pytest.mark.parametrize("base", ["cluster", "job"])
 def test_each_part_fits_both_bases(part: Path, base: str, tmp_path: Path) -> None:
     plain = kuberay.build(DEPLOY / "kubernetes" / base)[0]
-    (tmp_path / "kustomization.yaml").write_text(f"resources: [{DEPLOY}/kubernetes/{base}]\ncomponents: [{part}]\n")
+    (tmp_path / "kustomization.yaml").write_text(
+        f"resources: [{DEPLOY}/kubernetes/{base}]\ncomponents: [{part}]\n"
+    )
     made = kuberay.build(tmp_path)[0]
     kuberay.check(made)
     assert made != plain
@@ -133,15 +159,23 @@ def test_a_pod_has_no_more_rights_than_it_needs(folder: Path) -> None:
         (container,) = pod["containers"]
         own = container["securityContext"]
         assert own["allowPrivilegeEscalation"] is False
-        assert own["capabilities"] == ({"add": ["IPC_LOCK"]} if "runAsUser" in own else {"drop": ["ALL"]})
-    if spec.get("enableInTreeAutoscaling"):  # only its container can ask Kubernetes for pods, not the driver's
+        assert own["capabilities"] == (
+            {"add": ["IPC_LOCK"]} if "runAsUser" in own else {"drop": ["ALL"]}
+        )
+    if spec.get(
+        "enableInTreeAutoscaling"
+    ):  # only its container can ask Kubernetes for pods, not the driver's
         autoscaler = spec["autoscalerOptions"]
         assert autoscaler["securityContext"]["allowPrivilegeEscalation"] is False
         (token,) = autoscaler["volumeMounts"]
         assert token["mountPath"] == "/var/run/secrets/kubernetes.io/serviceaccount"
         head = kuberay.pods(resource)[0]
-        assert token["name"] in [volume["name"] for volume in head["volumes"] if "projected" in volume]
-        assert token["name"] not in [mount["name"] for mount in head["containers"][0]["volumeMounts"]]
+        assert token["name"] in [
+            volume["name"] for volume in head["volumes"] if "projected" in volume
+        ]
+        assert token["name"] not in [
+            mount["name"] for mount in head["containers"][0]["volumeMounts"]
+        ]
     (policy,) = [each["spec"] for each in others if each["kind"] == "NetworkPolicy"]
     rays = policy["podSelector"]
     within, dashboard = policy["ingress"]
@@ -172,14 +206,18 @@ def test_the_image_copies_what_is_there_and_starts_what_there_is() -> None:
     assert tool("shellcheck", "--shell=sh", "--exclude=SC2154", "-", text=script) == ""
     ((module, command),) = re.findall(r"python -m (raydist\S+) (\S+)", script)
     asked = subprocess.run(
-        [sys.executable, "-m", module, command, "--help"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", module, command, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert asked.returncode == 0, asked.stderr
     assert re.findall(r"^ARG HOROVOD=(.*)", text, re.MULTILINE)[0] in asked.stdout
 
 
 def test_the_image_has_the_ray_that_the_manifests_name_and_versions_that_were_tried() -> None:
-    """KubeRay starts pods by `rayVersion`, and Ray refuses a node with another one than the head's."""
+    """KubeRay starts pods by `rayVersion`, and Ray refuses a node with another one than the
+    head's."""
     text = (DEPLOY / "docker" / "Dockerfile").read_text()
     pinned = dict(re.findall(r"^ARG (RAY|TORCH)=(.+)$", text, re.MULTILINE))
     for name in ("cluster", "job"):
@@ -188,7 +226,11 @@ def test_the_image_has_the_ray_that_the_manifests_name_and_versions_that_were_tr
     assert {'"ray[default]==${RAY}"', '"torch==${TORCH}"'} <= set(text.split())
     tried = (ROOT / "docs" / "versions.md").read_text()
     assert re.search(rf"^\| Ray \|.* {re.escape(pinned['RAY'])} \|$", tried, re.MULTILINE)
-    assert re.search(rf"^\| torch, torchvision \|.* {re.escape(pinned['TORCH'])}, [\d.]+ \|$", tried, re.MULTILINE)
+    assert re.search(
+        rf"^\| torch, torchvision \|.* {re.escape(pinned['TORCH'])}, [\d.]+ \|$",
+        tried,
+        re.MULTILINE,
+    )
 
 
 def test_compose_would_take_its_file() -> None:
@@ -199,20 +241,31 @@ def test_compose_would_take_its_file() -> None:
     assert "RAY_AUTH_TOKEN" not in re.findall(r"\$\{(\w+):-", text), "no token that everybody knows"
     filled = re.sub(r"\$\{(\w+)[^}]*\}", lambda found: values[found[1]] or "a", text)
     # what reads it here knows neither variables nor YAML's `<<`
-    compose = compose_spec.PyCompose.from_yaml(yaml.safe_dump(yaml.safe_load(filled), sort_keys=False))
+    compose = compose_spec.PyCompose.from_yaml(
+        yaml.safe_dump(yaml.safe_load(filled), sort_keys=False)
+    )
     compose.validate()
     assert sorted(compose.service_names()) == ["head", "worker"]
 
 
-def test_a_node_ends_the_helper_of_its_earlier_ray_and_no_other_process_that_has_its_number(tmp_path: Path) -> None:
+def test_a_node_ends_the_helper_of_its_earlier_ray_and_no_other_process_that_has_its_number(
+    tmp_path: Path,
+) -> None:
     """After a reboot the number in ~/.raydist/follows is some other process's."""
     script, stubs = DEPLOY / "node" / "environment.sh", tmp_path / ".raydist" / "env" / "bin"
     stubs.mkdir(parents=True)
-    for name in ("prlimit", "mount", "sudo"):  # first on the script's PATH: it must not change this machine
+    for name in (
+        "prlimit",
+        "mount",
+        "sudo",
+    ):  # first on the script's PATH: it must not change this machine
         (stubs / name).symlink_to("/bin/true")
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").touch()
-    follows, noted = tmp_path / ".raydist" / "follows", f". {script}; process {{}} >~/.raydist/follows"
+    follows, noted = (
+        tmp_path / ".raydist" / "follows",
+        f". {script}; process {{}} >~/.raydist/follows",
+    )
 
     def bash(words: str) -> None:
         env = {**os.environ, "HOME": str(tmp_path), "RAY_TMPDIR": str(tmp_path / "ray")}
@@ -224,7 +277,11 @@ def test_a_node_ends_the_helper_of_its_earlier_ray_and_no_other_process_that_has
         born = follows.read_text()
         assert born.split()[0] == str(sleeper.pid)
         assert len(born.split()) == 3
-        for other in (f"{sleeper.pid}\n", born.replace(born.split()[1], "another-boot"), f"{born.rstrip()}1\n"):
+        for other in (
+            f"{sleeper.pid}\n",
+            born.replace(born.split()[1], "another-boot"),
+            f"{born.rstrip()}1\n",
+        ):
             follows.write_text(other)
             bash(f". {script}")
             assert not follows.exists()
@@ -238,7 +295,8 @@ def test_a_node_ends_the_helper_of_its_earlier_ray_and_no_other_process_that_has
 
 
 def starts_ray(home: Path, folder: Path) -> tuple[int, str]:
-    """The exit code and errors of `. environment.sh && ray start …`, with this RAY_TMPDIR and a stub for `ray`."""
+    """The exit code and errors of `. environment.sh && ray start …`, with this RAY_TMPDIR and a
+    stub for `ray`."""
     script, stubs = DEPLOY / "node" / "environment.sh", home / ".raydist" / "env" / "bin"
     stubs.mkdir(parents=True, exist_ok=True)
     for name in ("prlimit", "mount", "sudo", "ray"):
@@ -248,14 +306,18 @@ def starts_ray(home: Path, folder: Path) -> tuple[int, str]:
     (home / ".ray" / "auth_token").touch()
     env = {**os.environ, "HOME": str(home), "RAY_TMPDIR": str(folder)}
     words = (
-        f'. {script} && [ "$RAY_TMPDIR" = {folder} ] && [[ "$here" = *--temp-dir={folder}/ray* ]] && ray start $here'
+        f'. {script} && [ "$RAY_TMPDIR" = {folder} ] && [[ "$here" = '
+        f"*--temp-dir={folder}/ray* ]] && ray start $here"
     )
-    done = subprocess.run(["bash", "-c", words], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", words], env=env, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stderr
 
 
 def test_a_node_keeps_rays_files_where_no_other_account_can_enter(tmp_path: Path) -> None:
-    """Ray gives its folders mode 0777: whoever entered them could change the code of a submitted job."""
+    """Ray gives its folders mode 0777: whoever entered them could change the code of a submitted
+    job."""
     assert starts_ray(tmp_path, tmp_path / "new")[0] == 0
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
     assert starts_ray(tmp_path, tmp_path / "new")[0] == 0  # and again
@@ -308,7 +370,9 @@ def allocation(tmp_path: Path) -> Iterator[dict[str, str]]:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "srun").write_text(SRUN)
     (tmp_path / "bin" / "srun").chmod(0o755)
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True) as short:  # Ray's sockets
+    with tempfile.TemporaryDirectory(
+        prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True
+    ) as short:  # Ray's sockets
         yield {
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
             "PATH": f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}",
@@ -322,11 +386,15 @@ def allocation(tmp_path: Path) -> Iterator[dict[str, str]]:
 def batch(folder: Path, env: dict[str, str], *words: str) -> subprocess.Popen[str]:
     screen = (folder / "screen.txt").open("w")
     script = str(DEPLOY / "slurm" / "train.sbatch")
-    return subprocess.Popen(["bash", script, *words], cwd=folder, env=env, stdout=screen, stderr=screen, text=True)
+    return subprocess.Popen(
+        ["bash", script, *words], cwd=folder, env=env, stdout=screen, stderr=screen, text=True
+    )
 
 
 @pytest.mark.ray
-def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str], tmp_path: Path) -> None:
+def test_slurm_brings_up_ray_trains_and_ends_in_order(
+    allocation: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "slow.py").write_text(JOB)
     # scale.keep_warm_s says nothing about the number of nodes: it is still that of the allocation
     words = ["job=slow.py", "scale.keep_warm_s=0", "watch.progress=lines", "watch.every_s=0.5"]
@@ -337,14 +405,20 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
         assert time.monotonic() < until, (tmp_path / "screen.txt").read_text()
         time.sleep(0.2)
     assert len(processes_of(f"slurm-{tmp_path}")) > 2
-    of_ray = [*Path(allocation["RAY_TMPDIR"]).glob("ray-*")]  # of each node: Ray's own in them are open to all
+    of_ray = [
+        *Path(allocation["RAY_TMPDIR"]).glob("ray-*")
+    ]  # of each node: Ray's own in them are open to all
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in of_ray] == [0o700, 0o700]
     assert [path.name for folder in of_ray for path in folder.iterdir()] == ["ray", "ray"]
     job.send_signal(signal.SIGTERM)  # as --signal=B:TERM does, before the time is up
     assert job.wait(60) == 128 + signal.SIGTERM, (tmp_path / "screen.txt").read_text()
     (result,) = tmp_path.glob("runs/slow/*/result.json")
     assert '"signal": 15' in result.read_text()
-    steps = [line for line in (tmp_path / "srun.txt").read_text().splitlines() if line.startswith("--nodes")]
+    steps = [
+        line
+        for line in (tmp_path / "srun.txt").read_text().splitlines()
+        if line.startswith("--nodes")
+    ]
     here = socket.gethostname()
     assert [line.split()[:4] for line in steps] == [
         ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={here}"],
@@ -357,8 +431,15 @@ def test_slurm_brings_up_ray_trains_and_ends_in_order(allocation: dict[str, str]
 
 
 @pytest.mark.ray
-def test_slurm_does_not_train_on_some_of_the_nodes(allocation: dict[str, str], tmp_path: Path) -> None:
-    job = batch(tmp_path, {**allocation, "LOST": "1", "RAYDIST_JOIN_S": "0.1"}, "job=slow.py", "scale.cpus=1")
+def test_slurm_does_not_train_on_some_of_the_nodes(
+    allocation: dict[str, str], tmp_path: Path
+) -> None:
+    job = batch(
+        tmp_path,
+        {**allocation, "LOST": "1", "RAYDIST_JOIN_S": "0.1"},
+        "job=slow.py",
+        "scale.cpus=1",
+    )
     assert job.wait(90) == 1
     screen = (tmp_path / "screen.txt").read_text()
     assert "ray: 1 of 2 nodes have joined" in screen
@@ -375,32 +456,49 @@ LISTENER = (
 @pytest.mark.root
 @pytest.mark.ray
 @requires_root
-def test_slurm_connects_to_no_port_of_another_user(allocation: dict[str, str], tmp_path: Path) -> None:
-    """The owner of that port would get Ray's token, and the training. The other nodes sent it before the check."""
+def test_slurm_connects_to_no_port_of_another_user(
+    allocation: dict[str, str], tmp_path: Path
+) -> None:
+    """The owner of that port would get Ray's token, and the training. The other nodes sent it
+    before the check."""
     command = [sys.executable, "-c", LISTENER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None
         allocation |= {"PORT": other.stdout.readline().strip()}
         job = batch(tmp_path, allocation, "job=slow.py")
         assert job.wait(120) == 1
         other.communicate("x")
     screen = (tmp_path / "screen.txt").read_text()
-    assert f"port {allocation['PORT']} of 127.0.0.1 is another user's: submit the job again" in screen
+    assert (
+        f"port {allocation['PORT']} of 127.0.0.1 is another user's: submit the job again" in screen
+    )
     assert not list(tmp_path.glob("runs/*"))
     assert (tmp_path / "srun.txt").read_text().count("--ntasks-per-node") == 1
 
 
 def test_files_with_tokens_are_in_no_image_and_no_commit(tmp_path: Path) -> None:
-    """docs/docker.md puts Ray's token into deploy/docker/.env, docs/monitoring.md into a file that Prometheus reads."""
-    (scraped,) = yaml.safe_load((DEPLOY / "monitoring" / "prometheus.yaml").read_text())["scrape_configs"]
+    """docs/docker.md puts Ray's token into deploy/docker/.env, docs/monitoring.md into a file that
+    Prometheus reads."""
+    (scraped,) = yaml.safe_load((DEPLOY / "monitoring" / "prometheus.yaml").read_text())[
+        "scrape_configs"
+    ]
     token = scraped["http_sd_configs"][0]["authorization"]["credentials_file"]
     assert f"> {token})" in (ROOT / "docs" / "monitoring.md").read_text()
     ignored = (DEPLOY.parent / ".dockerignore").read_text().split()
     assert {"**/.env", "**/*.env", "!**/example.env", f"**/{token}"} <= {*ignored}
     (tmp_path / ".gitignore").write_text((DEPLOY.parent / ".gitignore").read_text())
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    names = ["deploy/docker/.env", "secret.env", f"deploy/monitoring/{token}", "deploy/docker/example.env"]
-    done = subprocess.run(["git", "check-ignore", *names], cwd=tmp_path, capture_output=True, text=True)
+    names = [
+        "deploy/docker/.env",
+        "secret.env",
+        f"deploy/monitoring/{token}",
+        "deploy/docker/example.env",
+    ]
+    done = subprocess.run(
+        ["git", "check-ignore", *names], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.stdout.split() == names[:3]
 
 
@@ -424,7 +522,9 @@ def test_a_node_is_drained_and_waits_for_its_ranks() -> None:
         busy = second.folder / "tmp" / "raydist-of-a-run"
         busy.mkdir(parents=True)
         draining = second.popen(["sh", str(DEPLOY / "docker" / "raydist-drain"), "600"])
-        assert first.run(["python", "-c", ALONE]).stdout.split()[-1] == "1"  # an idle node that is drained goes
+        assert (
+            first.run(["python", "-c", ALONE]).stdout.split()[-1] == "1"
+        )  # an idle node that is drained goes
         assert draining.poll() is None
         busy.rmdir()
         assert draining.wait(60) == 0

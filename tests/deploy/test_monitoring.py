@@ -33,8 +33,9 @@ SHORTER = {
     "for: 1m": "for: 8s", "for: 5m": "for: 8s", "> 600": "> 8", "4 * 3600": "8", "[10m]": "[40s]",
     "offset 10m": "offset 40s",
 }  # fmt: skip
-"""The durations in alerts.yaml, and those with which the test has time to see each alert fire. All but the last two are
-longer than this Ray keeps a gauge that is not set again: 4 s, after at most 2 s until it is sent."""
+"""The durations in alerts.yaml, and those with which the test has time to see each alert fire. All
+but the last two are longer than this Ray keeps a gauge that is not set again: 4 s, after at most 2
+s until it is sent."""
 FAILS = """
 import raydist
 
@@ -83,7 +84,9 @@ def job(config):
 
 def rules() -> list[dict[str, Any]]:
     return [
-        rule for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
+        rule
+        for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
+        for rule in group["rules"]
     ]
 
 
@@ -93,8 +96,11 @@ def board() -> dict[str, Any]:
 
 
 def expressions() -> dict[str, str]:
-    """Every expression of the board and the alerts, with the choice of all runs in place of Grafana's variables."""
-    panels = {each["title"]: target["expr"] for each in board()["panels"] for target in each["targets"]}
+    """Every expression of the board and the alerts, with the choice of all runs in place of
+    Grafana's variables."""
+    panels = {
+        each["title"]: target["expr"] for each in board()["panels"] for target in each["targets"]
+    }
     marks = {each["name"]: each["expr"] for each in board()["annotations"]["list"]}
     alerts = {each["alert"]: each["expr"] for each in rules()}
     return {name: re.sub(r"\$\w+", ".*", text) for name, text in (panels | marks | alerts).items()}
@@ -105,7 +111,10 @@ def test_each_alert_has_the_durations_that_it_should(tmp_path: Path) -> None:
     for path in (MONITORING / "alerts.yaml", ROOT / "tests" / "deploy" / "alerts_test.yaml"):
         shutil.copy(path, tmp_path)
     done = subprocess.run(
-        ["promtool", "test", "rules", "alerts_test.yaml"], cwd=tmp_path, capture_output=True, text=True
+        ["promtool", "test", "rules", "alerts_test.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     tested = (tmp_path / "alerts_test.yaml").read_text()
@@ -115,24 +124,38 @@ def test_each_alert_has_the_durations_that_it_should(tmp_path: Path) -> None:
 
 
 class Prometheus:
-    """One with deploy/monitoring/prometheus.yaml, but for the ports, the token, the intervals and SHORTER."""
+    """One with deploy/monitoring/prometheus.yaml, but for the ports, the token, the intervals and
+    SHORTER."""
 
     def __init__(self, folder: Path, dashboard: int, port: int) -> None:
         settings = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
         settings["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         (discovery,) = settings["scrape_configs"][0]["http_sd_configs"]
-        discovery |= {"url": discovery["url"].replace("8265", str(dashboard)), "refresh_interval": "1s"}
-        (folder / discovery["authorization"]["credentials_file"]).write_text(os.environ["RAY_AUTH_TOKEN"])
+        discovery |= {
+            "url": discovery["url"].replace("8265", str(dashboard)),
+            "refresh_interval": "1s",
+        }
+        (folder / discovery["authorization"]["credentials_file"]).write_text(
+            os.environ["RAY_AUTH_TOKEN"]
+        )
         (folder / "alerts.yaml").write_text(shortened((MONITORING / "alerts.yaml").read_text()))
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(settings))
         self.url = f"http://127.0.0.1:{port}/api/v1"
-        words = ["--config.file=prometheus.yaml", "--storage.tsdb.path=data", f"--web.listen-address=127.0.0.1:{port}"]
+        words = [
+            "--config.file=prometheus.yaml",
+            "--storage.tsdb.path=data",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ]
         self.log = folder / "log"
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(["prometheus", *words], cwd=folder, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                ["prometheus", *words], cwd=folder, stdout=log, stderr=log
+            )
 
     def ask(self, path: str, **words: str) -> Any:
-        with urllib.request.urlopen(f"{self.url}/{path}?{urllib.parse.urlencode(words)}", timeout=5) as answer:
+        with urllib.request.urlopen(
+            f"{self.url}/{path}?{urllib.parse.urlencode(words)}", timeout=5
+        ) as answer:
             return json.load(answer)["data"]
 
     def series(self) -> dict[str, list[dict[str, str]]]:
@@ -165,7 +188,9 @@ def until(true: Callable[[], bool], what: str, run: Program | None = None) -> No
     limit = time.monotonic() + 120
     while not true():
         assert run is None or run.process.poll() is None, run.screen
-        assert time.monotonic() < limit, f"{what}: not within 120 s" + (f"\n{run.screen}" if run else "")
+        assert time.monotonic() < limit, f"{what}: not within 120 s" + (
+            f"\n{run.screen}" if run else ""
+        )
         time.sleep(0.25)
 
 
@@ -181,7 +206,12 @@ def watched(tmp_path: Path) -> Iterator[tuple[Prometheus, str]]:
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "monitored.py"), str(dashboard)]
     with (tmp_path / "errors").open("w") as errors:
         ray = subprocess.Popen(
-            command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            cwd=tmp_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
     assert ray.stdin is not None
     assert ray.stdout is not None
@@ -243,16 +273,26 @@ def test_each_alert_fires_for_a_real_run_and_is_over_when_its_reason_is(
     run.signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.screen
     until(lambda: not prometheus.alerts(), "the end of all alerts")
-    assert {alert for alert, _ in prometheus.alerts(ever=True)} == {each["alert"] for each in rules()}
+    assert {alert for alert, _ in prometheus.alerts(ever=True)} == {
+        each["alert"] for each in rules()
+    }
     assert not fires("RaydistRunFailed")
-    until(lambda: not prometheus.ask("query", query=f'ray_raydist_step{{run="{name}"}}')["result"], "the last gauge")
+    until(
+        lambda: not prometheus.ask("query", query=f'ray_raydist_step{{run="{name}"}}')["result"],
+        "the last gauge",
+    )
     stopped = f'ray_raydist_runs_total{{run="{name}",status="stopped"}} == 1'
-    until(lambda: bool(prometheus.ask("query", query=stopped)["result"]), "the count of the run that was stopped")
+    until(
+        lambda: bool(prometheus.ask("query", query=stopped)["result"]),
+        "the count of the run that was stopped",
+    )
 
 
 def assert_all_series(prometheus: Prometheus, run: str) -> None:
     """Assert that the run has all that board and alerts name."""
-    wanted = {name for text in expressions().values() for name in re.findall(r"ray_raydist_\w+", text)}
+    wanted = {
+        name for text in expressions().values() for name in re.findall(r"ray_raydist_\w+", text)
+    }
     assert len(wanted) >= 12
     if not read_ports():  # a container without a network
         wanted = {name for name in wanted if "_port_" not in name}
@@ -262,11 +302,16 @@ def assert_all_series(prometheus: Prometheus, run: str) -> None:
         assert "ray_raydist_" in text, name
     of = f'run="{run}"'
     series = prometheus.series()
-    assert {"loss", "lr"} <= {each["name"] for each in series["ray_raydist_value"] if each["run"] == run}
+    assert {"loss", "lr"} <= {
+        each["name"] for each in series["ray_raydist_value"] if each["run"] == run
+    }
     assert prometheus.value(f"ray_raydist_steps{{{of}}}") == 100000
     assert prometheus.value(f"ray_raydist_step{{{of}}}") > 30
     assert prometheus.value(f'ray_raydist_restarts_total{{{of},cause="killed"}}') == 1
     assert {each["cause"] for each in series["ray_raydist_restarts_total"]} == {"killed"}
     assert 0 < prometheus.value(f"ray_raydist_goodput_ratio{{{of}}}") <= 1
     assert {each["rank"] for each in series["ray_raydist_slow_ratio"]} == {"1"}
-    assert {each["where"] for each in series["ray_raydist_kept_timestamp_seconds"]} == {"disk", "memory"}
+    assert {each["where"] for each in series["ray_raydist_kept_timestamp_seconds"]} == {
+        "disk",
+        "memory",
+    }

@@ -1,4 +1,5 @@
-"""deploy/node/setup.sh with real pip: a node that joins after a release gets the head's versions."""
+"""deploy/node/setup.sh with real pip: a node that joins after a release gets the head's
+versions."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def release(folder: Path, name: str, version: str, *needs: str) -> None:
     about = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {each}" for each in needs)]
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{info}/METADATA", "\n".join(["Metadata-Version: 2.1", *about, ""]))
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
 
 
@@ -56,15 +59,25 @@ class Node:
 
     def setup(self, **env: str) -> subprocess.CompletedProcess[str]:
         """What `ray up` does there."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "RAY_"))}
-        kept |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index)}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PIP_", "PYTHON", "RAY_"))
+        }
+        kept |= {
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.index),
+        }
         kept |= {"HOME": str(self.home), "PYTHON": sys.executable, **env}
         command = ["bash", str(self.scripts / "setup.sh")]
         return subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
 
     def has(self, name: str) -> list[str]:
         """The versions of a package in the node's environment."""
-        found = (self.home / ".raydist" / "env").glob(f"lib/python*/site-packages/{name}-*.dist-info")
+        found = (self.home / ".raydist" / "env").glob(
+            f"lib/python*/site-packages/{name}-*.dist-info"
+        )
         return [each.name.removesuffix(".dist-info").partition("-")[2] for each in found]
 
 
@@ -83,7 +96,9 @@ def join(head: Node, home: Path) -> Node:
     return node
 
 
-def test_a_node_that_joins_after_a_release_gets_the_heads_versions(tmp_path: Path, index: Path) -> None:
+def test_a_node_that_joins_after_a_release_gets_the_heads_versions(
+    tmp_path: Path, index: Path
+) -> None:
     head = Node(tmp_path / "head", index)
     done = head.setup()
     assert done.returncode == 0, done.stderr
@@ -110,5 +125,7 @@ def test_a_node_with_another_python_is_refused_by_name(tmp_path: Path, index: Pa
     done = node.setup(RAY_HEAD_IP="10.0.0.1")
     assert done.returncode == 1
     assert f"has Python {OWN} and the head Python 3.8" in done.stderr
-    assert "setup_commands: [PYTHON=python3.8 bash ~/.raydist/src/deploy/node/setup.sh]" in done.stderr
+    assert (
+        "setup_commands: [PYTHON=python3.8 bash ~/.raydist/src/deploy/node/setup.sh]" in done.stderr
+    )
     assert not (node.home / ".raydist" / "env").exists()

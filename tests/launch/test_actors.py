@@ -30,7 +30,9 @@ class Answering:
         return ("0",)
 
 
-def test_actors_that_do_not_start_in_time_are_named(on_ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_that_do_not_start_in_time_are_named(
+    on_ray: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launch waited for them without end."""
     import ray
 
@@ -43,14 +45,17 @@ def test_actors_that_do_not_start_in_time_are_named(on_ray: Path, monkeypatch: p
     assert group.gpus() == [("0",), ("0",)]
     group._actors = {(0, 0): quick, (1, 0): slow}
     monkeypatch.setattr(actors, "OPEN_S", 0.5)
-    with pytest.raises(LaunchError, match=r"^1 of 2 actors did not start within 0.507 s, on node-2$"):
+    with pytest.raises(
+        LaunchError, match=r"^1 of 2 actors did not start within 0.507 s, on node-2$"
+    ):
         group.gpus()
     for each in (quick, slow):
         ray.kill(each)
 
 
 def test_actors_of_a_bundle_are_killed_while_another_thread_starts_some() -> None:
-    """The nodes that join are prepared in a thread, in which a dictionary that changed size was the end of it."""
+    """The nodes that join are prepared in a thread, in which a dictionary that changed size was the
+    end of it."""
     group = object.__new__(Actors)
     group._actors = {(0, rank): None for rank in range(2000)}
     over = threading.Event()

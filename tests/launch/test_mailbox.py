@@ -1,4 +1,5 @@
-"""Requests and answers that travel together, between a mailbox and a node's actor in another thread."""
+"""Requests and answers that travel together, between a mailbox and a node's actor in another
+thread."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class FakeAgent:
         match request:
             case GetNews():
                 waits = [asyncio.ensure_future(each.wait()) for each in (self.ended, self.now)]
-                await asyncio.wait(waits, timeout=request.patience, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    waits, timeout=request.patience, return_when=asyncio.FIRST_COMPLETED
+                )
                 for each in waits:
                     each.cancel()
                 self.now.clear()
@@ -109,7 +112,9 @@ def test_requests_to_the_ranks_of_a_node_are_one_call(
     assert [len(call) for call in node.calls] == [RANKS]
 
 
-def test_the_end_of_one_rank_is_told_at_once_and_the_others_go_on(node: NodeInThread, box: Mailbox) -> None:
+def test_the_end_of_one_rank_is_told_at_once_and_the_others_go_on(
+    node: NodeInThread, box: Mailbox
+) -> None:
     replies = [box.send(rank, GetNews(300.0)) for rank in range(RANKS)]
     box.send(0, IsOpen()).result(PATIENCE_S)
     node.end(3)
@@ -129,7 +134,8 @@ def test_an_answer_that_never_comes_delays_no_other(node: NodeInThread, box: Mai
 
 
 def test_the_ranks_of_a_node_come_to_answer_together(node: NodeInThread, box: Mailbox) -> None:
-    """However their first requests were spread, a round of all is a call or two: of each rank it was one."""
+    """However their first requests were spread, a round of all is a call or two: of each rank it
+    was one."""
 
     def ask(rank: int, rounds: int) -> None:
         if rounds:
@@ -177,8 +183,11 @@ def test_all_requests_to_a_node_that_is_gone_fail() -> None:
 
 
 def test_a_late_answer_to_a_call_that_failed_takes_no_other_with_it() -> None:
-    """Ray fails a call if a connection breaks, and the actor lives: it answers with the next call."""
-    calls: queue.SimpleQueue[tuple[Sequence[NodeRequest], Future[Sequence[Answer]]]] = queue.SimpleQueue()
+    """Ray fails a call if a connection breaks, and the actor lives: it answers with the next
+    call."""
+    calls: queue.SimpleQueue[tuple[Sequence[NodeRequest], Future[Sequence[Answer]]]] = (
+        queue.SimpleQueue()
+    )
 
     def exchange(requests: Sequence[NodeRequest]) -> Future[Sequence[Answer]]:
         call: Future[Sequence[Answer]] = Future()

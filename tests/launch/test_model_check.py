@@ -1,4 +1,5 @@
-"""The model that `model=` names is looked at by a real fork server, before anything else is started."""
+"""The model that `model=` names is looked at by a real fork server, before anything else is
+started."""
 
 from __future__ import annotations
 
@@ -35,10 +36,20 @@ def test_a_model_that_cannot_be_divided_is_refused_before_the_start(
     small = ("job=gpt", "model.layers=2", "scale=1x4", "data.batch_size=8")
     with pytest.raises(ConfigError, match=r"GPT has 2 blocks .*too few for 4 stages") as refused:
         looked_at(*small, "parallel=pp")
-    assert (refused.value.key, refused.value.value, refused.value.suggestion) == ("parallel.pp", 4, "parallel.pp=2")
-    with pytest.raises(ConfigError, match=r"GPT has 2 heads of keys and values, which it does not divide") as refused:
+    assert (refused.value.key, refused.value.value, refused.value.suggestion) == (
+        "parallel.pp",
+        4,
+        "parallel.pp=2",
+    )
+    with pytest.raises(
+        ConfigError, match=r"GPT has 2 heads of keys and values, which it does not divide"
+    ) as refused:
         looked_at(*small, "parallel=tp")
-    assert (refused.value.key, refused.value.value, refused.value.suggestion) == ("parallel.tp", 4, "parallel.tp=2")
+    assert (refused.value.key, refused.value.value, refused.value.suggestion) == (
+        "parallel.tp",
+        4,
+        "parallel.tp=2",
+    )
     with pytest.raises(ConfigError, match=r"no class repeats .* of Plain"):
         looked_at("job=own.py", "model._target_=own_models.Plain", "parallel=fsdp", "scale=1x2")
     for fine in (

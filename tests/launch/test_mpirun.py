@@ -1,4 +1,5 @@
-"""backend=mpi through the whole of raydist on this machine: real programs, how they end, what they leave behind."""
+"""backend=mpi through the whole of raydist on this machine: real programs, how they end, what they
+leave behind."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ from tests.mpi_programs import (
 from tests.programs import Program
 
 OPENMPI: tuple[str, ...] = ()
-HYDRA = (f"backend.mpi.mpirun={MPICH}/bin/mpiexec", f"env.LD_LIBRARY_PATH={MPICH}/lib", "env.MPI4PY_MPIABI=mpich")
+HYDRA = (
+    f"backend.mpi.mpirun={MPICH}/bin/mpiexec",
+    f"env.LD_LIBRARY_PATH={MPICH}/lib",
+    "env.MPI4PY_MPIABI=mpich",
+)
 WORDS = ("backend=mpi", "group=inline", "scale=1x3", "watch.progress=none")
 both = pytest.mark.parametrize(
     "mpi_words",
@@ -102,7 +107,11 @@ def run(*words: str) -> Result[None]:
 
 
 def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("*") if path.name.startswith(("mpich_shm", "sm_segment"))}
+    return {
+        path.name
+        for path in Path("/dev/shm").glob("*")
+        if path.name.startswith(("mpich_shm", "sm_segment"))
+    }
 
 
 def log(done: Result[None], rank: int) -> str:
@@ -112,7 +121,9 @@ def log(done: Result[None], rank: int) -> str:
 @both
 def test_collectives_and_torchruns_variables(mpi_words: tuple[str, ...]) -> None:
     done = run("script=sum.py", *mpi_words)
-    assert [log(done, rank).split()[:3] for rank in range(3)] == [[str(rank), "3", "3"] for rank in range(3)]
+    assert [log(done, rank).split()[:3] for rank in range(3)] == [
+        [str(rank), "3", "3"] for rank in range(3)
+    ]
     assert [log(done, rank).split()[4] for rank in range(3)] == ["0", "1", "2"]
     said = done.dir / "logs" / "mpirun.log"
     words = said.read_text() if said.exists() else ""
@@ -123,9 +134,16 @@ def test_collectives_and_torchruns_variables(mpi_words: tuple[str, ...]) -> None
 @both
 @pytest.mark.parametrize(
     ("way", "how", "code", "number"),
-    [("raise", "raised", 1, 0), ("exit", "exited", 7, 0), ("kill", "killed", 0, 9), ("abort", "exited", 9, 0)],
+    [
+        ("raise", "raised", 1, 0),
+        ("exit", "exited", 7, 0),
+        ("kill", "killed", 0, 9),
+        ("abort", "exited", 9, 0),
+    ],
 )
-def test_the_failed_rank_is_the_cause(mpi_words: tuple[str, ...], way: str, how: str, code: int, number: int) -> None:
+def test_the_failed_rank_is_the_cause(
+    mpi_words: tuple[str, ...], way: str, how: str, code: int, number: int
+) -> None:
     before = segments()
     with pytest.raises(RunFailed) as failed:
         run("script=fail.py", f"args=[{way}]", *mpi_words)
@@ -144,11 +162,22 @@ def test_a_c_program(own_folder: Path, mpi_words: tuple[str, ...]) -> None:
     library = folder.parent / "lib"
     # the wheels' wrappers name the folder that they were built in
     subprocess.run(
-        ["gcc", "sum.c", "-o", "sum", f"-I{folder.parent}/include", f"-L{library}", f"-Wl,-rpath,{library}", "-lmpi"],
+        [
+            "gcc",
+            "sum.c",
+            "-o",
+            "sum",
+            f"-I{folder.parent}/include",
+            f"-L{library}",
+            f"-Wl,-rpath,{library}",
+            "-lmpi",
+        ],
         check=True,
     )
     done = run("script=./sum", "args=[hello]", *mpi_words)
-    assert [log(done, rank).strip() for rank in range(3)] == [f"{rank} 3 3 hello {rank}" for rank in range(3)]
+    assert [log(done, rank).strip() for rank in range(3)] == [
+        f"{rank} 3 3 hello {rank}" for rank in range(3)
+    ]
 
 
 @requires_openmpi
@@ -157,8 +186,12 @@ def test_processes_that_ranks_spawn_run_beside_them_and_end_with_them(own_folder
     program = Program(own_folder, *WORDS, "script=spawn.py")
     assert program.wait() == 1, program.screen
     result = program.result()
-    assert (result["cause"]["rank"], result["cause"]["signal"]) == (1, signal.SIGKILL), program.screen
-    assert (program.run_dir / "logs" / "rank-0.log").read_text().splitlines() == [f"2 children at work in {own_folder}"]
+    assert (result["cause"]["rank"], result["cause"]["signal"]) == (1, signal.SIGKILL), (
+        program.screen
+    )
+    assert (program.run_dir / "logs" / "rank-0.log").read_text().splitlines() == [
+        f"2 children at work in {own_folder}"
+    ]
     assert program.left() == []
 
 
@@ -183,9 +216,12 @@ def test_torch_joins_a_process_group_beside_mpi(own_folder: Path) -> None:
 def test_horovod_built_with_mpi(own_folder: Path) -> None:
     (own_folder / "both.py").write_text(
         "import horovod.torch as hvd\nimport torch\nhvd.init()\n"
-        "print(hvd.mpi_enabled(), hvd.gloo_enabled(), float(hvd.allreduce(torch.ones(1) * hvd.rank(), op=hvd.Sum)))\n"
+        "print(hvd.mpi_enabled(), hvd.gloo_enabled(), float(hvd.allreduce(torch.ones(1) * "
+        "hvd.rank(), op=hvd.Sum)))\n"
     )
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # where mpirun is
+    path = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ["PATH"]]
+    )  # where mpirun is
     command = [HOROVOD_MPI, "-m", "raydist.train", *WORDS, "script=both.py"]
     subprocess.run(command, env={**os.environ, "PATH": path}, check=True, timeout=120)
     for rank in range(3):
@@ -196,7 +232,9 @@ def test_horovod_built_with_mpi(own_folder: Path) -> None:
 @requires_openmpi
 def test_further_arguments_go_to_mpirun() -> None:
     """A rank stands where mpirun's child stood: on the cores that mpirun bound it to."""
-    Path("cores.py").write_text("from mpi4py import MPI\nimport os\nprint(sorted(os.sched_getaffinity(0)))\n")
+    Path("cores.py").write_text(
+        "from mpi4py import MPI\nimport os\nprint(sorted(os.sched_getaffinity(0)))\n"
+    )
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core")
     done = run("script=cores.py", "scale.per_node=2", "backend.mpi.args=[--bind-to,core]")
@@ -214,14 +252,18 @@ def test_a_program_without_mpi_runs() -> None:
 
 @requires_openmpi
 def test_a_missing_program_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"there is no file .*/summ.py; did you mean script=sum.py\?"):
+    with pytest.raises(
+        ConfigError, match=r"there is no file .*/summ.py; did you mean script=sum.py\?"
+    ):
         run("script=summ.py")
     with pytest.raises(RunFailed, match="there is no program no_such_command on "):
         run("script=no_such_command")
 
 
 def test_a_missing_or_unknown_mpirun_is_refused(own_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"backend.mpi.mpirun=/no/mpirun: no such program on .*openmpi"):
+    with pytest.raises(
+        ConfigError, match=r"backend.mpi.mpirun=/no/mpirun: no such program on .*openmpi"
+    ):
         run("script=sum.py", "backend.mpi.mpirun=/no/mpirun")
     with pytest.raises(ConfigError, match="neither Open MPI nor MPICH nor Intel MPI"):
         run("script=sum.py", "backend.mpi.mpirun=/bin/true")
@@ -232,12 +274,20 @@ def test_hosts_with_different_mpis_are_refused(tmp_path: Path) -> None:
     from raydist.cluster.nodes import Node, ResourceRequest
     from raydist.cluster.placement import assign_ranks
 
-    there = [Node(id=name, ip="10.0.0.1", host=name, total={}, free={}) for name in ("host0", "host1")]
+    there = [
+        Node(id=name, ip="10.0.0.1", host=name, total={}, free={}) for name in ("host0", "host1")
+    ]
     plan = assign_ranks(ResourceRequest("mpi", 2, ({},) * 2, 1, "PACK", {}, {}), there)
-    mpis = [{"kind": "openmpi", "version": version, "mpirun": "/usr/bin/mpirun"} for version in ("5.0.11", "4.1.6")]
+    mpis = [
+        {"kind": "openmpi", "version": version, "mpirun": "/usr/bin/mpirun"}
+        for version in ("5.0.11", "4.1.6")
+    ]
     group = WorkerGroup(plan, lambda *_: None, Events(tmp_path / "events.jsonl"))  # type: ignore[arg-type]
     group.facts = tuple(Facts("a", "10.0.0.1", "eth0", "10.0.0.1", mpi=own) for own in mpis)
-    with pytest.raises(ConfigError, match=r"host1 has openmpi 4.1.6 \(/usr/bin/mpirun\), and host0 has openmpi 5.0.11"):
+    with pytest.raises(
+        ConfigError,
+        match=r"host1 has openmpi 4.1.6 \(/usr/bin/mpirun\), and host0 has openmpi 5.0.11",
+    ):
         mpi.check_same_mpi(group)
 
 
@@ -257,7 +307,9 @@ def test_a_run_on_ray_leaves_nothing(ray_address: str, own_folder: Path) -> None
 
 @requires_openmpi
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_driver_that_is_stopped_or_killed_leaves_nothing(own_folder: Path, number: signal.Signals) -> None:
+def test_a_driver_that_is_stopped_or_killed_leaves_nothing(
+    own_folder: Path, number: signal.Signals
+) -> None:
     before = segments()
     program = Program(own_folder, *WORDS, "script=sum.py", "args=[0,wait]")
     logs = [f"runs/sum/*/logs/rank-{rank}.log" for rank in range(3)]

@@ -30,8 +30,15 @@ def test_a_function_that_uses_raydist_is_pickled() -> None:
         return raydist.rank()
 
     packed = RemoteCall.of(job, [], {}).packed
-    code = "import sys, cloudpickle; print(cloudpickle.loads(sys.stdin.buffer.read())[0]().world_size)"
-    assert subprocess.run([sys.executable, "-c", code], input=packed, capture_output=True, check=True).stdout == b"1\n"
+    code = (
+        "import sys, cloudpickle; print(cloudpickle.loads(sys.stdin.buffer.read())[0]().world_size)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], input=packed, capture_output=True, check=True
+        ).stdout
+        == b"1\n"
+    )
 
 
 def test_a_function_that_can_not_be_pickled_is_named() -> None:

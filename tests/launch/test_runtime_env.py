@@ -27,7 +27,9 @@ print(beside.WORD, os.getcwd(), sys.argv[0], sorted(path.name for path in pathli
 def test_a_job_without_packages_or_folder_has_no_runtime_env() -> None:
     assert runtime_env.actor_options(Job()) == {}
     assert runtime_env.root(Job()) == ""
-    assert runtime_env.root(Job(working_dir=".", group="inline")) == ""  # its ranks stand here anyway
+    assert (
+        runtime_env.root(Job(working_dir=".", group="inline")) == ""
+    )  # its ranks stand here anyway
 
 
 def test_requirements_are_names_or_the_lines_of_a_file(tmp_path: Path) -> None:
@@ -54,7 +56,12 @@ def test_ranks_run_in_a_copy_of_the_folder_without_ignored_files(on_ray: Path) -
     (on_ray / "project" / ".gitignore").write_text("big\n")
     (on_ray / "project" / "big").write_text("x")
     (on_ray / "project" / "sub" / ".env").write_text("TOKEN=hush")
-    words = ["script=project/sub/sees.py", "working_dir=project", "scale=1x2", "watch.progress=none"]
+    words = [
+        "script=project/sub/sees.py",
+        "working_dir=project",
+        "scale=1x2",
+        "watch.progress=none",
+    ]
     done = run_job(compose.compose([*words, "watch.output=none"], claim=True))
     for rank in range(2):
         sent, folder, argv, *listed = (done.dir / "logs" / f"rank-{rank}.log").read_text().split()
@@ -66,16 +73,25 @@ def test_ranks_run_in_a_copy_of_the_folder_without_ignored_files(on_ray: Path) -
 
 def install(project: Path, *words: str) -> Result[Any]:
     (project / "uses.py").write_text("import needed\nprint(needed.__file__)")
-    return run_job(compose.compose(["script=uses.py", "scale=1x1", "watch.progress=none", *words], claim=True))
+    return run_job(
+        compose.compose(["script=uses.py", "scale=1x1", "watch.progress=none", *words], claim=True)
+    )
 
 
 @pytest.mark.ray
 def test_packages_are_installed_for_the_ranks_only(on_ray: Path) -> None:
-    package = on_ray / "needed-1-py3-none-any.whl"  # one that is built: pip need not fetch what builds it
+    package = (
+        on_ray / "needed-1-py3-none-any.whl"
+    )  # one that is built: pip need not fetch what builds it
     with zipfile.ZipFile(package, "w") as wheel:
         wheel.writestr("needed.py", "")
-        wheel.writestr("needed-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: needed\nVersion: 1\n")
-        wheel.writestr("needed-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            "needed-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: needed\nVersion: 1\n"
+        )
+        wheel.writestr(
+            "needed-1.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr("needed-1.dist-info/RECORD", "")
     done = install(on_ray, f"pip=[{package}]", "watch.output=none")
     assert "/runtime_resources/pip/" in (done.dir / "logs" / "rank-0.log").read_text()

@@ -29,17 +29,24 @@ def test_the_paths_that_nodes_check() -> None:
 
 def test_a_run_folder_that_rank_0_sees_is_enough() -> None:
     assert (
-        shared_paths.check_paths(JOB, HOSTS, [{}, {"run": GONE}], "raydist.fit(config)", shared_paths.files(JOB, ""))
+        shared_paths.check_paths(
+            JOB, HOSTS, [{}, {"run": GONE}], "raydist.fit(config)", shared_paths.files(JOB, "")
+        )
         == ""
     )
 
 
 def test_a_run_folder_without_checkpoints_of_rank_0_is_an_error() -> None:
     with pytest.raises(
-        ConfigError, match=r"rank 0 runs on host1, which can't see the run folder /home/me.*storage=s3:"
+        ConfigError,
+        match=r"rank 0 runs on host1, which can't see the run folder /home/me.*storage=s3:",
     ):
         shared_paths.check_paths(
-            JOB, HOSTS, [{"run": GONE}, {}], "done = raydist.fit(config)", shared_paths.files(JOB, "")
+            JOB,
+            HOSTS,
+            [{"run": GONE}, {}],
+            "done = raydist.fit(config)",
+            shared_paths.files(JOB, ""),
         )
 
 
@@ -49,20 +56,31 @@ def test_a_job_without_checkpoints_is_only_warned() -> None:
     )
     assert "its checkpoints would be lost there" in told
     script = Job(name="digits", dir=JOB.dir, script="train.py")
-    assert shared_paths.check_paths(script, HOSTS, [{"run": GONE}, {}], "", shared_paths.files(script, "")) == ""
+    assert (
+        shared_paths.check_paths(
+            script, HOSTS, [{"run": GONE}, {}], "", shared_paths.files(script, "")
+        )
+        == ""
+    )
 
 
 def test_hosts_that_do_not_see_the_storage_are_named() -> None:
     job = Job(name="digits", dir=JOB.dir, storage="s3://bucket/runs")
     with pytest.raises(ConfigError, match=r"host2 cannot see it \(NoCredentialsError: none\)"):
         shared_paths.check_paths(
-            job, HOSTS, [{}, {"storage": "NoCredentialsError: none"}], "", shared_paths.files(job, "")
+            job,
+            HOSTS,
+            [{}, {"storage": "NoCredentialsError: none"}],
+            "",
+            shared_paths.files(job, ""),
         )
 
 
 def test_hosts_that_do_not_see_the_rendezvous_folder_are_named() -> None:
     with pytest.raises(LaunchError, match="host1, host2 can't see /here"):
-        shared_paths.check_paths(JOB, HOSTS, [{"rendezvous": GONE}] * 2, "", shared_paths.files(JOB, "/here"))
+        shared_paths.check_paths(
+            JOB, HOSTS, [{"rendezvous": GONE}] * 2, "", shared_paths.files(JOB, "/here")
+        )
 
 
 def test_a_node_checks_folders_and_urls(tmp_path: Path) -> None:

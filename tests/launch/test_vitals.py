@@ -1,4 +1,5 @@
-"""What is told of ranks and nodes while they train: what, how often, how much of it in a large run."""
+"""What is told of ranks and nodes while they train: what, how often, how much of it in a large
+run."""
 
 from __future__ import annotations
 
@@ -21,14 +22,21 @@ from tests.recovery.fake_group import job
 
 DAY_S = 86400.0
 GPU = {"util": 0.97, "memory": (71234567890, 85899345920), "power_w": 687, "temp_c": 61}
-PORTS = {f"mlx5_{i}:1": (12345678901234, 12345678901234) for i in range(8)} | {"eth0": (123456789012, 12345678901)}
+PORTS = {f"mlx5_{i}:1": (12345678901234, 12345678901234) for i in range(8)} | {
+    "eth0": (123456789012, 12345678901)
+}
 LOAD = {"cpu": 0.123, "memory": (123456789012, 2199023255552), "gpus": [GPU] * 8, "ports": PORTS}
 PATIENCE_S = 10.0
 
 
 @pytest.fixture
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"FIRST_S": 0.01, "EVERY_S": 0.01, "LOAD_S": 0.05, "BYTES_PER_S": 1e9}.items():
+    for name, value in {
+        "FIRST_S": 0.01,
+        "EVERY_S": 0.01,
+        "LOAD_S": 0.05,
+        "BYTES_PER_S": 1e9,
+    }.items():
         monkeypatch.setattr(vitals, name, value)
 
 
@@ -60,7 +68,10 @@ class Told:
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             if {event["kind"] for event in self.seen} >= set(kinds):
-                return {kind: next(event for event in self.seen if event["kind"] == kind) for kind in kinds}
+                return {
+                    kind: next(event for event in self.seen if event["kind"] == kind)
+                    for kind in kinds
+                }
             time.sleep(0.01)
         raise AssertionError(f"only {self.seen}")
 
@@ -110,7 +121,9 @@ def test_a_failure_is_one_warning_and_the_other_kind_goes_on(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "every_s"), [(1, 2, 10), (2, 8, 22), (128, 8, 1500)])
-def test_a_day_of_a_large_run_is_small(tmp_path: Path, nodes: int, per_node: int, every_s: float) -> None:
+def test_a_day_of_a_large_run_is_small(
+    tmp_path: Path, nodes: int, per_node: int, every_s: float
+) -> None:
     facts: dict[str, dict[str, Any]] = {
         "pace": {"ranks": dict.fromkeys(range(nodes * per_node), (1234567, 0.01234, 0.1234))},
         "nodes": {"nodes": {f"gpu-node-{i:03}": LOAD for i in range(nodes)}},
@@ -131,7 +144,10 @@ def test_a_day_of_a_large_run_is_small(tmp_path: Path, nodes: int, per_node: int
 
 def test_this_machine_has_a_load() -> None:
     reader = LoadReader()
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:  # an agent's readings are in any thread
+    with (
+        ThreadPoolExecutor(1) as one,
+        ThreadPoolExecutor(1) as other,
+    ):  # an agent's readings are in any thread
         first = one.submit(reader.read).result()
         busy_until = time.process_time() + 0.3
         while time.process_time() < busy_until:

@@ -1,4 +1,5 @@
-"""The fork server of the driver's own machine: shared by the runs of one program, and gone with it."""
+"""The fork server of the driver's own machine: shared by the runs of one program, and gone with
+it."""
 
 from __future__ import annotations
 
@@ -47,9 +48,13 @@ def test_ranks_with_other_threads_have_another_server(on_ray: Path) -> None:
     assert servers() != servers("scale.cpus=2")
 
 
-def test_an_agent_with_other_limits_starts_its_own_server(on_ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_with_other_limits_starts_its_own_server(
+    on_ray: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at_home = servers()
-    monkeypatch.setattr(warm_server, "heritage", lambda: [*fork_launcher.heritage(), "another limit of memlock"])
+    monkeypatch.setattr(
+        warm_server, "heritage", lambda: [*fork_launcher.heritage(), "another limit of memlock"]
+    )
     elsewhere = servers()
     assert elsewhere != at_home
     assert ended(elsewhere.pop())  # with the run
@@ -61,7 +66,12 @@ def test_processes_and_files_of_ranks_are_gone_after_the_run(on_ray: Path) -> No
 
     left = raydist.run(job, *WORDS).values
     assert not [pid for pid in left if pid and alive(pid)]
-    kept = [path.name for one in warm_server._servers.values() if one.alive() for path in one.folder.iterdir()]
+    kept = [
+        path.name
+        for one in warm_server._servers.values()
+        if one.alive()
+        for path in one.folder.iterdir()
+    ]
     assert set(kept) == {"fork", "server.log"}
 
 
@@ -130,7 +140,8 @@ def test_spawned_ranks_need_no_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "installed"), [("torch", True), ("json", True), ("sys", True), ("raydist", True), ("mine", False)]
+    ("name", "installed"),
+    [("torch", True), ("json", True), ("sys", True), ("raydist", True), ("mine", False)],
 )
 def test_only_installed_modules_are_preloaded(
     name: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,9 +174,14 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize(("group", "more"), [("group=ray", ""), ("group=ray", "'scale=1x5'"), ("group=inline", "")])
-def test_two_runs_in_one_program_see_edited_files_and_leave_nothing(tmp_path: Path, group: str, more: str) -> None:
-    """With Ray: the one that the first run has started serves the second too, unless that needs a larger one."""
+@pytest.mark.parametrize(
+    ("group", "more"), [("group=ray", ""), ("group=ray", "'scale=1x5'"), ("group=inline", "")]
+)
+def test_two_runs_in_one_program_see_edited_files_and_leave_nothing(
+    tmp_path: Path, group: str, more: str
+) -> None:
+    """With Ray: the one that the first run has started serves the second too, unless that needs a
+    larger one."""
     import json
     import tempfile
 
@@ -176,14 +192,21 @@ def test_two_runs_in_one_program_see_edited_files_and_leave_nothing(tmp_path: Pa
         env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         env |= {"TMPDIR": tmp, "PYTHONPATH": str(Path(raydist.__file__).parent.parent)}
         done = subprocess.run(
-            [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         assert done.returncode == 0, done.stderr
         first, second = json.loads(re.findall(r"FOUND (.*)", done.stdout)[0])
         assert [value for _, value in first] == [1] * len(first)
         assert [value for _, value in second] == [22] * (5 if more else 2)
         assert {pid for pid, _ in first} == {pid for pid, _ in second}
-        assert gone(tmp, within=90) == []  # a Ray worker that is still starting notices late that its raylet is gone
+        assert (
+            gone(tmp, within=90) == []
+        )  # a Ray worker that is still starting notices late that its raylet is gone
         assert folders_of(Path(tmp)) == []
     started = [event["started"] for path in sorted(tmp_path.glob("runs/*/*/events.jsonl"))
                for event in read_events(path) if event["kind"] == "cluster" and event["address"]]  # fmt: skip

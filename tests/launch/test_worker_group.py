@@ -52,12 +52,15 @@ def node(number: int) -> Node:
 
 def two_nodes() -> Plan:
     """Ranks 0 and 1 on host1, 2 and 3 on host2."""
-    return assign_ranks(ResourceRequest("gloo", 4, ({}, {}), 2, "STRICT_SPREAD", {}), [node(1), node(2)])
+    return assign_ranks(
+        ResourceRequest("gloo", 4, ({}, {}), 2, "STRICT_SPREAD", {}), [node(1), node(2)]
+    )
 
 
 @dataclass
 class FakeTransport:
-    """Replies as healthy agents do, or by `replies`; after a reply of NotImplemented the future stays pending."""
+    """Replies as healthy agents do, or by `replies`; after a reply of NotImplemented the future
+    stays pending."""
 
     calls: list[tuple[int, Request[Any], Future[Any]]] = field(default_factory=list)
     replies: dict[type[Any], Callable[[int, Any], Any]] = field(default_factory=dict)
@@ -80,9 +83,19 @@ class FakeTransport:
         """The reply of a healthy agent."""
         match request:
             case Open():
-                facts = Facts(request.node_id, request.node_ip, "eth0", request.node_ip) if request.lead else None
+                facts = (
+                    Facts(request.node_id, request.node_ip, "eth0", request.node_ip)
+                    if request.lead
+                    else None
+                )
                 store = self.open_store() if request.store else None
-                return Opened(facts, 1.0, Warm({f"missing{rank}": "ImportError"}), store, {} if request.lead else None)
+                return Opened(
+                    facts,
+                    1.0,
+                    Warm({f"missing{rank}": "ImportError"}),
+                    store,
+                    {} if request.lead else None,
+                )
             case OpenStore():
                 return self.open_store()
             case IsOpen():
@@ -141,7 +154,9 @@ def opened(transport: FakeTransport, events: Events, job: Job, **options: Any) -
     return group
 
 
-def test_each_agent_gets_its_own_open_request(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_each_agent_gets_its_own_open_request(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     opened(transport, events, job)
     requests = transport.sent(Open)
     assert [rank for rank, _ in requests] == [0, 1, 2, 3]
@@ -164,11 +179,19 @@ def test_the_group_knows_the_facts_of_each_rank_and_the_rendezvous(
     group = opened(transport, events, job, gpus=lambda: gpus)
     assert [facts.hostname for facts in group.facts] == ["id-1", "id-1", "id-2", "id-2"]
     assert [facts.gpus for facts in group.facts] == gpus
-    assert [list(failed) for failed in group.failed_imports] == [["missing0"]] * 2 + [["missing2"]] * 2
-    assert (group.rendezvous.address, group.rendezvous.port, group.rendezvous.file) == ("10.0.0.1", 4001, None)
+    assert [list(failed) for failed in group.failed_imports] == [["missing0"]] * 2 + [
+        ["missing2"]
+    ] * 2
+    assert (group.rendezvous.address, group.rendezvous.port, group.rendezvous.file) == (
+        "10.0.0.1",
+        4001,
+        None,
+    )
 
 
-def test_ranks_that_meet_in_a_file_have_no_store(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_ranks_that_meet_in_a_file_have_no_store(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     group = opened(transport, events, replace(job, init_method="file"))
     assert [request.store for _, request in transport.sent(Open)] == [None] * 4
     assert group.rendezvous.port is None
@@ -195,12 +218,18 @@ def test_agents_that_do_not_answer_are_counted(
     transport: FakeTransport, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_group, "OPEN_S", 0.05)
-    transport.replies[Open] = lambda rank, request: NotImplemented if rank in (1, 3) else transport.reply(rank, request)
-    with pytest.raises(LaunchError, match=r"2 of 4 agents .* Open within 0\.06\d* s.* rank 1 on host1"):
+    transport.replies[Open] = lambda rank, request: (
+        NotImplemented if rank in (1, 3) else transport.reply(rank, request)
+    )
+    with pytest.raises(
+        LaunchError, match=r"2 of 4 agents .* Open within 0\.06\d* s.* rank 1 on host1"
+    ):
         opened(transport, events, job)
 
 
-def test_replies_come_in_the_order_of_the_requests(transport: FakeTransport, events: Events) -> None:
+def test_replies_come_in_the_order_of_the_requests(
+    transport: FakeTransport, events: Events
+) -> None:
     group = WorkerGroup(two_nodes(), transport, events)
 
     class Late(FakeTransport):
@@ -218,9 +247,13 @@ def test_replies_come_in_the_order_of_the_requests(transport: FakeTransport, eve
     assert cast("list[int]", group.call_each([GetValue(), GetValue()], ranks=[3, 1])) == [3, 1]
 
 
-def test_only_the_first_agent_of_a_node_looks_for_paths(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_only_the_first_agent_of_a_node_looks_for_paths(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     stored = replace(job, storage="/shared/runs")
-    transport.replies[FindUnreachablePaths] = lambda rank, _: {"storage": "no such file"} if rank == 2 else {}
+    transport.replies[FindUnreachablePaths] = lambda rank, _: (
+        {"storage": "no such file"} if rank == 2 else {}
+    )
     with pytest.raises(ConfigError, match=r"storage=/shared/runs: host2 .*no such file"):
         opened(transport, events, stored)
     assert [rank for rank, _ in transport.sent(FindUnreachablePaths)] == [0, 2]
@@ -231,7 +264,9 @@ def test_a_file_that_a_setting_names_must_be_visible_on_all_nodes(
 ) -> None:
     group = opened(transport, events, job)
     group.require_visible("resume=/data/x", "/data/x/meta.json", "each rank reads it")
-    transport.replies[FindUnreachablePaths] = lambda rank, _: {"file": "no such file"} if rank == 0 else {}
+    transport.replies[FindUnreachablePaths] = lambda rank, _: (
+        {"file": "no such file"} if rank == 0 else {}
+    )
     with pytest.raises(ConfigError, match=r"resume=/data/x: host1 .*each rank reads it"):
         group.require_visible("resume=/data/x", "/data/x/meta.json", "each rank reads it")
 
@@ -282,7 +317,9 @@ def test_each_node_gets_the_pickled_call_once_for_each_attempt(
     assert [request.call for _, request in transport.sent(StartRank)][-4:] == [False] * 4
 
 
-def test_another_attempt_on_the_same_nodes_has_a_new_store(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_another_attempt_on_the_same_nodes_has_a_new_store(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     group = opened(transport, events, job)
     assert group.prepare_attempt(job, 1) == []
     assert [rank for rank, _ in transport.sent(WaitForWriter)] == [0]
@@ -290,7 +327,9 @@ def test_another_attempt_on_the_same_nodes_has_a_new_store(transport: FakeTransp
     assert len(transport.sent(Open)) == 4
 
 
-def test_lost_agents_are_replaced_on_another_node(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_lost_agents_are_replaced_on_another_node(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     asked: list[Sequence[int]] = []
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
@@ -304,7 +343,10 @@ def test_lost_agents_are_replaced_on_another_node(transport: FakeTransport, even
     assert group.prepare_attempt(job, 1) == [2, 3]
     assert asked == [[2, 3]]
     first, new = transport.sent(Open)[:4], transport.sent(Open)[4:]
-    assert [(rank, request.node_id, request.lead) for rank, request in new] == [(2, "id-3", True), (3, "id-3", False)]
+    assert [(rank, request.node_id, request.lead) for rank, request in new] == [
+        (2, "id-3", True),
+        (3, "id-3", False),
+    ]
     assert len({request.run for _, request in new}) == 1  # one fork server for both
     assert {request.run for _, request in new}.isdisjoint(request.run for _, request in first)
     assert {request.secret for _, request in new} == {request.secret for _, request in first}
@@ -312,12 +354,16 @@ def test_lost_agents_are_replaced_on_another_node(transport: FakeTransport, even
     assert [facts.hostname for facts in group.facts] == ["id-1", "id-1", "id-3", "id-3"]
 
 
-def test_an_agent_that_is_new_and_not_open_counts_as_lost(transport: FakeTransport, events: Events) -> None:
+def test_an_agent_that_is_new_and_not_open_counts_as_lost(
+    transport: FakeTransport, events: Events
+) -> None:
     transport.replies[IsOpen] = lambda rank, request: rank != 1
     assert WorkerGroup(two_nodes(), transport, events).lost_ranks() == [1]
 
 
-def test_without_other_nodes_a_lost_agent_ends_the_run(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_without_other_nodes_a_lost_agent_ends_the_run(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     group = opened(transport, events, job)
     transport.replies[IsOpen] = gone_from(3)
     with pytest.raises(LaunchError, match="rank 2"):  # the first on its node
@@ -358,7 +404,9 @@ def test_a_node_that_is_lost_while_the_rendezvous_is_opened_is_replaced(
     assert (group.rendezvous.address, group.rendezvous.port) == ("10.0.0.3", 4002)
 
 
-def test_a_rendezvous_that_cannot_be_opened_ends_the_run(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_a_rendezvous_that_cannot_be_opened_ends_the_run(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     group = opened(transport, events, job)
     transport.replies[OpenStore] = gone_from(0)
     with pytest.raises(LaunchError, match="no rendezvous on host1: actor died"):
@@ -389,7 +437,9 @@ def test_a_rank_that_cannot_be_started_where_its_agent_answers_ends_the_run(
         attempts.run_attempt(job, None, group, events, RunCheckpoints(job))
 
 
-def test_a_writer_that_is_gone_is_a_warning(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_a_writer_that_is_gone_is_a_warning(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     group = opened(transport, events, job)
     transport.replies[WaitForWriter] = gone_from(0)
     group.prepare_attempt(job, 1)
@@ -435,29 +485,43 @@ def test_ranks_of_draining_nodes_move_if_enough_nodes_remain(
     transport: FakeTransport, events: Events, job: Job, enough: bool, ranks: list[int]
 ) -> None:
     standby = FakeStandby(enough)
-    group = opened(transport, events, job, standby=cast("StandbyNodes", standby), draining=lambda: {"id-2": 0.0})
+    group = opened(
+        transport,
+        events,
+        job,
+        standby=cast("StandbyNodes", standby),
+        draining=lambda: {"id-2": 0.0},
+    )
     assert group.draining_ranks() == ranks
     assert standby.request is not None
     assert standby.request.modules == ("torch",)
 
 
-def test_a_run_on_one_node_has_no_network_to_report(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_a_run_on_one_node_has_no_network_to_report(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     group = WorkerGroup(
-        assign_ranks(ResourceRequest("gloo", 2, ({},), 2, "STRICT_SPREAD", {}), [node(1)]), transport, events
+        assign_ranks(ResourceRequest("gloo", 2, ({},), 2, "STRICT_SPREAD", {}), [node(1)]),
+        transport,
+        events,
     )
     group.open(job, ())
     group.report_network()
     assert transport.sent(GetNetworkUse) == []
 
 
-def test_a_network_of_which_a_node_is_gone_is_not_reported(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_a_network_of_which_a_node_is_gone_is_not_reported(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     group = opened(transport, events, job)
     transport.replies[GetNetworkUse] = gone_from(3)
     group.report_network()
     assert "network" not in {event["kind"] for event in read_events(events.path)}
 
 
-def test_ranks_are_stopped_and_agents_closed(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_ranks_are_stopped_and_agents_closed(
+    transport: FakeTransport, events: Events, job: Job
+) -> None:
     with opened(transport, events, job) as group:
         group.stop([1, 3], 2.5)
     assert transport.sent(StopRank) == [(1, StopRank(2.5)), (3, StopRank(2.5))]

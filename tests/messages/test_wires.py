@@ -12,7 +12,15 @@ from raydist.messages import agent, checkup, mpirun, rank, request, server, shar
 from raydist.messages.checkup import CheckupRequest
 from raydist.messages.rank import Activity, Collective, Holding, ReleaseRank, StopAfter
 from raydist.messages.request import Request
-from raydist.messages.server import Ended, ImportModules, OpenStore, RankSpec, SignalProcess, Warm, WriteCheckpoint
+from raydist.messages.server import (
+    Ended,
+    ImportModules,
+    OpenStore,
+    RankSpec,
+    SignalProcess,
+    Warm,
+    WriteCheckpoint,
+)
 from raydist.messages.shards import CommitShards, ListShards, UnseenShards, WriteShards
 from raydist.messages.wire import TAG, Message, decode, encode
 from raydist.network.facts import Facts
@@ -24,7 +32,9 @@ from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.events import Event, event
 
 WIRES = (agent, checkup, mpirun, rank, request, server, shards)
-SPEC = RankSpec(1, {"RANK": "1"}, "{}", ("a.py", "--x"), "a.py", "/", ("/lib",), "/tmp/value", None, (0, 1))
+SPEC = RankSpec(
+    1, {"RANK": "1"}, "{}", ("a.py", "--x"), "a.py", "/", ("/lib",), "/tmp/value", None, (0, 1)
+)
 
 
 COLLECTIVE: Collective = {
@@ -58,7 +68,9 @@ def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize("data", [b"[]", b"{}", b'{"protocol": "Elsewhere"}', b'{"protocol": "Ended", "x": 1}', b"x"])
+@pytest.mark.parametrize(
+    "data", [b"[]", b"{}", b'{"protocol": "Elsewhere"}', b'{"protocol": "Ended", "x": 1}', b"x"]
+)
 def test_anything_else_is_no_message(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         decode(data)
@@ -79,7 +91,9 @@ def requests() -> list[type[Any]]:
 
 @pytest.mark.parametrize("kind", requests(), ids=lambda kind: kind.__name__)
 def test_a_request_names_the_type_of_its_reply(kind: type[Any]) -> None:
-    base = next(base for base in kind.__orig_bases__ if typing.get_origin(base) in (Request, CheckupRequest))
+    base = next(
+        base for base in kind.__orig_bases__ if typing.get_origin(base) in (Request, CheckupRequest)
+    )
     (reply,) = get_args(base)
     assert reply is not Any
     names = {name: value for wire in WIRES for name, value in vars(wire).items()}
@@ -91,5 +105,9 @@ def test_a_request_names_the_type_of_its_reply(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("kind", requests(), ids=lambda kind: kind.__name__)
 def test_an_agent_answers_each_request(kind: type[Any]) -> None:
-    handlers = [Checkup.handle] if issubclass(kind, CheckupRequest) else [RankAgent.handle, MpiRankAgent.handle]
+    handlers = (
+        [Checkup.handle]
+        if issubclass(kind, CheckupRequest)
+        else [RankAgent.handle, MpiRankAgent.handle]
+    )
     assert any(kind.__name__ in handler.__code__.co_names for handler in handlers)

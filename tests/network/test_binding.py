@@ -1,4 +1,5 @@
-"""The CPUs of each rank: what raydist decides on whole machines, and that torchrun would decide the same."""
+"""The CPUs of each rank: what raydist decides on whole machines, and that torchrun would decide the
+same."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.machines import Processors
 
 MODES = ("node", "socket", "exclusive", "core-complex")
 DGX = replace(machines.dgx(), cpus=Processors())
-"""Two NUMA nodes, four GPUs at each. A node has 8 cores in 4 core complexes, and CPUs 0-7,16-23 or 8-15,24-31."""
+"""Two NUMA nodes, four GPUs at each. A node has 8 cores in 4 core complexes, and CPUs 0-7,16-23 or
+8-15,24-31."""
 SUB_NUMA = replace(DGX, cpus=Processors(nodes=2, cores=4))
 """Two sockets of two NUMA nodes each; the GPUs are at nodes 0 and 1, both of socket 0."""
 ODD = replace(DGX, cpus=Processors(cores=9, complex=3, allowed="1-16,19-35"))
@@ -61,13 +63,25 @@ def look(folders: Callable[[machines.Box], Path]) -> Callable[[machines.Box], Fa
     def facts(box: machines.Box) -> Facts:
         root = folders(box)
         numa = cpus.read_numa(cpus.allowed_cpus(root), root)
-        return Facts("node-1", "10.0.0.1", "eth0", "10.0.0.1", numa=numa, devices=hca.read_gpus(root), cpus=64)
+        return Facts(
+            "node-1",
+            "10.0.0.1",
+            "eth0",
+            "10.0.0.1",
+            numa=numa,
+            devices=hca.read_gpus(root),
+            cpus=64,
+        )
 
     return facts
 
 
 def bound(
-    facts: Facts, mode: str, ranks: int = 8, gpus: int = 8, ids: Sequence[Sequence[str]] | None = None
+    facts: Facts,
+    mode: str,
+    ranks: int = 8,
+    gpus: int = 8,
+    ids: Sequence[Sequence[str]] | None = None,
 ) -> Binding:
     """`ids`: the GPUs that Ray gave each rank; None: one after the other."""
     plan = plan_of(ranks, gpus)
@@ -86,7 +100,9 @@ def test_torchrun_would_bind_to_the_same_cpus(
     facts, root = look(box), folders(box)
 
     def inside(path: Any) -> Any:
-        return root / path.lstrip("/") if isinstance(path, str) and path.startswith("/sys") else path
+        return (
+            root / path.lstrip("/") if isinstance(path, str) and path.startswith("/sys") else path
+        )
 
     class Os:
         path = os.path
@@ -98,11 +114,16 @@ def test_torchrun_would_bind_to_the_same_cpus(
     monkeypatch.setattr(torchs, "open", lambda path: inside(path).open(), raising=False)
     monkeypatch.setattr(torchs, "os", Os)
     monkeypatch.setattr(torchs, "_get_device_count", lambda: 8)
-    monkeypatch.setattr(torchs, "_get_numa_node_index_for_device_index", lambda device_index: device_index // 4)
+    monkeypatch.setattr(
+        torchs, "_get_numa_node_index_for_device_index", lambda device_index: device_index // 4
+    )
     allowed = {cpu for each in facts.numa for cpu in each.cpus}
     monkeypatch.setattr(torchs, "_get_allowed_cpu_indices_for_current_thread", lambda: allowed)
     options = torchs.NumaOptions(affinity_mode=torchs.AffinityMode(mode))
-    theirs = [torchs._get_logical_cpus_to_bind_to(device_index=rank, numa_options=options) for rank in range(8)]
+    theirs = [
+        torchs._get_logical_cpus_to_bind_to(device_index=rank, numa_options=options)
+        for rank in range(8)
+    ]
     assert [set(cpus) for cpus in bound(facts, mode).cpus] == theirs
 
 
@@ -117,7 +138,9 @@ def test_torchrun_would_bind_to_the_same_cpus(
         ("none", None, None, 0),
     ],
 )
-def test_eight_gpus_at_two_numa_nodes(look: Any, mode: str, first: Any, last: Any, cores: int) -> None:
+def test_eight_gpus_at_two_numa_nodes(
+    look: Any, mode: str, first: Any, last: Any, cores: int
+) -> None:
     found = bound(look(DGX), mode)
     assert found.cores == cores
     assert ([*found.cpus[0]], [*found.cpus[7]]) == (first, last) if first else not found.cpus
@@ -129,7 +152,8 @@ def test_eight_gpus_at_two_numa_nodes(look: Any, mode: str, first: Any, last: An
         (DGX, 8, 8, "node", "2 NUMA nodes, with GPUs at each node"),
         (replace(DGX, cpus=Processors(nodes=2, cores=4), gpus=tuple((pci, i // 4 * 3) for i, (pci, _) in
                  enumerate(DGX.gpus))), 8, 8, "socket", "4 NUMA nodes, with GPUs at each socket"),
-        (DGX, 4, 4, "none", "not at every socket"),  # all four at node 0: half of the CPUs would be idle
+        # all four at node 0: half of the CPUs would be idle
+        (DGX, 4, 4, "none", "not at every socket"),
         (DGX, 4, 0, "none", "no GPU whose NUMA node is known"),
         (replace(DGX, gpus=tuple((pci, -1) for pci, _ in DGX.gpus)), 8, 8, "none", "no GPU whose NUMA node is known"),
         (replace(DGX, cpus=Processors(sockets=1)), 8, 8, "none", "node-1 has one NUMA node"),
@@ -158,12 +182,16 @@ def test_ranks_without_gpus_are_spread_and_share_the_cores(look: Any) -> None:
         ([["MIG-1"], ["MIG-2"]], [0, 8]),  # nothing is known: spread
     ],
 )
-def test_the_gpus_are_those_that_ray_gave(look: Any, ids: list[list[str]], firsts: list[int]) -> None:
+def test_the_gpus_are_those_that_ray_gave(
+    look: Any, ids: list[list[str]], firsts: list[int]
+) -> None:
     assert [cpus[0] for cpus in bound(look(DGX), "node", 2, 8, ids).cpus] == firsts
 
 
 def test_more_ranks_than_cores_cannot_be_exclusive(look: Any) -> None:
-    with pytest.raises(ConfigError, match=r"scale.numa=exclusive: NUMA node 0 of node-1 has 8 cores for 20 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"scale.numa=exclusive: NUMA node 0 of node-1 has 8 cores for 20 ranks"
+    ):
         bound(look(DGX), "exclusive", ranks=40, gpus=0)
 
 

@@ -21,17 +21,27 @@ from tests.network.test_rdma import facts
 
 
 def look(
-    *nodes: Facts, gpu: bool = True, env: dict[str, str] | None = None, backend: str = "", **fabric: Any
+    *nodes: Facts,
+    gpu: bool = True,
+    env: dict[str, str] | None = None,
+    backend: str = "",
+    **fabric: Any,
 ) -> list[Finding]:
-    """The findings of a job with one rank on each of these nodes. A backend that is named has no GPUs."""
+    """The findings of a job with one rank on each of these nodes. A backend that is named has no
+    GPUs."""
     gpu = gpu and not backend
     have = {"CPU": 8.0, **({"GPU": 8.0} if gpu else {})}
-    there = [Node(f"id-{i}", f"10.0.0.{i + 1}", here.hostname, have, have) for i, here in enumerate(nodes)]
+    there = [
+        Node(f"id-{i}", f"10.0.0.{i + 1}", here.hostname, have, have)
+        for i, here in enumerate(nodes)
+    ]
     job = Job(backend=Backend(backend or ("nccl" if gpu else "gloo")), scale=Scale(nodes=len(nodes), per_node=1),
               fabric=Fabric(**fabric), env=env or {})  # fmt: skip
     own = [replace(here, address=f"10.0.0.{5 + i}") if here.address == "10.0.0.5" else here
            for i, here in enumerate(nodes)]  # fmt: skip
-    return checks_node.findings(job, placement.assign_ranks(placement.resources_for(job, there), there), own)
+    return checks_node.findings(
+        job, placement.assign_ranks(placement.resources_for(job, there), there), own
+    )
 
 
 def sound(tmp_path: Path, name: str = "node-1", box: Box | None = None, **more: Any) -> Facts:
@@ -67,9 +77,16 @@ def worn_cable() -> Box:
 def two_indexes() -> Box:
     """RoCE cards whose routable GIDs stand at different places of their tables."""
     other = machines.roce("10.2.0.5", "eth2")
-    other = replace(other, gids={0: other.gids[0], 1: other.gids[1], 4: other.gids[2], 5: other.gids[3]})
+    other = replace(
+        other, gids={0: other.gids[0], 1: other.gids[1], 4: other.gids[2], 5: other.gids[3]}
+    )
     ports = (machines.roce("10.1.0.5", "eth1"), other)
-    return Box(tuple(Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i + 2}.0", (port,)) for i, port in enumerate(ports)))
+    return Box(
+        tuple(
+            Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i + 2}.0", (port,))
+            for i, port in enumerate(ports)
+        )
+    )
 
 
 def twelve() -> Box:
@@ -87,7 +104,9 @@ def beside_storage() -> Box:
 
 def google() -> Box:
     """An instance with GPUDirect-TCPXO whose profile nobody has sourced."""
-    return Box(files={"sys/class/dmi/id/sys_vendor": "Google", "usr/local/nvidia/lib64/libnccl-net.so": ""})
+    return Box(
+        files={"sys/class/dmi/id/sys_vendor": "Google", "usr/local/nvidia/lib64/libnccl-net.so": ""}
+    )
 
 
 ROCE_WITHOUT = Link(layer="Ethernet", gids={1: (machines.IB_GID, "RoCE v2", "eth1")})
@@ -132,7 +151,9 @@ WRONG: dict[str, tuple[Box, dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_check_fires_where_something_is_wrong_and_only_that_one(case: str, tmp_path: Path) -> None:
+def test_a_check_fires_where_something_is_wrong_and_only_that_one(
+    case: str, tmp_path: Path
+) -> None:
     box, more, check, words = WRONG[case]
     every = look(sound(tmp_path, box=box, **more))
     (found,) = [one for one in every if one.check == check and words in one.text]
@@ -142,13 +163,18 @@ def test_a_check_fires_where_something_is_wrong_and_only_that_one(case: str, tmp
 
 def test_a_sound_card_is_silent(tmp_path: Path) -> None:
     assert look(sound(tmp_path, box=card())) == []
-    assert look(sound(tmp_path, "r", machines.roce_box())) != []  # its GPUs' driver gives no GPUDirect
+    assert (
+        look(sound(tmp_path, "r", machines.roce_box())) != []
+    )  # its GPUs' driver gives no GPUDirect
     assert checks(look(sound(tmp_path, "e", machines.efa_box()))) == {}
 
 
 @pytest.mark.parametrize("value", ["=eth0", "eth", "^docker,lo", "^=lo"])
 def test_an_interface_setting_that_works_is_silent(value: str, tmp_path: Path) -> None:
-    assert look(sound(tmp_path, box=machines.plain_box(), environment={"NCCL_SOCKET_IFNAME": value})) == []
+    assert (
+        look(sound(tmp_path, box=machines.plain_box(), environment={"NCCL_SOCKET_IFNAME": value}))
+        == []
+    )
 
 
 @pytest.mark.parametrize("name", checks_site.HARMFUL)
@@ -163,7 +189,11 @@ def test_a_setting_that_hurts_is_told_wherever_it_is_set_unless_overruled_or_har
         (replace(here, nccl_conf={name: (value, file)}), file),
     ):
         (found,) = look(own)
-        assert (found.check, found.level, found.text) == ("site settings", "warn", f"{name}={value} is set in {where}")
+        assert (found.check, found.level, found.text) == (
+            "site settings",
+            "warn",
+            f"{name}={value} is set in {where}",
+        )
         assert look(own, env={name: "whatever"}) == []
     assert not bad or look(replace(here, environment={name: "harmless"})) == []
 
@@ -177,10 +207,22 @@ def test_every_check_has_a_machine_where_it_fires() -> None:
 @pytest.mark.parametrize(
     ("box", "more"),
     [
-        (machines.plain_box(), {"environment": {"NCCL_IB_GID_INDEX": "3"}, "versions": {"nccl": "2.18.1"}}),
-        (machines.plain_box(), {"environment": {"GLOO_SOCKET_IFNAME": "eth0", "HOROVOD_GLOO_IFACE": "eth0"}}),
-        (machines.plain_box(), {"versions": {"cuda": "12.4.127"}, "machine": Machine(driver="535.104.05")}),
-        (machines.plain_box(), {"versions": {"cuda": "13.2.86"}, "machine": Machine(driver="580.65.06")}),
+        (
+            machines.plain_box(),
+            {"environment": {"NCCL_IB_GID_INDEX": "3"}, "versions": {"nccl": "2.18.1"}},
+        ),
+        (
+            machines.plain_box(),
+            {"environment": {"GLOO_SOCKET_IFNAME": "eth0", "HOROVOD_GLOO_IFACE": "eth0"}},
+        ),
+        (
+            machines.plain_box(),
+            {"versions": {"cuda": "12.4.127"}, "machine": Machine(driver="535.104.05")},
+        ),
+        (
+            machines.plain_box(),
+            {"versions": {"cuda": "13.2.86"}, "machine": Machine(driver="580.65.06")},
+        ),
         (machines.plain_box(), {"versions": {"nccl": "2.28.3"}, "limits": Limits(stack=-1)}),
         (two_indexes(), {"versions": {"nccl": "2.21.5"}}),
         (twelve(), {"environment": {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}}),
@@ -189,9 +231,18 @@ def test_every_check_has_a_machine_where_it_fires() -> None:
         (google(), {"environment": {"NCCL_FASTRAK_IFNAME": "eth1"}}),
         (card(), {"limits": Limits(65536, ipc_lock=True)}),
         (card(), {"limits": Limits(-1)}),
-        (machines.vm_box(), {"machine": Machine(iommu=True), "rdma": Rdma("/lib/x", ("mlx5",), peermem=True)}),
+        (
+            machines.vm_box(),
+            {"machine": Machine(iommu=True), "rdma": Rdma("/lib/x", ("mlx5",), peermem=True)},
+        ),
         (machines.plain_box(), {"machine": Machine(own_name=("10.0.0.5",))}),
-        (replace(beside_storage(), files={**card().files, "proc/mounts": "nas:/fs /data nfs4 rw,addr=nas 0 0"}), {}),
+        (
+            replace(
+                beside_storage(),
+                files={**card().files, "proc/mounts": "nas:/fs /data nfs4 rw,addr=nas 0 0"},
+            ),
+            {},
+        ),
     ],
 )
 def test_what_is_right_is_silent(box: Box, more: dict[str, Any], tmp_path: Path) -> None:
@@ -202,15 +253,29 @@ def test_a_list_of_hcas_with_storage_among_them_is_told_whoever_wrote_it(tmp_pat
     box = machines.dgx()
     best = ",".join(f"mlx5_{i}" for i in range(8))
     (site,) = [
-        one for one in look(sound(tmp_path, "s", box, environment={"NCCL_IB_HCA": "mlx5"})) if one.level == "warn"
+        one
+        for one in look(sound(tmp_path, "s", box, environment={"NCCL_IB_HCA": "mlx5"}))
+        if one.level == "warn"
     ]
-    assert site.text.startswith("NCCL_IB_HCA=mlx5 in the environment: mlx5_8 shares no PCIe switch with a GPU; mlx5_9 ")
+    assert site.text.startswith(
+        "NCCL_IB_HCA=mlx5 in the environment: mlx5_8 shares no PCIe switch with a GPU; mlx5_9 "
+    )
     assert site.fix == f"'env.NCCL_IB_HCA=\"={best}\"'"
     (typed,) = [
-        one for one in look(sound(tmp_path, "t", box), env={"NCCL_IB_HCA": "=mlx5_0,mlx5_11"}) if one.level == "warn"
+        one
+        for one in look(sound(tmp_path, "t", box), env={"NCCL_IB_HCA": "=mlx5_0,mlx5_11"})
+        if one.level == "warn"
     ]
-    assert typed.text == "NCCL_IB_HCA==mlx5_0,mlx5_11 in env.NCCL_IB_HCA: mlx5_11 shares no PCIe switch with a GPU"
-    (asked,) = [one for one in look(sound(tmp_path, "a", box), hca=["mlx5_0", "mlx5_8"]) if one.check != "affinity"]
+    assert (
+        typed.text
+        == "NCCL_IB_HCA==mlx5_0,mlx5_11 in env.NCCL_IB_HCA: mlx5_11 shares no PCIe switch with a "
+        "GPU"
+    )
+    (asked,) = [
+        one
+        for one in look(sound(tmp_path, "a", box), hca=["mlx5_0", "mlx5_8"])
+        if one.check != "affinity"
+    ]
     assert (asked.check, asked.level, asked.fix) == ("storage hcas", "warn", f"fabric.hca=[{best}]")
     assert look(sound(tmp_path, "n", box), hca=["mlx5_0", "mlx5_4"]) == []
 
@@ -238,7 +303,9 @@ def test_roce_ports_of_two_families_or_two_mtus_are_told(tmp_path: Path) -> None
 
     one = node("a")
     assert look(one, node("b")) == []
-    assert checks(look(one, node("c", gid="2001:0db8:0000:0000:0000:0000:0000:0001"))) == {"roce gid": "fail"}
+    assert checks(look(one, node("c", gid="2001:0db8:0000:0000:0000:0000:0000:0001"))) == {
+        "roce gid": "fail"
+    }
     assert checks(look(one, node("d", mtu=1500))) == {"roce gid": "warn"}
 
 
@@ -249,16 +316,23 @@ def test_addresses_where_no_other_node_reaches(tmp_path: Path) -> None:
     assert checks(look(one, bridge)) == {"interface": "warn"}
     assert "docker0 (172.17.0.1)" in look(one, bridge)[0].text
     twice = look(replace(bridge, hostname="a"), bridge)
-    assert [(one.check, one.nodes) for one in twice if one.level == "fail"] == [("interface", ("a", "b"))]
+    assert [(one.check, one.nodes) for one in twice if one.level == "fail"] == [
+        ("interface", ("a", "b"))
+    ]
     routed = replace(other, nics=(Nic("eth0", True, 1500, subnets=("10.7.0.0/24",)),))
     (note,) = look(one, routed)
-    assert (note.level, note.text) == ("note", "network 10.7.0.0/24; 1 of 2 nodes have network 10.0.0.0/24")
+    assert (note.level, note.text) == (
+        "note",
+        "network 10.7.0.0/24; 1 of 2 nodes have network 10.0.0.0/24",
+    )
     assert look(one) == []
 
 
 def test_strict_with_a_plug_in_that_no_name_forces(tmp_path: Path) -> None:
     """HPC-X: NCCL's log is watched instead, and has to be there."""
-    box = replace(card(), files={"opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so": "NCCL RDMA Plugin v11"})
+    box = replace(
+        card(), files={"opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so": "NCCL RDMA Plugin v11"}
+    )
     strict = Job(fabric=Fabric(strict=True))
     for here, level in (
         (sound(tmp_path, "a", box), "note"),
@@ -290,14 +364,24 @@ def test_versions_mtu_identity_and_loopback_between_nodes(tmp_path: Path) -> Non
     other = replace(one, hostname="b", address="10.0.0.6")
     assert look(one, other) == []
     assert checks(look(one, replace(other, versions={"nccl": "2.18.1"}))) == {"versions": "warn"}
-    assert checks(look(one, replace(other, nics=(Nic("eth0", True, 9000),)))) == {"interface": "warn"}
+    assert checks(look(one, replace(other, nics=(Nic("eth0", True, 9000),)))) == {
+        "interface": "warn"
+    }
     ib = replace(one, nics=(Nic("eth0", True, 2044, kind=32, mode="datagram"),))
     assert checks(look(ib, replace(ib, hostname="b", nics=(Nic("eth0", True, 65520, kind=32, mode="connected"),)))) == {
         "ipoib": "warn"}  # fmt: skip
     assert look(ib, replace(ib, hostname="b", address="10.0.0.6")) == []
     twin = replace(other, hostname="a")
     assert checks(look(one, twin)) == {"identity": "fail"}
-    assert look(*(replace(each, environment={"NCCL_HOSTID": str(i)}) for i, each in enumerate((one, twin)))) == []
+    assert (
+        look(
+            *(
+                replace(each, environment={"NCCL_HOSTID": str(i)})
+                for i, each in enumerate((one, twin))
+            )
+        )
+        == []
+    )
     assert checks(look(one, replace(other, address="127.0.0.1"))) == {"interface": "fail"}
 
 
@@ -325,7 +409,9 @@ def test_strict_refuses_a_backend_that_knows_only_tcp(tmp_path: Path) -> None:
     assert look(here, gpu=False) == []
 
 
-def test_the_name_of_a_host_matters_where_nobody_tells_the_ranks_their_interface(tmp_path: Path) -> None:
+def test_the_name_of_a_host_matters_where_nobody_tells_the_ranks_their_interface(
+    tmp_path: Path,
+) -> None:
     here = sound(tmp_path, box=machines.plain_box(), machine=Machine(own_name=("127.0.1.1",)))
     assert [one.level for one in look(here)] == ["note"]
     assert [one.level for one in look(here, kind="site")] == ["warn"]
@@ -334,9 +420,14 @@ def test_the_name_of_a_host_matters_where_nobody_tells_the_ranks_their_interface
 def test_strict_holds_for_mpi_on_nodes_without_gpus(tmp_path: Path) -> None:
     """Horovod's and gloo's ranks would always be refused there; UCX has a use for an HCA."""
     strict, box = Job(fabric=Fabric(strict=True)), card()
-    assert checks_node.refusals(strict, look(sound(tmp_path, "a", box), backend="mpi", strict=True)) == []
+    assert (
+        checks_node.refusals(strict, look(sound(tmp_path, "a", box), backend="mpi", strict=True))
+        == []
+    )
     for name, bad in (("b", machines.plain_box()), ("c", replace(box, nodes=False))):
-        (refused,) = checks_node.refusals(strict, look(sound(tmp_path, name, bad), backend="mpi", strict=True))
+        (refused,) = checks_node.refusals(
+            strict, look(sound(tmp_path, name, bad), backend="mpi", strict=True)
+        )
         assert refused.check in ("hca state", "rdma devices")
     assert look(sound(tmp_path, "d", replace(box, nodes=False)), backend="mpi") == []
 
@@ -344,7 +435,9 @@ def test_strict_holds_for_mpi_on_nodes_without_gpus(tmp_path: Path) -> None:
 def test_warnings_are_told_in_one_line_each_notes_are_not_and_strict_raises(tmp_path: Path) -> None:
     here = sound(tmp_path, box=machines.plain_box(), limits=Limits(shm=2**26, nofile=1024))
     node = Node("id", "10.0.0.5", "node-1", {"CPU": 8.0}, {"CPU": 8.0})
-    plan = placement.assign_ranks(placement.resources_for(Job(scale=Scale(per_node=1)), [node]), [node])
+    plan = placement.assign_ranks(
+        placement.resources_for(Job(scale=Scale(per_node=1)), [node]), [node]
+    )
     heard: list[str] = []
     checks_node.check_nodes(Job(), plan, [here], heard.append)
     assert len(heard) == 1
@@ -353,4 +446,6 @@ def test_warnings_are_told_in_one_line_each_notes_are_not_and_strict_raises(tmp_
     heard.clear()
     with pytest.raises(LaunchError, match=r"fabric\.strict: node-1: no HCA has an active port"):
         checks_node.check_nodes(Job(fabric=Fabric(strict=True)), with_gpu, [here], heard.append)
-    assert [text[:16] for text in heard] == ["node-1: /dev/shm"]  # what is refused is told once, by the error
+    assert [text[:16] for text in heard] == [
+        "node-1: /dev/shm"
+    ]  # what is refused is told once, by the error

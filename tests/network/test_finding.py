@@ -15,7 +15,10 @@ def test_equal_findings_are_one_with_all_their_nodes() -> None:
 
 def test_findings_that_differ_in_anything_else_stay_apart() -> None:
     base = Finding("shm", "warn", ("a",), "full", "x")
-    others = [Finding("clock", "warn", ("a",), "full", "x"), Finding("shm", "warn", ("a",), "empty", "x")]
+    others = [
+        Finding("clock", "warn", ("a",), "full", "x"),
+        Finding("shm", "warn", ("a",), "empty", "x"),
+    ]
     assert fold_findings([base, *others, base]) == [base, *others]
 
 

@@ -27,9 +27,18 @@ def plan(*ranks_of_nodes: int, backend: str = "horovod") -> Plan:
     """Nodes with so many ranks each."""
     slots: list[Slot] = []
     for node_rank, count in enumerate(ranks_of_nodes):
-        node = Node(id=f"n{node_rank}", ip=f"10.0.0.{node_rank + 1}", host="same-name", total={}, free={})
+        node = Node(
+            id=f"n{node_rank}", ip=f"10.0.0.{node_rank + 1}", host="same-name", total={}, free={}
+        )
         slots += [
-            Slot(rank=len(slots) + i, local_rank=i, node_rank=node_rank, local_world_size=count, bundle=0, node=node)
+            Slot(
+                rank=len(slots) + i,
+                local_rank=i,
+                node_rank=node_rank,
+                local_world_size=count,
+                bundle=0,
+                node=node,
+            )
             for i in range(count)
         ]
     return Plan(ResourceRequest(backend, len(slots), (), 1, "PACK", {"CPU": 1}), tuple(slots))
@@ -39,9 +48,12 @@ def job(**settings: Any) -> Job:
     return Job(backend=Backend(name="horovod", horovod=Horovod(**settings)), dir="/runs/one")
 
 
-def planned(asked: Job, where: Plan, facts: Facts = HERE, meet: Rendezvous = MEET) -> list[dict[str, EnvVar]]:
+def planned(
+    asked: Job, where: Plan, facts: Facts = HERE, meet: Rendezvous = MEET
+) -> list[dict[str, EnvVar]]:
     return [
-        {v.name: v for v in own} for own in variables.plan_variables(asked, where, [facts] * where.world_size, meet)
+        {v.name: v for v in own}
+        for own in variables.plan_variables(asked, where, [facts] * where.world_size, meet)
     ]
 
 
@@ -49,10 +61,14 @@ def values(asked: Job, *ranks_of_nodes: int) -> list[dict[str, str]]:
     return [{n: v.value for n, v in own.items()} for own in planned(asked, plan(*ranks_of_nodes))]
 
 
-@pytest.mark.parametrize("nodes", [(1,), (2,), (3, 3), (1, 1, 1), (4, 2), (2, 4), (1, 3, 2), (8, 8, 7, 8)])
+@pytest.mark.parametrize(
+    "nodes", [(1,), (2,), (3, 3), (1, 1, 1), (4, 2), (2, 4), (1, 3, 2), (8, 8, 7, 8)]
+)
 def test_places_are_those_that_horovod_itself_would_give(nodes: tuple[int, ...]) -> None:
     own = pytest.importorskip("horovod.runner.common.util.hosts", reason="Horovod is not built")
-    slots = own.get_host_assignments([own.HostInfo(f"node-{i}", n) for i, n in enumerate(nodes)], sum(nodes))
+    slots = own.get_host_assignments(
+        [own.HostInfo(f"node-{i}", n) for i, n in enumerate(nodes)], sum(nodes)
+    )
     wanted = [
         {
             "HOROVOD_HOSTNAME": s.hostname, "HOROVOD_RANK": str(s.rank), "HOROVOD_SIZE": str(s.size),
@@ -65,7 +81,10 @@ def test_places_are_those_that_horovod_itself_would_give(nodes: tuple[int, ...])
 
 
 def test_nodes_of_one_name_are_different_hosts() -> None:
-    assert Counter(found["HOROVOD_HOSTNAME"] for found in values(job(), 2, 1)) == {"node-0": 2, "node-1": 1}
+    assert Counter(found["HOROVOD_HOSTNAME"] for found in values(job(), 2, 1)) == {
+        "node-0": 2,
+        "node-1": 1,
+    }
 
 
 def test_every_rank_gets_the_door_and_its_secret_and_no_store_of_torch() -> None:
@@ -109,7 +128,9 @@ def test_the_interface_is_each_nodes_own() -> None:
         ({"autotune": True}, "HOROVOD_AUTOTUNE_LOG", "/runs/one/horovod-autotune.csv"),
     ],
 )
-def test_a_setting_becomes_horovods_variable_with_its_reason(settings: Any, name: str, value: str) -> None:
+def test_a_setting_becomes_horovods_variable_with_its_reason(
+    settings: Any, name: str, value: str
+) -> None:
     (found, _) = planned(job(**settings), plan(2))
     assert found[name].value == value
     assert found[name].reason.startswith("backend.horovod.")
@@ -117,8 +138,12 @@ def test_a_setting_becomes_horovods_variable_with_its_reason(settings: Any, name
 
 def test_what_is_not_asked_for_is_not_there() -> None:
     (found, _) = values(job(), 2)
-    assert not {"HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_STALL_CHECK_DISABLE"} & found.keys()
-    assert not {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"} & found.keys(), "what is set can't be tuned"
+    assert (
+        not {"HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_STALL_CHECK_DISABLE"} & found.keys()
+    )
+    assert not {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"} & found.keys(), (
+        "what is set can't be tuned"
+    )
     (found, _) = values(job(stall_warn_s=0), 2)
     assert "HOROVOD_STALL_CHECK_TIME_SECONDS" not in found
 
@@ -164,7 +189,9 @@ def test_other_backends_get_nothing_of_it() -> None:
         ([[0, 1], [2, 0, 1]], r"\[2, 0, 1\].*hvd.global_process_set"),
     ],
 )
-def test_process_sets_that_these_ranks_can_not_form_are_refused(sets: list[list[int]], says: str) -> None:
+def test_process_sets_that_these_ranks_can_not_form_are_refused(
+    sets: list[list[int]], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         planned(job(process_sets=sets), plan(3))
 
@@ -199,6 +226,8 @@ def test_horovod_has_no_other_rendezvous() -> None:
     assert (refused.value.key, refused.value.suggestion) == ("init_method", "init_method=env")
 
 
-@pytest.mark.parametrize("settings", [{}, {"stall_fail_s": 0}, {"stall_warn_s": 0}, {"process_sets": [[0, 1], [1]]}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"stall_fail_s": 0}, {"stall_warn_s": 0}, {"process_sets": [[0, 1], [1]]}]
+)
 def test_what_is_right_is_let_through(settings: Any) -> None:
     validate(job(**settings))

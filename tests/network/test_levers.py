@@ -1,4 +1,5 @@
-"""The levers of speed as variables and as lines of the plan: what raydist sets, and what it leaves alone."""
+"""The levers of speed as variables and as lines of the plan: what raydist sets, and what it leaves
+alone."""
 
 from __future__ import annotations
 
@@ -16,18 +17,24 @@ from raydist.network.variables import Rendezvous
 from raydist.settings.config import Backend, Job, Optim, Scale, Train
 
 TWO_NODES = tuple(
-    NumaNode(number, number, cores=tuple((8 * number + i,) for i in range(8)), caches=()) for number in range(2)
+    NumaNode(number, number, cores=tuple((8 * number + i,) for i in range(8)), caches=())
+    for number in range(2)
 )
 FOUR_GPUS = tuple(Gpu(f"000{i}:00:00.0", numa=i // 2) for i in range(4))
 
 
 def facts(gpus: int = 0, **more: Any) -> list[Facts]:
-    one = Facts("node-1", "10.0.0.1", "eth0", "10.0.0.1", numa=TWO_NODES, devices=FOUR_GPUS, cpus=16)
+    one = Facts(
+        "node-1", "10.0.0.1", "eth0", "10.0.0.1", numa=TWO_NODES, devices=FOUR_GPUS, cpus=16
+    )
     return [replace(one, gpus=[str(i)] if gpus else None, **more) for i in range(4)]
 
 
-def look(job: Job, gpus: int = 4, **more: Any) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[bool, str]]]:
-    """(variables of rank 0 with their reasons, levers with theirs) of a job with four ranks on one node."""
+def look(
+    job: Job, gpus: int = 4, **more: Any
+) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[bool, str]]]:
+    """(variables of rank 0 with their reasons, levers with theirs) of a job with four ranks on one
+    node."""
     have = {"CPU": 64.0, **({"GPU": float(gpus)} if gpus else {})}
     nodes = [Node("id-1", "10.0.0.1", "node-1", have, have)]
     job = replace(job, scale=replace(job.scale, per_node=4))
@@ -35,7 +42,9 @@ def look(job: Job, gpus: int = 4, **more: Any) -> tuple[dict[str, tuple[str, str
     each = facts(gpus, **more)
     own: Sequence[Any] = variables.plan_variables(job, plan, each, Rendezvous("10.0.0.1"))[0]
     listed = levers.levers(job, plan, each, own)
-    return {var.name: (var.value, var.reason) for var in own}, {each.name: (each.on, each.why) for each in listed}
+    return {var.name: (var.value, var.reason) for var in own}, {
+        each.name: (each.on, each.why) for each in listed
+    }
 
 
 @pytest.mark.parametrize(
@@ -53,7 +62,10 @@ def look(job: Job, gpus: int = 4, **more: Any) -> tuple[dict[str, tuple[str, str
 def test_threads_are_the_cores_of_a_rank(scale: Scale, more: dict[str, Any], threads: str) -> None:
     own, listed = look(Job(scale=scale), **more)
     assert own["OMP_NUM_THREADS"][0] == threads
-    assert listed["threads"] == (threads != "1", f"{threads} for each rank: {own['OMP_NUM_THREADS'][1]}")
+    assert listed["threads"] == (
+        threads != "1",
+        f"{threads} for each rank: {own['OMP_NUM_THREADS'][1]}",
+    )
 
 
 def test_a_word_about_threads_wins() -> None:
@@ -78,9 +90,24 @@ def test_compiled_code_is_kept_where_nobody_said_otherwise(gpus: int, names: set
     [
         (Job(), 0, {}, "no GPU"),
         (Job(script="train.py"), 4, {}, "share CUDA tensors"),
-        (Job(env={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}), 4, {}, "PYTORCH_CUDA_ALLOC_CONF is set"),
-        (Job(), 4, {"environment": {"PYTORCH_ALLOC_CONF": "backend:native"}}, "PYTORCH_ALLOC_CONF is set"),
-        (Job(env={levers.REGISTERS: "1"}), 4, {}, f"{levers.REGISTERS} is set"),  # NVLS registration
+        (
+            Job(env={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
+            4,
+            {},
+            "PYTORCH_CUDA_ALLOC_CONF is set",
+        ),
+        (
+            Job(),
+            4,
+            {"environment": {"PYTORCH_ALLOC_CONF": "backend:native"}},
+            "PYTORCH_ALLOC_CONF is set",
+        ),
+        (
+            Job(env={levers.REGISTERS: "1"}),
+            4,
+            {},
+            f"{levers.REGISTERS} is set",
+        ),  # NVLS registration
         (Job(), 4, {}, ""),
     ],
 )
@@ -91,11 +118,15 @@ def test_segments_are_expandable_where_nothing_speaks_against_it(
     on, said = listed["expandable segments"]
     assert on == (not why)
     assert why in said
-    ours = [name for name in levers.ALLOCATOR if own.get(name, ("",))[0] == "expandable_segments:True"]
+    ours = [
+        name for name in levers.ALLOCATOR if own.get(name, ("",))[0] == "expandable_segments:True"
+    ]
     assert ours == ([] if why else ["PYTORCH_ALLOC_CONF"])
 
 
-@pytest.mark.parametrize(("torch", "name"), [("2.8.0", "PYTORCH_CUDA_ALLOC_CONF"), ("2.14.1", "PYTORCH_ALLOC_CONF")])
+@pytest.mark.parametrize(
+    ("torch", "name"), [("2.8.0", "PYTORCH_CUDA_ALLOC_CONF"), ("2.14.1", "PYTORCH_ALLOC_CONF")]
+)
 def test_the_allocator_s_variable_has_the_name_that_this_torch_reads(torch: str, name: str) -> None:
     own, _ = look(Job(), versions={"torch": torch})
     assert own[name][0] == "expandable_segments:True"
@@ -123,11 +154,26 @@ def test_the_plan_says_of_each_lever_whether_it_is_on() -> None:
     assert not of_cpu["cuDNN search"][0]
     for job, fused, why in (
         (Job(), True, "sgd: weights have the same bits"),
-        (Job(optim=Optim("adamw")), False, "adamw: it rounds the last bits otherwise: optim.fused=true"),
+        (
+            Job(optim=Optim("adamw")),
+            False,
+            "adamw: it rounds the last bits otherwise: optim.fused=true",
+        ),
         (Job(optim=Optim("adamw"), train=Train(fast=True)), True, "adamw: train.fast=true"),
-        (Job(optim=Optim("adamw", fused=False), train=Train(fast=True)), False, "adamw: optim.fused=false"),
-        (Job(optim=Optim("rmsprop"), train=Train(fast=True)), False, "rmsprop: torch has no fused RMSprop"),
+        (
+            Job(optim=Optim("adamw", fused=False), train=Train(fast=True)),
+            False,
+            "adamw: optim.fused=false",
+        ),
+        (
+            Job(optim=Optim("rmsprop"), train=Train(fast=True)),
+            False,
+            "rmsprop: torch has no fused RMSprop",
+        ),
     ):
         assert look(job, gpus=0)[1]["fused optimizer"] == (fused, why)
     _, of_script = look(Job(script="train.py", scale=Scale(numa="none")), 0)
-    assert {name for name, (is_on, _) in of_script.items() if is_on} == {"freed memory", "compiled code"}
+    assert {name for name, (is_on, _) in of_script.items() if is_on} == {
+        "freed memory",
+        "compiled code",
+    }

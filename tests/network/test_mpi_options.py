@@ -68,8 +68,13 @@ def test_tcp_stays_on_the_interface_and_rdma_is_left_alone() -> None:
         "OMPI_MCA_btl_tcp_if_include": "ib0"
     }
     mpich = {**OMPI, "kind": "mpich", "rdma": ""}
-    assert {name for name, _, _ in network_mpi.network_options(mpich, "ib0")} == {"FI_TCP_IFACE", "UCX_NET_DEVICES"}
-    assert {name for name, _, _ in network_mpi.network_options({**mpich, "rdma": "mlx5_0"}, "ib0")} == {"FI_TCP_IFACE"}
+    assert {name for name, _, _ in network_mpi.network_options(mpich, "ib0")} == {
+        "FI_TCP_IFACE",
+        "UCX_NET_DEVICES",
+    }
+    assert {
+        name for name, _, _ in network_mpi.network_options({**mpich, "rdma": "mlx5_0"}, "ib0")
+    } == {"FI_TCP_IFACE"}
 
 
 def test_hosts_have_names_of_no_machine() -> None:

@@ -1,4 +1,5 @@
-"""NCCL's words in a file of their own: passed on with fabric.debug, and the end of a rank that took sockets."""
+"""NCCL's words in a file of their own: passed on with fabric.debug, and the end of a rank that took
+sockets."""
 
 from __future__ import annotations
 
@@ -69,8 +70,12 @@ def test_with_debug_the_real_nccl_writes_beside_the_ranks_own_output() -> None:
         assert "Bootstrap" in said
 
 
-def test_a_rank_whose_nccl_took_sockets_is_ended_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks_node, "TCP_ONLY", ())  # else a job without GPUs is refused before it starts
+def test_a_rank_whose_nccl_took_sockets_is_ended_with_that_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        checks_node, "TCP_ONLY", ()
+    )  # else a job without GPUs is refused before it starts
     words = f"args={SOCKETS.strip()!r}"
     with pytest.raises(RunFailed) as caught:
         run("nccl_speaks.py", "backend=script", "fabric.strict=true", "fabric.debug=true", words)

@@ -54,7 +54,9 @@ def test_a_dgx_takes_the_eight_beside_its_gpus_and_leaves_storage(tmp_path: Path
 
 
 def test_renamed_devices_are_taken_by_their_own_names(tmp_path: Path) -> None:
-    assert values(facts(tmp_path, machines.dgx(machines.HDR, "ibp{}s0")))["NCCL_IB_HCA"].startswith("=ibp0s0,ibp1s0,")
+    assert values(facts(tmp_path, machines.dgx(machines.HDR, "ibp{}s0")))["NCCL_IB_HCA"].startswith(
+        "=ibp0s0,ibp1s0,"
+    )
 
 
 def test_where_nothing_needs_choosing_nothing_is_said(tmp_path: Path) -> None:
@@ -68,12 +70,18 @@ def test_one_node_has_no_mismatch(tmp_path: Path) -> None:
 
 
 def test_without_pci_the_class_with_the_most_bandwidth_wins(tmp_path: Path) -> None:
-    """A VM: all flat. Two storage ports at 100 Gbit/s are more cards than one at 400, and still that one carries."""
-    slow = [Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i}.0", (Link(machines.EDR),)) for i in range(2)]
+    """A VM: all flat. Two storage ports at 100 Gbit/s are more cards than one at 400, and still
+    that one carries."""
+    slow = [
+        Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i}.0", (Link(machines.EDR),)) for i in range(2)
+    ]
     fast = Card("mlx5_9", "pci0000:00/0000:00:09.0", (Link(machines.NDR),))
     value, why = told(facts(tmp_path, Box((*slow, fast))))["NCCL_IB_HCA"]
     assert value == "=mlx5_9"
-    assert "mlx5_0 is InfiniBand at 100 Gbit/s in subnet fe80:0000:0000:0000, not InfiniBand at 400 Gbit/s" in why
+    assert (
+        "mlx5_0 is InfiniBand at 100 Gbit/s in subnet fe80:0000:0000:0000, not InfiniBand at 400 "
+        "Gbit/s" in why
+    )
 
 
 def test_a_port_that_is_down_is_not_counted(tmp_path: Path) -> None:
@@ -82,7 +90,9 @@ def test_a_port_that_is_down_is_not_counted(tmp_path: Path) -> None:
     assert values(facts(tmp_path, Box((up, down)))) == {"NCCL_IGNORE_NET_MISMATCH": "0"}
 
 
-@pytest.mark.parametrize(("kind", "taken", "left"), [("ib", "mlx5_0", "mlx5_1"), ("roce", "mlx5_1", "mlx5_0")])
+@pytest.mark.parametrize(
+    ("kind", "taken", "left"), [("ib", "mlx5_0", "mlx5_1"), ("roce", "mlx5_1", "mlx5_0")]
+)
 def test_only_the_kind_asked_for(kind: str, taken: str, left: str, tmp_path: Path) -> None:
     both = (Card("mlx5_0", "pci0000:00/0000:00:02.0"),
             Card("mlx5_1", "pci0000:00/0000:00:03.0", (machines.roce("10.1.0.5", "eth1"),)))  # fmt: skip
@@ -102,7 +112,9 @@ def test_the_hcas_asked_for_exactly(tmp_path: Path) -> None:
     assert told(here, hca=["mlx5_1", "mlx5_10"])["NCCL_IB_HCA"] == ("=mlx5_1,mlx5_10", "fabric.hca")
     with pytest.raises(ConfigError, match=r"fabric\.hca=mlx_1: node-1 has no such HCA.*mlx5_1"):
         told(here, hca=["mlx_1"])
-    with pytest.raises(ConfigError, match=r"fabric\.hca=mlx5_0: node-1 has no HCA; set fabric\.hca=\[\]"):
+    with pytest.raises(
+        ConfigError, match=r"fabric\.hca=mlx5_0: node-1 has no HCA; set fabric\.hca=\[\]"
+    ):
         told(facts(tmp_path / "p", machines.plain_box()), hca=["mlx5_0"])
 
 
@@ -116,24 +128,41 @@ PORT_DOWN = Box((Card("mlx5_0", "pci0000:00/0000:00:02.0"),
                  Card("mlx5_1", "pci0000:00/0000:00:03.0", (Link(machines.HDR, state="1: DOWN"),))))  # fmt: skip
 HAS = "it has 10.0.0.5, the node's address in Ray; "
 SOCKETS = {
-    "GLOO_SOCKET_IFNAME": ("eth0", HAS + "by default gloo takes the interface of the host name's address"),
+    "GLOO_SOCKET_IFNAME": (
+        "eth0",
+        HAS + "by default gloo takes the interface of the host name's address",
+    ),
     "NCCL_SOCKET_IFNAME": ("=eth0", HAS + "without = it would also select longer names"),
 }
-EQUAL = {"NCCL_IGNORE_NET_MISMATCH": ("0", "nodes with unequal HCAs are an error; by default they may hang")}
+EQUAL = {
+    "NCCL_IGNORE_NET_MISMATCH": (
+        "0",
+        "nodes with unequal HCAs are an error; by default they may hang",
+    )
+}
 STRICT = "fabric.strict: RDMA or an error, never silently TCP"
 
 
 def beside_gpus(name: str) -> dict[str, tuple[str, str]]:
     """Eight HCAs taken, and four left out."""
     left = "; ".join(f"{name.format(i)} shares no PCIe switch with a GPU" for i in range(8, 12))
-    return {"NCCL_IB_HCA": ("=" + ",".join(name.format(i) for i in range(8)), f"fabric.kind=auto: {left}")}
+    return {
+        "NCCL_IB_HCA": (
+            "=" + ",".join(name.format(i) for i in range(8)),
+            f"fabric.kind=auto: {left}",
+        )
+    }
 
 
 MACHINES: dict[str, tuple[Box, dict[str, tuple[str, str]], str]] = {
     # the machine -> all its variables with their reasons, and NCCL_NET where fabric.strict is asked
     "DGX with storage HCAs": (machines.dgx(), EQUAL | beside_gpus("mlx5_{}"), "IB"),
     "HDR, renamed": (machines.dgx(machines.HDR, "ibp{}s0"), EQUAL | beside_gpus("ibp{}s0"), "IB"),
-    "container without device nodes": (replace(machines.dgx(), nodes=False), EQUAL | beside_gpus("mlx5_{}"), "IB"),
+    "container without device nodes": (
+        replace(machines.dgx(), nodes=False),
+        EQUAL | beside_gpus("mlx5_{}"),
+        "IB",
+    ),
     "RoCE with two GID tables": (machines.roce_box(), EQUAL, "IB"),
     "EFA": (machines.efa_box(), {}, "AWS Libfabric"),
     "VM": (machines.vm_box(), EQUAL, "IB"),
@@ -143,7 +172,9 @@ MACHINES: dict[str, tuple[Box, dict[str, tuple[str, str]], str]] = {
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_machine_gets_just_these_variables_for_these_reasons(name: str, tmp_path: Path) -> None:
+def test_every_machine_gets_just_these_variables_for_these_reasons(
+    name: str, tmp_path: Path
+) -> None:
     box, more, network = MACHINES[name]
     here = facts(tmp_path, box)
     assert told(here) == SOCKETS | more
@@ -161,13 +192,18 @@ LIBFABRIC = "\x7fELF\x02 Libfabric\0 AWS Libfabric\0 OFI\0"
 PLUGINS = {
     # the file's words -> what NCCL_NET is when fabric.strict asks for RDMA
     "aws-ofi-nccl without EFA, on Slingshot": (LIBFABRIC, "AWS Libfabric"),
-    "HPC-X, called otherwise before and after it is initialised": ("NCCL RDMA Plugin v11\0IBext_v11\0", None),
+    "HPC-X, called otherwise before and after it is initialised": (
+        "NCCL RDMA Plugin v11\0IBext_v11\0",
+        None,
+    ),
     "one that nobody knows": ("", None),
 }
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_strict_names_a_vendors_network_so_that_it_cannot_fall_to_sockets(plugin: str, tmp_path: Path) -> None:
+def test_strict_names_a_vendors_network_so_that_it_cannot_fall_to_sockets(
+    plugin: str, tmp_path: Path
+) -> None:
     text, network = PLUGINS[plugin]
     here = facts(tmp_path, Box(files={"opt/aws-ofi-nccl/lib/libnccl-net.so": text}))
     assert values(here, strict=True).get("NCCL_NET") == network
@@ -175,20 +211,30 @@ def test_strict_names_a_vendors_network_so_that_it_cannot_fall_to_sockets(plugin
 
 
 @pytest.mark.parametrize("plug_in_installed", [True, False])
-def test_strict_on_efa_is_never_tcp_even_where_the_plug_in_is_missing(plug_in_installed: bool, tmp_path: Path) -> None:
+def test_strict_on_efa_is_never_tcp_even_where_the_plug_in_is_missing(
+    plug_in_installed: bool, tmp_path: Path
+) -> None:
     here = facts(tmp_path, machines.efa_box())
-    here = here if plug_in_installed else replace(here, machine=replace(here.machine, plugins=(), networks=()))
+    here = (
+        here
+        if plug_in_installed
+        else replace(here, machine=replace(here.machine, plugins=(), networks=()))
+    )
     assert values(here, strict=True) == {"NCCL_NET": "AWS Libfabric"}
 
 
 def test_what_the_site_has_set_stays_and_is_said(tmp_path: Path) -> None:
     conf = {"NCCL_IB_HCA": ("=mlx5_2", "/etc/nccl.conf")}
-    here = facts(tmp_path, machines.dgx(), environment={"NCCL_SOCKET_IFNAME": "=ib0"}, nccl_conf=conf)
+    here = facts(
+        tmp_path, machines.dgx(), environment={"NCCL_SOCKET_IFNAME": "=ib0"}, nccl_conf=conf
+    )
     have = {"CPU": 8.0, "GPU": 8.0}
     asked = Job(backend=Backend("nccl"), scale=Scale(per_node=1))
     node = Node("id", "10.0.0.5", "node-1", have, have)
     request = placement.resources_for(asked, [node])
-    (own,) = variables.plan_variables(asked, placement.assign_ranks(request, [node]), [here], Rendezvous("10.0.0.5", 1))
+    (own,) = variables.plan_variables(
+        asked, placement.assign_ranks(request, [node]), [here], Rendezvous("10.0.0.5", 1)
+    )
     found = {var.name: var for var in own}
     assert found["NCCL_SOCKET_IFNAME"].value == "=ib0"
     assert "node-1" in found["NCCL_SOCKET_IFNAME"].reason
@@ -209,11 +255,15 @@ ALIKE = {
 }
 
 
-def rank(here: Facts, backend: str, env: dict[str, str] | None = None, **asked: Any) -> dict[str, str]:
+def rank(
+    here: Facts, backend: str, env: dict[str, str] | None = None, **asked: Any
+) -> dict[str, str]:
     """All variables of the only rank there."""
     have = {"CPU": 8.0, **({"GPU": 8.0} if backend == "nccl" else {})}
     node = Node("id", "10.0.0.5", "node-1", have, have)
-    job = Job(backend=Backend(backend), scale=Scale(per_node=1), fabric=Fabric(**asked), env=env or {})
+    job = Job(
+        backend=Backend(backend), scale=Scale(per_node=1), fabric=Fabric(**asked), env=env or {}
+    )
     plan = placement.assign_ranks(placement.resources_for(job, [node]), [node])
     (own,) = variables.plan_variables(job, plan, [here], Rendezvous("10.0.0.5", 1))
     return {var.name: var.value for var in own}
@@ -233,18 +283,31 @@ def test_the_interface_is_everybodys_alike(who: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mpi", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
 def test_the_hcas_are_everybodys_alike(mpi: dict[str, str], tmp_path: Path) -> None:
-    here = facts(tmp_path, machines.dgx(), mpi={**mpi, "rdma": ",".join(f"mlx5_{i}" for i in range(12))})
+    here = facts(
+        tmp_path, machines.dgx(), mpi={**mpi, "rdma": ",".join(f"mlx5_{i}" for i in range(12))}
+    )
     chosen = [f"mlx5_{i}" for i in range(8)]
     assert rank(here, "nccl")["NCCL_IB_HCA"] == "=" + ",".join(chosen)
     assert rank(here, "mpi")["UCX_NET_DEVICES"] == ",".join(f"{name}:1" for name in chosen)
     assert rank(here, "mpi", hca=["mlx5_2"])["UCX_NET_DEVICES"] == "mlx5_2:1"
-    tcp, strict, usual = rank(here, "mpi", kind="ethernet"), rank(here, "mpi", strict=True), rank(here, "mpi")
-    assert (rank(here, "nccl", kind="ethernet")["NCCL_IB_DISABLE"], tcp["UCX_NET_DEVICES"]) == ("1", "eth0")
+    tcp, strict, usual = (
+        rank(here, "mpi", kind="ethernet"),
+        rank(here, "mpi", strict=True),
+        rank(here, "mpi"),
+    )
+    assert (rank(here, "nccl", kind="ethernet")["NCCL_IB_DISABLE"], tcp["UCX_NET_DEVICES"]) == (
+        "1",
+        "eth0",
+    )
     assert (rank(here, "nccl", strict=True)["NCCL_NET"], strict["UCX_TLS"]) == ("IB", "^tcp")
     name, sockets, rdma = {
         "openmpi": ("OMPI_MCA_pml", "ob1", "ucx"), "mpich": ("FI_PROVIDER", "tcp", "^tcp,sockets")
     }[mpi["kind"]]  # fmt: skip
     assert (tcp[name], strict[name]) == (sockets, rdma)
     assert not {name, "UCX_TLS", "OMPI_MCA_btl"} & set(usual)
-    alone = facts(tmp_path / "one", Box((Card("mlx5_0", "pci0000:00/0000:00:02.0"),)), mpi={**mpi, "rdma": "mlx5_0"})
+    alone = facts(
+        tmp_path / "one",
+        Box((Card("mlx5_0", "pci0000:00/0000:00:02.0"),)),
+        mpi={**mpi, "rdma": "mlx5_0"},
+    )
     assert "UCX_NET_DEVICES" not in rank(alone, "mpi")  # nothing to choose: it finds its only one

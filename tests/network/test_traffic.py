@@ -8,12 +8,16 @@ from raydist.network.traffic import NodeTraffic, PortCounters, amount, traffic_e
 GB = 10**9
 
 
-def port(sent: int | None, hca: bool = False, rate: float = 12.5, errors: dict[str, int] | None = None) -> PortCounters:
+def port(
+    sent: int | None, hca: bool = False, rate: float = 12.5, errors: dict[str, int] | None = None
+) -> PortCounters:
     counters = PortCounters(hca=hca, sent=sent, received=sent, rate=rate, active=True)
     return {**counters, "errors": errors} if errors else counters
 
 
-def nodes(n: int = 2, eth0: int = 0, eth1: int | None = None, ib: int | None = None) -> list[NodeTraffic]:
+def nodes(
+    n: int = 2, eth0: int = 0, eth1: int | None = None, ib: int | None = None
+) -> list[NodeTraffic]:
     """Nodes whose ports carried so much; `ib` is an HCA."""
     ends = {"eth0": port(7 + eth0)}
     ends |= {} if eth1 is None else {"eth1": port(7 + eth1)}
@@ -44,20 +48,31 @@ def test_nccl_over_infiniband_with_and_without_gpudirect() -> None:
     assert event["text"] == "NET/IB over mlx5_0:1 with GPUDirect on 2 nodes, 2 GB sent"
     assert event["nodes"][0]["rate"] == 50.0
     assert odd == []
-    assert " without GPUDirect " in traffic_event("nccl", nodes(2, ib=GB), [0, 1], nccl("IB"))[0]["text"]
+    assert (
+        " without GPUDirect "
+        in traffic_event("nccl", nodes(2, ib=GB), [0, 1], nccl("IB"))[0]["text"]
+    )
 
 
 def test_the_silent_fall_to_sockets_is_told_with_its_reason() -> None:
     event, _ = traffic_event(
-        "nccl", nodes(2, eth0=GB, ib=0), [0, 1], nccl("Socket", why_not="libibverbs is missing on the node")
+        "nccl",
+        nodes(2, eth0=GB, ib=0),
+        [0, 1],
+        nccl("Socket", why_not="libibverbs is missing on the node"),
     )
-    expected = "NET/Socket over eth0 on 2 nodes, 2 GB sent; 2 nodes have InfiniBand, NOT USED: libibverbs is missing"
+    expected = (
+        "NET/Socket over eth0 on 2 nodes, 2 GB sent; 2 nodes have InfiniBand, NOT USED: "
+        "libibverbs is missing"
+    )
     assert event["text"].startswith(expected)
 
 
 def test_a_log_that_the_counters_deny_is_told() -> None:
     (first, second) = traffic_event("nccl", nodes(2, eth0=GB, ib=0), [0, 1], nccl("IB"))[1]
-    assert first == "NCCL's log names mlx5_0:1, but on n0 these ports sent nothing and eth0 sent 1 GB"
+    assert (
+        first == "NCCL's log names mlx5_0:1, but on n0 these ports sent nothing and eth0 sent 1 GB"
+    )
     assert "on n1" in second
 
 
@@ -65,14 +80,26 @@ def test_nodes_that_nccl_takes_for_one_are_told() -> None:
     logs = [Log("Socket", counted=(2, 1))] * 2
     (odd,) = traffic_event("nccl", nodes(2, eth0=GB), [0, 1], logs)[1]
     assert odd.startswith("NCCL counts 1 node, but the job has 2")
-    for fine in ([Log("Socket", counted=(2, 2))] * 2, [Log("Socket", counted=(1, 1)), Log("Socket", counted=(2, 2))]):
+    for fine in (
+        [Log("Socket", counted=(2, 2))] * 2,
+        [Log("Socket", counted=(1, 1)), Log("Socket", counted=(2, 2))],
+    ):
         assert traffic_event("nccl", nodes(2, eth0=GB), [0, 1], fine)[1] == []
 
 
 def test_a_port_that_counts_errors_meanwhile_is_told_and_one_with_old_ones_is_not() -> None:
-    before = {"eth0": port(0), "mlx5_0:1": port(0, hca=True, errors={"symbol_error": 5, "rx_drops": 2})}
-    after = {"eth0": port(0), "mlx5_0:1": port(GB, hca=True, errors={"symbol_error": 12, "rx_drops": 2})}
-    worn, sound = NodeTraffic("n0", "eth0", before, after), NodeTraffic("n1", "eth0", before, before)
+    before = {
+        "eth0": port(0),
+        "mlx5_0:1": port(0, hca=True, errors={"symbol_error": 5, "rx_drops": 2}),
+    }
+    after = {
+        "eth0": port(0),
+        "mlx5_0:1": port(GB, hca=True, errors={"symbol_error": 12, "rx_drops": 2}),
+    }
+    worn, sound = (
+        NodeTraffic("n0", "eth0", before, after),
+        NodeTraffic("n1", "eth0", before, before),
+    )
     (odd,) = traffic_event("nccl", [worn, sound], [0, 1], nccl("IB"))[1]
     assert odd.startswith("mlx5_0:1 on n0 counted errors during the run (7 symbol_error)")
 

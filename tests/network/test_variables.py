@@ -29,7 +29,9 @@ def node(i: int, gpu: float = 0) -> Node:
     return Node(f"id-{i}", f"10.0.0.{i}", f"node-{i}", have, have)
 
 
-def facts(i: int, interface: str = "eth0", gpus: tuple[str, ...] | None = None, **more: Any) -> Facts:
+def facts(
+    i: int, interface: str = "eth0", gpus: tuple[str, ...] | None = None, **more: Any
+) -> Facts:
     return Facts(f"node-{i}", f"10.0.0.{i}", interface, f"10.0.0.{i}", gpus=gpus, **more)
 
 
@@ -50,7 +52,9 @@ def planned(
     for own in found:
         assert len({var.name for var in own}) == len(own), "a variable is there twice"
         assert all(var.reason for var in own)
-    return [{v.name: v.value for v in own} for own in found], [{v.name: v.reason for v in own} for own in found]
+    return [{v.name: v.value for v in own} for own in found], [
+        {v.name: v.reason for v in own} for own in found
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,9 @@ def test_an_older_torch_is_told_to_record_collectives(
 
 
 def test_the_words_of_torchrun_on_uneven_nodes() -> None:
-    asked = placement.resources_for(Job(scale=Scale(nodes=1, per_node=3, placement="PACK")), [node(1), node(2)])
+    asked = placement.resources_for(
+        Job(scale=Scale(nodes=1, per_node=3, placement="PACK")), [node(1), node(2)]
+    )
     uneven = placement.assign_ranks(asked, [node(2), node(1), node(2)])
     values, _ = planned(job(), uneven, facts(1), facts(2), facts(2))
     names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -97,7 +103,9 @@ def test_everything_that_torchrun_exports_is_there() -> None:
     assert exported <= set(values)
 
 
-def test_the_facts_of_a_node_are_read_once_however_many_ranks_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facts_of_a_node_are_read_once_however_many_ranks_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """For 1,024 ranks it took 16 s of the driver's time, at each attempt."""
     read, own = list[str](), rdma.device_settings
 
@@ -124,7 +132,9 @@ def test_where_the_ranks_meet() -> None:
         assert "RAYDIST_RENDEZVOUS_FILE" not in own
 
 
-@pytest.mark.parametrize(("backend", "ranks", "waits"), [("gloo", 2, True), ("gloo", 1, False), ("nccl", 2, False)])
+@pytest.mark.parametrize(
+    ("backend", "ranks", "waits"), [("gloo", 2, True), ("gloo", 1, False), ("nccl", 2, False)]
+)
 def test_ranks_of_gloo_wait_until_all_have_connected(backend: str, ranks: int, waits: bool) -> None:
     asked = replace(job(), backend=replace(job().backend, name=backend))
     values, _ = planned(asked, plan(node(1), per_node=ranks), *[facts(1)] * ranks)
@@ -134,7 +144,10 @@ def test_ranks_of_gloo_wait_until_all_have_connected(backend: str, ranks: int, w
 def test_where_the_ranks_meet_in_a_file() -> None:
     asked = job(init_method="file")
     (own,), _ = planned(
-        asked, plan(node(1), per_node=1), facts(1), meet=Rendezvous("10.0.0.1", file="/shared/rendezvous")
+        asked,
+        plan(node(1), per_node=1),
+        facts(1),
+        meet=Rendezvous("10.0.0.1", file="/shared/rendezvous"),
     )
     assert own["RAYDIST_RENDEZVOUS_FILE"] == "/shared/rendezvous"
     assert not {"MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(own)
@@ -146,7 +159,9 @@ def test_a_port_that_is_not_open_yet_says_so() -> None:
 
 
 def test_the_interface_may_differ_from_node_to_node() -> None:
-    values, reasons = planned(job(), plan(node(1), node(2), per_node=1), facts(1, "eth0"), facts(2, "ens3"))
+    values, reasons = planned(
+        job(), plan(node(1), node(2), per_node=1), facts(1, "eth0"), facts(2, "ens3")
+    )
     assert [own["GLOO_SOCKET_IFNAME"] for own in values] == ["eth0", "ens3"]
     assert [own["NCCL_SOCKET_IFNAME"] for own in values] == ["=eth0", "=ens3"]
     assert "10.0.0.2" in reasons[1]["GLOO_SOCKET_IFNAME"]
@@ -169,7 +184,9 @@ def test_an_interface_that_was_asked_for_is_the_reason() -> None:
         ([("GPU-b",), ("GPU-a",)], "GPU-a,GPU-b"),
     ],
 )
-def test_all_ranks_of_a_node_see_all_its_gpus_in_one_order(held: list[tuple[str, ...]], visible: str) -> None:
+def test_all_ranks_of_a_node_see_all_its_gpus_in_one_order(
+    held: list[tuple[str, ...]], visible: str
+) -> None:
     where = plan(node(1, gpu=8), per_node=2, gpus=1)
     # Ray's own mask on the actor is no setting of the site
     each = [facts(1, gpus=own, environment={"CUDA_VISIBLE_DEVICES": own[0]}) for own in held]
@@ -192,7 +209,8 @@ def test_all_ranks_of_a_node_see_all_its_gpus_in_one_order(held: list[tuple[str,
 def test_a_program_that_takes_the_gpu_of_its_local_rank_has_the_one_that_raydist_means(
     monkeypatch: pytest.MonkeyPatch, held: list[tuple[str, ...]], backend: str
 ) -> None:
-    """nccl2 without `device_id` takes LOCAL_RANK modulo the GPUs that it sees; "Duplicate GPU detected" otherwise."""
+    """nccl2 without `device_id` takes LOCAL_RANK modulo the GPUs that it sees; "Duplicate GPU
+    detected" otherwise."""
     where = plan(node(1, gpu=12), per_node=len(held), gpus=len(held[0]))
     where = replace(where, request=replace(where.request, backend=backend))
     each = [facts(1, gpus=own, versions={"nccl": "2.30.7"}) for own in held]
@@ -211,7 +229,9 @@ def test_a_program_that_takes_the_gpu_of_its_local_rank_has_the_one_that_raydist
     if len(held[0]) > 1:  # neighbours are of one rank
         count = len(held[0])
         ordered = sorted(int(gpu) for own in held for gpu in own)
-        assert taken == [{str(gpu) for gpu in ordered[i : i + count]} for i in range(0, len(ordered), count)]
+        assert taken == [
+            {str(gpu) for gpu in ordered[i : i + count]} for i in range(0, len(ordered), count)
+        ]
     assert sum(map(len, taken)) == len(set().union(*taken))
 
 
@@ -260,7 +280,10 @@ def test_nccl_admits_ranks_on_mig_instances_of_one_gpu_or_the_run_is_refused(
 def test_gpus_are_counted_as_ray_does_and_amds_have_their_own_variable() -> None:
     each = [facts(1, gpus=own, versions={"torch": "2.15.0+rocm7.1"}) for own in (("1",), ("0",))]
     values, _ = planned(job(), plan(node(1, gpu=8), per_node=2, gpus=1), *each)
-    seen = [(own["HIP_VISIBLE_DEVICES"], own["CUDA_VISIBLE_DEVICES"], own["CUDA_DEVICE_ORDER"]) for own in values]
+    seen = [
+        (own["HIP_VISIBLE_DEVICES"], own["CUDA_VISIBLE_DEVICES"], own["CUDA_DEVICE_ORDER"])
+        for own in values
+    ]
     assert seen == [("0,1", "0,1", "PCI_BUS_ID")] * 2
     each = [facts(1, gpus=("0",), environment={"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})]
     (own,), _ = planned(job(), plan(node(1, gpu=8), per_node=1, gpus=1), *each)
@@ -270,14 +293,21 @@ def test_gpus_are_counted_as_ray_does_and_amds_have_their_own_variable() -> None
 
 def test_each_node_has_its_own_gpus() -> None:
     where = plan(node(1, gpu=2), node(2, gpu=2), per_node=2)
-    each = [facts(1, gpus=("0",)), facts(1, gpus=("1",)), facts(2, gpus=("5",)), facts(2, gpus=("4",))]
+    each = [
+        facts(1, gpus=("0",)),
+        facts(1, gpus=("1",)),
+        facts(2, gpus=("5",)),
+        facts(2, gpus=("4",)),
+    ]
     values, _ = planned(job(), where, *each)
     assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == ["0,1", "0,1", "4,5", "4,5"]
 
 
 def test_a_job_without_gpus_sees_none_and_one_that_nobody_counted_for_sees_all() -> None:
     (own,), _ = planned(
-        job(), plan(node(1, gpu=2), per_node=1, gpus=0), facts(1, environment={"CUDA_VISIBLE_DEVICES": "1"})
+        job(),
+        plan(node(1, gpu=2), per_node=1, gpus=0),
+        facts(1, environment={"CUDA_VISIBLE_DEVICES": "1"}),
     )
     assert own["CUDA_VISIBLE_DEVICES"] == ""
     (own,), _ = planned(job(), plan(node(1, gpu=2), per_node=1), facts(1, gpus=None))
@@ -292,7 +322,9 @@ def test_threads_follow_the_cpus(cpus: float, threads: str) -> None:
 
 def test_what_the_site_has_set_stands_and_is_told() -> None:
     site = {"NCCL_SOCKET_IFNAME": "=bond0", "OMP_NUM_THREADS": "12"}
-    values, reasons = planned(job(), plan(node(1), node(2), per_node=1), facts(1, environment=site), facts(2))
+    values, reasons = planned(
+        job(), plan(node(1), node(2), per_node=1), facts(1, environment=site), facts(2)
+    )
     assert (values[0]["NCCL_SOCKET_IFNAME"], values[0]["OMP_NUM_THREADS"]) == ("=bond0", "12")
     why = reasons[0]["NCCL_SOCKET_IFNAME"]
     assert "node-1" in why
@@ -303,19 +335,26 @@ def test_what_the_site_has_set_stands_and_is_told() -> None:
 
 
 def test_what_ray_has_set_to_the_same_is_no_news() -> None:
-    _, (why,) = planned(job(), plan(node(1), per_node=1), facts(1, environment={"OMP_NUM_THREADS": "1"}))
+    _, (why,) = planned(
+        job(), plan(node(1), per_node=1), facts(1, environment={"OMP_NUM_THREADS": "1"})
+    )
     assert why["OMP_NUM_THREADS"] == "scale.cpus=1"
 
 
 def test_ncclls_own_file_stands_too_but_below_the_environment() -> None:
-    conf = {"NCCL_SOCKET_IFNAME": ("bond", "/etc/nccl.conf"), "GLOO_SOCKET_IFNAME": ("eth0", "/etc/nccl.conf")}
+    conf = {
+        "NCCL_SOCKET_IFNAME": ("bond", "/etc/nccl.conf"),
+        "GLOO_SOCKET_IFNAME": ("eth0", "/etc/nccl.conf"),
+    }
     where = plan(node(1), per_node=1)
     (own,), (why,) = planned(job(), where, facts(1, nccl_conf=conf))
     assert own["NCCL_SOCKET_IFNAME"] == "bond"
     assert "/etc/nccl.conf on node-1" in why["NCCL_SOCKET_IFNAME"]
     assert "env.NCCL_SOCKET_IFNAME==eth0" in why["NCCL_SOCKET_IFNAME"]
     assert "env." not in why["GLOO_SOCKET_IFNAME"]  # the same value: no override is offered
-    (own,), _ = planned(job(), where, facts(1, nccl_conf=conf, environment={"NCCL_SOCKET_IFNAME": "ib0"}))
+    (own,), _ = planned(
+        job(), where, facts(1, nccl_conf=conf, environment={"NCCL_SOCKET_IFNAME": "ib0"})
+    )
     assert own["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
@@ -331,8 +370,12 @@ def test_what_the_person_types_wins_over_all() -> None:
 def log_of(asked: Job, here: Facts, nodes: int = 1, gpu: float = 8) -> dict[str, tuple[str, str]]:
     """NCCL's own log in rank 0's variables, with the reasons."""
     where = plan(*(node(i + 1, gpu=gpu) for i in range(nodes)), per_node=1)
-    every = variables.plan_variables(asked, where, [here, *(facts(i + 1) for i in range(1, nodes))], MEET)
-    return {var.name: (var.value, var.reason) for var in every[0] if var.name.startswith("NCCL_DEBUG")}
+    every = variables.plan_variables(
+        asked, where, [here, *(facts(i + 1) for i in range(1, nodes))], MEET
+    )
+    return {
+        var.name: (var.value, var.reason) for var in every[0] if var.name.startswith("NCCL_DEBUG")
+    }
 
 
 def test_nccls_log_is_asked_for_where_somebody_reads_it_and_never_lands_in_the_ranks_own() -> None:
@@ -379,12 +422,17 @@ def test_nccl_writes_down_its_network_where_gpus_talk_between_nodes() -> None:
     names = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
     values, _ = planned(asked, two, facts(1, gpus=("0",)), facts(2, gpus=("0",)))
     assert [own["NCCL_DEBUG"] for own in values] == ["INFO", "INFO"]
-    assert [own["NCCL_DEBUG_FILE"].rpartition("/")[2] for own in values] == ["rank-0.nccl", "rank-1.nccl"]
+    assert [own["NCCL_DEBUG_FILE"].rpartition("/")[2] for own in values] == [
+        "rank-0.nccl",
+        "rank-1.nccl",
+    ]
 
     theirs = [facts(i, gpus=("0",), environment={"NCCL_DEBUG": "WARN"}) for i in (1, 2)]
     values, _ = planned(asked, two, *theirs)
     assert not names & set(values[0])
-    values, _ = planned(job(backend=Backend("nccl"), env={"NCCL_DEBUG": "TRACE"}), two, facts(1), facts(2))
+    values, _ = planned(
+        job(backend=Backend("nccl"), env={"NCCL_DEBUG": "TRACE"}), two, facts(1), facts(2)
+    )
     assert names & set(values[0]) == {"NCCL_DEBUG"}
     for elsewhere in (plan(node(1, gpu=1), per_node=1), plan(node(1), per_node=1)):
         values, _ = planned(asked, elsewhere, facts(1))

@@ -74,7 +74,9 @@ def start_request(rank: int) -> StartRank:
 
 async def start(agent: RankAgent, job: Callable[[], Any], rank: int = 0) -> int:
     """Start a rank that calls a function, alone in its process group; its pid."""
-    (agent.folder / rank_spec.CALL).unlink(missing_ok=True)  # of another test: a run has one function
+    (agent.folder / rank_spec.CALL).unlink(
+        missing_ok=True
+    )  # of another test: a run has one function
     await agent.handle(KeepCall(cloudpickle.dumps((job, (), {}))))
     return await agent.handle(start_request(rank))  # type: ignore[no-any-return]
 
@@ -161,8 +163,11 @@ def test_another_agent_of_the_node_shares_its_server(node: Node, agent: RankAgen
     assert node.run(agent.handle(IsOpen()))
 
 
-def test_all_agents_wait_while_the_drivers_server_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the first gave up after 3000 looks, 30 s, where a cold network file system takes minutes."""
+def test_all_agents_wait_while_the_drivers_server_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first gave up after 3000 looks, 30 s, where a cold network file system takes
+    minutes."""
     gate, looks, sleep = tmp_path / "gate", 0, asyncio.sleep
     (tmp_path / "raydist_gated.py").write_text(GATED.format(str(gate)))
     monkeypatch.syspath_prepend(tmp_path)
@@ -178,9 +183,14 @@ def test_all_agents_wait_while_the_drivers_server_imports(tmp_path: Path, monkey
     async def main() -> set[Path]:
         agents = [RankAgent(), RankAgent()]
         request = replace(
-            open_request(os.urandom(4).hex()), warm_server=WarmServer(str(server.folder), heritage()), installed=()
+            open_request(os.urandom(4).hex()),
+            warm_server=WarmServer(str(server.folder), heritage()),
+            installed=(),
         )
-        opening = [agent.handle(replace(request, rank=rank, lead=not rank)) for rank, agent in enumerate(agents)]
+        opening = [
+            agent.handle(replace(request, rank=rank, lead=not rank))
+            for rank, agent in enumerate(agents)
+        ]
         await asyncio.wait_for(asyncio.gather(*opening), TIMEOUT_S)
         folders = {agent.folder for agent in agents}
         for agent in agents:
@@ -215,7 +225,9 @@ def test_a_server_stays_no_longer_than_the_admin_of_its_node_allows(
 
     async def main() -> int:
         agent = RankAgent()
-        opened: Opened = await agent.handle(replace(open_request(os.urandom(4).hex()), keep_s=300.0))
+        opened: Opened = await agent.handle(
+            replace(open_request(os.urandom(4).hex()), keep_s=300.0)
+        )
         await agent.handle(Close())
         return opened.warm.pid
 
@@ -237,7 +249,12 @@ def test_a_job_runs_to_its_end_and_returns_a_value(node: Node, agent: RankAgent)
     assert history.events[1]["values"] == {"loss": 0.5}
     assert history.log.endswith(b"hello\n")  # torch 2.8's gloo prints before
     assert history.end is not None
-    assert (history.end.code, history.end.signal, history.end.step, history.end.phase) == (0, 0, 3, "end")
+    assert (history.end.code, history.end.signal, history.end.step, history.end.phase) == (
+        0,
+        0,
+        3,
+        "end",
+    )
     value = node.run(agent.handle(GetValue()))
     assert value.value is not None
     assert cloudpickle.loads(value.value) == 42
@@ -275,7 +292,9 @@ def test_an_exception_is_an_event_and_a_pickle(node: Node, agent: RankAgent) -> 
     assert repr(cloudpickle.loads(value.error)) == "ValueError('no such layer')"
 
 
-def test_only_the_newest_report_of_another_rank_than_0_is_kept(node: Node, agent: RankAgent) -> None:
+def test_only_the_newest_report_of_another_rank_than_0_is_kept(
+    node: Node, agent: RankAgent
+) -> None:
     def job() -> None:
         import raydist
 
@@ -310,10 +329,14 @@ def test_a_rank_is_examined_while_it_runs(node: Node, agent: RankAgent) -> None:
     assert activity.busy < 0.5
     others, main = activity.stack.split("Current thread")
     assert "in stuck" in main
-    assert "in of_all_threads" in others  # by the rank's own thread: a signal handler may crash a rank
+    assert (
+        "in of_all_threads" in others
+    )  # by the rank's own thread: a signal handler may crash a rank
 
 
-def test_a_rank_whose_native_code_keeps_the_gil_shows_its_main_thread(node: Node, agent: RankAgent) -> None:
+def test_a_rank_whose_native_code_keeps_the_gil_shows_its_main_thread(
+    node: Node, agent: RankAgent
+) -> None:
     def stuck() -> None:
         import ctypes
 
@@ -325,7 +348,9 @@ def test_a_rank_whose_native_code_keeps_the_gil_shows_its_main_thread(node: Node
         while True:
             activity: RankActivity | None = await agent.handle(Examine())
             assert activity is not None
-            if "in of_all_threads" not in activity.stack:  # else the rank has not come to the job yet
+            if (
+                "in of_all_threads" not in activity.stack
+            ):  # else the rank has not come to the job yet
                 return activity.stack
 
     stack = node.run(run_and_examine())
@@ -340,7 +365,9 @@ def test_a_rank_that_has_ended_is_not_examined(node: Node, agent: RankAgent) -> 
 
 
 @pytest.mark.parametrize(("grace", "number"), [(30.0, signal.SIGTERM), (0.0, signal.SIGKILL)])
-def test_a_rank_is_stopped(node: Node, agent: RankAgent, grace: float, number: signal.Signals) -> None:
+def test_a_rank_is_stopped(
+    node: Node, agent: RankAgent, grace: float, number: signal.Signals
+) -> None:
     async def run_and_stop() -> RankEnd | None:
         await start(agent, lambda: time.sleep(300))
         await follow(agent, until="joined")
@@ -353,7 +380,9 @@ def test_a_rank_is_stopped(node: Node, agent: RankAgent, grace: float, number: s
     assert end.why == ""  # the driver knows who stopped it
 
 
-def test_a_rank_that_failed_before_it_was_to_stop_was_not_told_to(node: Node, agent: RankAgent) -> None:
+def test_a_rank_that_failed_before_it_was_to_stop_was_not_told_to(
+    node: Node, agent: RankAgent
+) -> None:
     def fail() -> None:
         import raydist
 
@@ -371,7 +400,9 @@ def test_a_rank_that_failed_before_it_was_to_stop_was_not_told_to(node: Node, ag
     assert not end.told
 
 
-def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(node: Node, agent: RankAgent) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
+    node: Node, agent: RankAgent
+) -> None:
     def stubborn() -> None:
         import raydist
 
@@ -473,8 +504,11 @@ def report_and_sleep() -> None:
     time.sleep(300)
 
 
-def test_a_start_ends_a_process_whose_agent_was_taken_for_lost(node: Node, agent: RankAgent) -> None:
-    """The driver stopped no lost rank: two processes shared a GPU, and the first one's end was told as the second's."""
+def test_a_start_ends_a_process_whose_agent_was_taken_for_lost(
+    node: Node, agent: RankAgent
+) -> None:
+    """The driver stopped no lost rank: two processes shared a GPU, and the first one's end was told
+    as the second's."""
 
     async def start_twice() -> tuple[bool, int, History]:
         first = await start(agent, report_and_sleep)
@@ -577,10 +611,15 @@ def test_a_program_is_lost_with_its_fork_server() -> None:
         ('["a"]', None),
         ("3", None),
         ('{"message": ["a"]}', None),
-        ('{"message": {"message": "ValueError: y", "extraInfo": []}}', RecordedError("ValueError", "y", "")),
+        (
+            '{"message": {"message": "ValueError: y", "extraInfo": []}}',
+            RecordedError("ValueError", "y", ""),
+        ),
     ],
 )
-def test_an_error_file_of_another_form_fails_no_answer(tmp_path: Path, text: str, error: RecordedError | None) -> None:
+def test_an_error_file_of_another_form_fails_no_answer(
+    tmp_path: Path, text: str, error: RecordedError | None
+) -> None:
     """The agent raised as it told of the end, and its rank was lost."""
     (tmp_path / "error.json").write_text(text)
     assert recorded_error(tmp_path / "error.json") == error
@@ -606,7 +645,9 @@ def test_a_fork_server_that_is_stopped_is_told_of_and_ended_when_it_is_in_the_wa
         agent = RankAgent()
         await agent.handle(open_request(os.urandom(4).hex()))
         try:
-            await agent.handle(program_request("sh", "-c", f"until test -e {go}; do sleep 0.05; done"))
+            await agent.handle(
+                program_request("sh", "-c", f"until test -e {go}; do sleep 0.05; done")
+            )
             await follow(agent, until="joined")
             os.kill(agent._server.pid, signal.SIGSTOP)
             quiet, until = 0.0, time.monotonic() + 10

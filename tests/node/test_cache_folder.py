@@ -24,7 +24,10 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def test_it_is_made_for_this_user_alone(places: list[Path]) -> None:
     for _ in range(2):  # and used again
-        assert cache_folder.fill_in(VARIABLES) == {"TRITON_CACHE_DIR": f"{places[0]}/triton", "RANK": "0"}
+        assert cache_folder.fill_in(VARIABLES) == {
+            "TRITON_CACHE_DIR": f"{places[0]}/triton",
+            "RANK": "0",
+        }
     assert stat.S_IMODE(places[0].stat().st_mode) == 0o700
 
 
@@ -49,7 +52,9 @@ def test_a_folder_that_another_user_may_own_is_not_used(
     assert cache_folder.fill_in(VARIABLES)["TRITON_CACHE_DIR"] == f"{places[1]}/triton"
 
 
-def test_where_code_may_not_run_nothing_is_set(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_code_may_not_run_nothing_is_set(
+    places: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
     assert cache_folder.fill_in(VARIABLES) == {"RANK": "0"}
     assert cache_folder.fill_in({"RANK": "0"}) == {"RANK": "0"}

@@ -34,10 +34,14 @@ def outward() -> tuple[str, str]:
 
 def tried(*names: str, **env: str) -> dict[str, dict[str, Any]]:
     """What the program prints, with these variables and none of this machine's own."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "GLOO"))}
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "GLOO"))
+    }
     command = [sys.executable, "-m", "raydist.node.dryrun", *names]
     path = {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env={**own, **path, **env}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env={**own, **path, **env}, capture_output=True, text=True, check=True
+    )
     told: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return told
 
@@ -52,8 +56,13 @@ def test_gloo_on_the_loopback_is_seen() -> None:
 
 
 def test_lines_that_gloo_prints_are_skipped() -> None:
-    said = "[Gloo] Rank 0 is connected to 0 peer ranks. Expected number of connected peer ranks is : 0"  # torch 2.8
-    assert dryrun.read_output(f'{said}\n{{"addresses": ["10.0.0.5"]}}\n', "", 0) == {"addresses": ["10.0.0.5"]}
+    said = (
+        "[Gloo] Rank 0 is connected to 0 peer ranks. Expected number of connected peer ranks "
+        "is : 0"
+    )  # torch 2.8
+    assert dryrun.read_output(f'{said}\n{{"addresses": ["10.0.0.5"]}}\n', "", 0) == {
+        "addresses": ["10.0.0.5"]
+    }
 
 
 def test_the_error_of_gloo() -> None:
@@ -79,14 +88,21 @@ def test_nccl_uses_the_loopback_when_others_are_excluded() -> None:
 
 @needs_nccl
 def test_the_error_of_nccl_wherever_its_log_goes() -> None:
-    found = tried("nccl", NCCL_SOCKET_IFNAME="=nosuch0", NCCL_DEBUG_FILE="/nowhere/log", NCCL_DEBUG="VERSION")["nccl"]
+    found = tried(
+        "nccl", NCCL_SOCKET_IFNAME="=nosuch0", NCCL_DEBUG_FILE="/nowhere/log", NCCL_DEBUG="VERSION"
+    )["nccl"]
     assert "no socket interface found" in found["error"]
 
 
 def test_a_missing_library_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert dryrun.nccl_library() == "libnccl.so.2"
-    assert "libnccl" in dryrun.read_output("", "OSError: libnccl.so.2: cannot open shared object file", 1)["error"]
+    assert (
+        "libnccl"
+        in dryrun.read_output("", "OSError: libnccl.so.2: cannot open shared object file", 1)[
+            "error"
+        ]
+    )
 
 
 LOGS = {
@@ -112,7 +128,11 @@ def test_ipv6_is_read_without_brackets_and_scope() -> None:
 def test_the_address_in_a_unique_id() -> None:
     magic = bytes(8)
     four = socket.AF_INET.to_bytes(2, sys.byteorder) + bytes(2) + bytes([10, 0, 0, 5])
-    six = socket.AF_INET6.to_bytes(2, sys.byteorder) + bytes(6) + socket.inet_pton(socket.AF_INET6, "fd00::2")
+    six = (
+        socket.AF_INET6.to_bytes(2, sys.byteorder)
+        + bytes(6)
+        + socket.inet_pton(socket.AF_INET6, "fd00::2")
+    )
     assert dryrun.address_in((magic + four).ljust(128, b"\0")) == "10.0.0.5"
     assert dryrun.address_in((magic + six).ljust(128, b"\0")) == "fd00::2"
     assert dryrun.address_in(bytes(128)) is None
@@ -120,7 +140,10 @@ def test_the_address_in_a_unique_id() -> None:
 
 def test_the_error_is_the_librarys_own_message() -> None:
     assert dryrun.read_output("", "", -11) == {"error": "it ended with code -11"}
-    log = "h:1:1 [0] misc/socket.cc:99 NCCL WARN Bootstrap : no socket interface found\nh NCCL INFO bye"
+    log = (
+        "h:1:1 [0] misc/socket.cc:99 NCCL WARN Bootstrap : no socket interface found\nh NCCL "
+        "INFO bye"
+    )
     assert dryrun.read_output('{"addresses": [], "status": 5}', log, 0) == {
         "error": "Bootstrap : no socket interface found"
     }

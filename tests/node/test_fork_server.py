@@ -66,7 +66,9 @@ os.kill = os.killpg = lambda pid, number: None
 class Node:
     """A fork server in a folder of its own."""
 
-    def __init__(self, folder: Path, start: str = "fork", modules: tuple[str, ...] = ("json",)) -> None:
+    def __init__(
+        self, folder: Path, start: str = "fork", modules: tuple[str, ...] = ("json",)
+    ) -> None:
         self.folder = folder
         self.server = ForkServer.launch(folder, start, 1, modules=modules)
 
@@ -113,7 +115,9 @@ class Line:
         assert isinstance(opened, StoreOpened)
         return pid, opened
 
-    def fork(self, function: Callable[[], Any], rank: int = 0, env: dict[str, str] | None = None) -> int:
+    def fork(
+        self, function: Callable[[], Any], rank: int = 0, env: dict[str, str] | None = None
+    ) -> int:
         """A rank that calls `function` outside any process group (backend `here`); its pid."""
         base = self.folder / f"rank-{rank}"
         (self.folder / f"rank-{rank}.call").write_bytes(cloudpickle.dumps((function, (), {})))
@@ -145,7 +149,10 @@ class Line:
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """A server with torch in it, for all tests that do not end it."""
-    node = Node(tmp_path_factory.mktemp("node") / "f", modules=("torch", "raydist.worker.backends.ddp", "cloudpickle"))
+    node = Node(
+        tmp_path_factory.mktemp("node") / "f",
+        modules=("torch", "raydist.worker.backends.ddp", "cloudpickle"),
+    )
     yield node
     node.close()
 
@@ -166,7 +173,14 @@ def test_a_rank_has_its_environment_folder_log_and_main_thread(warm: Node) -> No
         print("out")
         print("err", file=sys.stderr)
         here = threading.current_thread() is threading.main_thread()
-        return os.environ["MARK"], os.getcwd(), sys.argv, here, torch.get_num_threads(), os.getsid(0) == os.getpid()
+        return (
+            os.environ["MARK"],
+            os.getcwd(),
+            sys.argv,
+            here,
+            torch.get_num_threads(),
+            os.getsid(0) == os.getpid(),
+        )
 
     line = warm.dial()
     pid = line.fork(job)
@@ -282,7 +296,9 @@ def test_the_server_disconnects_once_all_processes_of_an_agent_are_gone(tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_new_rank_can_be_ended_at_once(warm: Node, number: signal.Signals) -> None:
-    for _ in range(20):  # the server ignores SIGTERM, and a child that is a moment old is still like it
+    for _ in range(
+        20
+    ):  # the server ignores SIGTERM, and a child that is a moment old is still like it
         line = warm.dial()
         pid = line.fork(lambda: time.sleep(300))
         line.send(SignalProcess(pid, number))
@@ -303,7 +319,9 @@ def test_only_processes_of_the_agent_are_killed(warm: Node) -> None:
 def test_the_store_listens_on_its_address_only_and_is_held(warm: Node) -> None:
     line = warm.dial()
     pid, store = line.open_store("127.0.0.1")
-    held = [c.laddr for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN]
+    held = [
+        c.laddr for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN
+    ]
     assert held == [("127.0.0.1", store.port)]
     line.socket.close()
     assert soon(lambda: not alive(pid))
@@ -343,7 +361,9 @@ def test_everything_ends_with_the_lifeline_and_the_folder_is_gone(tmp_path: Path
     line = node.dial()
 
     def job() -> None:
-        subprocess.Popen(["sleep", "300"], start_new_session=True)  # escapes its group and its session
+        subprocess.Popen(
+            ["sleep", "300"], start_new_session=True
+        )  # escapes its group and its session
         time.sleep(300)
 
     pid = line.fork(job)
@@ -355,7 +375,9 @@ def test_everything_ends_with_the_lifeline_and_the_folder_is_gone(tmp_path: Path
     assert not node.folder.exists()
 
 
-def test_the_lifeline_ends_it_while_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lifeline_ends_it_while_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "raydist_slow_module.py").write_text("import time; time.sleep(300)")
     monkeypatch.syspath_prepend(tmp_path)
     node = Node(tmp_path / "f", modules=("raydist_slow_module",))
@@ -386,10 +408,14 @@ def test_spawn_gives_a_fresh_interpreter(tmp_path: Path) -> None:
 
 
 def test_the_ends_of_spawned_ranks_are_reported_while_others_are_spawned(tmp_path: Path) -> None:
-    """`subprocess` reaped a rank that had ended when the next one was spawned, and nobody was told."""
+    """`subprocess` reaped a rank that had ended when the next one was spawned, and nobody was
+    told."""
     node = Node(tmp_path / "f", start="spawn")
     lines = [node.dial() for _ in range(4)]
-    pids = [line.fork(lambda: None, rank, {"PYTHONHASHSEED": "wrong"}) for rank, line in enumerate(lines)]
+    pids = [
+        line.fork(lambda: None, rank, {"PYTHONHASHSEED": "wrong"})
+        for rank, line in enumerate(lines)
+    ]
     assert [line.receive(Ended).pid for line in lines] == pids
     node.close()
 
@@ -401,7 +427,8 @@ def test_a_spawned_rank_ends_with_a_server_that_dies_before_it_runs(
     begun = tmp_path / "begun"
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, time\n"
-        f"if 'raydist.worker.main' in sys.orig_argv: open({str(begun)!r}, 'w').close(); time.sleep(300)\n"
+        f"if 'raydist.worker.main' in sys.orig_argv: open({str(begun)!r}, 'w').close(); "
+        "time.sleep(300)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     node = Node(tmp_path / "f", start="spawn")
@@ -413,11 +440,15 @@ def test_a_spawned_rank_ends_with_a_server_that_dies_before_it_runs(
 
 
 def test_a_child_whose_parent_has_ended_before_it_could_ask_ends_too() -> None:
-    child = subprocess.run([sys.executable, "-c", "from raydist.worker.main import *; die_with_parent(1); print('on')"])
+    child = subprocess.run(
+        [sys.executable, "-c", "from raydist.worker.main import *; die_with_parent(1); print('on')"]
+    )
     assert child.returncode == 1
 
 
-def test_a_process_that_the_kernel_cannot_end_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_the_kernel_cannot_end_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "raydist_undying.py").write_text(UNDYING)
     monkeypatch.syspath_prepend(tmp_path)
     node = Node(tmp_path / "f", modules=("raydist_undying", "raydist.worker.backends.ddp"))
@@ -429,7 +460,8 @@ def test_a_process_that_the_kernel_cannot_end_holds_up_nobody(tmp_path: Path, mo
 
 
 def save_in_a_rank(line: Any, folder: Path) -> None:
-    """Start a rank that saves step 7 below this folder and goes on, and wait until it has told its agent."""
+    """Start a rank that saves step 7 below this folder and goes on, and wait until it has told its
+    agent."""
 
     def job() -> None:
         raydist.checkpoint.save(7, {"step": 7})
@@ -448,12 +480,16 @@ def test_the_last_state_is_written_where_the_kernel_refuses_a_process(
         "import os\n"
         "fork = os.fork\n"
         "def refused():\n"
-        f"    if os.path.exists({str(tmp_path / 'full')!r}): raise BlockingIOError(11, 'Resource unavailable')\n"
+        f"    if os.path.exists({str(tmp_path / 'full')!r}): raise BlockingIOError(11, 'Resource "
+        "unavailable')\n"
         "    return fork()\n"
         "os.fork = refused\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    node = Node(tmp_path / "f", modules=("raydist_full", "torch", "raydist.worker.backends.ddp", "cloudpickle"))
+    node = Node(
+        tmp_path / "f",
+        modules=("raydist_full", "torch", "raydist.worker.backends.ddp", "cloudpickle"),
+    )
     line = node.dial()
     save_in_a_rank(line, tmp_path)
     (tmp_path / "full").touch()
@@ -484,7 +520,9 @@ def test_an_agent_waits_where_the_queue_of_the_server_is_full(tmp_path: Path) ->
     listener.close()
 
 
-def test_a_server_that_has_died_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_has_died_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("raydist.node.fork_client.REFUSED_S", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "fork"))
@@ -494,14 +532,19 @@ def test_a_server_that_has_died_is_not_waited_for(tmp_path: Path, monkeypatch: p
 
 
 def test_a_message_larger_than_a_packet_goes_by_a_file(warm: Node) -> None:
-    """The environment of a rank may take more: it ended the server, and with it all ranks of the node."""
+    """The environment of a rank may take more: it ended the server, and with it all ranks of the
+    node."""
     large = "x" * (3 * PACKET)
 
     async def main() -> tuple[Any, ...]:
         client = await ForkClient.connect(warm.folder)
         await client.ask(ImportModules(()), Warm)
         log = os.open(os.devnull, os.O_WRONLY)
-        program = ProgramSpec(("/bin/sh", "-c", "test ${#LARGE} = 120000"), {"LARGE": large[:120_000], "A": large}, "/")
+        program = ProgramSpec(
+            ("/bin/sh", "-c", "test ${#LARGE} = 120000"),
+            {"LARGE": large[:120_000], "A": large},
+            "/",
+        )
         del program.env["A"]
         program.env.update({f"V{number}": large[:1000] for number in range(500)})
         _, ended = await client.fork(program, [log])
@@ -522,22 +565,30 @@ def test_what_the_server_cannot_do_is_answered_and_ends_nothing(warm: Node) -> N
     pid, store = line.open_store("no address")
     assert store.error
     assert line.receive(Ended).pid == pid
-    line.send(RankSpec(0, {}, "", (), "", "", (), str(warm.folder / "x")))  # without its descriptors
+    line.send(
+        RankSpec(0, {}, "", (), "", "", (), str(warm.folder / "x"))
+    )  # without its descriptors
     assert "needs a log" in line.receive(Failed).error
     assert other.fork(lambda: 7)
     assert other.receive(Ended).code == 0
     assert other.value() == 7
 
 
-def test_ranks_are_ended_while_the_file_server_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_ended_while_the_file_server_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fork server listed the checkpoints itself."""
     os.mkfifo(tmp_path / "hangs")
     (tmp_path / "raydist_hanging.py").write_text(
         "from raydist.state import checkpoint_files\n"
-        f"checkpoint_files.is_saved = lambda folder, step: bool(open({str(tmp_path / 'hangs')!r}).read())\n"
+        f"checkpoint_files.is_saved = lambda folder, step: "
+        f"bool(open({str(tmp_path / 'hangs')!r}).read())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    node = Node(tmp_path / "f", modules=("raydist_hanging", "torch", "raydist.worker.backends.ddp", "cloudpickle"))
+    node = Node(
+        tmp_path / "f",
+        modules=("raydist_hanging", "torch", "raydist.worker.backends.ddp", "cloudpickle"),
+    )
     line = node.dial()
 
     def job() -> None:
@@ -564,12 +615,17 @@ def test_ranks_are_ended_while_the_file_server_hangs(tmp_path: Path, monkeypatch
     node.close()
 
 
-def test_a_checkpoint_that_the_agent_did_not_pass_on_is_written_when_it_is_gone(tmp_path: Path) -> None:
-    """A stopped agent, or one that is killed at this moment, left it in memory, and it went with the run."""
+def test_a_checkpoint_that_the_agent_did_not_pass_on_is_written_when_it_is_gone(
+    tmp_path: Path,
+) -> None:
+    """A stopped agent, or one that is killed at this moment, left it in memory, and it went with
+    the run."""
     node = Node(tmp_path / "f", modules=("torch", "raydist.worker.backends.ddp", "cloudpickle"))
     line = node.dial()
     save_in_a_rank(line, tmp_path)
-    held = [kept_server.ask(node.folder, GetNewestState(str(run))) for run in (node.folder, tmp_path)]
+    held = [
+        kept_server.ask(node.folder, GetNewestState(str(run))) for run in (node.folder, tmp_path)
+    ]
     assert held == [NewestState(7), NewestState(-1)]  # another run has none
     line.socket.close()
     assert soon(lambda: checkpoint_files.newest_step(tmp_path) == 7, within=60), line.log()
@@ -598,7 +654,8 @@ def test_a_process_of_another_agent_gets_no_signal(warm: Node) -> None:
 
 
 def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
-    """With a small pid_max the kernel gives a rank the pid of an old checkpoint writer within hours."""
+    """With a small pid_max the kernel gives a rank the pid of an old checkpoint writer within
+    hours."""
     path = tmp_path / "fork"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
@@ -630,7 +687,8 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
 
 
 def test_a_rank_has_the_oom_score_of_its_agent(warm: Node) -> None:
-    """Ray raises that of its workers: the kernel is to end ranks first. The driver's own is lower."""
+    """Ray raises that of its workers: the kernel is to end ranks first. The driver's own is
+    lower."""
     own = Path("/proc/self/oom_score_adj")
     before = int(own.read_text())
     own.write_text("900")
@@ -662,7 +720,10 @@ def test_a_reply_belongs_to_its_request_whatever_the_order(tmp_path: Path) -> No
     async def main() -> list[Any]:
         client = await ForkClient.connect(tmp_path)
         server, _ = listener.accept()
-        asking = [asyncio.create_task(client.ask(ImportModules((name,)), Warm)) for name in ("a", "b", "c", "d")]
+        asking = [
+            asyncio.create_task(client.ask(ImportModules((name,)), Warm))
+            for name in ("a", "b", "c", "d")
+        ]
         numbers = {}
         for _ in asking:
             number, packet = split_number(await asyncio.to_thread(server.recv, PACKET))
@@ -685,7 +746,8 @@ def test_a_reply_belongs_to_its_request_whatever_the_order(tmp_path: Path) -> No
 def test_a_server_that_imports_for_another_agent_is_not_taken_for_a_stopped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that stopped its rank meanwhile killed the server, and with it the ranks of all other trials."""
+    """An agent that stopped its rank meanwhile killed the server, and with it the ranks of all
+    other trials."""
     gate = tmp_path / "gate"
     (tmp_path / "raydist_gated.py").write_text(GATED.format(str(gate)))
     monkeypatch.syspath_prepend(tmp_path)
@@ -712,7 +774,9 @@ def test_a_server_that_imports_for_another_agent_is_not_taken_for_a_stopped_one(
     node.close()
 
 
-def test_others_are_served_while_a_store_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_served_while_a_store_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = tmp_path / "gate"
     (tmp_path / "raydist_late_store.py").write_text(
         "from raydist.node import rendezvous\n"
@@ -743,7 +807,9 @@ def test_a_server_that_has_used_a_gpu_is_found_out_though_torch_says_no(tmp_path
     assert uses_gpu(tmp_path)
 
 
-def test_a_server_that_has_used_a_gpu_spawns_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_has_used_a_gpu_spawns_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "poison.py").write_text(
         "import raydist.node.warm_imports as w, os, torch\n"
         "w.GPU_DRIVERS = (os.readlink('/proc/self/fd/0'),)\n"
@@ -762,7 +828,9 @@ def test_a_server_that_has_used_a_gpu_spawns_its_ranks(tmp_path: Path, monkeypat
 
 
 @can_collapse
-def test_its_memory_is_in_huge_pages_once_it_has_no_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_memory_is_in_huge_pages_once_it_has_no_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next forks are faster. A child that shares the memory would keep the old pages."""
     (tmp_path / "large.py").write_text("block = [*range(10**6)]")
     monkeypatch.syspath_prepend(tmp_path)
@@ -784,7 +852,11 @@ def test_ranks_find_done_what_each_would_do_and_do_not_tidy_up(tmp_path: Path) -
     """torch deregisters its operators at exit, for 0.1 s of CPU in each rank."""
 
     def look() -> tuple[bool, set[bool]]:
-        operators = {each.atexit for each in weakref.finalize._registry if each.peek()[1].__module__ == "torch.library"}  # type: ignore[attr-defined]
+        operators = {
+            each.atexit
+            for each in weakref.finalize._registry  # type: ignore[attr-defined]
+            if each.peek()[1].__module__ == "torch.library"
+        }
         return "raydist.worker.step_timer" in sys.modules, operators
 
     node = Node(tmp_path / "f", modules=("torch",))
@@ -797,7 +869,8 @@ def test_ranks_find_done_what_each_would_do_and_do_not_tidy_up(tmp_path: Path) -
 
 @pytest.mark.parametrize("mpi", [False, True])
 def test_segments_of_mpi_are_removed_only_after_a_program_of_mpi(tmp_path: Path, mpi: bool) -> None:
-    """Another container with the same /dev/shm has processes that map them, and that are not in this /proc."""
+    """Another container with the same /dev/shm has processes that map them, and that are not in
+    this /proc."""
     node = Node(tmp_path / "f")
     line = node.dial()
     if mpi:

@@ -1,4 +1,5 @@
-"""Whole machines read from their /sys, without tools: HCAs, ports, GIDs, GPUs, libraries, device nodes."""
+"""Whole machines read from their /sys, without tools: HCAs, ports, GIDs, GPUs, libraries, device
+nodes."""
 
 from __future__ import annotations
 
@@ -14,17 +15,26 @@ from tests.machines import Box, Card, Link, build
 
 def test_a_dgx_has_its_twelve_hcas_in_order_with_their_places(tmp_path: Path) -> None:
     found = hca.read_hcas(build(tmp_path, machines.dgx()))
-    assert [one.name for one in found] == [f"mlx5_{i}" for i in range(12)]  # not mlx5_10 after mlx5_1
+    assert [one.name for one in found] == [
+        f"mlx5_{i}" for i in range(12)
+    ]  # not mlx5_10 after mlx5_1
     assert found[5].pci == "pci0050:00/0050:00:01.0/0051:00:00.0/0052:00:00.0/0053:00:00.0"
     assert (found[5].numa, found[5].vendor, found[5].board, found[5].firmware) == (
         1, "0x15b3", "MT_0000000838", "28.43.1014")  # fmt: skip
     (port,) = found[5].ports
-    assert (port.state, port.phys_state, port.gbps, port.link_layer) == ("ACTIVE", "LinkUp", 400.0, "InfiniBand")
+    assert (port.state, port.phys_state, port.gbps, port.link_layer) == (
+        "ACTIVE",
+        "LinkUp",
+        400.0,
+        "InfiniBand",
+    )
     assert port.active
     assert port.counters
     assert port.sm_lid == 1
     assert [gid.index for gid in port.gids] == [0]
-    assert all(one.openable and one.uverbs == f"/dev/infiniband/uverbs{i}" for i, one in enumerate(found))
+    assert all(
+        one.openable and one.uverbs == f"/dev/infiniband/uverbs{i}" for i, one in enumerate(found)
+    )
 
 
 def test_the_gpus_of_a_dgx_and_where_they_hang(tmp_path: Path) -> None:
@@ -39,7 +49,9 @@ def test_the_mig_instances_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     whole, cut = hca.read_gpus(build(tmp_path / "a", machines.mig_box()))
     names = ("MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-0f5b0a2e-3c5d-5a8f-9d5e-6f0c8f1d7b11")
     assert (whole.instances, cut.instances) == ((), names)
-    assert [gpu.instances for gpu in hca.read_gpus(build(tmp_path / "b", machines.mig_box(tool=False)))] == [(), ()]
+    assert [
+        gpu.instances for gpu in hca.read_gpus(build(tmp_path / "b", machines.mig_box(tool=False)))
+    ] == [(), ()]
 
 
 def test_hdr_is_half_of_ndr_and_a_half_is_kept(tmp_path: Path) -> None:
@@ -59,14 +71,22 @@ def test_two_gid_tables_with_their_types_and_netdevs(tmp_path: Path) -> None:
 
 
 def test_a_gid_behind_empty_entries_is_found(tmp_path: Path) -> None:
-    table = {0: (machines.IB_GID, "RoCE v2", "eth1"), 9: (machines.mapped("10.0.0.1"), "RoCE v2", "eth1")}
+    table = {
+        0: (machines.IB_GID, "RoCE v2", "eth1"),
+        9: (machines.mapped("10.0.0.1"), "RoCE v2", "eth1"),
+    }
     card = Card("mlx5_0", "pci0000:00/0000:00:02.0", (Link(layer="Ethernet", gids=table),))
-    assert [gid.index for gid in hca.read_hcas(build(tmp_path, Box((card,))))[0].ports[0].gids] == [0, 9]
+    assert [gid.index for gid in hca.read_hcas(build(tmp_path, Box((card,))))[0].ports[0].gids] == [
+        0,
+        9,
+    ]
 
 
 def test_ports_without_subnet_manager_or_cable(tmp_path: Path) -> None:
     ports = (Link(state="2: INIT", sm_lid=0), Link(state="1: DOWN", phys="2: Polling"))
-    (one,) = hca.read_hcas(build(tmp_path, Box((Card("mlx5_0", "pci0000:00/0000:00:02.0", ports),))))
+    (one,) = hca.read_hcas(
+        build(tmp_path, Box((Card("mlx5_0", "pci0000:00/0000:00:02.0", ports),)))
+    )
     assert [(port.state, port.phys_state, port.sm_lid) for port in one.ports] == [
         ("INIT", "LinkUp", 0), ("DOWN", "Polling", 1)]  # fmt: skip
     assert one.active == ()
@@ -114,8 +134,16 @@ def test_libraries_on_the_loaders_path_and_providers_beside_them(tmp_path: Path)
 
 
 def test_gpudirect_needs_the_module_or_an_open_driver_on_a_new_kernel(tmp_path: Path) -> None:
-    closed = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed"}
+    closed = {
+        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01 "
+        " Wed"
+    }
     assert not hca.read_rdma({}, build(tmp_path / "closed", Box(files=closed))).dmabuf
-    old = {"proc/driver/nvidia/version": machines.OPEN_DRIVER, "proc/sys/kernel/osrelease": "5.4.0-100"}
+    old = {
+        "proc/driver/nvidia/version": machines.OPEN_DRIVER,
+        "proc/sys/kernel/osrelease": "5.4.0-100",
+    }
     assert not hca.read_rdma({}, build(tmp_path / "old", Box(files=old))).dmabuf
-    assert hca.read_rdma({}, build(tmp_path / "module", Box(files={"sys/module/nvidia_peermem/version": "1"}))).peermem
+    assert hca.read_rdma(
+        {}, build(tmp_path / "module", Box(files={"sys/module/nvidia_peermem/version": "1"}))
+    ).peermem

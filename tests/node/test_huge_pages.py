@@ -1,4 +1,5 @@
-"""Memory in huge pages: which of it, that it is the same after, and that a fork server that waits has it."""
+"""Memory in huge pages: which of it, that it is the same after, and that a fork server that waits
+has it."""
 
 from __future__ import annotations
 
@@ -49,10 +50,15 @@ def huge_of(pid: int) -> int:
 
 
 def test_private_memory_of_no_file_is_what_can_be_in_huge_pages() -> None:
-    assert [*could_be_huge(MAPS)] == [0x55D001000000, 0x7F0000200000]  # the second begins in 0x7f0000100000
+    assert [*could_be_huge(MAPS)] == [
+        0x55D001000000,
+        0x7F0000200000,
+    ]  # the second begins in 0x7f0000100000
 
 
 @can_collapse
 def test_memory_is_the_same_in_huge_pages() -> None:
-    done = subprocess.run([sys.executable, "-c", BLOCK], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK], capture_output=True, text=True, check=True, timeout=60
+    )
     assert huge(done.stdout) >= 28 * 2**20  # of the block's 32 MB

@@ -69,7 +69,9 @@ def known(server: ForkServer) -> KeptServer:
     found: list[KeptServer] = []
 
     def there() -> bool:
-        found[:] = [each for each in kept_server.kept_servers() if each.folder == str(server.folder)]
+        found[:] = [
+            each for each in kept_server.kept_servers() if each.folder == str(server.folder)
+        ]
         return bool(found)
 
     assert soon(there)
@@ -103,7 +105,9 @@ def test_another_environment_has_another_server(other: dict[str, int]) -> None:
     second.end()
 
 
-def test_a_variable_of_the_process_counts_and_those_of_a_terminal_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_of_the_process_counts_and_those_of_a_terminal_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = kept_server.fingerprint(1, {})
     monkeypatch.setenv("COLUMNS", "77")
     monkeypatch.setenv("RAY_JOB_ID", "77")
@@ -121,9 +125,13 @@ def test_it_ends_by_itself_when_nobody_claims_it(place: Path) -> None:
 
 
 def test_it_outlives_an_owner_that_is_killed(place: Path) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], env={**os.environ, "TMPDIR": str(place)}, stdout=-1)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], env={**os.environ, "TMPDIR": str(place)}, stdout=-1
+    )
     assert owner.stdout is not None
-    assert owner.stdout.readline()  # the server has imported all: until then it would end with its owner
+    assert (
+        owner.stdout.readline()
+    )  # the server has imported all: until then it would end with its owner
     owner.kill()
     owner.communicate()
     assert soon(waits)
@@ -147,7 +155,9 @@ def test_it_ends_with_the_last_ray_that_it_had_a_run_on(place: Path, one_more: b
     for number, ray in enumerate(rays):
         server = obtain()
         run = place / f"run-{number}"
-        assert isinstance(kept_server.ask(server.folder, BeginRun(str(run), 60, ray.pid), ImportModules(())), Warm)
+        assert isinstance(
+            kept_server.ask(server.folder, BeginRun(str(run), 60, ray.pid), ImportModules(())), Warm
+        )
         server.end()
     there = known(server)
     for ray in rays:
@@ -159,7 +169,8 @@ def test_it_ends_with_the_last_ray_that_it_had_a_run_on(place: Path, one_more: b
 
 
 def test_a_ray_may_end_while_the_run_of_the_next_one_begins(place: Path) -> None:
-    """The server hears of both at once: it watches the first no longer, whose descriptor it has closed."""
+    """The server hears of both at once: it watches the first no longer, whose descriptor it has
+    closed."""
     first, second = (subprocess.Popen(["sleep", "300"]) for _ in range(2))
     server = obtain()
     kept_server.ask(server.folder, BeginRun(str(place / "run-1"), 60, first.pid), ImportModules(()))
@@ -182,7 +193,9 @@ def test_a_ray_may_end_while_the_run_of_the_next_one_begins(place: Path) -> None
     assert ended(there.pid)
 
 
-def test_a_folder_that_the_last_server_removes_meanwhile_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_the_last_server_removes_meanwhile_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def removed() -> None:
         place = kept_server.servers_folder()
         assert place is not None
@@ -194,7 +207,9 @@ def test_a_folder_that_the_last_server_removes_meanwhile_is_made_again(monkeypat
     server.end()
 
 
-def test_one_whose_modules_changed_is_not_used_and_ends(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_whose_modules_changed_is_not_used_and_ends(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (place / "lib").mkdir()
     (place / "lib" / "edited.py").write_text(f"open({str(place / 'imported')!r}, 'w').close()")
     monkeypatch.setenv("PYTHONPATH", str(place / "lib"))
@@ -228,7 +243,9 @@ def test_one_whose_module_changed_while_it_was_imported_is_not_used(
     second.end()
 
 
-def test_the_clock_of_a_file_server_does_not_matter(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_of_a_file_server_does_not_matter(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that was ahead made a server useless: all files seemed to have changed."""
     (place / "ahead.py").write_text("x = 1")
     os.utime(place / "ahead.py", (time.time() + 600,) * 2)
@@ -243,8 +260,11 @@ def test_the_clock_of_a_file_server_does_not_matter(place: Path, monkeypatch: py
     assert len(folders) == 1
 
 
-def test_one_whose_file_system_is_slow_is_found_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its look at thousands of files took longer than anybody waited: each run made a further server."""
+def test_one_whose_file_system_is_slow_is_found_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its look at thousands of files took longer than anybody waited: each run made a further
+    server."""
     slow = place / "slow"
     (place / "slow_disk.py").write_text(
         "import os, time\n"
@@ -271,8 +291,12 @@ def test_one_whose_file_system_is_slow_is_found_again(place: Path, monkeypatch: 
 
 
 def test_what_a_server_imports_for_another_is_no_reply(place: Path) -> None:
-    """The notice of its end was taken for the reply, if the server had accepted the question before."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, ThreadPoolExecutor() as threads:
+    """The notice of its end was taken for the reply, if the server had accepted the question
+    before."""
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        ThreadPoolExecutor() as threads,
+    ):
         listener.bind(str(place / "fork"))
         listener.listen()
         asking = threads.submit(kept_server.ask, place, ImportModules(()))
@@ -291,7 +315,9 @@ def test_one_that_was_killed_is_not_counted() -> None:
     assert not server.folder.exists()
 
 
-def test_one_has_no_module_of_the_folder_in_which_it_was_started(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_has_no_module_of_the_folder_in_which_it_was_started(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It took the person's random.py for Python's, and kept it for the runs of other folders."""
     (place / "project").mkdir()
     (place / "project" / "random.py").write_text(f"open({str(place / 'imported')!r}, 'w').close()")
@@ -302,7 +328,9 @@ def test_one_has_no_module_of_the_folder_in_which_it_was_started(place: Path, mo
     assert not (place / "imported").exists()
 
 
-def test_a_relative_search_path_is_that_of_its_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_search_path_is_that_of_its_folder(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", "src")
     names = set()
     for name in ("a", "b"):
@@ -312,7 +340,9 @@ def test_a_relative_search_path_is_that_of_its_folder(place: Path, monkeypatch: 
     assert len(names) == 2
 
 
-def test_another_machine_has_other_servers_in_a_common_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_has_other_servers_in_a_common_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mine = obtain()
     known(mine)
     monkeypatch.setattr(kept_server, "boot_id", lambda: "another boot, or another machine")
@@ -368,7 +398,12 @@ def test_folders_of_servers_that_died_with_their_agents_are_removed(place: Path)
     for folder in (run, cache, dead.folder, living.folder):
         os.utime(folder, (time.time() - 7200,) * 2)
     ForkServer.launch(place / "next", "fork", 1).end()
-    assert [folder.exists() for folder in (run, cache, dead.folder, living.folder)] == [False, True, False, True]
+    assert [folder.exists() for folder in (run, cache, dead.folder, living.folder)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     living.end()
 
 
@@ -398,7 +433,9 @@ def test_end_spares_one_that_is_in_use() -> None:
     assert kept_server.kept_servers() == []
 
 
-def test_one_that_could_not_end_a_process_of_its_run_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_could_not_end_a_process_of_its_run_is_not_kept(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It held the memory of the run's snapshots, and never became idle."""
     (place / "raydist_undying.py").write_text(test_fork_server.UNDYING)
     monkeypatch.setenv("PYTHONPATH", str(place))
@@ -424,9 +461,13 @@ def test_a_user_has_few_servers_on_a_node() -> None:
     used.end()
 
 
-def test_the_folder_of_a_submitted_job_makes_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_a_submitted_job_makes_no_other_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = kept_server.fingerprint(1, {})
-    monkeypatch.setenv("PYTHONPATH", "/tmp/ray/session_x/runtime_resources/working_dir_files/_ray_pkg_1")
+    monkeypatch.setenv(
+        "PYTHONPATH", "/tmp/ray/session_x/runtime_resources/working_dir_files/_ray_pkg_1"
+    )
     assert kept_server.fingerprint(1, {}) == name
     monkeypatch.setenv("PYTHONPATH", "/home/me/lib")
     assert kept_server.fingerprint(1, {}) != name
@@ -435,7 +476,9 @@ def test_the_folder_of_a_submitted_job_makes_no_other_server(monkeypatch: pytest
 @pytest.mark.parametrize("text", ["long", "-1"])
 def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("RAYDIST_KEEP_WARM_S", text)
-    with pytest.raises(ConfigError, match=rf"RAYDIST_KEEP_WARM_S={text}: must be a number of seconds"):
+    with pytest.raises(
+        ConfigError, match=rf"RAYDIST_KEEP_WARM_S={text}: must be a number of seconds"
+    ):
         kept_server.obtain(1, {}, 60)
 
 
@@ -460,7 +503,9 @@ def test_a_folder_that_others_can_reach_is_not_used(place: Path) -> None:
     assert kept_server.obtain(1, {}, 60) is None
 
 
-def test_an_agent_uses_the_drivers_server_only_if_a_rank_would_inherit_the_same(place: Path) -> None:
+def test_an_agent_uses_the_drivers_server_only_if_a_rank_would_inherit_the_same(
+    place: Path,
+) -> None:
     mine = obtain()
     for name, inherited in {"equal": heritage(), "other": ("another limit",)}.items():
         request = Open(
@@ -468,7 +513,9 @@ def test_an_agent_uses_the_drivers_server_only_if_a_rank_would_inherit_the_same(
             secret="", installed=("json",), warm_server=WarmServer(str(mine.folder), inherited),
         )  # fmt: skip
         own, folder, modules = kept_server.choose(request, place / name)
-        assert (own is None, modules) == ((True, ("json",)) if name == "equal" else (False, ("json", "mine")))
+        assert (own is None, modules) == (
+            (True, ("json",)) if name == "equal" else (False, ("json", "mine"))
+        )
         assert folder == (mine.folder if own is None else own.folder)
         if own is not None:
             own.end()

@@ -23,8 +23,13 @@ def test_limits_of_this_process() -> None:
 
 
 def test_limits_of_a_container(tmp_path: Path) -> None:
-    told = "Max open files            1024  4096  files\nMax locked memory         65536  65536  bytes"
-    root = build(tmp_path, Box(files={"proc/self/limits": told, "proc/self/status": "CapEff:\t0000000000004000"}))
+    told = (
+        "Max open files            1024  4096  files\nMax locked memory         65536  65536  bytes"
+    )
+    root = build(
+        tmp_path,
+        Box(files={"proc/self/limits": told, "proc/self/status": "CapEff:\t0000000000004000"}),
+    )
     found = machine.read_limits(root)
     assert (found.memlock, found.nofile, found.ipc_lock) == (65536, 1024, True)
     assert not machine.read_limits(build(tmp_path / "plain", Box())).ipc_lock
@@ -41,7 +46,11 @@ def test_kernel_driver_cloud_and_container(tmp_path: Path) -> None:
     files = {"proc/driver/nvidia/version": machines.OPEN_DRIVER, "sys/class/dmi/id/sys_vendor": "Amazon EC2",
              ".dockerenv": "", "sys/class/iommu/dmar0/x": ""}  # fmt: skip
     found = machine.machine("a", {}, build(tmp_path, Box(files=files)))
-    assert (found.kernel, found.driver, found.cloud) == ("6.8.0-45-generic", "570.86.15", "Amazon EC2")
+    assert (found.kernel, found.driver, found.cloud) == (
+        "6.8.0-45-generic",
+        "570.86.15",
+        "Amazon EC2",
+    )
     assert found.container
     assert found.iommu
     assert found.boot_id == "8f1c0a32-0000-4000-8000-000000000001"
@@ -61,7 +70,8 @@ def test_the_hosts_own_name(hosts: str, addresses: list[str]) -> None:
 
 def test_file_servers_of_lustre_and_nfs() -> None:
     mounts = (
-        "/dev/sda1 / ext4 rw 0 0\n10.1.0.5@o2ib:10.1.0.6@o2ib:/scratch /scratch lustre rw,flock 0 0\n"
+        "/dev/sda1 / ext4 rw 0 0\n10.1.0.5@o2ib:10.1.0.6@o2ib:/scratch /scratch lustre rw,flock "
+        "0 0\n"
         "nas:/home /home nfs4 rw,proto=rdma,clientaddr=10.0.0.9,addr=10.3.0.7 0 0\n"
         "10.4.0.5@tcp:/slow /slow lustre rw 0 0\n"
     )
@@ -83,16 +93,38 @@ def test_plug_ins_of_a_vendors_image_and_on_the_loaders_path(tmp_path: Path) -> 
         ({"cpu.max": "max 100000"}, 8),
         ({"cpu.max": "350000 100000"}, 3),  # a container: its limit is at the root of the mount
         ({"cpu.max": "50000 100000"}, 1),
-        ({"system.slice/cpu.max": "600000 100000", "system.slice/job.service/cpu.max": "max 100000"}, 6),
-        ({"system.slice/cpu.max": "600000 100000", "system.slice/job.service/cpu.max": "200000 100000"}, 2),
+        (
+            {
+                "system.slice/cpu.max": "600000 100000",
+                "system.slice/job.service/cpu.max": "max 100000",
+            },
+            6,
+        ),
+        (
+            {
+                "system.slice/cpu.max": "600000 100000",
+                "system.slice/job.service/cpu.max": "200000 100000",
+            },
+            2,
+        ),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-        ({"cpu/batch/job/cpu.cfs_quota_us": "400000", "cpu/batch/job/cpu.cfs_period_us": "100000"}, 4),
+        (
+            {
+                "cpu/batch/job/cpu.cfs_quota_us": "400000",
+                "cpu/batch/job/cpu.cfs_period_us": "100000",
+            },
+            4,
+        ),
     ],
 )
 def test_the_quota_of_each_cgroup_on_the_way_to_the_root_counts(
     tmp_path: Path, files: dict[str, str], count: int
 ) -> None:
-    for name, text in {"cpu/batch/job/tasks": "", "system.slice/job.service/cgroup.procs": "", **files}.items():
+    for name, text in {
+        "cpu/batch/job/tasks": "",
+        "system.slice/job.service/cgroup.procs": "",
+        **files,
+    }.items():
         path = tmp_path / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -44,7 +44,9 @@ def with_agent(work: Callable[[MpiRankAgent], Awaitable[Any]]) -> Any:
     return asyncio.run(whole())
 
 
-async def child(agent: MpiRankAgent, *words: str, secret: str = SECRET, **env: str) -> asyncio.subprocess.Process:
+async def child(
+    agent: MpiRankAgent, *words: str, secret: str = SECRET, **env: str
+) -> asyncio.subprocess.Process:
     """mpirun's child, as mpirun would start it."""
     ours = {"RAYDIST_MPI_FOLDER": str(agent.folder), "RAYDIST_MPI_SECRET": secret, **env}
     command = [sys.executable, "-IS", mpi_child.__file__, *words]
@@ -53,10 +55,17 @@ async def child(agent: MpiRankAgent, *words: str, secret: str = SECRET, **env: s
 
 def test_a_launch_agent_ends_as_its_daemon_does() -> None:
     async def work(agent: MpiRankAgent) -> None:
-        launched = await child(agent, "agent", "-x", "node1", '"/opt/bin/hydra_pmi_proxy"', "--proxy-id", "1")
+        launched = await child(
+            agent, "agent", "-x", "node1", '"/opt/bin/hydra_pmi_proxy"', "--proxy-id", "1"
+        )
         (daemon,) = await agent.next_daemons()
-        assert (daemon.host, daemon.argv) == ("node1", ('"/opt/bin/hydra_pmi_proxy"', "--proxy-id", "1"))
-        await agent.handle(EndLaunchAgent(daemon.agent, ProcessEnd(3, 0, 0.0, output="no such file\n")))
+        assert (daemon.host, daemon.argv) == (
+            "node1",
+            ('"/opt/bin/hydra_pmi_proxy"', "--proxy-id", "1"),
+        )
+        await agent.handle(
+            EndLaunchAgent(daemon.agent, ProcessEnd(3, 0, 0.0, output="no such file\n"))
+        )
         _, said = await launched.communicate()
         assert (launched.returncode, said) == (3, b"no such file\n")
 
@@ -106,13 +115,17 @@ def test_malformed_messages_are_ignored(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.text == ""  # asyncio logs exceptions that were never retrieved
 
 
-@pytest.mark.parametrize("words", [["touch", "{file}"], ["/bin/sh", "-c", "touch {file}"], ["prted;touch", "{file}"]])
+@pytest.mark.parametrize(
+    "words", [["touch", "{file}"], ["/bin/sh", "-c", "touch {file}"], ["prted;touch", "{file}"]]
+)
 def test_a_foreign_command_is_refused(tmp_path: Path, words: list[str]) -> None:
     file = tmp_path / "made"
 
     async def work(agent: MpiRankAgent) -> None:
         with pytest.raises(LaunchError, match="that is not the daemon of"):
-            await agent.handle(RunDaemon(tuple(word.replace("{file}", str(file)) for word in words), {}))
+            await agent.handle(
+                RunDaemon(tuple(word.replace("{file}", str(file)) for word in words), {})
+            )
 
     with_agent(work)
     assert not file.exists()
@@ -137,10 +150,14 @@ def test_the_socket_is_in_a_private_folder() -> None:
 
 def test_a_rank_that_mpirun_does_not_start_fails_with_the_reason() -> None:
     async def work(agent: MpiRankAgent) -> None:
-        request = StartRank(0, {}, "{}", ("x.py",), "x.py", "", (), nccl_aloud=False, nccl_strict=False)
+        request = StartRank(
+            0, {}, "{}", ("x.py",), "x.py", "", (), nccl_aloud=False, nccl_strict=False
+        )
         starting = asyncio.ensure_future(agent.handle(request))
         await asyncio.sleep(0)
-        await agent.handle(MpirunEnded("mpirun ended with code 213: No network interfaces were found"))
+        await agent.handle(
+            MpirunEnded("mpirun ended with code 213: No network interfaces were found")
+        )
         with pytest.raises(LaunchError, match="code 213: No network interfaces"):
             await starting
 
@@ -148,7 +165,8 @@ def test_a_rank_that_mpirun_does_not_start_fails_with_the_reason() -> None:
 
 
 def test_of_a_log_only_the_end_is_read(tmp_path: Path) -> None:
-    """What the driver has got of a log becomes a hole, of as many gigabytes as the rank has printed."""
+    """What the driver has got of a log becomes a hole, of as many gigabytes as the rank has
+    printed."""
     log = tmp_path / "rank-0.log"
     with log.open("wb") as file:
         file.truncate(1 << 40)

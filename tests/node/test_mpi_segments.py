@@ -17,7 +17,12 @@ from tests.conftest import ROOT
 
 def test_only_unmapped_segments_are_removed(tmp_path: Path) -> None:
     before = time.time() - 1
-    for name in ("mpich_shm_177869c5_0", "sm_segment.host0.0.9a.1", "torch_123", "mpich_shm_used_0"):
+    for name in (
+        "mpich_shm_177869c5_0",
+        "sm_segment.host0.0.9a.1",
+        "torch_123",
+        "mpich_shm_used_0",
+    ):
         (tmp_path / name).write_bytes(b"x" * mmap.PAGESIZE)
     with (tmp_path / "mpich_shm_used_0").open("r+b") as file, mmap.mmap(file.fileno(), 0):
         mpi_segments.remove_leftovers(before, tmp_path)

@@ -11,14 +11,28 @@ from tests.machines import Box, Wire, build
 
 WIRES = (
     Wire("eth0", "10.0.0.0/24", default=True, pci="pci0000:00/0000:00:03.0"),
-    Wire("ib0", "10.82.0.0/16", mtu=2044, kind=32, speed=-1, mode="datagram", pci="pci0000:00/0000:00:04.0"),
+    Wire(
+        "ib0",
+        "10.82.0.0/16",
+        mtu=2044,
+        kind=32,
+        speed=-1,
+        mode="datagram",
+        pci="pci0000:00/0000:00:04.0",
+    ),
     Wire("docker0", "172.17.0.0/16", state="down"),
 )
 
 
 def test_interfaces_with_state_mtu_kind_networks_and_place(tmp_path: Path) -> None:
     docker, eth, ib = nics(build(tmp_path, Box(wires=WIRES)))
-    assert (eth.name, eth.up, eth.mtu, eth.speed, eth.default_route) == ("eth0", True, 1500, 25000, True)
+    assert (eth.name, eth.up, eth.mtu, eth.speed, eth.default_route) == (
+        "eth0",
+        True,
+        1500,
+        25000,
+        True,
+    )
     assert (eth.subnets, eth.pci) == (("10.0.0.0/24",), "pci0000:00/0000:00:03.0")
     assert (ib.ipoib, ib.mtu, ib.speed, ib.mode) == (True, 2044, None, "datagram")
     assert (ib.subnets, ib.default_route, eth.ipoib) == (("10.82.0.0/16",), False, False)

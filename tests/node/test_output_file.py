@@ -11,7 +11,8 @@ from raydist.node.output_file import FREED_AT_ONCE, OutputFile
 
 
 def test_what_was_read_is_freed_but_for_the_beginning(tmp_path: Path) -> None:
-    """A rank that prints for weeks filled its node's TMPDIR, though its log is in the run folder."""
+    """A rank that prints for weeks filled its node's TMPDIR, though its log is in the run
+    folder."""
     path, piece = tmp_path / "rank-0.log", 1 << 20
     output = OutputFile(path)
     rank = os.open(path, os.O_WRONLY | os.O_APPEND)

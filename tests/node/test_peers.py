@@ -27,12 +27,16 @@ SECRET = b"only this check-up knows"
 PATIENCE = 30.0
 
 
-async def listening(clock: Callable[[], float] = time.time, address: str = "127.0.0.1") -> tuple[Listener, Peer]:
+async def listening(
+    clock: Callable[[], float] = time.time, address: str = "127.0.0.1"
+) -> tuple[Listener, Peer]:
     listener = Listener(SECRET, clock)
     return listener, await listener.open(address)
 
 
-def with_listener(talk: Callable[[Peer], Awaitable[T]], clock: Callable[[], float] = time.time) -> T:
+def with_listener(
+    talk: Callable[[Peer], Awaitable[T]], clock: Callable[[], float] = time.time
+) -> T:
     async def go() -> T:
         listener, peer = await listening(clock)
         try:
@@ -77,7 +81,9 @@ def test_a_call_to_a_node_that_listens_is_fine_and_timed() -> None:
 
 @pytest.mark.parametrize("ahead", [-7.5, 3600.0])
 def test_a_clock_that_differs_is_measured(ahead: float) -> None:
-    trip = with_listener(lambda peer: call_peer(peer, SECRET, PATIENCE), clock=lambda: time.time() + ahead)
+    trip = with_listener(
+        lambda peer: call_peer(peer, SECRET, PATIENCE), clock=lambda: time.time() + ahead
+    )
     assert trip.ahead_s == pytest.approx(ahead, abs=trip.rtt_s)
 
 
@@ -100,11 +106,14 @@ def test_without_the_secret_there_is_no_answer() -> None:
 
     for wrong in (b"x" * len(SECRET), b"", SECRET + b"x", b"x" * peers.PAYLOAD):
         assert with_listener(lambda peer, said=wrong: say(peer, said)) == b""  # type: ignore[misc]
-        assert with_listener(lambda peer, said=wrong: call_peer(peer, said, PATIENCE)).kind == "broken"  # type: ignore[misc]
+        assert (
+            with_listener(lambda peer, said=wrong: call_peer(peer, said, PATIENCE)).kind == "broken"  # type: ignore[misc]
+        )
 
 
 def test_a_short_request_without_the_secret_gets_no_reply() -> None:
-    """As short as it, or shorter, so that it is the words that are refused, and not their length."""
+    """As short as it, or shorter, so that it is the words that are refused, and not their
+    length."""
 
     async def say(peer: Peer, said: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(*peer)
@@ -163,7 +172,9 @@ def test_a_path_that_drops_long_packets_is_stalled() -> None:
     assert (trip.kind, trip.words) == ("stalled", "64 KiB did not come back within 0.5 s")
     assert trip.rtt_s > 0
     with odd_server(short[:1]) as peer:
-        assert asyncio.run(call_peer(peer, SECRET, 0.5)) == Trip("silent", "connected, then no answer within 0.5 s")
+        assert asyncio.run(call_peer(peer, SECRET, 0.5)) == Trip(
+            "silent", "connected, then no answer within 0.5 s"
+        )
 
 
 def test_a_wrong_reply_is_not_a_peers() -> None:
@@ -175,7 +186,9 @@ def test_a_wrong_reply_is_not_a_peers() -> None:
 def test_a_machine_that_takes_no_connection_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         own = full.getsockname()
-        with socket.create_connection(own):  # the only place in its queue is taken: further ones get no answer
+        with socket.create_connection(
+            own
+        ):  # the only place in its queue is taken: further ones get no answer
             trip = asyncio.run(call_peer(Peer(*own), SECRET, 0.3))
     assert trip == Trip("silent", "no answer within 0.3 s")
 
@@ -201,28 +214,41 @@ def test_a_single_node_calls_no_peer() -> None:
 NODES = 200
 
 
-def some_of_the_nodes(sockets: Sequence[socket.socket], own: range, others: Barrier, told: Connection) -> None:
+def some_of_the_nodes(
+    sockets: Sequence[socket.socket], own: range, others: Barrier, told: Connection
+) -> None:
     """The nodes of one process: each answers on its socket, and calls all 200."""
 
     async def go() -> list[Trip]:
         loop = asyncio.get_running_loop()
         for index in own:
             listener = Listener(SECRET)
-            await loop.create_server(lambda mine=listener: peers.Connection(mine), sock=sockets[index])  # type: ignore[misc]
+            await loop.create_server(
+                lambda mine=listener: peers.Connection(mine),  # type: ignore[misc]
+                sock=sockets[index],
+            )
         every = [Peer(*one.getsockname()) for one in sockets]
         rows = await asyncio.gather(*(call_all(every, index, SECRET, PATIENCE) for index in own))
-        await asyncio.to_thread(others.wait, 4 * PATIENCE)  # their nodes may not have called ours yet
+        await asyncio.to_thread(
+            others.wait, 4 * PATIENCE
+        )  # their nodes may not have called ours yet
         return [trip for row in rows for trip in row]
 
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an ordinary user's first limit is 1024
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # an ordinary user's first limit is 1024
     found = asyncio.run(go())
     told.send((Counter(trip.kind for trip in found), sum(trip.rtt_s > 0 for trip in found)))
 
 
 def test_200_nodes_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """39 800 real connections, by two processes with 100 nodes each."""
-    for name, less in (("CONCURRENT", 4), ("PINGS", 1), ("PAYLOAD", 2048)):  # 200 nodes share this machine
+    for name, less in (
+        ("CONCURRENT", 4),
+        ("PINGS", 1),
+        ("PAYLOAD", 2048),
+    ):  # 200 nodes share this machine
         monkeypatch.setattr(peers, name, less)
     sockets = [socket.create_server((f"127.0.0.{n}", 0), backlog=4096) for n in range(1, NODES + 1)]
     fork = multiprocessing.get_context("fork")

@@ -1,4 +1,5 @@
-"""The facts of a machine: real interfaces where they are this machine's, fixture folders where they are another's."""
+"""The facts of a machine: real interfaces where they are this machine's, fixture folders where they
+are another's."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ KNOWN = {
         ("10.82.0.5", None, "ib0", "10.82.0.5"),
         ("fd00::1", None, "v6", "fd00::1"),
         ("FD00:0::1", None, "v6", "fd00::1"),
-        # asked for: an address of the family of the node's own, and never a link-local one where there is another
+        # asked for: an address of the family of the node's own, and never a link-local one where
+        # there is another
         ("10.0.0.5", "ib0", "ib0", "10.82.0.5"),
         ("fd00::1", "ib0", "ib0", "10.82.0.5"),
         ("10.0.0.5", "eth0", "eth0", "10.0.0.5"),
@@ -80,7 +82,9 @@ def test_the_interface_is_the_owner_of_the_address_or_the_one_asked_for(
 
 
 def test_an_interface_that_is_not_there_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"fabric\.interface=eht0.*did you mean fabric\.interface=eth0\?.*ib0, lo"):
+    with pytest.raises(
+        ConfigError, match=r"fabric\.interface=eht0.*did you mean fabric\.interface=eth0\?.*ib0, lo"
+    ):
         probe.choose_interface(KNOWN, "10.0.0.5", "eht0")
 
 
@@ -90,7 +94,12 @@ def test_what_is_set_already_is_noted_and_nothing_else(monkeypatch: pytest.Monke
     meant = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth9", "UCX_TLS": "tcp", "OMPI_MCA_pml": "ob1",
              "HOROVOD_CYCLE_TIME": "5", "TORCH_NCCL_BLOCKING_WAIT": "0", "OMP_NUM_THREADS": "3",
              "CUDA_VISIBLE_DEVICES": "1,0"}  # fmt: skip
-    for name, value in {**meant, "AWS_SECRET": "x", "XNCCL_DEBUG": "x", "OMP_NUM_THREADS_X": "1"}.items():
+    for name, value in {
+        **meant,
+        "AWS_SECRET": "x",
+        "XNCCL_DEBUG": "x",
+        "OMP_NUM_THREADS_X": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert probe.read_facts("127.0.0.1").environment == meant
 
@@ -117,7 +126,11 @@ def write(root: Path, file: str, text: str) -> None:
 
 def test_the_users_nccl_conf_is_over_the_machines(tmp_path: Path) -> None:
     write(tmp_path, "/etc/nccl.conf", "NCCL_DEBUG=WARN\nNCCL_IB_HCA==mlx5_0,mlx5_1\n")
-    write(tmp_path, f"{HOME}/.nccl.conf", "# mine\nNCCL_DEBUG=INFO\nno setting\n#NCCL_NET=IB\n NCCL_ALGO=Ring\n")
+    write(
+        tmp_path,
+        f"{HOME}/.nccl.conf",
+        "# mine\nNCCL_DEBUG=INFO\nno setting\n#NCCL_NET=IB\n NCCL_ALGO=Ring\n",
+    )
     assert probe.nccl_conf({}, tmp_path) == {
         "NCCL_DEBUG": ("INFO", f"{HOME}/.nccl.conf"),
         " NCCL_ALGO": ("Ring", f"{HOME}/.nccl.conf"),  # NCCL strips nothing: this sets nothing
@@ -141,19 +154,32 @@ def test_a_machine_without_nccl_files_has_no_settings(tmp_path: Path) -> None:
     assert probe.read_facts("127.0.0.1", root=tmp_path).nccl_conf == {}
 
 
-def test_a_uid_without_a_password_entry_has_no_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_uid_without_a_password_entry_has_no_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "/etc/nccl.conf", "NCCL_DEBUG=WARN\n")
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)
     with pytest.raises(KeyError):
         pwd.getpwuid(os.getuid())
     assert probe.nccl_conf({}, tmp_path) == {"NCCL_DEBUG": ("WARN", "/etc/nccl.conf")}
     write(tmp_path, "/opt/site.conf", "NCCL_PROTO=LL\n")
-    assert probe.nccl_conf({"NCCL_CONF_FILE": "/opt/site.conf"}, tmp_path)["NCCL_PROTO"] == ("LL", "/opt/site.conf")
+    assert probe.nccl_conf({"NCCL_CONF_FILE": "/opt/site.conf"}, tmp_path)["NCCL_PROTO"] == (
+        "LL",
+        "/opt/site.conf",
+    )
 
 
 @pytest.mark.parametrize(
     ("visible", "there", "count"),
-    [(None, 0, 0), (None, 3, 3), ("", 3, 0), ("-1", 3, 0), ("0,2", 3, 2), ("GPU-8932f937", 3, 1), ("NoDevFiles", 3, 0)],
+    [
+        (None, 0, 0),
+        (None, 3, 3),
+        ("", 3, 0),
+        ("-1", 3, 0),
+        ("0,2", 3, 2),
+        ("GPU-8932f937", 3, 1),
+        ("NoDevFiles", 3, 0),
+    ],
 )
 def test_gpus_are_counted_without_cuda(
     visible: str | None, there: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -34,8 +34,11 @@ def port_of(address: str) -> int:
     return int(address.partition("/")[0].rpartition(":")[2])
 
 
-def ask(address: str, method: str, key: str, body: bytes = b"", secret: str | None = None) -> tuple[int, bytes]:
-    """One request as Horovod's C++ makes it: it puts `:PORT/scope/key` behind the address that it was given."""
+def ask(
+    address: str, method: str, key: str, body: bytes = b"", secret: str | None = None
+) -> tuple[int, bytes]:
+    """One request as Horovod's C++ makes it: it puts `:PORT/scope/key` behind the address that it
+    was given."""
     connection = http.client.HTTPConnection("127.0.0.1", port_of(address), timeout=10)
     path_secret = address.partition("/")[2] if secret is None else secret
     connection.request(method, f"/{path_secret}:{port_of(address)}/{key}", body)
@@ -73,10 +76,16 @@ def test_what_is_not_there_is_404(address: str, impatient: None) -> None:
 def test_a_get_waits_for_the_put(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_http, "HOLD_S", 60)
     got: list[tuple[int, bytes]] = []
-    asking = [threading.Thread(target=lambda: got.append(ask(address, "GET", "global/3"))) for _ in range(3)]
+    asking = [
+        threading.Thread(target=lambda: got.append(ask(address, "GET", "global/3")))
+        for _ in range(3)
+    ]
     for thread in asking:
         thread.start()
-    while sum(c.status == "ESTABLISHED" and c.laddr.port == port_of(address) for c in connections()) < 3:
+    while (
+        sum(c.status == "ESTABLISHED" and c.laddr.port == port_of(address) for c in connections())
+        < 3
+    ):
         pass
     assert got == []
     ask(address, "PUT", "global/3", b"here")
@@ -104,13 +113,16 @@ def test_delete_removes_the_addresses_of_the_rank(address: str, impatient: None)
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_requests_without_the_secret_are_forbidden(address: str, method: str, secret: str) -> None:
     ask(address, "PUT", "global/0", b"mine")
-    answer = raw(address, f"{method} /{secret}:1/global/0 HTTP/1.1\r\nContent-Length: 4\r\n\r\nevil".encode())
+    answer = raw(
+        address, f"{method} /{secret}:1/global/0 HTTP/1.1\r\nContent-Length: 4\r\n\r\nevil".encode()
+    )
     assert answer.split()[1] == b"403"
     assert ask(address, "GET", "global/0") == (OK, b"mine")
 
 
 def test_the_body_of_a_request_without_the_secret_is_not_waited_for(address: str) -> None:
-    """Any host that reached the port could make the node of rank 0 hold 16 MB for each of its connections."""
+    """Any host that reached the port could make the node of rank 0 hold 16 MB for each of its
+    connections."""
     head = f"PUT /wrong:1/global/0 HTTP/1.1\r\nContent-Length: {rendezvous_http.MAX_VALUE}\r\n\r\n"
     assert raw(address, head.encode()).split()[1] == b"403"
 
@@ -161,7 +173,9 @@ def test_each_store_has_its_own_secret() -> None:
         b"A" * 70_000,
     ],
 )
-def test_nonsense_is_refused_and_the_store_lives_on(address: str, impatient: None, request_: bytes) -> None:
+def test_nonsense_is_refused_and_the_store_lives_on(
+    address: str, impatient: None, request_: bytes
+) -> None:
     secret = address.partition("/")[2].encode()
     assert raw(address, request_.replace(b"{secret}", secret)).split()[1] == b"400"
     assert ask(address, "PUT", "global/0", b"still") == (OK, b"")
@@ -175,7 +189,11 @@ def test_a_silent_client_blocks_no_other(address: str) -> None:
 def test_it_listens_on_its_address_alone() -> None:
     listener, address = listen("127.0.0.1")
     with listener:
-        held = [c.laddr for c in connections() if c.status == psutil.CONN_LISTEN and c.laddr.port == port_of(address)]
+        held = [
+            c.laddr
+            for c in connections()
+            if c.status == psutil.CONN_LISTEN and c.laddr.port == port_of(address)
+        ]
         assert held == [("127.0.0.1", port_of(address))]
 
 

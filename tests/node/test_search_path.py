@@ -37,9 +37,12 @@ def give_away(*paths: Path) -> None:
 
 
 def test_a_folder_that_anybody_could_make_is_left_out(scratch: Path) -> None:
-    """/tmp/project on the driver's node: on this node another user could make it, and own the training."""
+    """/tmp/project on the driver's node: on this node another user could make it, and own the
+    training."""
     shared = str(scratch / "project")
-    assert safe_search_path(["", shared, f"{shared}/deeper", "/opt/no/such", "/usr/lib", "/tmp/no/such"]) == (
+    assert safe_search_path(
+        ["", shared, f"{shared}/deeper", "/opt/no/such", "/usr/lib", "/tmp/no/such"]
+    ) == (
         "",
         "/opt/no/such",
         "/usr/lib",
@@ -57,7 +60,9 @@ def test_one_in_tmp_is_used_if_it_is_this_users(scratch: Path) -> None:
 
 @requires_root
 @pytest.mark.root
-def test_links_are_followed_and_other_owners_elsewhere_do_not_count(tmp_path: Path, scratch: Path) -> None:
+def test_links_are_followed_and_other_owners_elsewhere_do_not_count(
+    tmp_path: Path, scratch: Path
+) -> None:
     (theirs := scratch / "theirs").mkdir()
     (image := tmp_path / "image").mkdir()
     (link := scratch / "link").symlink_to(image)
@@ -69,8 +74,11 @@ def test_links_are_followed_and_other_owners_elsewhere_do_not_count(tmp_path: Pa
     assert of_others(link / "src") == link
 
 
-def spec(cwd: Path, *, script: str = "", target: str = "", driver: str = "another machine") -> RankSpec:
-    """A rank of this node, as a driver on `driver` asks for it that was started in the folder `cwd`."""
+def spec(
+    cwd: Path, *, script: str = "", target: str = "", driver: str = "another machine"
+) -> RankSpec:
+    """A rank of this node, as a driver on `driver` asks for it that was started in the folder
+    `cwd`."""
     program = seen_from(str(cwd), script)
     job = json.dumps({**as_dict(Job()), "job": {"target": target or "math:sqrt", "args": {}}})
     request = StartRank(
@@ -87,18 +95,29 @@ def test_no_code_of_another_user_of_the_node_runs(scratch: Path, tmp_path: Path)
     (train := project / "train.py").touch()
     assert spec(project, script=str(train)).cwd == str(project)
     give_away(project)
-    refused = rf"^{project} on .* belongs to uid {OTHER}, and every user .*; set working_dir=\. to send"
+    refused = (
+        rf"^{project} on .* belongs to uid {OTHER}, and every user .*; set working_dir=\. to send"
+    )
     with pytest.raises(ConfigError, match=refused):
         spec(project, script=str(train))
-    for code in ({"script": str(train)}, {"target": f"{train}:train"}, {"script": str(project / "run.sh")}):
+    for code in (
+        {"script": str(train)},
+        {"target": f"{train}:train"},
+        {"script": str(project / "run.sh")},
+    ):
         with pytest.raises(ConfigError, match=refused):
             spec(tmp_path, **code)
-    # on the machine where the person has typed the command, the files are those that the person has seen
+    # on the machine where the person has typed the command, the files are those that the person has
+    # seen
     assert spec(project, script=str(train), driver=machine_id()).script == "train.py"
 
 
-def test_a_file_that_anybody_could_put_there_is_not_waited_for(scratch: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"^{scratch}/train\.py on .* does not exist, and every user"):
+def test_a_file_that_anybody_could_put_there_is_not_waited_for(
+    scratch: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^{scratch}/train\.py on .* does not exist, and every user"
+    ):
         spec(tmp_path, target=f"{scratch}/train.py:train")
     assert spec(scratch / "gone", script="-m package.module").cwd == os.getcwd()
     assert spec(tmp_path, script="sleep").argv == ("sleep",)

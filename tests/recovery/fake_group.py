@@ -33,10 +33,14 @@ def job(ranks: int = 2) -> Job:
 
 
 class FakeGroup:
-    """Notes each request. GetNews stays open until the test answers it; `replies` answers others, or nothing does."""
+    """Notes each request. GetNews stays open until the test answers it; `replies` answers others,
+    or nothing does."""
 
     def __init__(
-        self, ranks: int = 2, replies: Mapping[type[Any], Callable[[int], Any]] | None = None, reserve: Any = None
+        self,
+        ranks: int = 2,
+        replies: Mapping[type[Any], Callable[[int], Any]] | None = None,
+        reserve: Any = None,
     ) -> None:
         there = [node(i) for i in range(1, ranks + 1)]
         self.plan = placement.assign_ranks(placement.resources_for(job(ranks), there), there)
@@ -54,7 +58,9 @@ class FakeGroup:
         self.values: dict[int, Any] = {}
         self.away: dict[str, float] = {}
         """Nodes that are drained, each with its deadline."""
-        self.open: dict[int, queue.SimpleQueue[Future[Any]]] = {rank: queue.SimpleQueue() for rank in range(ranks)}
+        self.open: dict[int, queue.SimpleQueue[Future[Any]]] = {
+            rank: queue.SimpleQueue() for rank in range(ranks)
+        }
         self.stopped = threading.Event()
 
     def call(self, rank: int, request: Request[Any]) -> Future[Any]:
@@ -99,18 +105,27 @@ class Trial:
     """A supervisor in a thread of its own, over ranks that the test plays."""
 
     def __init__(
-        self, folder: Path, ranks: int = 2, retry: Retry | None = None, script: str = "", **group: Any
+        self,
+        folder: Path,
+        ranks: int = 2,
+        retry: Retry | None = None,
+        script: str = "",
+        **group: Any,
     ) -> None:
         self.group = FakeGroup(ranks, **group)
         self.logs = folder / "logs"
         self.seen: list[Event] = []
         self.events = Events(folder / "events.jsonl", (self.seen.append,))
         typed = replace(job(ranks), script=script)
-        self.supervisor = Supervisor(cast("WorkerGroup", self.group), self.events, self.logs, typed, retry)
+        self.supervisor = Supervisor(
+            cast("WorkerGroup", self.group), self.events, self.logs, typed, retry
+        )
         self.ahead: dict[int, float] = {}
         """By rank: the seconds by which the clock of its node is ahead of the driver's."""
         self._ends: list[End] = []
-        self._thread = threading.Thread(target=lambda: self._ends.extend(self.supervisor.run()), daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._ends.extend(self.supervisor.run()), daemon=True
+        )
 
     def __enter__(self) -> Trial:
         self._thread.start()
@@ -132,12 +147,17 @@ class Trial:
         within_s: float = PATIENCE_S,
         **more: Any,
     ) -> None:
-        """The agent of this rank answers the call that is open. queue.Empty: none is within `within_s`."""
+        """The agent of this rank answers the call that is open. queue.Empty: none is within
+        `within_s`."""
         now = self.now(rank)
-        news = RankNews(events, b"", b"", (step, "forward", now), quiet, (0, 0.0, 0.0), 0.0, sent=now)
+        news = RankNews(
+            events, b"", b"", (step, "forward", now), quiet, (0, 0.0, 0.0), 0.0, sent=now
+        )
         self.group.open[rank].get(timeout=within_s).set_result(replace(news, **more))
 
-    def end(self, rank: int, *events: Event, code: int = 0, signum: int = 0, step: int = 0, **more: Any) -> None:
+    def end(
+        self, rank: int, *events: Event, code: int = 0, signum: int = 0, step: int = 0, **more: Any
+    ) -> None:
         """The agent of this rank answers that its process is gone."""
         told = any(rank in ranks for ranks, _ in self.group.stops)
         end = RankEnd(code, signum, self.now(rank), step=step, phase="forward", told=told)

@@ -11,7 +11,9 @@ from raydist.recovery.policy import Retry
 from raydist.shared.outcome import Attempt, End
 
 FAILED = Attempt(ends=[End(1, "b", "killed", 100.0, step=9), End(0, "a", "stopped", 101.0, step=9)])
-RESIZED = Attempt(ends=[End(rank, "a", "stopped", 100.0 + rank, step=9) for rank in (0, 1)], resize="3 nodes now")
+RESIZED = Attempt(
+    ends=[End(rank, "a", "stopped", 100.0 + rank, step=9) for rank in (0, 1)], resize="3 nodes now"
+)
 
 
 def begin(resumed: int | None) -> dict[str, Any]:
@@ -28,13 +30,23 @@ def report(step: int | None) -> dict[str, Any]:
         (FAILED, [begin(6), report(7)], (7, 10.0, 3, False)),
         (FAILED, [begin(9), report(10)], (10, 10.0, 0, False)),
         (FAILED, [begin(None), report(1)], (1, 10.0, 9, False)),
-        (FAILED, [report(4)], (4, 10.0, 6, False)),  # a loop of the user's own, which reports no begin
-        (FAILED, [begin(6), report(6), report(None)], None),  # an evaluation, and a report of no step
+        (
+            FAILED,
+            [report(4)],
+            (4, 10.0, 6, False),
+        ),  # a loop of the user's own, which reports no begin
+        (
+            FAILED,
+            [begin(6), report(6), report(None)],
+            None,
+        ),  # an evaluation, and a report of no step
         (FAILED, [begin(6)], None),
         (RESIZED, [begin(9), report(10)], (10, 9.0, 0, True)),
     ],
 )
-def test_the_first_new_step_ends_a_restart(attempt: Attempt, events: list[dict[str, Any]], cost: Any) -> None:
+def test_the_first_new_step_ends_a_restart(
+    attempt: Attempt, events: list[dict[str, Any]], cost: Any
+) -> None:
     found = RestartCost(Retry((attempt,)))
     costs = [facts for event in events if (facts := found.add(0, event))]
     told = [(facts["step"], facts["s"], facts["repeated"], facts["resized"]) for facts in costs]

@@ -52,7 +52,9 @@ class Group:
     """The ranks whose agents are known to be lost, when another attempt is prepared."""
     acts: list[str] = field(default_factory=list)
     first_world_size: int = 0
-    plan: Any = field(default_factory=lambda: SimpleNamespace(world_size=2, as_event=lambda: {"slots": ["both"]}))
+    plan: Any = field(
+        default_factory=lambda: SimpleNamespace(world_size=2, as_event=lambda: {"slots": ["both"]})
+    )
 
     def draining_ranks(self) -> list[int]:
         return [1] if self.replaceable else []
@@ -106,7 +108,10 @@ class Rig:
 def rig(folder: Path, patch: pytest.MonkeyPatch, *ends: Attempt) -> Rig:
     seen: list[Event] = []
     events = Events(folder / "e", (seen.append,))
-    made, todo = Rig(Attempts(replace(JOB, dir=str(folder)), None, events), events, seen, [], []), iter(ends)
+    made, todo = (
+        Rig(Attempts(replace(JOB, dir=str(folder)), None, events), events, seen, [], []),
+        iter(ends),
+    )
 
     def run(*given: Any) -> Attempt:
         *_, retry = (*given, None)[:6]
@@ -128,7 +133,11 @@ def test_a_good_attempt_is_the_outcome(tmp_path: Path, monkeypatch: pytest.Monke
     assert it.make(group) == GiveUp("")
     it.leave(group)
     assert it.history.outcome is not None
-    assert (it.history.outcome.ends, it.history.outcome.earlier, it.history.made) == (GOOD.ends, (), 1)
+    assert (it.history.outcome.ends, it.history.outcome.earlier, it.history.made) == (
+        GOOD.ends,
+        (),
+        1,
+    )
     assert group.acts == ["say_network"]  # what went well needs no flush
 
 
@@ -203,7 +212,9 @@ def test_drained_nodes_are_left_with_all_ranks_if_too_few_others_are_ready(
     assert it.history.outcome.earlier == (failed(DRAINED),)
 
 
-def test_drained_nodes_are_replaced_if_others_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drained_nodes_are_replaced_if_others_are_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it, group = rig(tmp_path, monkeypatch, failed(DRAINED), GOOD), Group(replaceable=True)
     decision = it.make(group)
     assert isinstance(decision, Retry)
@@ -212,8 +223,12 @@ def test_drained_nodes_are_replaced_if_others_are_ready(tmp_path: Path, monkeypa
     assert group.acts == ["flush", "again"]  # the nodes that stay may go too
 
 
-def test_another_number_of_nodes_is_a_retry_without_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resized = Attempt(ends=[End(rank, "a", "stopped", 1.0, 5) for rank in (0, 1)], resize="3 nodes now, 2 before")
+def test_another_number_of_nodes_is_a_retry_without_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resized = Attempt(
+        ends=[End(rank, "a", "stopped", 1.0, 5) for rank in (0, 1)], resize="3 nodes now, 2 before"
+    )
     it, group = rig(tmp_path, monkeypatch, resized, GOOD), Group()
     assert isinstance(it.make(group), Retry)
     it.make(group)
@@ -222,29 +237,48 @@ def test_another_number_of_nodes_is_a_retry_without_a_failure(tmp_path: Path, mo
     assert group.acts == ["again"]
 
 
-def test_another_number_of_nodes_is_not_counted_as_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resized = Attempt(ends=[End(rank, "a", "stopped", 1.0, 7) for rank in (0, 1)], resize="3 nodes now, 2 before")
+def test_another_number_of_nodes_is_not_counted_as_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resized = Attempt(
+        ends=[End(rank, "a", "stopped", 1.0, 7) for rank in (0, 1)], resize="3 nodes now, 2 before"
+    )
     it = rig(tmp_path, monkeypatch, failed(KILLED), resized, failed(KILLED, step=9), GOOD)
     for _ in range(4):
         it.make(Group())
     assert [event["number"] for event in it.seen if event["kind"] == "restart"] == [1, 2]
-    assert [event["number"] for event in it.seen if event["kind"] == "placed"] == [1, 2, 3]  # attempts
+    assert [event["number"] for event in it.seen if event["kind"] == "placed"] == [
+        1,
+        2,
+        3,
+    ]  # attempts
     report = {"kind": "report", "step": 1, "t": 2.0}
     costs = [RestartCost(retry).add(0, report) for retry in it.retries if retry is not None]
-    assert [(cost["number"], cost["resized"]) for cost in costs if cost] == [(1, False), (1, True), (2, False)]
+    assert [(cost["number"], cost["resized"]) for cost in costs if cost] == [
+        (1, False),
+        (1, True),
+        (2, False),
+    ]
 
 
-def test_a_retry_without_nodes_ends_the_run_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_without_nodes_ends_the_run_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it, group = rig(tmp_path, monkeypatch, failed(KILLED)), Group(lost=True)
     it.make(group)
     assert it.make(group) == GiveUp("")
     it.leave(group)
     assert it.history.outcome is not None
-    assert (str(it.history.outcome.error), it.history.outcome.ends) == ("no place for rank 1", failed(KILLED).ends)
+    assert (str(it.history.outcome.error), it.history.outcome.ends) == (
+        "no place for rank 1",
+        failed(KILLED).ends,
+    )
     assert group.acts == ["again", "say_network", "flush"]
 
 
-def test_why_there_is_no_other_attempt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_there_is_no_other_attempt_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     it, group = rig(tmp_path, monkeypatch, failed(KILLED), failed(KILLED, step=9)), Group()
     once = replace(JOB, restart=Restart(max=1))
     it.make(group, once)
@@ -293,9 +327,13 @@ def test_a_state_that_fork_servers_write_after_their_agents_is_waited_for(
 def test_nothing_is_lost_if_the_newest_state_in_memory_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int | None
 ) -> None:
-    """Step 7 was saved, and told, before the agents were stopped; 9 is never written, and None is not known."""
+    """Step 7 was saved, and told, before the agents were stopped; 9 is never written, and None is
+    not known."""
     silent = [End(rank, "a", "lost", 1.0, step=5, silent=True) for rank in (0, 1)]
-    it, group = rig(tmp_path, monkeypatch, Attempt(ends=silent)), Group(unwritten="no agent answers", held=held)
+    it, group = (
+        rig(tmp_path, monkeypatch, Attempt(ends=silent)),
+        Group(unwritten="no agent answers", held=held),
+    )
     monkeypatch.setattr(attempts, "SAVED_S", 60.0 if held in (-1, 7) else 0.1)
     job = replace(JOB, dir=str(tmp_path), restart=Restart(max=0))
     it.make(group, job)

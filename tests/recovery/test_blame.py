@@ -1,4 +1,5 @@
-"""Who began it: real strings of real libraries, and ranks of gloo that are really ended. (driver)"""
+"""Who began it: real strings of real libraries, and ranks of gloo that are really ended.
+(driver)"""
 
 from __future__ import annotations
 
@@ -28,25 +29,32 @@ CLOSED = (
     f"This is typically caused by a remote worker crashing. {TAIL}"
 )
 RESET = (
-    f"{PAIR}:545] Read error [127.0.0.1]:29062: Connection reset by peer. This is typically caused by a remote worker "
+    f"{PAIR}:545] Read error [127.0.0.1]:29062: Connection reset by peer. This is typically "
+    "caused by a remote worker "
     f"hanging or bugs in the application. {TAIL}"
 )
 WAITED = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
     "Timed out waiting 4000ms for recv operation to complete"
 )
-BARRIER = f"[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms\n Original exception: \n{RESET}"
+BARRIER = (
+    f"[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms\n Original exception: \n{RESET}"
+)
 NCCL = (
-    "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, remote process exited or there was a "
-    "network error, NCCL version 2.19.3\nncclRemoteError: A call failed possibly due to a network error or a remote "
+    "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, remote process "
+    "exited or there was a "
+    "network error, NCCL version 2.19.3\nncclRemoteError: A call failed possibly due to a "
+    "network error or a remote "
     "process exiting prematurely."
 )
 WATCHDOG = (
-    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=112, "
+    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, "
+    "NumelIn=112, "
     "NumelOut=112, Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out."
 )
 HOROVOD = (
-    "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce, "
+    "Horovod has been shut down. This was caused by an exception on one of the ranks or an "
+    "attempt to allreduce, "
     "allgather or broadcast a tensor after one of the ranks finished execution."
 )
 
@@ -58,7 +66,11 @@ VICTIMS = [
     ("RuntimeError", WATCHDOG),
     ("RuntimeError", "Connection refused"),
     ("DistStoreError", "wait timeout after 4000ms, keys: /default_pg/0//cpu//0/1"),
-    ("DistNetworkError", "The client socket has timed out after 4000ms while trying to connect to (127.0.0.1, 37371)."),
+    (
+        "DistNetworkError",
+        "The client socket has timed out after 4000ms while trying to connect to (127.0.0.1, "
+        "37371).",
+    ),
     ("DistNetworkError", "Broken pipe"),
     ("DistBackendError", NCCL),
     ("RuntimeError", "NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)"),
@@ -70,8 +82,22 @@ VICTIMS = [
 ]
 CULPRITS = [
     End(1, "b", "raised", 5.0, type="ValueError", message="loss is nan"),
-    End(1, "b", "raised", 5.0, type="RuntimeError", message="shapes cannot be multiplied (2x64 and 10x4)"),
-    End(1, "b", "raised", 5.0, type="OutOfMemoryError", message="CUDA out of memory. Tried to allocate 20.00 MiB."),
+    End(
+        1,
+        "b",
+        "raised",
+        5.0,
+        type="RuntimeError",
+        message="shapes cannot be multiplied (2x64 and 10x4)",
+    ),
+    End(
+        1,
+        "b",
+        "raised",
+        5.0,
+        type="OutOfMemoryError",
+        message="CUDA out of memory. Tried to allocate 20.00 MiB.",
+    ),
     End(1, "b", "raised", 5.0, type="TimeoutError", message="the data server did not answer"),
     End(1, "b", "exited", 5.0, code=3),
     End(1, "b", "killed", 5.0, signal=signal.SIGKILL),
@@ -91,14 +117,20 @@ def test_what_a_peers_death_causes_is_a_victims_error(kind: str, message: str) -
     assert is_victim(raised(0, kind, message))
 
 
-@pytest.mark.parametrize("culprit", [end for end in CULPRITS if end.signal != signal.SIGABRT], ids=lambda end: end.how)
+@pytest.mark.parametrize(
+    "culprit", [end for end in CULPRITS if end.signal != signal.SIGABRT], ids=lambda end: end.how
+)
 def test_what_nobody_else_causes_is_no_victims_end(culprit: End) -> None:
     assert not is_victim(culprit)
 
 
-@pytest.mark.parametrize("culprit", CULPRITS, ids=lambda end: f"{end.how}-{end.type or end.signal or end.code}")
+@pytest.mark.parametrize(
+    "culprit", CULPRITS, ids=lambda end: f"{end.how}-{end.type or end.signal or end.code}"
+)
 @pytest.mark.parametrize(("kind", "message"), VICTIMS)
-def test_a_culprit_goes_before_victims_that_noticed_earlier(kind: str, message: str, culprit: End) -> None:
+def test_a_culprit_goes_before_victims_that_noticed_earlier(
+    kind: str, message: str, culprit: End
+) -> None:
     victims = [raised(rank, kind, message, at=1.0) for rank in (0, 2)]
     assert first_cause([victims[0], culprit, victims[1]]) is culprit
 
@@ -116,7 +148,10 @@ def test_an_abort_may_be_a_watchdogs_so_a_sure_culprit_goes_before_it() -> None:
 
 
 def test_of_victims_alone_the_earliest_is_told() -> None:
-    first, second = raised(1, "RuntimeError", RESET, at=1.0), raised(0, "RuntimeError", CLOSED, at=2.0)
+    first, second = (
+        raised(1, "RuntimeError", RESET, at=1.0),
+        raised(0, "RuntimeError", CLOSED, at=2.0),
+    )
     assert first_cause([second, first]) is first
 
 
@@ -128,15 +163,25 @@ Fatal Python error: Aborted
 
 Thread 0x00007f6fbc2ff6c0 (most recent call first):
 """
-SHAPES = "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [3], but another rank sent [5]."
+SHAPES = (
+    "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [3], but another "
+    "rank sent [5]."
+)
 
 
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        (GLOO_ABORT, "[enforce fail at /gloo/transport/tcp/pair.cc:464] op.preamble.length <= op.nbytes. 8 vs 4."),
+        (
+            GLOO_ABORT,
+            "[enforce fail at /gloo/transport/tcp/pair.cc:464] op.preamble.length <= op.nbytes. "
+            "8 vs 4.",
+        ),
         ("a line\ndouble free or corruption (out)\n", "double free or corruption (out)"),
-        ("F1121 10:00:00.0 12 file.cpp:3] Check failed: a == b\nmore", "F1121 10:00:00.0 12 file.cpp:3] Check failed"),
+        (
+            "F1121 10:00:00.0 12 file.cpp:3] Check failed: a == b\nmore",
+            "F1121 10:00:00.0 12 file.cpp:3] Check failed",
+        ),
         ("step 3\nstep 4\n", ""),
         ("  what(): one\n  what():  the last\n" + "x" * 70_000, "the last"),
     ],
@@ -167,8 +212,12 @@ def test_a_rank_that_had_finished_is_named_where_another_waited_for_it() -> None
     waited = raised(0, "RuntimeError", RESET, at=1.0)
     ends = [waited, End(1, "b", "finished", 1.1, step=60)]
     assert "rank 1 had finished before: did the job return early there?" in failure_text(ends)
-    assert blame_reason(ends) == "rank 1 had finished before; all errors are typical of losing a peer"
-    assert blame_reason([waited, End(1, "b", "stopped", 1.1)]).startswith("the rank that failed first is not known; ")
+    assert (
+        blame_reason(ends) == "rank 1 had finished before; all errors are typical of losing a peer"
+    )
+    assert blame_reason([waited, End(1, "b", "stopped", 1.1)]).startswith(
+        "the rank that failed first is not known; "
+    )
 
 
 def test_ranks_of_one_node_are_lost_at_once_whoever_is_heard_of_first() -> None:
@@ -195,7 +244,9 @@ def gang(culprit: End, n: int = 8) -> list[End]:
 def test_the_text_of_an_exception_has_all_that_a_person_needs() -> None:
     trace = "\n".join(f"line {n}" for n in range(40))
     log = "runs/x/rank-1.log"
-    culprit = raised(1, "ValueError", "loss is nan", step=120, phase="backward", traceback=trace, log=log)
+    culprit = raised(
+        1, "ValueError", "loss is nan", step=120, phase="backward", traceback=trace, log=log
+    )
     first, *rest = failure_text(gang(culprit)).splitlines()
     assert first == "rank 1 on host-1, step 120, in backward: ValueError: loss is nan"
     assert "  line 39" in rest
@@ -227,8 +278,13 @@ def test_every_way_to_end_is_said_in_words(culprit: End, words: list[str]) -> No
 
 
 def test_the_same_error_on_several_ranks_is_told_once() -> None:
-    ends = [raised(rank, "ValueError", f"bad sample {rank} at 0x7f{rank}", at=rank, code=1) for rank in (1, 2, 3, 5)]
-    ends[2] = replace(ends[2], code=0, signal=9)  # stopped with all others, while it printed its traceback
+    ends = [
+        raised(rank, "ValueError", f"bad sample {rank} at 0x7f{rank}", at=rank, code=1)
+        for rank in (1, 2, 3, 5)
+    ]
+    ends[2] = replace(
+        ends[2], code=0, signal=9
+    )  # stopped with all others, while it printed its traceback
     text = failure_text([*ends, raised(0, "KeyError", "'x'", at=9.0)])
     assert text.splitlines()[0].startswith("rank 1 ")
     assert "  the same on ranks 2-3, 5" in text
@@ -259,7 +315,9 @@ def test_a_rank_that_returned_early_is_named() -> None:
 
 
 def test_a_culprit_needs_no_suspects() -> None:
-    assert "perhaps" not in failure_text([raised(0, "ValueError", "x", step=4), End(1, "b", "stopped", 9.0, step=3)])
+    assert "perhaps" not in failure_text(
+        [raised(0, "ValueError", "x", step=4), End(1, "b", "stopped", 9.0, step=3)]
+    )
 
 
 def test_a_long_message_is_cut_in_the_follow_on_line() -> None:
@@ -269,7 +327,13 @@ def test_a_long_message_is_cut_in_the_follow_on_line() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "text"),
-    [([], ""), ([3], "3"), ([0, 1, 2, 3, 7], "0-3, 7"), ([9, 8, 8, 1], "1, 8-9"), (range(1000), "0-999")],
+    [
+        ([], ""),
+        ([3], "3"),
+        ([0, 1, 2, 3, 7], "0-3, 7"),
+        ([9, 8, 8, 1], "1, 8-9"),
+        (range(1000), "0-999"),
+    ],
 )
 def test_ranks_as_ranges(ranks: Sequence[int], text: str) -> None:
     assert rank_ranges(ranks) == text
@@ -277,7 +341,9 @@ def test_ranks_as_ranges(ranks: Sequence[int], text: str) -> None:
 
 @given(st.sets(st.integers(0, 300)))
 def test_ranges_hold_exactly_the_ranks(ranks: set[int]) -> None:
-    spans = [[int(end) for end in span.split("-")] for span in rank_ranges(ranks).split(", ") if span]
+    spans = [
+        [int(end) for end in span.split("-")] for span in rank_ranges(ranks).split(", ") if span
+    ]
     assert {rank for span in spans for rank in range(span[0], span[-1] + 1)} == ranks
     assert all(after[0] > before[-1] + 1 for before, after in itertools.pairwise(spans))
 
@@ -335,7 +401,13 @@ FAULTS = ("raise", "exit", "shape", "9", "11", "7")
 @pytest.fixture(scope="module")
 def attempts() -> dict[str, list[End]]:
     """What became of three real ranks each time that rank 1 was ended in one of FAULTS' ways."""
-    run = subprocess.run([sys.executable, "-c", GLOO, *FAULTS], capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", GLOO, *FAULTS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     told = run.stdout.splitlines()[-1]  # the gloo of torch 2.8 speaks before
     return {how: [as_end(**facts) for facts in ends] for how, ends in json.loads(told).items()}
 
@@ -346,7 +418,9 @@ def as_end(code: int, signal: int, type: str = "", **facts: Any) -> End:
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_with_the_gloo_that_is_installed_the_right_rank_is_blamed(attempts: dict[str, list[End]], how: str) -> None:
+def test_with_the_gloo_that_is_installed_the_right_rank_is_blamed(
+    attempts: dict[str, list[End]], how: str
+) -> None:
     ends = attempts[how]
     assert [end.how for end in ends if end.rank != 1] == ["raised", "raised"]
     assert all(is_victim(end) for end in ends if end.rank != 1), ends

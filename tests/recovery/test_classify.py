@@ -10,15 +10,32 @@ import pytest
 
 from raydist.cluster.drain import DrainNotice
 from raydist.messages.agent import RankEnd, RecordedError
-from raydist.recovery.classify import AttemptRecord, RankRecord, classify_end, classify_lost, lost_at
+from raydist.recovery.classify import (
+    AttemptRecord,
+    RankRecord,
+    classify_end,
+    classify_lost,
+    lost_at,
+)
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
 from raydist.shared.outcome import End
 
-RAISED = {"t": 90.0, "kind": "raised", "type": "ValueError", "message": "nan", "traceback": "line 31", "step": 7}
+RAISED = {
+    "t": 90.0,
+    "kind": "raised",
+    "type": "ValueError",
+    "message": "nan",
+    "traceback": "line 31",
+    "step": 7,
+}
 CLOSED = "[/pytorch/gloo/transport/tcp/pair.cc:561] Connection closed by peer [192.0.2.2]:684"
 LOST_PEER = RAISED | {"type": "RuntimeError", "message": CLOSED}
 RANK = RankRecord(1, "node-1", "/logs/rank-1.log")
-STATES = (RankState(1, "node-1", stack='Current thread 0x1:\n  File "/home/me/train.py", line 31 in job\n'),)
+STATES = (
+    RankState(
+        1, "node-1", stack='Current thread 0x1:\n  File "/home/me/train.py", line 31 in job\n'
+    ),
+)
 HANG = ConfirmedHang(Diagnosis("rank 1 is stopped", (1,), True, STATES), since=80.0)
 OTHER_HANG = replace(HANG, diagnosis=replace(HANG.diagnosis, culprits=(0,)))
 NOBODYS_HANG = ConfirmedHang(Diagnosis("none could be examined"), since=80.0)
@@ -57,7 +74,8 @@ def told(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
         (told(signum=9), RANK, AttemptRecord(hang=NOBODYS_HANG), "hung", 80),
         (told(signum=9), RANK, AttemptRecord(hang=OTHER_HANG), "stopped", 100),
         (told(signum=9), RANK, AttemptRecord(hang=HANG, signalled=True), "stopped", 100),
-        # while the ranks of a hang are stopped, the last ones lose their peers; before it, that is how they end
+        # while the ranks of a hang are stopped, the last ones lose their peers; before it, that is
+        # how they end
         (told(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=HANG), "hung", 80),
         (told(1, error=RecordedError("RuntimeError", CLOSED, "")), RANK, AttemptRecord(hang=HANG), "hung", 80),
         (told(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=OTHER_HANG), "stopped", 100),
@@ -75,7 +93,9 @@ def told(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
         (told(1, by_mpirun=True, lost="a rank failed"), RANK, AttemptRecord(), "stopped", 100),
     ],
 )  # fmt: skip
-def test_each_way_to_end(given: RankEnd, rank: RankRecord, attempt: AttemptRecord, how: str, at: float) -> None:
+def test_each_way_to_end(
+    given: RankEnd, rank: RankRecord, attempt: AttemptRecord, how: str, at: float
+) -> None:
     end = classify_end(given, rank, attempt)
     assert (end.how, end.at) == (how, at)
     assert (end.rank, end.host, end.log, end.code, end.signal) == (
@@ -90,7 +110,10 @@ def test_an_exception_keeps_its_own_words_and_step() -> None:
 
 def test_a_hang_keeps_the_diagnosis_and_the_stack() -> None:
     end = classify_end(told(signum=9), RANK, AttemptRecord(hang=HANG))
-    assert (end.message, end.traceback) == (HANG.diagnosis.text, 'File "/home/me/train.py", line 31, in job')
+    assert (end.message, end.traceback) == (
+        HANG.diagnosis.text,
+        'File "/home/me/train.py", line 31, in job',
+    )
 
 
 def test_a_drained_rank_uses_up_no_restart() -> None:
@@ -108,11 +131,16 @@ def test_a_drained_rank_uses_up_no_restart() -> None:
     ],
 )
 def test_only_an_abort_is_explained_by_the_log(given: RankEnd, message: str) -> None:
-    assert classify_end(given, RANK, AttemptRecord(), "step 3\nfree(): invalid pointer\n").message == message
+    assert (
+        classify_end(given, RANK, AttemptRecord(), "step 3\nfree(): invalid pointer\n").message
+        == message
+    )
 
 
 def test_what_the_node_knows_of_memory_is_kept() -> None:
-    end = classify_end(report(signum=9, why="out of memory: …", oom="kernel"), RANK, AttemptRecord())
+    end = classify_end(
+        report(signum=9, why="out of memory: …", oom="kernel"), RANK, AttemptRecord()
+    )
     assert (end.how, end.why, end.oom) == ("killed", "out of memory: …", "kernel")
 
 
@@ -139,7 +167,12 @@ def test_a_lost_rank_keeps_its_last_heartbeat(
     end = classify_lost(RANK, (5, "data", 42.0), 99.0, error)
     assert (end.how, end.step, end.phase, end.at, end.log) == ("lost", 5, "data", 99.0, RANK.log)
     assert message is None or end.message == message
-    assert (end.silent, end.preempted, end.oom, bool(end.why)) == (silent, preempted, oom, bool(oom))
+    assert (end.silent, end.preempted, end.oom, bool(end.why)) == (
+        silent,
+        preempted,
+        oom,
+        bool(oom),
+    )
 
 
 LOST = End(0, "node-1", "lost", 70.0)
@@ -150,12 +183,19 @@ LOST = End(0, "node-1", "lost", 70.0)
     [
         ([], 99.5, True, 100.0),
         ([], 97.0, True, 97.0),  # the node was cut off 3 seconds before Ray reported it
-        ([], 97.0, False, 100.0),  # another rank has failed: a late answer must not make this one the first
+        (
+            [],
+            97.0,
+            False,
+            100.0,
+        ),  # another rank has failed: a late answer must not make this one the first
         ([], None, True, 100.0),
         ([LOST], 97.0, False, 70.0),  # with the other ranks of its node
         ([replace(LOST, host="node-2")], 97.0, True, 97.0),
         ([replace(LOST, how="killed")], 97.0, True, 97.0),
     ],
 )
-def test_when_a_rank_was_lost(ends: list[End], answered: float | None, alone: bool, at: float) -> None:
+def test_when_a_rank_was_lost(
+    ends: list[End], answered: float | None, alone: bool, at: float
+) -> None:
     assert lost_at("node-1", ends, answered, now=100.0, interval=1.0, alone=alone) == at

@@ -21,7 +21,9 @@ from raydist.recovery.deadlines import (
 from raydist.shared.outcome import End, StopReason
 
 KILLED = End(1, "b", "killed", 5.0, signal=signal.SIGKILL)
-VICTIM = End(0, "a", "raised", 4.0, type="RuntimeError", message="Connection closed by peer [::1]:1")
+VICTIM = End(
+    0, "a", "raised", 4.0, type="RuntimeError", message="Connection closed by peer [::1]:1"
+)
 DRAIN = DrainNotice((1,), ("b",), 30.0)
 
 
@@ -43,7 +45,9 @@ def test_a_victim_leaves_its_culprit_time(end: End, seconds: float | None) -> No
     assert culprit_wait(end) == seconds
 
 
-def test_the_earlier_deadline_counts_and_none_is_moved_by_a_failure_once_the_stop_was_sent() -> None:
+def test_the_earlier_deadline_counts_and_none_is_moved_by_a_failure_once_the_stop_was_sent() -> (
+    None
+):
     none = Deadlines()
     assert none.left(7.0) is None
     victim = none.stop_within(0.5, now=10.0)
@@ -54,7 +58,9 @@ def test_the_earlier_deadline_counts_and_none_is_moved_by_a_failure_once_the_sto
     sent = victim.stop_sent(1.0, now=10.1)
     assert (sent.due, sent.stopping) == (10.1 + 1.0 + SILENT_S, True)
     assert sent.stop_within(0.0, now=10.2) == sent
-    assert sent.stop_sent(1.0, now=12.0).due == 12.0 + 1.0 + SILENT_S  # a signal after the stop for a failure
+    assert (
+        sent.stop_sent(1.0, now=12.0).due == 12.0 + 1.0 + SILENT_S
+    )  # a signal after the stop for a failure
 
 
 @pytest.mark.parametrize(
@@ -76,7 +82,14 @@ def test_what_is_done_at_the_deadline(
 
 @pytest.mark.parametrize(
     ("running_s", "ranks", "seconds"),
-    [(0.0, 2, 0.5), (10.0, 2, 0.5), (16.0, 2, 0.8), (1000.0, 2, 1.0), (0.0, 300, 1.0), (1000.0, 3000, 10.0)],
+    [
+        (0.0, 2, 0.5),
+        (10.0, 2, 0.5),
+        (16.0, 2, 0.8),
+        (1000.0, 2, 1.0),
+        (0.0, 300, 1.0),
+        (1000.0, 3000, 10.0),
+    ],
 )
 def test_agents_answer_less_often_in_long_runs_and_with_many_ranks(
     running_s: float, ranks: int, seconds: float

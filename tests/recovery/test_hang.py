@@ -1,4 +1,5 @@
-"""The stall check at work: ranks are examined, a new finding is reported, and only a hang to end the run is posted."""
+"""The stall check at work: ranks are examined, a new finding is reported, and only a hang to end
+the run is posted."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from raydist.shared.events import Event, Events
 from tests.recovery.fake_group import PATIENCE_S, FakeGroup
 from tests.recovery.test_hang_verdict import JOB, WAITS, entry, stack
 
-SLEEPS = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 31 in job\n'
+SLEEPS = (
+    'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 31 in job\n'
+)
 
 
 def state(name: str, busy: float = 0.0) -> RankActivity:
@@ -41,7 +44,9 @@ class Watched:
     def __post_init__(self) -> None:
         self.group = FakeGroup(replies={Examine: lambda rank: self.found[rank]})
         group = cast("WorkerGroup", self.group)
-        self.monitor = HangMonitor(group, self.settings, self.events, self.folder, self.posted.append)
+        self.monitor = HangMonitor(
+            group, self.settings, self.events, self.folder, self.posted.append
+        )
 
     def silent(self, seconds: float = 100.0) -> None:
         """Both agents answer, rank 1's heartbeat being that old. Returns when all was examined."""
@@ -58,7 +63,9 @@ def reported() -> list[Event]:
 
 
 @pytest.fixture
-def watched(tmp_path: Path, reported: list[Event], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+def watched(
+    tmp_path: Path, reported: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Watched]:
     monkeypatch.setattr(hang, "CHECK_S", 0.0)
     with Events(tmp_path / "e", (reported.append,)) as events:
         yield Watched(tmp_path, events, {0: state("S"), 1: state("T")})
@@ -70,11 +77,16 @@ def test_ranks_that_go_on_are_not_examined(watched: Watched) -> None:
 
 
 def test_many_ranks_whose_agents_answer_in_turn_are_not_examined(watched: Watched) -> None:
-    """A second of `hang.after_s` is used up between two answers of an agent; with 3,000 ranks it is ten seconds."""
+    """A second of `hang.after_s` is used up between two answers of an agent; with 3,000 ranks it is
+    ten seconds."""
     for ranks, examined in ((2, True), (3000, False)):
         watched.group = FakeGroup(ranks, {Examine: lambda rank: watched.found[rank % 2]})
         monitor = HangMonitor(
-            cast("WorkerGroup", watched.group), watched.settings, watched.events, watched.folder, watched.posted.append
+            cast("WorkerGroup", watched.group),
+            watched.settings,
+            watched.events,
+            watched.folder,
+            watched.posted.append,
         )
         for step in range(5):
             monitor.note(0, (step, "forward", 1000.0 + step / 10), 0.0)
@@ -124,7 +136,9 @@ def test_what_may_only_be_slow_is_reported_once_and_not_posted(
     assert watched.posted == []
 
 
-def test_without_hang_end_a_certain_hang_is_only_reported(watched: Watched, reported: list[Event]) -> None:
+def test_without_hang_end_a_certain_hang_is_only_reported(
+    watched: Watched, reported: list[Event]
+) -> None:
     watched.settings = Hang(end=False)
     watched.__post_init__()
     watched.silent()
@@ -132,7 +146,9 @@ def test_without_hang_end_a_certain_hang_is_only_reported(watched: Watched, repo
     assert watched.posted == []
 
 
-def test_beyond_the_limit_the_run_is_ended_whatever_was_found(watched: Watched, reported: list[Event]) -> None:
+def test_beyond_the_limit_the_run_is_ended_whatever_was_found(
+    watched: Watched, reported: list[Event]
+) -> None:
     watched.settings = Hang(end=False, limit_s=90)
     watched.found = {0: state("R", busy=1.0), 1: state("R", busy=1.0)}
     watched.__post_init__()
@@ -143,7 +159,9 @@ def test_beyond_the_limit_the_run_is_ended_whatever_was_found(watched: Watched, 
     assert [event["certain"] for event in reported] == [False]
 
 
-def test_ranks_that_went_on_while_they_were_examined_are_let_be(watched: Watched, reported: list[Event]) -> None:
+def test_ranks_that_went_on_while_they_were_examined_are_let_be(
+    watched: Watched, reported: list[Event]
+) -> None:
     def wakes(rank: int) -> RankActivity:
         watched.monitor.note(1, (6, "forward", time.time()), 0.0)
         return state("S")
@@ -154,7 +172,9 @@ def test_ranks_that_went_on_while_they_were_examined_are_let_be(watched: Watched
     assert (reported, watched.posted) == ([], [])
 
 
-def test_so_are_they_if_only_their_agents_know_it_yet(watched: Watched, reported: list[Event]) -> None:
+def test_so_are_they_if_only_their_agents_know_it_yet(
+    watched: Watched, reported: list[Event]
+) -> None:
     watched.found = {0: state("S"), 1: replace(state("S"), beat=(6, "forward", time.time() + 1))}
     watched.silent()
     assert watched.group.made(Examine) == [0, 1]
@@ -172,7 +192,11 @@ def test_ranks_that_report_no_step_and_make_collectives_are_at_work(
 
     def waits(rank: int) -> RankActivity:
         made[rank] += moves
-        return replace(state("S"), stack=stack(*WAITS, *JOB), collectives=[entry(made[rank] - moves)])  # type: ignore[list-item]
+        return replace(
+            state("S"),
+            stack=stack(*WAITS, *JOB),
+            collectives=[entry(made[rank] - moves)],  # type: ignore[list-item]
+        )
 
     watched.group.replies[Examine] = waits
     for step in range(1, 5 if paced else 1):
@@ -184,12 +208,16 @@ def test_ranks_that_report_no_step_and_make_collectives_are_at_work(
     assert bool(reported) == bool(watched.posted)
 
 
-def test_an_agent_that_does_not_answer_is_left_out(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_does_not_answer_is_left_out(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hang, "EXAMINE_S", 0.05)
     answers = {1: state("T")}
 
     def call(rank: int, request: Examine) -> Any:
-        return FakeGroup(replies={Examine: answers.get} if rank in answers else {}).call(rank, request)
+        return FakeGroup(replies={Examine: answers.get} if rank in answers else {}).call(
+            rank, request
+        )
 
     monkeypatch.setattr(watched.group, "call", call)
     watched.silent()
@@ -197,7 +225,9 @@ def test_an_agent_that_does_not_answer_is_left_out(watched: Watched, monkeypatch
     assert [state.rank for state in posted.diagnosis.states] == [1]
 
 
-def test_a_rank_that_has_ended_is_not_silent_and_its_last_heartbeat_is_forgotten(watched: Watched) -> None:
+def test_a_rank_that_has_ended_is_not_silent_and_its_last_heartbeat_is_forgotten(
+    watched: Watched,
+) -> None:
     watched.monitor.note(0, (7, "data", 1.0), 0.0)
     assert watched.monitor.beat(0) == (7, "data", 1.0)
     watched.monitor.ended(0)
@@ -211,14 +241,18 @@ def test_a_full_disk_keeps_no_hang_from_being_ended(watched: Watched) -> None:
     assert len(watched.posted) == 1
 
 
-def test_nothing_is_reported_once_the_attempt_is_over(watched: Watched, reported: list[Event]) -> None:
+def test_nothing_is_reported_once_the_attempt_is_over(
+    watched: Watched, reported: list[Event]
+) -> None:
     with watched.monitor:
         pass
     watched.silent()
     assert (reported, watched.posted) == ([], [])
 
 
-def test_ranks_are_examined_once_at_a_time(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_examined_once_at_a_time(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(hang, "wait", lambda calls, timeout: go_on.wait(PATIENCE_S))
     watched.monitor.note(1, (5, "forward", 1.0), 100.0)

@@ -31,8 +31,12 @@ def entry(
 
 
 def stack(*frames: tuple[str, int, str]) -> str:
-    """As faulthandler writes it: another thread first, the current one last, the innermost frame at the top."""
-    other = 'Thread 0x00007f1 (most recent call first):\n  File "/pkg/raydist/worker/channel.py", line 70 in _serve\n\n'
+    """As faulthandler writes it: another thread first, the current one last, the innermost frame at
+    the top."""
+    other = (
+        "Thread 0x00007f1 (most recent call first):\n  File "
+        '"/pkg/raydist/worker/channel.py", line 70 in _serve\n\n'
+    )
     own = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
     return other + "Current thread 0x00007f2 (most recent call first):\n" + own
 
@@ -40,19 +44,34 @@ def stack(*frames: tuple[str, int, str]) -> str:
 def waits(rank: int, *entries: dict[str, Any], **more: Any) -> RankState:
     """A rank that waits for the others."""
     return RankState(
-        rank, "a", state="S", stack=stack(*WAITS, *JOB), collectives=[entry(9, done=True), *entries], **more
+        rank,
+        "a",
+        state="S",
+        stack=stack(*WAITS, *JOB),
+        collectives=[entry(9, done=True), *entries],
+        **more,
     )
 
 
 def elsewhere(rank: int, *frames: tuple[str, int, str], **more: Any) -> RankState:
-    return RankState(rank, "b", **{"state": "S", **more}, stack=stack(*frames, *JOB), collectives=[entry(9, done=True)])
+    return RankState(
+        rank,
+        "b",
+        **{"state": "S", **more},
+        stack=stack(*frames, *JOB),
+        collectives=[entry(9, done=True)],
+    )
 
 
 def test_a_stopped_rank_is_named_and_certain() -> None:
-    verdict = diagnose([waits(0, entry(10)), RankState(1, "b", pid=42, state="T"), waits(2, entry(10))])
+    verdict = diagnose(
+        [waits(0, entry(10)), RankState(1, "b", pid=42, state="T"), waits(2, entry(10))]
+    )
     assert verdict.culprits == (1,)
     assert verdict.certain
-    assert verdict.text == "rank 1 on b is stopped by a signal (SIGSTOP); kill -CONT 42 would wake it"
+    assert (
+        verdict.text == "rank 1 on b is stopped by a signal (SIGSTOP); kill -CONT 42 would wake it"
+    )
 
 
 def test_a_debugger_is_let_do_its_work() -> None:
@@ -65,7 +84,10 @@ def test_different_collectives_are_certain_and_the_few_are_the_culprits() -> Non
     verdict = diagnose([waits(0, entry(10)), waits(1, entry(10, "broadcast")), waits(2, entry(10))])
     assert verdict.culprits == (1,)
     assert verdict.certain
-    assert "ranks 0, 2 wait in all_reduce of [[3]], number 10 at line 31 of /home/me/train.py, in job" in verdict.text
+    assert (
+        "ranks 0, 2 wait in all_reduce of [[3]], number 10 at line 31 of /home/me/train.py, in job"
+        in verdict.text
+    )
     assert "rank 1 on a waits in broadcast of [[3]], number 10" in verdict.text
 
 
@@ -82,7 +104,10 @@ def test_other_sizes_count_where_they_must_be_equal_and_only_there() -> None:
 
 
 def test_what_may_only_be_slow_is_not_certain() -> None:
-    pair = [waits(0, entry(10, process_group=["1", "a"])), waits(1, entry(10, process_group=["2", "b"]))]
+    pair = [
+        waits(0, entry(10, process_group=["1", "a"])),
+        waits(1, entry(10, process_group=["2", "b"])),
+    ]
     assert not diagnose(pair).certain
     ring = [waits(0, entry(0, "send 0->1", is_p2p=True, p2p_seq_id=4)), waits(1, entry(11))]
     assert not diagnose(ring).certain
@@ -104,7 +129,10 @@ def test_a_finished_collective_is_not_waited_in() -> None:
 @pytest.mark.parametrize(
     ("look", "words"),
     [
-        (elsewhere(1, (f"{TORCH}/utils/data/dataloader.py", 1200, "_try_get_data")), "waits for its data loader"),
+        (
+            elsewhere(1, (f"{TORCH}/utils/data/dataloader.py", 1200, "_try_get_data")),
+            "waits for its data loader",
+        ),
         (elsewhere(1, state="D"), "waits for a disk or a device"),
         (elsewhere(1, busy=0.98), "computes at line 31 of /home/me/train.py, in job"),
         (elsewhere(1, phase="save"), "waits at line 31 of /home/me/train.py, in job (save)"),
@@ -115,7 +143,9 @@ def test_the_one_that_is_not_there_is_named_with_what_it_does(look: RankState, w
     verdict = diagnose([waits(0, entry(10)), look, waits(2, entry(10))])
     assert verdict.culprits == (1,)
     assert not verdict.certain
-    assert verdict.text.startswith("ranks 0, 2 wait in all_reduce of [[3]], number 10, but rank 1 on b ")
+    assert verdict.text.startswith(
+        "ranks 0, 2 wait in all_reduce of [[3]], number 10, but rank 1 on b "
+    )
     assert words in verdict.text
 
 
@@ -128,7 +158,8 @@ def test_horovod_has_no_recorder_but_a_stack() -> None:
 
 
 def test_horovods_waiting_is_known_by_its_stack_and_so_is_a_job_that_has_returned() -> None:
-    """As busy as Horovod's two threads are that ask every millisecond, on a machine with much to do."""
+    """As busy as Horovod's two threads are that ask every millisecond, on a machine with much to
+    do."""
     horovod = (("/env/lib/python3.11/site-packages/horovod/torch/mpi_ops.py", 1285, "synchronize"),)
     leaving = (
         ("/home/me/raydist/worker/backends/horovod.py", 152, "join"),
@@ -137,19 +168,27 @@ def test_horovods_waiting_is_known_by_its_stack_and_so_is_a_job_that_has_returne
         ("/usr/lib/python3.11/contextlib.py", 144, "__exit__"),
         ("/home/me/raydist/worker/main.py", 113, "run_job"),
     )
-    waiting = [RankState(rank, "a", state="S", busy=0.4, stack=stack(*horovod, *JOB)) for rank in (0, 2)]
+    waiting = [
+        RankState(rank, "a", state="S", busy=0.4, stack=stack(*horovod, *JOB)) for rank in (0, 2)
+    ]
     gone = RankState(1, "b", state="S", busy=0.4, stack=stack(*horovod, *leaving))
     verdict = diagnose([waiting[0], gone, waiting[1]])
     assert (verdict.culprits, verdict.certain) == ((1,), False)
     assert verdict.text == (
-        "ranks 0, 2 wait in a collective, but rank 1 on b has returned from the job, and waits for the others to leave"
+        "ranks 0, 2 wait in a collective, but rank 1 on b has returned from the job, and waits "
+        "for the others to leave"
     )
-    joining = RankState(1, "b", stack=stack(*(frame for frame in leaving if frame[2] != "__exit__")))
+    joining = RankState(
+        1, "b", stack=stack(*(frame for frame in leaving if frame[2] != "__exit__"))
+    )
     assert not joining.left
 
 
 def test_many_that_are_not_there_are_counted() -> None:
-    assert "and 6 more" in diagnose([waits(0, entry(10)), *(elsewhere(rank) for rank in range(1, 11))]).text
+    assert (
+        "and 6 more"
+        in diagnose([waits(0, entry(10)), *(elsewhere(rank) for rank in range(1, 11))]).text
+    )
 
 
 def test_ranks_that_compute_are_left_alone() -> None:
@@ -162,7 +201,9 @@ def test_a_run_that_is_ended_names_somebody_whatever_was_found() -> None:
     found = diagnose(busy)
     assert (found.text, found.culprits) == ("", ())
     assert found.final.culprits == (0, 1)
-    assert found.final.text.startswith("rank 0 on b computes at line 31 of /home/me/train.py, in job (forward); rank 1")
+    assert found.final.text.startswith(
+        "rank 0 on b computes at line 31 of /home/me/train.py, in job (forward); rank 1"
+    )
     assert diagnose([waits(0, entry(10)), waits(1, entry(10))]).final.culprits == (0, 1)
     named = diagnose([waits(0, entry(10)), RankState(1, "b", state="T")])
     assert named.final == named

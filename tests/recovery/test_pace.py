@@ -9,7 +9,9 @@ from raydist.recovery.pace import UNKNOWN_S, StallCheck
 from raydist.settings.config import Hang
 
 
-def steady(step_s: float, steps: int = 10, settings: Hang | None = None, phase: str = "end") -> StallCheck:
+def steady(
+    step_s: float, steps: int = 10, settings: Hang | None = None, phase: str = "end"
+) -> StallCheck:
     """A pace that has heard one rank's steps; the last of them at `steps * step_s` seconds."""
     pace = StallCheck(settings or Hang(after_s=4, steps=3))
     for step in range(1, steps + 1):
@@ -95,7 +97,9 @@ def test_a_look_in_vain_puts_off_the_limit_no_more_than_once() -> None:
     pace.examined(6.0)  # twice that would be beyond the limit
     assert not pace.silent(10.9)
     assert pace.silent(11.1)
-    pace.examined(11.1)  # its ranks have no heartbeat, or it would be over: not at every moment from here on
+    pace.examined(
+        11.1
+    )  # its ranks have no heartbeat, or it would be over: not at every moment from here on
     assert not pace.silent(21.0)
     assert pace.silent(21.3)
 

@@ -18,7 +18,9 @@ from raydist.shared.outcome import Attempt, End
 
 RULE = Restart(max=3, window_s=100.0)
 KILLED = End(rank=1, host="a", how="killed", at=0.0, step=10, signal=signal.SIGKILL)
-RAISED = End(rank=1, host="a", how="raised", at=0.0, step=10, type="ValueError", message="bad batch 17")
+RAISED = End(
+    rank=1, host="a", how="raised", at=0.0, step=10, type="ValueError", message="bad batch 17"
+)
 LOST = End(rank=1, host="a", how="lost", at=0.0, step=10)
 PREEMPTED = replace(LOST, preempted=True)
 FINISHED = End(rank=0, host="a", how="finished", at=0.0, step=10)
@@ -26,7 +28,12 @@ FINISHED = End(rank=0, host="a", how="finished", at=0.0, step=10)
 
 def attempt(end: End, step: int, at: float = 0.0) -> Attempt:
     """An attempt that ended so, when another rank had done as many steps."""
-    return Attempt(ends=[replace(end, step=step, at=at), End(rank=0, host="a", how="stopped", at=at, step=step)])
+    return Attempt(
+        ends=[
+            replace(end, step=step, at=at),
+            End(rank=0, host="a", how="stopped", at=at, step=step),
+        ]
+    )
 
 
 def history(*ends: tuple[End, int] | tuple[End, int, float]) -> list[Attempt]:
@@ -65,7 +72,9 @@ def test_what_can_only_come_again_is_not_tried_again(kind: str) -> None:
 def test_more_failures_than_are_forgiven_end_it() -> None:
     three = history((KILLED, 10), (KILLED, 20), (KILLED, 30))
     assert isinstance(decide(RULE, three), Retry)
-    assert decide(RULE, [*three, attempt(KILLED, 40)]) == GiveUp("4 failures within 100 s, restart.max=3")
+    assert decide(RULE, [*three, attempt(KILLED, 40)]) == GiveUp(
+        "4 failures within 100 s, restart.max=3"
+    )
 
 
 def test_an_old_failure_is_forgotten() -> None:
@@ -85,11 +94,17 @@ def test_a_node_that_was_taken_away_costs_nothing() -> None:
 
 def test_the_same_error_at_the_same_step_is_tried_twice_at_most() -> None:
     again = replace(RAISED, message="bad batch 18")  # numbers in the words are no difference
-    assert decide(RULE, history((RAISED, 10), (again, 10))) == GiveUp("the same failure came twice at step 10")
-    stopped = replace(again, code=0, signal=signal.SIGKILL)  # before it had exited, because other ranks failed too
+    assert decide(RULE, history((RAISED, 10), (again, 10))) == GiveUp(
+        "the same failure came twice at step 10"
+    )
+    stopped = replace(
+        again, code=0, signal=signal.SIGKILL
+    )  # before it had exited, because other ranks failed too
     assert isinstance(decide(RULE, history((RAISED, 10), (stopped, 10))), GiveUp)
     assert isinstance(decide(RULE, history((RAISED, 10), (RAISED, 11))), Retry)
-    assert isinstance(decide(RULE, history((RAISED, 10), (replace(RAISED, type="KeyError"), 10))), Retry)
+    assert isinstance(
+        decide(RULE, history((RAISED, 10), (replace(RAISED, type="KeyError"), 10))), Retry
+    )
 
 
 def test_the_same_signal_from_outside_says_nothing_about_the_job_but_one_of_its_own_does() -> None:
@@ -108,7 +123,10 @@ def test_without_a_step_in_between_there_is_an_end_however_many_are_forgiven() -
 
 
 ENDS = some.builds(
-    replace, some.sampled_from([KILLED, RAISED, LOST, PREEMPTED]), step=some.integers(0, 5), at=some.floats(0, 1000)
+    replace,
+    some.sampled_from([KILLED, RAISED, LOST, PREEMPTED]),
+    step=some.integers(0, 5),
+    at=some.floats(0, 1000),
 )
 HISTORIES = some.lists(ENDS.map(lambda end: Attempt(ends=[end])), min_size=1, max_size=30)
 RULES = some.builds(Restart, max=some.integers(0, 5), window_s=some.floats(1, 1000))

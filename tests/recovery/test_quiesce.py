@@ -1,4 +1,5 @@
-"""All ranks stop after one step: what the driver sends, and what ranks do, also where hosts run ahead of devices."""
+"""All ranks stop after one step: what the driver sends, and what ranks do, also where hosts run
+ahead of devices."""
 
 from __future__ import annotations
 
@@ -24,17 +25,22 @@ SEVERAL = 3
 
 
 class Ranks:
-    """A group whose ranks are threads. Their steps wait for each other every `sync` steps, as collectives do."""
+    """A group whose ranks are threads. Their steps wait for each other every `sync` steps, as
+    collectives do."""
 
     def __init__(self, sync: int, done: tuple[int, ...] = (0,) * SEVERAL) -> None:
         self.plan = planned(SEVERAL, per_node=1)
         self.requests = [StopRequest() for _ in done]
         self.steps = list(done)
         self.busy: set[int] = set()
-        """Ranks that answer no request now, as one that compiles and keeps the GIL; they handle it later."""
+        """Ranks that answer no request now, as one that compiles and keeps the GIL; they handle it
+        later."""
         self._late: list[Callable[[], Any]] = []
         self._sync, self._barrier = sync, threading.Barrier(len(done))
-        self.threads = [threading.Thread(target=self._train, args=(rank,), daemon=True) for rank in range(len(done))]
+        self.threads = [
+            threading.Thread(target=self._train, args=(rank,), daemon=True)
+            for rank in range(len(done))
+        ]
         for request, step in zip(self.requests, done, strict=True):
             request.begin(step)
 
@@ -170,7 +176,9 @@ def test_a_loop_of_ones_own_can_be_stopped_after_its_next_checkpoint() -> None:
     assert group.sent == []
 
 
-@pytest.mark.parametrize("sooner", [True, False], ids=["requested before it begins", "requested while it runs"])
+@pytest.mark.parametrize(
+    "sooner", [True, False], ids=["requested before it begins", "requested while it runs"]
+)
 def test_fit_is_stopped_after_the_largest_step_that_a_rank_is_making(sooner: bool) -> None:
     one, group = quiesce()
     assert not (sooner and one.request())

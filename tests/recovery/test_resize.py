@@ -1,4 +1,5 @@
-"""A size that may change: the words, who sits where afterwards, the samples of a step. Decided, without Ray."""
+"""A size that may change: the words, who sits where afterwards, the samples of a step. Decided,
+without Ray."""
 
 from __future__ import annotations
 
@@ -58,17 +59,37 @@ def test_only_a_range_is_spread() -> None:
         (["scale=0..3x1"], "scale", "0..3x1", "scale=1..3x1"),
         (["scale.nodes=0..3"], "scale.nodes", 0, "scale.nodes=1"),
         (["scale=1..3x0"], "scale", "1..3x0", "scale=1..3x1"),
-        (["scale=1..3x1", "backend=mpi", "script=true"], "scale.nodes", "1..3", "scale.max_nodes=null"),
+        (
+            ["scale=1..3x1", "backend=mpi", "script=true"],
+            "scale.nodes",
+            "1..3",
+            "scale.max_nodes=null",
+        ),
         (["scale=1..3x1", "group=inline"], "scale.nodes", "1..3", "group=ray"),
-        (["scale=1..3x1", "scale.placement=PACK"], "scale.nodes", "1..3", "scale.placement=STRICT_SPREAD"),
+        (
+            ["scale=1..3x1", "scale.placement=PACK"],
+            "scale.nodes",
+            "1..3",
+            "scale.placement=STRICT_SPREAD",
+        ),
         (["scale=1..3x1", "scale.spares=1"], "scale.spares", 1, "scale.spares=0"),
-        (["scale=1..3x1", "data.resize=scale", "data.global_batch=64"], "data.resize", "scale", "data.resize=keep"),
+        (
+            ["scale=1..3x1", "data.resize=scale", "data.global_batch=64"],
+            "data.resize",
+            "scale",
+            "data.resize=keep",
+        ),
         (["scale=2..9x2", "data.global_batch=16"], "scale.nodes", "2..9", "data.global_batch=18"),
         (["scale=2..9", "data.batch_size=4"], "scale.nodes", "2..9", "data.global_batch=9"),
         (["scale=2x1", "scale.spares=1", "restart=none"], "scale.spares", "1", "restart.max=1"),
         (["scale=cluster", "scale.spares=1"], "scale.spares", "1", "scale.nodes=1 scale.spares=1"),
         (["scale=cluster", "scale.max_nodes=3"], "scale.max_nodes", 3, "scale.nodes=1..3"),
-        (["scale=2x1", "scale.spares=1", "backend=mpi", "script=true"], "scale.spares", "1", "scale.spares=0"),
+        (
+            ["scale=2x1", "scale.spares=1", "backend=mpi", "script=true"],
+            "scale.spares",
+            "1",
+            "scale.spares=0",
+        ),
         (["scale.spares=-1"], "scale.spares", -1, "scale.spares=0"),
     ],
 )
@@ -77,7 +98,11 @@ def test_what_can_not_change_its_size_is_refused(
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         compose(overrides)
-    assert (refused.value.key, refused.value.value, refused.value.suggestion) == (key, value, suggestion)
+    assert (refused.value.key, refused.value.value, refused.value.suggestion) == (
+        key,
+        value,
+        suggestion,
+    )
 
 
 def test_a_size_without_a_range_is_as_it_was() -> None:
@@ -96,7 +121,9 @@ def test_a_spare_is_asked_for_and_gets_no_rank() -> None:
 
 
 def test_spares_that_the_cluster_can_not_hold_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"scale=2x2 scale.spares=2 requests 4 nodes(.|\n)*set scale.spares=1$"):
+    with pytest.raises(
+        ConfigError, match=r"scale=2x2 scale.spares=2 requests 4 nodes(.|\n)*set scale.spares=1$"
+    ):
         placement.resources_for(job(nodes=2, per_node=2, spares=2), [node(1), node(2), node(3)])
     with pytest.raises(ConfigError, match=r"set scale=1x3$"):
         placement.resources_for(job(nodes=3, per_node=1, spares=1), [node(1), node(2)])
@@ -131,8 +158,19 @@ def test_a_lost_node_leaves_and_all_others_close_up() -> None:
 def test_a_newcomer_takes_the_place_of_a_lost_node_and_others_come_last() -> None:
     before = planned(3)
     ready = {0: node(1), 1: node(7), 2: node(3), 5: node(9), 6: node(8)}  # bundle 1 has moved
-    assert hosts(placement.resize_plan(before, ready, 1, 5)) == ["node-1", "node-7", "node-3", "node-8", "node-9"]
-    assert hosts(placement.resize_plan(before, ready, 1, 4)) == ["node-1", "node-7", "node-3", "node-8"]
+    assert hosts(placement.resize_plan(before, ready, 1, 5)) == [
+        "node-1",
+        "node-7",
+        "node-3",
+        "node-8",
+        "node-9",
+    ]
+    assert hosts(placement.resize_plan(before, ready, 1, 4)) == [
+        "node-1",
+        "node-7",
+        "node-3",
+        "node-8",
+    ]
 
 
 def test_a_spare_takes_over_and_everybody_else_keeps_its_rank() -> None:
@@ -179,9 +217,9 @@ def test_more_nodes_are_no_failure_and_use_up_none() -> None:
     failed = Attempt(ends=[lost, replace(away, step=10)])
     assert isinstance(decide(rule, [resized, resized, failed]), Retry)
     assert isinstance(decide(rule, [failed, resized]), Retry)
-    assert decide(rule, [failed, resized, replace(failed, ends=[replace(lost, step=20)])]) == GiveUp(
-        "2 failures within 100 s, restart.max=1"
-    )
+    assert decide(
+        rule, [failed, resized, replace(failed, ends=[replace(lost, step=20)])]
+    ) == GiveUp("2 failures within 100 s, restart.max=1")
     assert without_progress([failed, resized, failed, failed]) == 2
     # a failure on the way out counts as what it is
     verdict = decide(rule, [replace(failed, resize="3 nodes now")])
@@ -189,24 +227,38 @@ def test_more_nodes_are_no_failure_and_use_up_none() -> None:
     assert (verdict.number, verdict.cause, verdict.reached, verdict.since) == (1, lost, 10, 5.0)
 
 
-@given(first=st.integers(1, 9), ranks=st.integers(1, 9), accumulate=st.integers(1, 4), batch=st.integers(1, 16))
+@given(
+    first=st.integers(1, 9),
+    ranks=st.integers(1, 9),
+    accumulate=st.integers(1, 4),
+    batch=st.integers(1, 16),
+)
 def test_a_step_keeps_its_samples_and_no_pass_takes_more_than_at_first(
     first: int, ranks: int, accumulate: int, batch: int
 ) -> None:
-    typed = replace(job(nodes=1, max_nodes=9), data=Data(batch_size=batch), train=Train(accumulate=accumulate))
+    typed = replace(
+        job(nodes=1, max_nodes=9), data=Data(batch_size=batch), train=Train(accumulate=accumulate)
+    )
     made = attempts.sized(typed, first, ranks, 1)
     assert made.data.global_batch == batch * accumulate * first
     if made.data.global_batch >= ranks:
         passes = made.train.accumulate * ranks
         assert made.data.global_batch >= passes
-        no_more = passes + ranks > made.data.global_batch  # of another pass somebody would get nothing
+        no_more = (
+            passes + ranks > made.data.global_batch
+        )  # of another pass somebody would get nothing
         assert no_more or math.ceil(made.data.global_batch / passes) <= batch
     assert attempts.sized(made, first, first, 1).data == made.data
-    assert attempts.sized(replace(typed, data=Data(resize="scale")), first, ranks, 1).train == typed.train
+    assert (
+        attempts.sized(replace(typed, data=Data(resize="scale")), first, ranks, 1).train
+        == typed.train
+    )
     assert attempts.sized(job(nodes=2), first, ranks, 1) == job(nodes=2)
 
 
-@pytest.mark.parametrize("division", ["parallel.tp=2", "parallel.pp=2", "parallel=tp parallel.tp=2 parallel.pp=2", ""])
+@pytest.mark.parametrize(
+    "division", ["parallel.tp=2", "parallel.pp=2", "parallel=tp parallel.tp=2 parallel.pp=2", ""]
+)
 def test_an_elastic_step_has_the_samples_of_a_fixed_one_under_every_division(division: str) -> None:
     words = ("job=gpt", "data.batch_size=6", "train.accumulate=2", *division.split())
     fixed, elastic = (compose([*words, f"scale={nodes}x4"]) for nodes in ("2", "2..4"))
@@ -215,7 +267,9 @@ def test_an_elastic_step_has_the_samples_of_a_fixed_one_under_every_division(div
     def portion(job: Job, ranks: int) -> tuple[int, int]:
         made = attempts.sized(job, 8, ranks, 4)
         parts = mesh_shape(job.parallel, ranks, 4).data
-        order = data.order(samples, made.data, accumulate=made.train.accumulate, rank=0, world_size=parts, seed=3)
+        order = data.order(
+            samples, made.data, accumulate=made.train.accumulate, rank=0, world_size=parts, seed=3
+        )
         return order.portion, order.global_batch
 
     assert portion(elastic, 8) == portion(fixed, 8)
@@ -224,9 +278,15 @@ def test_an_elastic_step_has_the_samples_of_a_fixed_one_under_every_division(div
 
 @pytest.mark.parametrize(
     ("division", "said"),
-    [("parallel.tp=4", ""), ("parallel.pp=2", "10 parts of the ranks"), ("parallel=ddp", "20 ranks")],
+    [
+        ("parallel.tp=4", ""),
+        ("parallel.pp=2", "10 parts of the ranks"),
+        ("parallel=ddp", "20 ranks"),
+    ],
 )
-def test_the_least_batch_of_an_elastic_run_counts_ranks_with_samples_of_their_own(division: str, said: str) -> None:
+def test_the_least_batch_of_an_elastic_run_counts_ranks_with_samples_of_their_own(
+    division: str, said: str
+) -> None:
     words = ["job=gpt", "data.global_batch=5", "scale=1..5x4", division]
     if not said:
         compose(words)
@@ -235,13 +295,26 @@ def test_the_least_batch_of_an_elastic_run_counts_ranks_with_samples_of_their_ow
         compose(words)
 
 
-@given(world=st.integers(1, 7), accumulate=st.integers(1, 3), batch=st.integers(21, 40), size=st.integers(40, 100))
+@given(
+    world=st.integers(1, 7),
+    accumulate=st.integers(1, 3),
+    batch=st.integers(21, 40),
+    size=st.integers(40, 100),
+)
 def test_uneven_portions_are_all_samples_of_a_step_and_weigh_as_much_as_they_are(
     world: int, accumulate: int, batch: int, size: int
 ) -> None:
     samples, settings = range(size), Data(global_batch=batch)
     orders = [
-        data.order(samples, settings, accumulate=accumulate, rank=rank, world_size=world, seed=3, even=False)
+        data.order(
+            samples,
+            settings,
+            accumulate=accumulate,
+            rank=rank,
+            world_size=world,
+            seed=3,
+            even=False,
+        )
         for rank in range(world)
     ]
     whole = data.order(samples, settings, accumulate=1, rank=0, world_size=1, seed=3)
@@ -258,5 +331,7 @@ def test_uneven_portions_are_all_samples_of_a_step_and_weigh_as_much_as_they_are
 
 
 def test_fewer_samples_than_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data.global_batch=3: it cannot be split evenly over 4 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"data.global_batch=3: it cannot be split evenly over 4 ranks"
+    ):
         data.global_batch(Data(global_batch=3), 1, 4, even=False)

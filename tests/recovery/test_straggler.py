@@ -59,7 +59,9 @@ def looks(stragglers: Stragglers, *own: tuple[float, ...], steps: int = 64) -> l
     for number, each in enumerate(own, start=1):
         named: list[int] = []
         for rank, one in told(*each, steps=number * steps).items():
-            named += [slow.rank for slow in stragglers.note(rank, one, number * CHECK_S + rank * 0.01)]
+            named += [
+                slow.rank for slow in stragglers.note(rank, one, number * CHECK_S + rank * 0.01)
+            ]
         found.append(named)
     return found
 
@@ -73,12 +75,20 @@ def test_who_collects_garbage_for_long_is_named_once() -> None:
             0.09 if look else 0.0,
             0.2 if look > 6 or look % 2 else 0.0,
         )
-        found += [pauses.note(rank, share, look * CHECK_S + rank * 0.01) for rank, share in enumerate(shares)]
+        found += [
+            pauses.note(rank, share, look * CHECK_S + rank * 0.01)
+            for rank, share in enumerate(shares)
+        ]
     events = [event for event in found if event]
     assert [[each["rank"] for each in event["ranks"]] for event in events] == [[2], [2, 3]]
     assert events[0]["ranks"][0] == {"rank": 2, "host": "b", "pauses": 0.09}
-    assert events[0]["text"].startswith("rank 2 on b: Python's garbage collector takes 9% of the time")
-    assert "ranks 2-3 on b: Python's garbage collector takes up to 20% of the time" in events[1]["text"]
+    assert events[0]["text"].startswith(
+        "rank 2 on b: Python's garbage collector takes 9% of the time"
+    )
+    assert (
+        "ranks 2-3 on b: Python's garbage collector takes up to 20% of the time"
+        in events[1]["text"]
+    )
     assert "train.gc=100" in events[1]["text"]
     assert "train.gc=" not in pauses_text([0], ["a"], {0: 0.1}, together=100)  # it is set already
 
@@ -101,7 +111,8 @@ def test_a_run_that_stands_still_tells_nothing_new() -> None:
 def test_its_words() -> None:
     (slow,) = slower(told(50, 50, 50, 62), HOSTS, 10)
     assert straggler_text([slow]) == (
-        "rank 3 on b slows the others: its own work takes 62 ms of a step, the median of the others 50 ms; "
+        "rank 3 on b slows the others: its own work takes 62 ms of a step, the median of the "
+        "others 50 ms; "
         "at their pace a step would take 12% less"
     )
     both = slower(told(50, 50, 50, 50, 50, 62, 62), [*HOSTS, "c", "c", "c"], 10)
@@ -165,7 +176,11 @@ def test_a_slow_rank_is_named_and_who_waits_for_it_is_not(
     }[how]
     job = compose.compose([*words, "scale=1x2", "checkpoint.every=1000"], claim=True)
     done = run_job(job)
-    (told,) = [happened for happened in read_events(done.dir / "events.jsonl") if happened["kind"] == "slow"]
+    (told,) = [
+        happened
+        for happened in read_events(done.dir / "events.jsonl")
+        if happened["kind"] == "slow"
+    ]
     (slow,) = told["ranks"]
     assert slow["rank"] == 1
     own, step = done.work["1"]

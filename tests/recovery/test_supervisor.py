@@ -1,4 +1,5 @@
-"""The monitor loop over ranks that the test plays: what is stopped, when, and how each rank is said to have ended."""
+"""The monitor loop over ranks that the test plays: what is stopped, when, and how each rank is said
+to have ended."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from raydist.messages.agent import Examine, GetNews, RankActivity, RankEnd, RankNews, RankValue, RecordedEnd
+from raydist.messages.agent import (
+    Examine,
+    GetNews,
+    RankActivity,
+    RankEnd,
+    RankNews,
+    RankValue,
+    RecordedEnd,
+)
 from raydist.messages.rank import HoldRank, StopAfter
 from raydist.messages.request import Request
 from raydist.recovery import deadlines, drain_monitor, hang, resize, straggler
@@ -41,7 +50,9 @@ def test_answers_are_taken_in_any_order_and_the_ends_are_by_rank(tmp_path: Path)
     with Trial(tmp_path) as trial:
         trial.answer(1, event("joined", rank=1, pid=1), log=b"one\n")
         trial.answer(0, event("joined", rank=0, pid=0), log=b"zero\n", nccl=b"NCCL INFO\n")
-        trial.answer(1, event("report", rank=1, step=1, values={}), log=b"two\n", work=(30, 0.01, 0.02))
+        trial.answer(
+            1, event("report", rank=1, step=1, values={}), log=b"two\n", work=(30, 0.01, 0.02)
+        )
         trial.end(1)
         trial.end(0)
         assert [(end.rank, end.how) for end in trial.ends()] == [(0, "finished"), (1, "finished")]
@@ -99,7 +110,9 @@ def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
     assert trial.kinds("stop")[0]["cause"] == "failure"
 
 
-@pytest.mark.parametrize("ahead", [{}, {0: -5.0}, {2: -5.0, 1: 0.01}, {1: 7.0, 0: -0.01}, {0: 60.0, 1: -60.0}])
+@pytest.mark.parametrize(
+    "ahead", [{}, {0: -5.0}, {2: -5.0, 1: 0.01}, {1: 7.0, 0: -0.01}, {0: 60.0, 1: -60.0}]
+)
 def test_clocks_that_differ_change_neither_the_cause_nor_how_ranks_ended(
     tmp_path: Path, ahead: dict[int, float]
 ) -> None:
@@ -111,7 +124,9 @@ def test_clocks_that_differ_change_neither_the_cause_nor_how_ranks_ended(
         assert trial.stopped()[0] == [0, 2]
         time.sleep(0.02)
         own = event("raised", rank=2, type="ValueError", message="nan", traceback="", step=2)
-        trial.end(2, {**own, "t": trial.now(2)}, code=1, step=2, told=False)  # by itself, a little later
+        trial.end(
+            2, {**own, "t": trial.now(2)}, code=1, step=2, told=False
+        )  # by itself, a little later
         trial.end(0, signum=9, step=2)
         assert ways(trial) == ["stopped", "killed", "raised"]
         assert trial.cause().rank == 1
@@ -123,12 +138,16 @@ def test_a_nodes_clock_changes_no_time_of_the_run(tmp_path: Path, ahead: float) 
         trial.ahead = {0: ahead}
         trial.events.say("run", name="a", dir="d")
         for step in (1, 2):
-            trial.answer(0, {**event("report", rank=0, step=step, values={}), "t": trial.now(0)}, step=step)
+            trial.answer(
+                0, {**event("report", rank=0, step=step, values={}), "t": trial.now(0)}, step=step
+            )
         trial.end(0, {**event("done", rank=0), "t": trial.now(0)}, step=2)
         assert ways(trial) == ["finished"]
     figures = fold_figures(trial.seen)
     assert figures.wall_s < 60
-    assert [happened["t"] for happened in trial.seen] == pytest.approx([time.time()] * len(trial.seen), abs=60)
+    assert [happened["t"] for happened in trial.seen] == pytest.approx(
+        [time.time()] * len(trial.seen), abs=60
+    )
 
 
 def test_an_exception_ends_the_others_even_if_its_process_hangs(tmp_path: Path) -> None:
@@ -144,7 +163,9 @@ def test_an_exception_ends_the_others_even_if_its_process_hangs(tmp_path: Path) 
     assert (cause.rank, cause.type, cause.step, cause.traceback) == (1, "ValueError", 3, "line 31")
 
 
-def test_a_victim_before_its_culprit_is_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_victim_before_its_culprit_is_not_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(deadlines, "VICTIM_S", 30.0)  # the culprit's end is what stops the others
     with Trial(tmp_path, ranks=3) as trial:
         trial.end(0, raised(0, "RuntimeError", PEER_GONE), code=1)
@@ -155,7 +176,12 @@ def test_a_victim_before_its_culprit_is_not_the_cause(tmp_path: Path, monkeypatc
         trial.end(2, signum=9)
         assert ways(trial) == ["raised", "killed", "stopped"]
         assert trial.cause().rank == 1
-    assert [event["kind"] for event in trial.kinds("stop", "ended")] == ["ended", "ended", "stop", "ended"]
+    assert [event["kind"] for event in trial.kinds("stop", "ended")] == [
+        "ended",
+        "ended",
+        "stop",
+        "ended",
+    ]
 
 
 def test_a_victim_whose_culprit_does_not_show_ends_the_others_alone(tmp_path: Path) -> None:
@@ -179,7 +205,9 @@ def test_a_signal_stops_all_ranks_with_a_grace_period_and_is_no_failure(tmp_path
     assert trial.kinds("stop")[0]["cause"] == "signal"
 
 
-def test_an_agent_that_does_not_answer_after_the_stop_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_does_not_answer_after_the_stop_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(deadlines, "SILENT_S", 0.2)
     with Trial(tmp_path) as trial:
         trial.answer(1, step=5)
@@ -207,7 +235,9 @@ def test_a_process_that_takes_long_to_end_is_waited_for_while_its_agent_answers(
         assert ways(trial) == ["exited", "stopped"]
 
 
-def test_a_process_that_cannot_be_killed_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_killed_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(deadlines, "SILENT_S", 0.2)
     monkeypatch.setattr(deadlines, "DYING_S", 0.6)
     with Trial(tmp_path) as trial:
@@ -223,7 +253,8 @@ def test_a_process_that_cannot_be_killed_is_lost(tmp_path: Path, monkeypatch: py
 
 
 def test_a_rank_that_never_pauses_delays_no_deadline(tmp_path: Path) -> None:
-    """A stop was sent only once the queue was empty: not in a run whose output is more than the driver takes."""
+    """A stop was sent only once the queue was empty: not in a run whose output is more than the
+    driver takes."""
     trial = Trial(tmp_path, ranks=3)
     call = trial.group.call
 
@@ -232,7 +263,9 @@ def test_a_rank_that_never_pauses_delays_no_deadline(tmp_path: Path) -> None:
             return call(rank, request)
         reply: Future[Any] = Future()
         beat = (1, "forward", time.time())
-        reply.set_result(RankNews((), b"x" * 1000, b"", beat, 0.0, (0, 0.0, 0.0), 0.0, sent=time.time()))
+        reply.set_result(
+            RankNews((), b"x" * 1000, b"", beat, 0.0, (0, 0.0, 0.0), 0.0, sent=time.time())
+        )
         return reply  # the next one is there before this one is read
 
     trial.group.call = call_chatty  # type: ignore[method-assign]
@@ -351,7 +384,9 @@ def test_drained_nodes_are_left_in_time_if_ranks_do_no_step(tmp_path: Path, ofte
         assert ways(trial) == ["drained", "drained"]
 
 
-def test_a_rank_that_fails_while_its_node_is_drained_is_a_failure(tmp_path: Path, often: None) -> None:
+def test_a_rank_that_fails_while_its_node_is_drained_is_a_failure(
+    tmp_path: Path, often: None
+) -> None:
     with Trial(tmp_path) as trial:
         trial.group.away = {trial.group.plan.slots[1].node.id: time.time() + 90}
         while not trial.kinds("notice"):
@@ -364,7 +399,9 @@ def test_a_rank_that_fails_while_its_node_is_drained_is_a_failure(tmp_path: Path
 
 
 def test_ranks_of_a_program_make_way_for_more_nodes_at_once(tmp_path: Path, often: None) -> None:
-    with Trial(tmp_path, script="train.py", reserve=SimpleNamespace(growth=lambda: "3 nodes now, 2 before")) as trial:
+    with Trial(
+        tmp_path, script="train.py", reserve=SimpleNamespace(growth=lambda: "3 nodes now, 2 before")
+    ) as trial:
         assert trial.stopped() == ([0, 1], 0.0)
         trial.end(0, signum=9)
         trial.end(1, signum=9)
@@ -398,7 +435,9 @@ def test_after_a_restart_its_cost_is_reported_once_and_no_launch(tmp_path: Path)
     with Trial(tmp_path, retry=Retry((Attempt(ends=[cause]),))) as trial:
         for rank in (0, 1):
             trial.answer(rank, event("joined", rank=rank, pid=rank))
-        trial.answer(0, event("begin", rank=0, resumed=8), event("report", rank=0, step=8, values={}))
+        trial.answer(
+            0, event("begin", rank=0, resumed=8), event("report", rank=0, step=8, values={})
+        )
         for step in (9, 10):
             trial.answer(0, event("report", rank=0, step=step, values={}))
         trial.end(0)
@@ -426,8 +465,11 @@ def wait_for(trial: Trial, kind: str, part: str) -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_an_agent_that_is_silent_is_named_and_the_training_goes_on_without_it(tmp_path: Path) -> None:
-    """With its actor stopped the run went on for minutes, and ranks that had finished were named as hanging."""
+def test_an_agent_that_is_silent_is_named_and_the_training_goes_on_without_it(
+    tmp_path: Path,
+) -> None:
+    """With its actor stopped the run went on for minutes, and ranks that had finished were named as
+    hanging."""
     with Trial(tmp_path, ranks=3) as trial:
         for step in range(1, 40):
             for rank in (0, 2):
@@ -496,7 +538,8 @@ def test_a_node_that_is_cut_off_is_left_to_ray_which_moves_its_actors(tmp_path: 
 
 @pytest.mark.usefixtures("short")
 def test_nodes_that_are_cut_off_delay_no_message(tmp_path: Path) -> None:
-    """Each of their ranks took half a second of the supervisor's loop: with 64 ranks a failure waited a minute."""
+    """Each of their ranks took half a second of the supervisor's loop: with 64 ranks a failure
+    waited a minute."""
     with Trial(tmp_path, ranks=4) as trial:
         trial.group.cut = {slot.node.id for slot in trial.group.plan.slots[2:]}
         trial.end(0)
@@ -540,6 +583,8 @@ def test_a_driver_that_stood_still_itself_blames_no_agent() -> None:
 def test_more_ranks_have_more_time() -> None:
     assert deadlines.agent_limit(2) == pytest.approx(11.0)
     assert deadlines.agent_limit(4096) == pytest.approx(10 + 4096 / 300)
-    small, large = (deadlines.Deadlines().stop_sent(0.0, 0.0, ranks).due or 0 for ranks in (2, 1024))
+    small, large = (
+        deadlines.Deadlines().stop_sent(0.0, 0.0, ranks).due or 0 for ranks in (2, 1024)
+    )
     assert 5 < small < 5.1
     assert large > 5 + 1024 * 0.003

@@ -18,7 +18,8 @@ def fold_failures(events: Iterable[Event]) -> list[Failure]:
 
 
 def fold_figures(events: Iterable[Event], now: float | None = None) -> Figures:
-    """The figures of a run. `now`: its end in seconds since the epoch; without it the time of the last event."""
+    """The figures of a run. `now`: its end in seconds since the epoch; without it the time of the
+    last event."""
     figures = Figures()
     for event in events:
         figures.add(event)

@@ -52,6 +52,8 @@ def test_when_a_process_was_started() -> None:
     code = f"from {process_began.__module__} import process_began; print(process_began())"
     for _ in range(3):  # the parts of a second differ
         before = time.time()
-        told = float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
+        told = float(
+            subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
+        )
         assert before - 0.02 <= told <= time.time()  # in hundredths
         time.sleep(0.3)

@@ -1,4 +1,5 @@
-"""What a person sees: every event kind, on a terminal, in a log, and when they asked for nothing. (driver)"""
+"""What a person sees: every event kind, on a terminal, in a log, and when they asked for nothing.
+(driver)"""
 
 from __future__ import annotations
 
@@ -127,7 +128,9 @@ def test_the_summary_holds_what_was_measured_and_no_progress_words() -> None:
     text = show(a_run(), "lines")
     summary = text[text.index("finished in") :]
     assert "samples " not in summary.replace("samples/s", "")
-    assert summary.index("accuracy") < summary.index("loss"), "what the evaluation found comes first"
+    assert summary.index("accuracy") < summary.index("loss"), (
+        "what the evaluation found comes first"
+    )
 
 
 def test_a_log_has_no_control_characters_and_is_ascii() -> None:
@@ -145,7 +148,13 @@ def test_a_log_gets_a_line_of_progress_each_ten_seconds_plus_first_and_last() ->
 
 
 def test_evaluations_and_saves_are_told_whatever_the_rate() -> None:
-    events = [fit(1), fit(2), report(0.2, 2, accuracy=0.5), at(0.3, "saved", rank=0, step=2, path="x", s=0.1), fit(3)]
+    events = [
+        fit(1),
+        fit(2),
+        report(0.2, 2, accuracy=0.5),
+        at(0.3, "saved", rank=0, step=2, path="x", s=0.1),
+        fit(3),
+    ]
     lines = show(events, "lines", every_s=3600).splitlines()
     assert len(lines) == 3
     assert lines[1].endswith("step 2/100, accuracy 0.5")
@@ -163,7 +172,10 @@ def test_a_loop_that_reports_twice_each_step_does_not_flood_the_log() -> None:
 
 
 def test_what_other_ranks_report_is_not_shown() -> None:
-    others = [at(1, "report", rank=1, step=5, values={"loss": 1.0}), at(1, "begin", rank=1, resumed=3)]
+    others = [
+        at(1, "report", rank=1, step=5, values={"loss": 1.0}),
+        at(1, "begin", rank=1, resumed=3),
+    ]
     assert show(others, "lines") == ""
 
 
@@ -185,7 +197,9 @@ def test_where_no_end_is_known_there_is_a_counter_and_no_bar() -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 99, 100, 140])
-def test_no_live_line_is_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_no_live_line_is_wider_than_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     text = ESCAPE.sub("", show([fit(step) for step in range(1, 101)], "bar"))
     assert max(len(line) for line in re.split(r"[\r\n]+", text)) <= columns
@@ -204,7 +218,13 @@ def test_in_a_narrow_terminal_a_long_host_name_gives_way(monkeypatch: pytest.Mon
 def test_a_path_is_never_broken_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     folder = "/a/folder-whose-name/that-is-longer/than-the-terminal/is-wide/runs"
-    text = show([at(0, "run", name="x", dir=folder), result(dir=folder, checkpoint=f"{folder}/checkpoints/1")], "bar")
+    text = show(
+        [
+            at(0, "run", name="x", dir=folder),
+            result(dir=folder, checkpoint=f"{folder}/checkpoints/1"),
+        ],
+        "bar",
+    )
     assert text.count(folder) == 3
 
 
@@ -230,7 +250,14 @@ def test_more_nodes_than_a_screen_holds_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "text"), [([0, 1], "0-1"), (["GPU-aa", "GPU-bb"], "GPU-aa, GPU-bb"), ([], "-"), (None, "-"), (0.5, "0.5")]
+    ("gpus", "text"),
+    [
+        ([0, 1], "0-1"),
+        (["GPU-aa", "GPU-bb"], "GPU-aa, GPU-bb"),
+        ([], "-"),
+        (None, "-"),
+        (0.5, "0.5"),
+    ],
 )
 def test_gpus_of_a_slot_as_far_as_they_are_known(gpus: Any, text: str) -> None:
     slots = [{"rank": 0, "host": "h", "ip": "i", "local_rank": 0, "gpus": gpus}]
@@ -238,7 +265,9 @@ def test_gpus_of_a_slot_as_far_as_they_are_known(gpus: Any, text: str) -> None:
 
 
 def test_a_failure_is_told_instead_of_metrics() -> None:
-    text = show([fit(7), result("failed", failure="rank 1 on h, step 7: ValueError: x\n  log: l")], "lines")
+    text = show(
+        [fit(7), result("failed", failure="rank 1 on h, step 7: ValueError: x\n  log: l")], "lines"
+    )
     assert "FAILED after 12.3 s, at step 7" in text
     assert "rank 1 on h, step 7: ValueError: x\n  log: l\n" in text
     assert "accuracy" not in text
@@ -254,7 +283,12 @@ def test_what_the_caller_will_raise_is_not_said_twice() -> None:
 def test_a_stopped_run_says_by_what_and_where_things_are() -> None:
     saved = f"{FOLDER}/checkpoints/5"
     text = show(
-        [fit(7), at(9, "stop", reason="stopped by SIGINT"), result("stopped", signal=2, checkpoint=saved)], "lines"
+        [
+            fit(7),
+            at(9, "stop", reason="stopped by SIGINT"),
+            result("stopped", signal=2, checkpoint=saved),
+        ],
+        "lines",
     )
     assert "stopped by SIGINT after 12.3 s, at step 7" in text
     assert f"checkpoint  {saved} (resume=auto" in text
@@ -291,7 +325,11 @@ def test_who_asked_for_nothing_sees_warnings_and_the_essentials() -> None:
 def test_brackets_and_control_characters_of_others_do_no_harm(progress: str) -> None:
     events = [
         at(0, "run", name="[bold red]x[/]", dir="/tmp/[a]"),
-        at(0, "warning", text="a [link=x]b[/nothing] :smile:\x1b[31m red\x1b[0m\x07\x1b]0;title\x07 \rback"),
+        at(
+            0,
+            "warning",
+            text="a [link=x]b[/nothing] :smile:\x1b[31m red\x1b[0m\x07\x1b]0;title\x07 \rback",
+        ),
         result("failed", failure="KeyError: '[/x]'"),
     ]
     text = show(events, progress)
@@ -309,7 +347,9 @@ ANYTHING = st.one_of(st.text(), st.floats(), st.integers(), st.none(), st.lists(
     name=st.text(),
     step=st.integers(-5, 5),
     value=ANYTHING,
-    besides=st.fixed_dictionaries({}, optional=dict.fromkeys(("steps", "epoch", "epochs", "samples"), ANYTHING)),
+    besides=st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("steps", "epoch", "epochs", "samples"), ANYTHING)
+    ),
 )
 @example(text="", name="", step=0, value=None, besides={"steps": -1.123405761029647e306})
 @example(text="", name="", step=3, value=None, besides={"steps": 1e308})
@@ -320,7 +360,11 @@ def test_nothing_that_a_job_says_breaks_the_screen(
     reports = [report(t, step + t, **{**besides, name: value}) for t in range(3)]
     events = [at(0, "run", name=text, dir=text), at(0, "warning", text=text), *reports]
     shown = ESCAPE.sub("", show([*events, result(metrics={name: value}, dir=text)], progress))
-    control = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]" if progress == "lines" else r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+    control = (
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+        if progress == "lines"
+        else r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+    )
     assert not re.search(control, shown)
 
 
@@ -431,7 +475,10 @@ def test_what_a_reader_raises_is_a_warning_but_a_signal_goes_through(tmp_path: P
 
 def test_a_console_reads_the_stream_of_a_run(tmp_path: Path) -> None:
     stream = io.StringIO()
-    with Console(Watch(progress="lines"), stream) as console, Events(tmp_path / "events.jsonl", (console,)) as events:
+    with (
+        Console(Watch(progress="lines"), stream) as console,
+        Events(tmp_path / "events.jsonl", (console,)) as events,
+    ):
         for happened in a_run():
             events.add(happened)
     assert "finished in 12.3 s" in stream.getvalue()

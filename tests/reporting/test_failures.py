@@ -1,4 +1,5 @@
-"""Events -> failures -> pages, by hand-written streams: times that are known, words that must be there."""
+"""Events -> failures -> pages, by hand-written streams: times that are known, words that must be
+there."""
 
 from __future__ import annotations
 
@@ -23,10 +24,23 @@ from raydist.shared.outcome import End
 from tests.reporting.folds import fold_failures
 
 T0 = 1_000_000.0
-KILLED = End(1, "node-7", "killed", T0 + 10.0, 20, "forward", signal=signal.SIGKILL, log="logs/rank-1.log")
-ECHO = End(0, "node-6", "raised", T0 + 10.2, 20, type="RuntimeError", message="Connection closed by peer [::1]:1")
+KILLED = End(
+    1, "node-7", "killed", T0 + 10.0, 20, "forward", signal=signal.SIGKILL, log="logs/rank-1.log"
+)
+ECHO = End(
+    0,
+    "node-6",
+    "raised",
+    T0 + 10.2,
+    20,
+    type="RuntimeError",
+    message="Connection closed by peer [::1]:1",
+)
 STOPPED = End(2, "node-8", "stopped", T0 + 10.3, 21)
-SLOTS = [{"rank": rank, "host": f"node-{6 + rank}", "ip": f"10.0.0.{rank}", "gpus": ["3"]} for rank in range(3)]
+SLOTS = [
+    {"rank": rank, "host": f"node-{6 + rank}", "ip": f"10.0.0.{rank}", "gpus": ["3"]}
+    for rank in range(3)
+]
 
 
 def at(seconds: float, kind: str, **facts: Any) -> Event:
@@ -47,9 +61,24 @@ LAUNCH = [
     at(1, "phase", name="connect", s=1.0),
     *[report(1 + step * 0.4, step) for step in range(1, 21)],
 ]
-BROKEN = [*LAUNCH, at(10.25, "stop", cause="failure", reason="a rank failed"), failure(KILLED, ECHO, STOPPED)]
+BROKEN = [
+    *LAUNCH,
+    at(10.25, "stop", cause="failure", reason="a rank failed"),
+    failure(KILLED, ECHO, STOPPED),
+]
 RESTART = [
-    at(10.41, "restart", number=1, most=3, rank=1, host="node-7", how="killed", step=20, text="…", free=False),
+    at(
+        10.41,
+        "restart",
+        number=1,
+        most=3,
+        rank=1,
+        host="node-7",
+        how="killed",
+        step=20,
+        text="…",
+        free=False,
+    ),
     at(10.5, "placed", number=1, moved=[]),
     *[at(10.6 + rank / 100, "began", rank=rank, host="h", pid=1) for rank in range(3)],
     *[at(10.7 + rank / 100, "joined", rank=rank, pid=1) for rank in range(3)],
@@ -72,16 +101,27 @@ def test_the_time_between_a_failure_and_the_next_step_is_told_part_by_part() -> 
     }
     assert found.parts == pytest.approx(parts)
     assert sum(found.parts.values()) == pytest.approx(found.s or 0)
-    assert (found.status, found.repeated, found.resumed, found.slot["ip"]) == ("restarted", 2, 18, "10.0.0.1")
+    assert (found.status, found.repeated, found.resumed, found.slot["ip"]) == (
+        "restarted",
+        2,
+        18,
+        "10.0.0.1",
+    )
 
 
 def test_a_failure_that_ends_the_run_knows_what_is_on_the_disk() -> None:
     saved = at(10.6, "saved", rank=0, step=16, path="runs/x/checkpoints/step-16", s=0.1)
-    (found,) = fold_failures([*BROKEN, saved, at(10.7, "result", status="failed", why_last="enough", failure="…")])
+    (found,) = fold_failures(
+        [*BROKEN, saved, at(10.7, "result", status="failed", why_last="enough", failure="…")]
+    )
     assert (found.status, found.repeated, found.why_last) == ("failed", 5, "enough")
     assert found.parts["save"] == pytest.approx(0.3)
     text = page(found, "runs/x")
-    for words in ("not restarted: enough", "step 16 is saved, 5 steps after it lost", "with resume=runs/x"):
+    for words in (
+        "not restarted: enough",
+        "step 16 is saved, 5 steps after it lost",
+        "with resume=runs/x",
+    ):
         assert words in text
 
 
@@ -93,7 +133,11 @@ def test_one_that_broke_again_before_its_first_step_is_a_failure_of_its_own() ->
 
 
 def test_clocks_that_differ_make_no_negative_time() -> None:
-    ahead = [*LAUNCH, at(10.25, "stop", cause="failure", reason="a rank failed"), failure(replace(KILLED, at=T0 + 11))]
+    ahead = [
+        *LAUNCH,
+        at(10.25, "stop", cause="failure", reason="a rank failed"),
+        failure(replace(KILLED, at=T0 + 11)),
+    ]
     assert all(s >= 0 for found in fold_failures([*ahead, *RESTART]) for s in found.parts.values())
 
 
@@ -110,7 +154,8 @@ def test_the_page_of_a_restart() -> None:
         "node: host node-7, address 10.0.0.1, GPU 3",
         "rank 0's error is typical of losing a peer",
         "1.00 s until the next step, 2 steps repeated",
-        "detect 0.25 + kill 0.15 + place 0.10 + fork 0.12 + rendezvous 0.10 + restore 0.08 + first step 0.20 = 1.00 s",
+        "detect 0.25 + kill 0.15 + place 0.10 + fork 0.12 + rendezvous 0.10 + restore 0.08 + "
+        "first step 0.20 = 1.00 s",
         "restart 1 of at most 3",
         "resumed after step 18",
         "what ends processes on that node",
@@ -121,10 +166,20 @@ def test_the_page_of_a_restart() -> None:
 def test_the_page_tells_who_moved_and_who_only_got_a_new_actor() -> None:
     """And the next page has the place where the rank is then."""
     slots = [{**slot, "node": str(slot["rank"])} for slot in SLOTS]
-    later = [{**slots[0]}, {**slots[1], "host": "node-9", "ip": "10.0.0.9", "node": "9"}, {**slots[2]}]
-    launch = [at(0, "run", name="x", dir="runs/x"), at(0.1, "plan", backend="gloo", world_size=3, slots=slots)]
+    later = [
+        {**slots[0]},
+        {**slots[1], "host": "node-9", "ip": "10.0.0.9", "node": "9"},
+        {**slots[2]},
+    ]
+    launch = [
+        at(0, "run", name="x", dir="runs/x"),
+        at(0.1, "plan", backend="gloo", world_size=3, slots=slots),
+    ]
     lost = failure(replace(KILLED, how="lost", signal=0, why=OOM.why, oom="kernel"), ECHO)
-    again = [event | {"moved": [1, 2], "slots": later} if event["kind"] == "placed" else event for event in RESTART]
+    again = [
+        event | {"moved": [1, 2], "slots": later} if event["kind"] == "placed" else event
+        for event in RESTART
+    ]
     first, second = fold_failures([*launch, lost, *again, failure()])
     text = page(first, "runs/x")
     for words in (
@@ -144,7 +199,9 @@ def test_a_restart_for_which_there_was_no_place_is_told_as_that() -> None:
     end = at(40.4, "result", status="failed", failure="gave up after 30 s", why_last="")
     (found,) = fold_failures([*BROKEN, RESTART[0], end])
     assert found.parts == pytest.approx({"detect": 0.25, "kill": 0.15, "place": 30.0})
-    assert "restart 1 of at most 3, but Ray could not place all ranks: gave up" in page(found, "runs/x")
+    assert "restart 1 of at most 3, but Ray could not place all ranks: gave up" in page(
+        found, "runs/x"
+    )
 
 
 def test_nothing_in_a_page_moves_the_cursor() -> None:
@@ -152,7 +209,9 @@ def test_nothing_in_a_page_moves_the_cursor() -> None:
 
 
 RAISED = replace(KILLED, how="raised", signal=0, type="ValueError")
-HUNG = replace(KILLED, how="hung", signal=9, message="rank 1 on node-7 is stopped by a signal (SIGSTOP)")
+HUNG = replace(
+    KILLED, how="hung", signal=9, message="rank 1 on node-7 is stopped by a signal (SIGSTOP)"
+)
 OOM = replace(KILLED, oom="kernel", why="out of memory: the kernel's out-of-memory killer chose it")
 
 
@@ -181,7 +240,9 @@ OOM = replace(KILLED, oom="kernel", why="out of memory: the kernel's out-of-memo
         (replace(KILLED, how="drained", preempted=True), [], "nothing has failed", "if Ray found another node"),
     ],
 )  # fmt: skip
-def test_why_that_one_and_what_to_do(first: End, others: list[End], reason: str, advice: str) -> None:
+def test_why_that_one_and_what_to_do(
+    first: End, others: list[End], reason: str, advice: str
+) -> None:
     text = told(*LAUNCH, failure(first, *others))
     assert reason in text.partition("\nreason\n")[2].partition("\ncost\n")[0]
     assert advice in text.partition("\nadvice\n")[2]
@@ -193,7 +254,9 @@ def test_every_rule_has_its_case() -> None:
     assert len({words for _, words in RULES}) == len(RULES)
 
 
-def test_pages_are_written_when_they_are_known_and_none_is_ever_written_over(tmp_path: Path) -> None:
+def test_pages_are_written_when_they_are_known_and_none_is_ever_written_over(
+    tmp_path: Path,
+) -> None:
     for used in range(2):
         assert page_files.last_page(tmp_path) == used
         failures = Failures()
@@ -216,7 +279,8 @@ def spent(*events: Event) -> Spent:
 
 
 def test_where_the_time_of_a_run_went() -> None:
-    """19 steps of 0.4 s, two of them done again; a second of restart; two steps more, an evaluation between them."""
+    """19 steps of 0.4 s, two of them done again; a second of restart; two steps more, an evaluation
+    between them."""
     end = [
         at(11.5, "spent", rank=0, what="evaluate", s=0.3),
         report(11.8, 20),
@@ -225,12 +289,21 @@ def test_where_the_time_of_a_run_went() -> None:
     ]
     parts = spent(*BROKEN, *RESTART, *end).parts(12.0, T0 + 12)
     steps = 19 * 0.4 - 2 * 0.4 + (0.8 - 0.3)
-    known = {"steps": steps, "launch": 1.0, "failures": 1.0, "steps done again": 0.8, "evaluation": 0.3, "saves": 0.05}
+    known = {
+        "steps": steps,
+        "launch": 1.0,
+        "failures": 1.0,
+        "steps done again": 0.8,
+        "evaluation": 0.3,
+        "saves": 0.05,
+    }
     assert parts == pytest.approx({**known, "rest": 12 - sum(known.values())})
 
 
 def test_a_loop_that_counts_by_itself_is_believed() -> None:
-    done = at(9.5, "done", rank=0, spent={"step": 7.0, "evaluate": 0.5, "save": 0.25, "data": 0.125})
+    done = at(
+        9.5, "done", rank=0, spent={"step": 7.0, "evaluate": 0.5, "save": 0.25, "data": 0.125}
+    )
     parts = spent(*LAUNCH, at(9.4, "spent", rank=0, what="save", s=0.25), done).parts(10.0, T0 + 10)
     told = {"steps": 7.0, "evaluation": 0.5, "saves": 0.25, "waiting for data": 0.125}
     assert {name: parts[name] for name in told} == told
@@ -248,7 +321,8 @@ def test_failures_know_what_became_of_them_only_when_it_is_known() -> None:
 
 
 def test_a_launch_ends_with_a_step_and_no_part_of_it_is_negative() -> None:
-    """A loop that waits for nobody does its first step before the others are there; and clocks of hosts differ."""
+    """A loop that waits for nobody does its first step before the others are there; and clocks of
+    hosts differ."""
 
     def parts(*happened: Event) -> dict[str, float]:
         launch, told = Arrival(2, T0), dict[str, float]()
@@ -261,6 +335,15 @@ def test_a_launch_ends_with_a_step_and_no_part_of_it_is_negative() -> None:
     one, other = (at(second, "joined", rank=rank, pid=1) for rank, second in ((0, 0.25), (1, 0.75)))
     early, late = report(0.5, 1), report(1.0, 1)
     assert parts(one, other, late, report(1.5, 2)) == {"rendezvous": 0.75, "first step": 0.25}
-    assert parts(other, one, late) == {"rendezvous": 0.75, "first step": 0.25}  # heard in another order
-    assert parts(one, early, other) == parts(one, other, early) == {"rendezvous": 0.75, "first step": 0.0}
-    assert parts(one, at(-0.5, "joined", rank=1, pid=1), at(0.3, "report", rank=0, values={})) == {"rendezvous": 0.25}
+    assert parts(other, one, late) == {
+        "rendezvous": 0.75,
+        "first step": 0.25,
+    }  # heard in another order
+    assert (
+        parts(one, early, other)
+        == parts(one, other, early)
+        == {"rendezvous": 0.75, "first step": 0.0}
+    )
+    assert parts(one, at(-0.5, "joined", rank=1, pid=1), at(0.3, "report", rank=0, values={})) == {
+        "rendezvous": 0.25
+    }

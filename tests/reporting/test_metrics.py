@@ -1,4 +1,5 @@
-"""Events of a run -> the series that Ray's agent gets. tests/deploy/test_monitoring.py reads them from a real agent."""
+"""Events of a run -> the series that Ray's agent gets. tests/deploy/test_monitoring.py reads them
+from a real agent."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         figures = Figures()
         self.warnings: list[str] = []
-        self.metrics = Metrics("name/1", figures, lambda text: self.events.say("warning", text=text))
+        self.metrics = Metrics(
+            "name/1", figures, lambda text: self.events.say("warning", text=text)
+        )
         self.events = Events(folder / "events.jsonl", (figures.add, self.metrics, self._note))
         self.events.say("cluster", address="10.0.0.1:6379", nodes=1, started=False)
 

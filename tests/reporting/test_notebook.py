@@ -26,7 +26,9 @@ def test_a_result_shows_its_summary_and_each_curve(tmp_path: Path) -> None:
     rows = {row.findtext("th"): row.findtext("td") for row in tree.iter("tr")}
     assert rows["folder"] == str(done.dir)
     assert {"loss", "test_loss", "goodput"} <= rows.keys()
-    figures = {(figure.findtext("figcaption") or "").split()[0]: figure for figure in tree.iter("figure")}
+    figures = {
+        (figure.findtext("figcaption") or "").split()[0]: figure for figure in tree.iter("figure")
+    }
     assert figures.keys() == {"loss", "lr", "test_loss"}
     points = [line.attrib["points"].split() for line in figures["loss"].iter("polyline")]
     assert [len(each) for each in points] == [32]
@@ -40,7 +42,13 @@ def test_a_result_shows_its_summary_and_each_curve(tmp_path: Path) -> None:
 
 
 def test_what_is_no_number_is_left_out() -> None:
-    report = {"t": 0.0, "kind": "report", "rank": 0, "step": 1, "values": {"a": float("nan"), "b": 1.0}}
+    report = {
+        "t": 0.0,
+        "kind": "report",
+        "rank": 0,
+        "step": 1,
+        "values": {"a": float("nan"), "b": 1.0},
+    }
     assert curves_of([report, {"t": 0.0, "kind": "result"}]) == ({"b": [(1, 1.0)]}, [])
     assert "steps 1 to 1" in svg("<b>", [(1, 1.0)])
     assert "<b>" not in svg("<b>", [(1, 1.0)])
@@ -60,7 +68,9 @@ raydist.run(job, "scale=1x1", "group=inline", "hydra.run.dir={folder}")
 
 
 @pytest.mark.skipif(find_spec("ipykernel") is None, reason="no ipykernel on this machine")
-def test_a_notebook_has_one_live_line_then_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_has_one_live_line_then_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By Jupyter's own client and kernel: what a front end is told while the cell runs."""
     from jupyter_client.manager import start_new_kernel
 

@@ -37,7 +37,8 @@ def test_of_a_bar_the_last_state_and_of_a_long_line_the_beginning() -> None:
 
 
 def test_a_bar_that_writes_for_hours_costs_no_more_from_chunk_to_chunk() -> None:
-    """All that it wrote was joined and split anew for each chunk: hours of a bar took all of the driver's time."""
+    """All that it wrote was joined and split anew for each chunk: hours of a bar took all of the
+    driver's time."""
     output = Output("all")
     for percent in range(20_000):
         assert list(output.lines(0, f"\r{percent:6} it".encode())) == []
@@ -48,7 +49,9 @@ def test_a_bar_that_writes_for_hours_costs_no_more_from_chunk_to_chunk() -> None
     assert list(output.lines(0, b"y\n")) == ["[0] next" + "x" * (LONG - 4) + " …"]
 
 
-@pytest.mark.parametrize(("shown", "seen"), [("all", [0, 1, 2]), ("none", []), ("auto", []), ("0,2", [0, 2])])
+@pytest.mark.parametrize(
+    ("shown", "seen"), [("all", [0, 1, 2]), ("none", []), ("auto", []), ("0,2", [0, 2])]
+)
 def test_only_the_ranks_that_were_asked_for(shown: str, seen: list[int]) -> None:
     output = Output(shown)
     assert [rank for rank in range(3) if list(output.lines(rank, b"here\n"))] == seen
@@ -60,6 +63,14 @@ def test_the_console_shows_it_and_the_stream_of_events_has_it_not(tmp_path: Path
         with Events(tmp_path / "events.jsonl", (console,)) as events:
             events.show(1, b"hello\nbye")
             events.show(0, b"")
-            events.say("result", status="finished", dir="there", wall_s=1.0, launch={}, metrics={}, world_size=2)
+            events.say(
+                "result",
+                status="finished",
+                dir="there",
+                wall_s=1.0,
+                launch={},
+                metrics={},
+                world_size=2,
+            )
         assert [each["kind"] for each in read_events(tmp_path / "events.jsonl")] == ["result"]
     assert screen.getvalue().splitlines()[:2] == ["[1] hello", "[1] bye"]

@@ -10,7 +10,9 @@ from raydist.reporting.points import HELD_S, Points, node_numbers
 from raydist.shared.events import Event
 
 
-def report(step: int | None, loss: float, kept: int | None = None, t: float = 0.0, rank: int = 0) -> Event:
+def report(
+    step: int | None, loss: float, kept: int | None = None, t: float = 0.0, rank: int = 0
+) -> Event:
     facts: dict[str, Any] = {"step": step} | ({} if kept is None else {"kept": kept})
     plain = {name: value for name, value in facts.items() if value is not None}
     return {"t": t, "kind": "report", "rank": rank, "values": {"loss": loss}, **plain}
@@ -68,11 +70,23 @@ def test_without_restarts_only_the_newest_step_waits() -> None:
 
 
 def test_a_run_that_resumes_tells_what_the_first_has_not() -> None:
-    assert told(report(7, 0.7), report(8, 0.8), report(9, 0.9), END, before=8) == [[], [], [], [(9, 0.9)]]
+    assert told(report(7, 0.7), report(8, 0.8), report(9, 0.9), END, before=8) == [
+        [],
+        [],
+        [],
+        [(9, 0.9)],
+    ]
 
 
 def test_only_numbers_make_curves() -> None:
-    values = {"loss": 1, "nan": float("nan"), "name": "text", "steps": 100, "epoch": 2, "good": True}
+    values = {
+        "loss": 1,
+        "nan": float("nan"),
+        "name": "text",
+        "steps": 100,
+        "epoch": 2,
+        "good": True,
+    }
     points = Points()
     points.add(other("report", rank=0, step=1, values=values))
     (point,) = points.rest()

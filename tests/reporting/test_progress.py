@@ -11,7 +11,13 @@ from raydist.shared.events import Event
 
 
 def report(t: float, step: int | None = None, **values: Any) -> Event:
-    return {"t": t, "kind": "report", "rank": 0, "values": values, **({} if step is None else {"step": step})}
+    return {
+        "t": t,
+        "kind": "report",
+        "rank": 0,
+        "values": values,
+        **({} if step is None else {"step": step}),
+    }
 
 
 def after(*reports: Event) -> Progress:
@@ -22,7 +28,10 @@ def after(*reports: Event) -> Progress:
 
 
 def test_a_fit_tells_everything() -> None:
-    told = [report(t, step=t, steps=100, epoch=1, epochs=5, samples=64 * t, loss=1 / t, lr=0.1) for t in range(1, 11)]
+    told = [
+        report(t, step=t, steps=100, epoch=1, epochs=5, samples=64 * t, loss=1 / t, lr=0.1)
+        for t in range(1, 11)
+    ]
     progress = after(*told)
     assert progress.position() == ["epoch 1/5", "step 10/100"]
     assert progress.health() == ["loss 0.1", "64 samples/s"]
@@ -37,7 +46,10 @@ def test_a_loop_of_ones_own_tells_step_and_loss_so_no_end_is_known() -> None:
 
 
 def test_a_loop_without_a_loss_shows_what_it_reports() -> None:
-    assert after(report(0, step=1, reward=1.5, length=200, more=1)).health() == ["reward 1.5", "length 200"]
+    assert after(report(0, step=1, reward=1.5, length=200, more=1)).health() == [
+        "reward 1.5",
+        "length 200",
+    ]
 
 
 def test_a_report_without_a_step_is_shown_too() -> None:
@@ -71,7 +83,11 @@ def test_the_moments_of_a_run() -> None:
 
 def test_a_loop_that_speaks_twice_at_each_step_is_not_evaluating() -> None:
     progress = Progress()
-    moments = [progress.report(report(t, step=t, **{name: 1.0})) for t in range(1, 6) for name in ("loss", "lr")]
+    moments = [
+        progress.report(report(t, step=t, **{name: 1.0}))
+        for t in range(1, 6)
+        for name in ("loss", "lr")
+    ]
     assert moments.count("evaluation") == 1
     assert progress.values == {"loss": 1.0, "lr": 1.0}
 
@@ -90,7 +106,9 @@ def test_a_run_that_goes_back_to_a_snapshot_forgets_its_rate() -> None:
 
 
 def test_a_clock_that_was_set_back_does_no_harm() -> None:
-    progress = after(report(100, step=1, steps=9), report(101, step=2, steps=9), report(50, step=3, steps=9))
+    progress = after(
+        report(100, step=1, steps=9), report(101, step=2, steps=9), report(50, step=3, steps=9)
+    )
     assert progress.position() == ["step 3/9"]
     assert all(rate >= 0 for rate in progress.rates())
 
@@ -101,7 +119,8 @@ def test_few_points_are_kept_however_many_reports_come() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (7.4, "0:07"), (59.6, "1:00"), (725, "12:05"), (11045, "3:04:05")]
+    ("seconds", "text"),
+    [(0, "0:00"), (7.4, "0:07"), (59.6, "1:00"), (725, "12:05"), (11045, "3:04:05")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -109,14 +128,21 @@ def test_durations(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("rate", "text"),
-    [(0, ""), (-1, ""), (0.0312, "0.0312 steps/s"), (12.34, "12.3 steps/s"), (1234.5, "1,234 steps/s")],
+    [
+        (0, ""),
+        (-1, ""),
+        (0.0312, "0.0312 steps/s"),
+        (12.34, "12.3 steps/s"),
+        (1234.5, "1,234 steps/s"),
+    ],
 )
 def test_rates(rate: float, text: str) -> None:
     assert rate_text(rate, "steps") == text
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.123456, "0.1235"), (3, "3"), (float("nan"), "nan"), ("x" * 99, "x" * 40), (None, "None")]
+    ("value", "text"),
+    [(0.123456, "0.1235"), (3, "3"), (float("nan"), "nan"), ("x" * 99, "x" * 40), (None, "None")],
 )
 def test_values(value: Any, text: str) -> None:
     assert number_text(value) == text

@@ -28,7 +28,9 @@ def at(seconds: float, kind: str, **facts: Any) -> Event:
 
 
 def report(seconds: float, step: int | None = None, rank: int = 0, **values: Any) -> Event:
-    return at(seconds, "report", rank=rank, values=values, **({} if step is None else {"step": step}))
+    return at(
+        seconds, "report", rank=rank, values=values, **({} if step is None else {"step": step})
+    )
 
 
 def a_run() -> list[Event]:
@@ -39,7 +41,10 @@ def a_run() -> list[Event]:
         at(2, "phase", name="place", s=0.5),
         at(4, "plan", backend="gloo", world_size=2, slots=[]),
         at(4.5, "begin", rank=0, steps=10),
-        *[report(5 + step / 2, step=step, loss=1 / step, steps=10, samples=64 * step) for step in range(1, 11)],
+        *[
+            report(5 + step / 2, step=step, loss=1 / step, steps=10, samples=64 * step)
+            for step in range(1, 11)
+        ],
         report(10.5, step=10, accuracy=0.98),
         at(10.6, "saved", rank=0, step=10, path="runs/x/checkpoints/10", s=0.1),
         at(11, "done", rank=0, spent={"step": 5.0, "evaluate": 0.4, "save": 0.1}, samples=650),
@@ -103,25 +108,43 @@ def test_a_fit_that_was_cut_off_is_measured_by_its_reports() -> None:
 
 
 def test_an_own_loop_that_counts_nothing_has_a_done_without_spent() -> None:
-    events = [report(1, step=1), report(3, step=2), at(4, "done", rank=0), at(4, "done", rank=0, spent=None)]
+    events = [
+        report(1, step=1),
+        report(3, step=2),
+        at(4, "done", rank=0),
+        at(4, "done", rank=0, spent=None),
+    ]
     assert fold_figures(events).step_s == 2
 
 
 def test_samples_that_are_no_number_are_only_a_metric() -> None:
-    events = [report(1, step=1, samples="many"), report(2, step=2, samples=None), report(3, step=3, samples=[1])]
+    events = [
+        report(1, step=1, samples="many"),
+        report(2, step=2, samples=None),
+        report(3, step=3, samples=[1]),
+    ]
     assert fold_figures(events).throughput == 0
     assert fold_figures(events).metrics["samples"] == [1]
 
 
 def test_other_ranks_do_not_count() -> None:
-    events = [*a_run(), report(11, step=11, rank=1, loss=9.9), at(11, "done", rank=1, spent={"step": 99.0}, samples=1)]
+    events = [
+        *a_run(),
+        report(11, step=11, rank=1, loss=9.9),
+        at(11, "done", rank=1, spent={"step": 99.0}, samples=1),
+    ]
     assert fold_figures(events).metrics["loss"] == 0.1
     assert fold_figures(events).step_s == 5.0
 
 
 def test_nothing_at_all_has_figures_too() -> None:
     figures = fold_figures([])
-    assert (figures.wall_s, figures.goodput, figures.throughput, figures.metrics) == (0.0, 0.0, 0.0, {})
+    assert (figures.wall_s, figures.goodput, figures.throughput, figures.metrics) == (
+        0.0,
+        0.0,
+        0.0,
+        {},
+    )
 
 
 def test_a_phase_that_comes_twice_is_added_up() -> None:
@@ -150,15 +173,28 @@ def test_goodput_is_a_share(times: list[float], end: float) -> None:
 
 
 def test_a_rank_whose_clock_runs_ahead_makes_no_goodput_above_one() -> None:
-    assert fold_figures([at(0, "run"), report(1, step=1), report(50, step=2)], now=T0 + 10).goodput == 1
+    assert (
+        fold_figures([at(0, "run"), report(1, step=1), report(50, step=2)], now=T0 + 10).goodput
+        == 1
+    )
 
 
 def test_a_warning_is_kept_once_with_its_ranks_or_its_number(tmp_path: Path) -> None:
     warnings = [at(1, "warning", text="slow disk", rank=rank) for rank in (2, 0, 1)]
-    warnings += [at(1, "warning", text="rank 1 waits", rank=1), at(1, "warning", text="rank 2 waits", rank=1)]
-    events = [*warnings, at(2, "warning", text="old"), at(3, "warning", text="old"), at(4, "warning", text="once")]
+    warnings += [
+        at(1, "warning", text="rank 1 waits", rank=1),
+        at(1, "warning", text="rank 2 waits", rank=1),
+    ]
+    events = [
+        *warnings,
+        at(2, "warning", text="old"),
+        at(3, "warning", text="old"),
+        at(4, "warning", text="once"),
+    ]
     result = make_result(
-        tmp_path, Attempt(ends=ends("finished")), fold_figures(read_events(write(tmp_path / "e", events)))
+        tmp_path,
+        Attempt(ends=ends("finished")),
+        fold_figures(read_events(write(tmp_path / "e", events))),
     )
     assert result.warnings == (
         "slow disk (ranks 0-2)", "rank 1 waits", "rank 2 waits (rank 1)", "old (2 times)", "once",
@@ -182,7 +218,9 @@ def test_a_finished_run(tmp_path: Path, stream: Path) -> None:
     assert result.exceptions == {}
 
 
-def test_a_failed_run_has_the_exception_of_each_rank_that_failed(tmp_path: Path, stream: Path) -> None:
+def test_a_failed_run_has_the_exception_of_each_rank_that_failed(
+    tmp_path: Path, stream: Path
+) -> None:
     real = ValueError("loss is nan")
     killed = End(1, "host-1", "killed", T0 + 1, signal=9)
     tried = Attempt(
@@ -202,7 +240,11 @@ def test_a_failed_run_has_the_exception_of_each_rank_that_failed(tmp_path: Path,
 
 
 def test_a_launch_that_failed_says_why(tmp_path: Path, stream: Path) -> None:
-    result = make_result(tmp_path, Attempt(error=LaunchError("no Ray at 10.0.0.1")), fold_figures(read_events(stream)))
+    result = make_result(
+        tmp_path,
+        Attempt(error=LaunchError("no Ray at 10.0.0.1")),
+        fold_figures(read_events(stream)),
+    )
     assert (result.status, result.failure) == ("failed", "no Ray at 10.0.0.1")
     assert result.world_size == 2  # as planned
     assert result.to_json()["error"] == "LaunchError"
@@ -210,16 +252,28 @@ def test_a_launch_that_failed_says_why(tmp_path: Path, stream: Path) -> None:
 
 def test_a_stopped_run_is_no_failure(tmp_path: Path, stream: Path) -> None:
     result = make_result(
-        tmp_path, Attempt(ends=ends("stopped", "raised"), error=Stopped(15)), fold_figures(read_events(stream))
+        tmp_path,
+        Attempt(ends=ends("stopped", "raised"), error=Stopped(15)),
+        fold_figures(read_events(stream)),
     )
     assert (result.status, result.signal, result.failure) == ("stopped", 15, "")
 
 
 def test_result_json_is_strict_json_and_says_it_all(tmp_path: Path) -> None:
-    events = [*a_run(), report(12, step=11, loss=math.nan, worst=math.inf, nested=[math.nan], path=Path("x"))]
-    tried = Attempt(ends=ends("finished", "raised"), values=(object(), None), failure="rank 1 on host-1")
+    events = [
+        *a_run(),
+        report(12, step=11, loss=math.nan, worst=math.inf, nested=[math.nan], path=Path("x")),
+    ]
+    tried = Attempt(
+        ends=ends("finished", "raised"), values=(object(), None), failure="rank 1 on host-1"
+    )
     folder = tmp_path / "new"
-    make_result(folder, tried, fold_figures(read_events(write(tmp_path / "events.jsonl", events))), now=T0 + 20).save()
+    make_result(
+        folder,
+        tried,
+        fold_figures(read_events(write(tmp_path / "events.jsonl", events))),
+        now=T0 + 20,
+    ).save()
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -240,7 +294,9 @@ def test_result_json_is_strict_json_and_says_it_all(tmp_path: Path) -> None:
 
 
 def test_the_json_can_be_the_last_event(tmp_path: Path, stream: Path) -> None:
-    result = make_result(tmp_path, Attempt(ends=ends("finished")), fold_figures(read_events(stream)))
+    result = make_result(
+        tmp_path, Attempt(ends=ends("finished")), fold_figures(read_events(stream))
+    )
     with Events(stream) as events:
         events.say("result", **result.to_json())
     assert json.loads(stream.read_text().splitlines()[-1])["kind"] == "result"

@@ -15,7 +15,11 @@ from raydist.shared.errors import ConfigError
 from raydist.tools import watch
 from tests.faults import kill, training
 
-WHOLE, TEXT, MARK = {"type": "integer", "minimum": 0}, {"type": "string", "minLength": 1}, {"type": "object"}
+WHOLE, TEXT, MARK = (
+    {"type": "integer", "minimum": 0},
+    {"type": "string", "minLength": 1},
+    {"type": "object"},
+)
 FORMAT = {
     phase: {"type": "object", "additionalProperties": False, "required": [*facts],
             "properties": {"ph": {"const": phase}, "name": TEXT, "pid": {**WHOLE, "minimum": 1}, "tid": WHOLE, **facts}}
@@ -25,8 +29,8 @@ FORMAT = {
         "M": {"name": {"enum": ["process_name", "thread_name", "thread_sort_index"]}, "args": MARK},
     }.items()
 }  # fmt: skip
-"""The phases that a trace has, by "Trace Event Format" (Duca and Sinclair, Google, 2016). Perfetto's own reader is a
-program that its package downloads from a foreign host."""
+"""The phases that a trace has, by "Trace Event Format" (Duca and Sinclair, Google, 2016).
+Perfetto's own reader is a program that its package downloads from a foreign host."""
 
 
 def assert_well_formed(text: str) -> list[Any]:
@@ -45,25 +49,41 @@ def assert_well_formed(text: str) -> list[Any]:
     for lane in lanes.values():  # a reader drops a span that begins in another and ends after it
         for (_, end), (begin, later) in pairwise(sorted(lane)):
             assert begin >= end - 2 or later <= end + 2
-    assert {(each["pid"], each["tid"]) for each in spans if each["name"] == "thread_name"} >= lanes.keys()
+    assert {
+        (each["pid"], each["tid"]) for each in spans if each["name"] == "thread_name"
+    } >= lanes.keys()
     return spans
 
 
 def test_a_trace_has_launch_steps_saves_and_failures(tmp_path: Path, capsys: Any) -> None:
     words = ("scale=1x2", "group=inline", "train.epochs=1", "data.batch_size=8", "snapshot.every=1")
     done = raydist.run(
-        training, f"hydra.run.dir={tmp_path}/run", *words, "watch.progress=none", struck=(kill(1, 5),), pause=0.02
+        training,
+        f"hydra.run.dir={tmp_path}/run",
+        *words,
+        "watch.progress=none",
+        struck=(kill(1, 5),),
+        pause=0.02,
     )
     assert watch.main(["--trace", str(tmp_path / "out.json"), str(done.dir)]) == 0
     assert "ui.perfetto.dev" in capsys.readouterr().out
     spans = assert_well_formed((tmp_path / "out.json").read_text())
-    names = {(each["pid"], each["tid"]): each["args"]["name"] for each in spans if each["name"] == "thread_name"}
+    names = {
+        (each["pid"], each["tid"]): each["args"]["name"]
+        for each in spans
+        if each["name"] == "thread_name"
+    }
     lanes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for each in spans:
         if each["ph"] == "X":
             lanes[names[each["pid"], each["tid"]]].append(each)
     assert lanes.keys() == {"launch", "failures", "checkpoints", "rank 0", "rank 1"}
-    assert [each["name"] for each in lanes["launch"]] == ["actors", "warm-up", "rendezvous", "first step"]
+    assert [each["name"] for each in lanes["launch"]] == [
+        "actors",
+        "warm-up",
+        "rendezvous",
+        "first step",
+    ]
     assert [each["name"] for each in lanes["checkpoints"]] == ["step 16"]
     (failure,) = lanes["failures"]
     assert failure["name"].startswith("rank 1 on ")
@@ -77,12 +97,17 @@ def test_a_trace_has_launch_steps_saves_and_failures(tmp_path: Path, capsys: Any
     # the failure lies between the last step before it and the first one after it
     steps = {each["name"]: each for each in own}
     assert steps["step 5"]["ts"] <= failure["ts"] <= steps["step 6"]["ts"]
-    assert abs(failure["ts"] + failure["dur"] - steps["step 6"]["ts"] - steps["step 6"]["dur"]) < 50_000
+    assert (
+        abs(failure["ts"] + failure["dur"] - steps["step 6"]["ts"] - steps["step 6"]["dur"])
+        < 50_000
+    )
     assert steps["step 3"]["args"]["loss"] > 0
     marks = {each["name"] for each in spans if each["ph"] == "i"}
     assert {"joined", "finished", "ended: finished", "killed at step 5"} <= marks
 
 
 def test_a_folder_without_events_is_refused(tmp_path: Path, capsys: Any) -> None:
-    assert watch.main(["--trace", str(tmp_path / "out.json"), str(tmp_path)]) == ConfigError.exit_code
+    assert (
+        watch.main(["--trace", str(tmp_path / "out.json"), str(tmp_path)]) == ConfigError.exit_code
+    )
     assert "no run is in that folder" in capsys.readouterr().err

@@ -13,7 +13,8 @@ from typing import Any
 
 from tests.rig.namespaces import CAPTURED, IPC, MOUNT, NET, UTS, Space, finish
 
-# Hosts of one kernel share its boot id, so UCX and MPICH take them for one and use shared memory: each gets its own.
+# Hosts of one kernel share its boot id, so UCX and MPICH take them for one and use shared memory:
+# each gets its own.
 _MOUNTS = """
 mount --make-rprivate /
 mount -t proc proc /proc
@@ -28,8 +29,8 @@ cat /etc/hostname >/proc/sys/kernel/hostname
 ip link set lo up
 """
 
-# The trap of every Docker machine: a bridge that is up, with the same address on each host. The veth pair stands for a
-# container; without one the bridge would have no carrier.
+# The trap of every Docker machine: a bridge that is up, with the same address on each host. The
+# veth pair stands for a container; without one the bridge would have no carrier.
 _DOCKER0 = [
     "link add docker0 up type bridge",
     "addr add 172.17.0.1/16 brd + dev docker0",
@@ -40,9 +41,11 @@ _DOCKER0 = [
 
 @dataclass
 class Host:
-    """One host. The first NIC is the one that Ray, the default route and the other hosts' /etc/hosts use.
+    """One host. The first NIC is the one that Ray, the default route and the other hosts'
+    /etc/hosts use.
 
-    Its disk is `folder`: home, tmp, and what its /etc has of its own. The rest of /etc is a copy of this machine's.
+    Its disk is `folder`: home, tmp, and what its /etc has of its own. The rest of /etc is a copy of
+    this machine's.
     """
 
     name: str
@@ -57,8 +60,11 @@ class Host:
         self.space = Space(MOUNT | UTS | IPC | NET, _MOUNTS, folder=self.folder)
         try:
             for nic, address in self.addresses.items():
-                # The same hardware address after each boot, or the others talk to the old one for a minute.
-                far_end = f"peer name {nic} address {_mac(address)} netns /proc/{self.space.pid}/ns/net"
+                # The same hardware address after each boot, or the others talk to the old one for a
+                # minute.
+                far_end = (
+                    f"peer name {nic} address {_mac(address)} netns /proc/{self.space.pid}/ns/net"
+                )
                 self.switch.ip(f"link add {self.port(nic)} up master {nic} type veth {far_end}")
                 self.space.ip(f"addr add {address}/24 brd + dev {nic}", f"link set {nic} up")
             self.space.ip(f"route add default via {_gateway(self.address())}", *_DOCKER0)
@@ -67,18 +73,21 @@ class Host:
             raise
 
     def kill(self) -> None:
-        """A power cut: off the network first, so that no connection is closed politely, then all processes at once."""
+        """A power cut: off the network first, so that no connection is closed politely, then all
+        processes at once."""
         self.switch.ip(*(f"link del {self.port(nic)}" for nic in self.addresses))
         self.end()
 
     def end(self) -> None:
-        """Kill every process of the host and return when they are gone; harmless when it is down."""
+        """Kill every process of the host and return when they are gone; harmless when it is
+        down."""
         self.space.end()
 
     def popen(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
-        """Start a program here: a direct child, so signals and exit status are its own. `env` adds to the host's."""
+        """Start a program here: a direct child, so signals and exit status are its own. `env` adds
+        to the host's."""
         return self.space.spawn(argv, env={**self.environment, **(env or {})}, **options)
 
     def run(
@@ -90,8 +99,11 @@ class Host:
         timeout: float = 120,
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program on this host to its end, with its output captured. Raises CommandFailed, TimeoutExpired."""
-        return finish(self.popen(argv, env=env, **{**CAPTURED, **options}), check=check, timeout=timeout)
+        """Run a program on this host to its end, with its output captured. Raises CommandFailed,
+        TimeoutExpired."""
+        return finish(
+            self.popen(argv, env=env, **{**CAPTURED, **options}), check=check, timeout=timeout
+        )
 
     def address(self, nic: str | None = None) -> str:
         return self.addresses[nic or next(iter(self.addresses))]
@@ -102,7 +114,8 @@ class Host:
 
     @property
     def root(self) -> Path:
-        """The host's files as a test may read and write them: /etc, /sys, /proc, /dev/shm and /run are its own."""
+        """The host's files as a test may read and write them: /etc, /sys, /proc, /dev/shm and /run
+        are its own."""
         return Path(f"/proc/{self.space.pid}/root")
 
     def bytes(self, nic: str) -> tuple[int, int]:
@@ -111,7 +124,8 @@ class Host:
         return int((counters / "rx_bytes").read_text()), int((counters / "tx_bytes").read_text())
 
     def processes(self) -> dict[int, str]:
-        """Command line by process id, both as seen inside; process 1, which only holds the host up, is left out."""
+        """Command line by process id, both as seen inside; process 1, which only holds the host up,
+        is left out."""
         found = {}
         for entry in (self.root / "proc").glob("[0-9]*"):
             try:
@@ -123,7 +137,8 @@ class Host:
 
 def furnish(folder: Path, known: str, token: str) -> dict[str, str]:
     """Write the disk of a host, and return the environment that its programs get."""
-    # 127.0.1.1 for the own name is what Debian and Ubuntu install: who looks up the own name gets an address of no use.
+    # 127.0.1.1 for the own name is what Debian and Ubuntu install: who looks up the own name gets
+    # an address of no use.
     files = {
         "etc/hostname": f"{folder.name}\n",
         "etc/hosts": f"127.0.0.1 localhost\n127.0.1.1 {folder.name}\n{known}",
@@ -138,9 +153,19 @@ def furnish(folder: Path, known: str, token: str) -> dict[str, str]:
         (folder / path).write_text(text)
     (folder / "home/.ray/auth_token").chmod(0o600)
     (folder / "tmp").mkdir()
-    own = {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "RAY_TMPDIR": str(folder / "tmp")}
+    own = {
+        "HOME": str(folder / "home"),
+        "TMPDIR": str(folder / "tmp"),
+        "RAY_TMPDIR": str(folder / "tmp"),
+    }
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**own, "PATH": path, "RAY_AUTH_MODE": "token", "TERM": os.environ.get("TERM", "dumb"), "LANG": "C.UTF-8"}
+    return {
+        **own,
+        "PATH": path,
+        "RAY_AUTH_MODE": "token",
+        "TERM": os.environ.get("TERM", "dumb"),
+        "LANG": "C.UTF-8",
+    }
 
 
 def _mac(address: str) -> str:

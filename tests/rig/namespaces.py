@@ -1,4 +1,5 @@
-"""Linux namespaces that live as long as the process that made them, and programs started inside. (driver)"""
+"""Linux namespaces that live as long as the process that made them, and programs started inside.
+(driver)"""
 
 from __future__ import annotations
 
@@ -9,24 +10,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-MOUNT, UTS, IPC, PID, NET = 0x00020000, 0x04000000, 0x08000000, 0x20000000, 0x40000000  # CLONE_NEW*, linux/sched.h
+MOUNT, UTS, IPC, PID, NET = (
+    0x00020000,
+    0x04000000,
+    0x08000000,
+    0x20000000,
+    0x40000000,
+)  # CLONE_NEW*, linux/sched.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
-CAPTURED: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+CAPTURED: dict[str, Any] = {
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.PIPE,
+}
 
 
 class Space:
-    """New namespaces of the given kinds and for processes. They end, with everything inside, when process 1 does.
+    """New namespaces of the given kinds and for processes. They end, with everything inside, when
+    process 1 does.
 
-    Process 1 is a `cat` that reads a pipe of which only we hold the other end: whatever ends us, kill -9 included, ends
-    the pipe, the cat and all the rest. Orphans fall to it; since it ignores SIGCHLD the kernel reaps them (a shell's
-    `trap '' CHLD` does not last through exec). With zombies left, `ray stop` takes 23 s instead of 1.5.
+    Process 1 is a `cat` that reads a pipe of which only we hold the other end: whatever ends us,
+    kill -9 included, ends the pipe, the cat and all the rest. Orphans fall to it; since it ignores
+    SIGCHLD the kernel reaps them (a shell's `trap '' CHLD` does not last through exec). With
+    zombies left, `ray stop` takes 23 s instead of 1.5.
     """
 
     def __init__(self, kinds: int, setup: str, folder: Path | None = None) -> None:
         script = f"set -e\n{setup}\necho up\nexec env --ignore-signal=CHLD cat"
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
         # Its own session, or Ctrl-C at the terminal would end it before the with blocks do.
-        self._one = _spawn(None, kinds, ["sh", "-c", script], cwd=folder, start_new_session=True, **pipes)
+        self._one = _spawn(
+            None, kinds, ["sh", "-c", script], cwd=folder, start_new_session=True, **pipes
+        )
         self._kinds = kinds
         self._inside: list[subprocess.Popen[str]] = []
         assert self._one.stdout is not None
@@ -50,8 +69,13 @@ class Space:
         return self._inside[-1]
 
     def ip(self, *lines: str) -> None:
-        """Run lines of `ip` here; the paths in them are those of the machine, so `netns /proc/<pid>/ns/net` works."""
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        """Run lines of `ip` here; the paths in them are those of the machine, so `netns
+        /proc/<pid>/ns/net` works."""
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.PIPE,
+        }
         with _spawn(self._fd, NET, ["ip", "-batch", "-"], **pipes) as process:
             _, said = process.communicate("\n".join(lines))
         if process.returncode:
@@ -78,7 +102,8 @@ class CommandFailed(subprocess.CalledProcessError):
 def finish(
     process: subprocess.Popen[str], *, check: bool = True, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Wait for a program started with popen(**CAPTURED). Raises CommandFailed, and TimeoutExpired after killing it."""
+    """Wait for a program started with popen(**CAPTURED). Raises CommandFailed, and TimeoutExpired
+    after killing it."""
     with process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
@@ -90,10 +115,13 @@ def finish(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def _spawn(space: int | None, kinds: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+def _spawn(
+    space: int | None, kinds: int, argv: Sequence[str], **options: Any
+) -> subprocess.Popen[str]:
     """Start a direct child in the namespaces of a process (its pidfd), or in new ones.
 
-    nsenter would put itself between: signals sent to it never arrive, and killing it leaves the program running.
+    nsenter would put itself between: signals sent to it never arrive, and killing it leaves the
+    program running.
     """
     folder = options.pop("cwd", None) or os.getcwd()
     own = os.pidfd_open(os.getpid())
@@ -111,6 +139,7 @@ def _spawn(space: int | None, kinds: int, argv: Sequence[str], **options: Any) -
 
 
 def enter(space: int | None, kinds: int) -> None:
-    """Move this thread into the namespaces of a process (its pidfd), or into new ones. Raises OSError."""
+    """Move this thread into the namespaces of a process (its pidfd), or into new ones. Raises
+    OSError."""
     if _LIBC.unshare(kinds) if space is None else _LIBC.setns(space, kinds):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,4 +1,5 @@
-"""The hosts together: the switch between them, faults of the network, and Ray on all of them. (driver)"""
+"""The hosts together: the switch between them, faults of the network, and Ray on all of them.
+(driver)"""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from pathlib import Path
 from tests.rig.host import Host, furnish
 from tests.rig.namespaces import CAPTURED, NET, CommandFailed, Space, finish
 
-# Values for ray_up(env=...): a silent host is declared dead after 5 s instead of 62. Ray's default threshold
-# of 5 stays, since two busy cores can well miss one or two checks.
+# Values for ray_up(env=...): a silent host is declared dead after 5 s instead of 62. Ray's default
+# threshold of 5 stays, since two busy cores can well miss one or two checks.
 QUICK_DEATH = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
@@ -37,33 +38,46 @@ class Rig:
     ray_address: str = ""
 
     def cut(self, host: Host, nic: str | None = None) -> None:
-        """Pull the cable at the switch: the host sees no carrier and nobody gets a reset. All NICs without `nic`."""
+        """Pull the cable at the switch: the host sees no carrier and nobody gets a reset. All NICs
+        without `nic`."""
         self.switch.ip(*(f"link set {host.port(each)} down" for each in _chosen(host, nic)))
 
     def restore(self, host: Host, nic: str | None = None) -> None:
         self.switch.ip(*(f"link set {host.port(each)} up" for each in _chosen(host, nic)))
 
     def slow(self, host: Host, rate: str, nic: str | None = None) -> None:
-        """Limit a NIC both ways, in tc's words: `100mbit`. Raises NotImplementedError where the kernel can't."""
+        """Limit a NIC both ways, in tc's words: `100mbit`. Raises NotImplementedError where the
+        kernel can't."""
         for each in _chosen(host, nic):
             for space, device in ((self.switch, host.port(each)), (host.space, each)):
-                words = f"tc qdisc replace dev {device} root tbf rate {rate} burst 64kb latency 100ms"
+                words = (
+                    f"tc qdisc replace dev {device} root tbf rate {rate} burst 64kb latency 100ms"
+                )
                 done = finish(space.spawn(words.split(), **CAPTURED), check=False)
                 if done.returncode:
                     raise NotImplementedError(f"{words!r} on {host.name}: {done.stderr.strip()}")
 
-    def ray_up(self, cpus: int = 2, *, dashboard: bool = False, env: Mapping[str, str] | None = None) -> str:
-        """Start Ray on every host, the head on the first, and return its address. `env` is for Ray's own processes."""
+    def ray_up(
+        self, cpus: int = 2, *, dashboard: bool = False, env: Mapping[str, str] | None = None
+    ) -> str:
+        """Start Ray on every host, the head on the first, and return its address. `env` is for
+        Ray's own processes."""
         head, *others = self.hosts
         self.ray_address = f"{head.address()}:{_RAY_PORT}"
         seen = f"--dashboard-host={head.address()}"  # by this machine too, with the token
-        first = [f"--port={_RAY_PORT}", f"--include-dashboard={str(dashboard).lower()}", seen, "--disable-usage-stats"]
+        first = [
+            f"--port={_RAY_PORT}",
+            f"--include-dashboard={str(dashboard).lower()}",
+            seen,
+            "--disable-usage-stats",
+        ]
         finish(_ray_start(head, cpus, ["--head", *first], env))
         for host, starting in [(host, self._ray_join(host, cpus, env)) for host in others]:
             try:
                 finish(starting)
             except CommandFailed:
-                # Ray gives a new node 30 s to be known at the head, and a machine that is busy with more may need them.
+                # Ray gives a new node 30 s to be known at the head, and a machine that is busy with
+                # more may need them.
                 finish(host.popen([*_RAY, "stop"], **CAPTURED))
                 finish(self._ray_join(host, cpus, env))
         for host in self.hosts:
@@ -74,11 +88,17 @@ class Rig:
         """Start Ray on one more host, or again on one that was killed and booted."""
         finish(self._ray_join(host, cpus, env))
 
-    def _ray_join(self, host: Host, cpus: int, env: Mapping[str, str] | None) -> subprocess.Popen[str]:
+    def _ray_join(
+        self, host: Host, cpus: int, env: Mapping[str, str] | None
+    ) -> subprocess.Popen[str]:
         return _ray_start(host, cpus, [f"--address={self.ray_address}"], env)
 
     def ray_down(self) -> None:
-        for stopping in [host.popen([*_RAY, "stop", "--force"], **CAPTURED) for host in self.hosts if host.space.alive]:
+        for stopping in [
+            host.popen([*_RAY, "stop", "--force"], **CAPTURED)
+            for host in self.hosts
+            if host.space.alive
+        ]:
             finish(stopping)
         for host in self.hosts:
             host.environment.pop("RAY_ADDRESS", None)
@@ -86,10 +106,11 @@ class Rig:
 
 @contextmanager
 def hosts(count: int, nics: Sequence[str] = ("eth0", "ib0")) -> Iterator[Rig]:
-    """Make `count` hosts, each with these NICs on a subnet (10.<n>.<position of the NIC>.0/24) and a switch of its own.
+    """Make `count` hosts, each with these NICs on a subnet (10.<n>.<position of the NIC>.0/24) and
+    a switch of its own.
 
-    Nothing of them is left after the block. If this process is killed, the kernel ends them with it, and the next rig
-    removes the folder.
+    Nothing of them is left after the block. If this process is killed, the kernel ends them with
+    it, and the next rig removes the folder.
     """
     _sweep()
     with ExitStack() as stack:
@@ -111,10 +132,14 @@ def hosts(count: int, nics: Sequence[str] = ("eth0", "ib0")) -> Iterator[Rig]:
 
 
 def _plug_in(switch: Space, nic: str) -> int:
-    """Connect this machine to the first switch by a NIC named after a number nobody uses: its name is the lock."""
+    """Connect this machine to the first switch by a NIC named after a number nobody uses: its name
+    is the lock."""
     taken = _ip("-4 route show table all").stdout
     for number in (n for n in range(80, 250) if f" 10.{n}." not in f" {taken}"):
-        made = _ip(f"link add rig{number} type veth peer name outside netns /proc/{switch.pid}/ns/net", check=False)
+        made = _ip(
+            f"link add rig{number} type veth peer name outside netns /proc/{switch.pid}/ns/net",
+            check=False,
+        )
         if made.returncode == 0:
             switch.ip(f"link set outside up master {nic}")
             _ip(f"link set rig{number} up")
@@ -122,31 +147,52 @@ def _plug_in(switch: Space, nic: str) -> int:
             return number
         if "File exists" not in made.stderr:
             raise RuntimeError(f"no NIC rig{number} can be made: {made.stderr.strip()}")
-    raise RuntimeError("all of 10.80.0.0/16 to 10.249.0.0/16 is in use on this machine; see `ip route`")
+    raise RuntimeError(
+        "all of 10.80.0.0/16 to 10.249.0.0/16 is in use on this machine; see `ip route`"
+    )
 
 
-def _furnish(count: int, nics: Sequence[str], number: int, folder: Path, switch: Space) -> list[Host]:
+def _furnish(
+    count: int, nics: Sequence[str], number: int, folder: Path, switch: Space
+) -> list[Host]:
     made = []
-    names = {f"host{i}": {nic: f"10.{number}.{net}.{i + 1}" for net, nic in enumerate(nics)} for i in range(count)}
+    names = {
+        f"host{i}": {nic: f"10.{number}.{net}.{i + 1}" for net, nic in enumerate(nics)}
+        for i in range(count)
+    }
     token = secrets.token_hex(32)
     for name, addresses in names.items():
         others = [f"{other[nics[0]]} {peer}\n" for peer, other in names.items() if peer != name]
-        each_nic = [f"{address} {peer}-{nic}\n" for peer, its in names.items() for nic, address in its.items()]
+        each_nic = [
+            f"{address} {peer}-{nic}\n"
+            for peer, its in names.items()
+            for nic, address in its.items()
+        ]
         known = "".join(others + each_nic)
-        made.append(Host(name, addresses, folder / name, switch, furnish(folder / name, known, token)))
+        made.append(
+            Host(name, addresses, folder / name, switch, furnish(folder / name, known, token))
+        )
     return made
 
 
-def _ray_start(host: Host, cpus: int, words: list[str], env: Mapping[str, str] | None) -> subprocess.Popen[str]:
-    # A node takes the temp dir of the head unless it is given its own, and 256 MiB of object store is enough for tests.
-    # The log monitor sends workers' output to drivers that want it; it takes more than a second of CPU to start.
+def _ray_start(
+    host: Host, cpus: int, words: list[str], env: Mapping[str, str] | None
+) -> subprocess.Popen[str]:
+    # A node takes the temp dir of the head unless it is given its own, and 256 MiB of object store
+    # is enough for tests. The log monitor sends workers' output to drivers that want it; it takes
+    # more than a second of CPU to start.
     own = [f"--temp-dir={host.environment['RAY_TMPDIR']}/ray", f"--object-store-memory={2**28}"]
-    own += [f"--node-ip-address={host.address()}", f"--num-cpus={cpus}", "--include-log-monitor=false"]
+    own += [
+        f"--node-ip-address={host.address()}",
+        f"--num-cpus={cpus}",
+        "--include-log-monitor=false",
+    ]
     return host.popen([*_RAY, "start", *words, *own], env=env, **CAPTURED)
 
 
 def _sweep() -> None:
-    """Remove the folders of rigs that were killed: their NIC is gone, since it dies with its rig."""
+    """Remove the folders of rigs that were killed: their NIC is gone, since it dies with its
+    rig."""
     for folder in Path(tempfile.gettempdir()).glob("rig*"):
         if not Path("/sys/class/net", folder.name).exists():
             shutil.rmtree(folder, ignore_errors=True)

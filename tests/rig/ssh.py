@@ -1,4 +1,5 @@
-"""Hosts of a rig as bare as bought ones: ssh, a login shell, Python, and no way to the internet. (driver)"""
+"""Hosts of a rig as bare as bought ones: ssh, a login shell, Python, and no way to the internet.
+(driver)"""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from tests.conftest import ROOT
 from tests.rig.host import Host
 
 requires_ssh = pytest.mark.skipif(
-    not all(map(shutil.which, ("ssh", "ssh-keygen", "rsync"))) or not Path("/usr/sbin/sshd").exists(),
+    not all(map(shutil.which, ("ssh", "ssh-keygen", "rsync")))
+    or not Path("/usr/sbin/sshd").exists(),
     reason="ray up logs in to hosts: apt-get install openssh-server rsync",
 )
 
-# A /tmp of its own: Ray keeps ssh's connections and the cluster's state there, under names that all hosts share. "$@":
-# what of the old one the host needs.
+# A /tmp of its own: Ray keeps ssh's connections and the cluster's state there, under names that all
+# hosts share. "$@": what of the old one the host needs.
 _OWN_TMP = """
 mkdir -p /run/old /run/sshd
 mount --bind /tmp /run/old
@@ -41,7 +43,8 @@ PasswordAuthentication no
 StrictModes no
 """
 
-# No internet: all that raydist needs is there. `false` is how pip is told not to fetch what builds a package.
+# No internet: all that raydist needs is there. `false` is how pip is told not to fetch what builds
+# a package.
 _PIP = """
 [global]
 no-index = true
@@ -55,12 +58,15 @@ def key_pair(folder: Path, name: str) -> tuple[Path, str]:
     """A private key, and the public one as a line of authorized_keys."""
     folder.mkdir(exist_ok=True)
     key = folder / name
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "rig", "-f", str(key)], check=True)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "rig", "-f", str(key)], check=True
+    )
     return key, key.with_suffix(".pub").read_text()
 
 
 def settle(host: Host, *profile: str) -> None:
-    """Give a host a /tmp of its own, and root a home and a shell there. `profile`: lines for login shells."""
+    """Give a host a /tmp of its own, and root a home and a shell there. `profile`: lines for login
+    shells."""
     needed = (host.folder, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
     kept = [str(folder) for folder in needed if folder.is_relative_to("/tmp")]
     host.run(["sh", "-ec", _OWN_TMP, "sh", *kept])
@@ -74,14 +80,21 @@ def settle(host: Host, *profile: str) -> None:
 
 def open_door(host: Host, allowed: str) -> None:
     """Let who has the key log in as root."""
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.folder / "host_key")], check=True)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.folder / "host_key")],
+        check=True,
+    )
     write(host.folder / "home/.ssh/authorized_keys", allowed)
     write(host.folder / "sshd_config", _SSHD.format(address=host.address(), disk=host.folder))
-    host.popen(["/usr/sbin/sshd", "-D", "-e", "-f", str(host.folder / "sshd_config")], stderr=subprocess.DEVNULL)
+    host.popen(
+        ["/usr/sbin/sshd", "-D", "-e", "-f", str(host.folder / "sshd_config")],
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def bring_packages(host: Host) -> None:
-    """Give the machine's own Python the packages of the tests' environment, as an image with torch would."""
+    """Give the machine's own Python the packages of the tests' environment, as an image with torch
+    would."""
     ask = "import json, site; print(json.dumps(site.getsitepackages()[0]))"
     own = json.loads(host.run([f"{sys.base_prefix}/bin/python3", "-c", ask]).stdout)
     there = next(path for path in sys.path if path.endswith("site-packages"))

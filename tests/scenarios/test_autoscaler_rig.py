@@ -1,4 +1,5 @@
-"""Ray's own autoscaler brings nodes for a job and takes them away: its fake provider, on a host of the rig."""
+"""Ray's own autoscaler brings nodes for a job and takes them away: its fake provider, on a host of
+the rig."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ NEWER = {
     **CLUSTER["provider"], "type": "external", "launch_multiple": True, "head_node_id": FAKE_HEAD_NODE_ID,
     "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
 }  # fmt: skip
-"""The same provider for Ray's second autoscaler, by another name: under its own it asks for that missing example."""
+"""The same provider for Ray's second autoscaler, by another name: under its own it asks for that
+missing example."""
 NEWER_ENV = {
     "RAY_enable_autoscaler_v2": "1",
     "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
@@ -64,10 +66,26 @@ def head(config: dict[str, Any], more: dict[str, str]) -> Iterator[Host]:
         (made,) = rig.hosts
         file = Path(made.environment["HOME"]) / "cluster.json"
         file.write_text(json.dumps(config))
-        words = [f"--autoscaling-config={file}", f"--node-ip-address={made.address()}", "--port=6379", "--num-cpus=1"]
-        words += [f"--object-store-memory={2**28}", f"--temp-dir={made.environment['RAY_TMPDIR']}/ray"]
-        env = {"PYTHONPATH": str(ROOT), "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", **more}
-        made.run([*RAY, "start", "--head", "--disable-usage-stats", "--include-dashboard=false", *words], env=env)
+        words = [
+            f"--autoscaling-config={file}",
+            f"--node-ip-address={made.address()}",
+            "--port=6379",
+            "--num-cpus=1",
+        ]
+        words += [
+            f"--object-store-memory={2**28}",
+            f"--temp-dir={made.environment['RAY_TMPDIR']}/ray",
+        ]
+        env = {
+            "PYTHONPATH": str(ROOT),
+            "RAY_FAKE_CLUSTER": "1",
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            **more,
+        }
+        made.run(
+            [*RAY, "start", "--head", "--disable-usage-stats", "--include-dashboard=false", *words],
+            env=env,
+        )
         made.environment["RAY_ADDRESS"] = f"{made.address()}:6379"
         yield made
 
@@ -81,14 +99,26 @@ def host() -> Iterator[Host]:
 def start(host: Host, folder: Path, *words: str) -> subprocess.Popen[str]:
     folder.mkdir()
     (folder / "slow.py").write_text(JOB)
-    command = ["python", "-m", "raydist.train", f"hydra.run.dir={folder}/run", "watch.progress=none", *WORDS, *words]
+    command = [
+        "python",
+        "-m",
+        "raydist.train",
+        f"hydra.run.dir={folder}/run",
+        "watch.progress=none",
+        *WORDS,
+        *words,
+    ]
     log = (folder / "screen.txt").open("w")
     return host.popen(command, env={"PYTHONPATH": str(ROOT)}, cwd=folder, stdout=log, stderr=log)
 
 
 def events(folder: Path, *kinds: str) -> list[Event]:
     path = folder / "run" / "events.jsonl"
-    return [happened for happened in read_events(path) if happened["kind"] in kinds] if path.exists() else []
+    return (
+        [happened for happened in read_events(path) if happened["kind"] in kinds]
+        if path.exists()
+        else []
+    )
 
 
 def alive(host: Host, patience: int = 0) -> int:
@@ -131,8 +161,12 @@ def test_what_no_kind_of_node_can_hold_is_refused_at_once(host: Host, tmp_path: 
 def test_rays_second_autoscaler_is_understood_too(tmp_path: Path) -> None:
     with head({**CLUSTER, "provider": NEWER}, NEWER_ENV) as newer:
         assert any("autoscaler/v2/monitor.py" in line for line in newer.processes().values())
-        # On Kubernetes it is in a container of its own: that there is one is then all that can be known.
-        code = "import ray, raydist.cluster.autoscaler as it; ray.init(logging_level='ERROR'); print(it.is_active())"
+        # On Kubernetes it is in a container of its own: that there is one is then all that can be
+        # known.
+        code = (
+            "import ray, raydist.cluster.autoscaler as it; ray.init(logging_level='ERROR'); "
+            "print(it.is_active())"
+        )
         assert "True" in newer.run(["python", "-c", code], env={"PYTHONPATH": str(ROOT)}).stdout
         refused(newer, tmp_path / "never")
         run = start(newer, tmp_path / "run", "scale=1x2")

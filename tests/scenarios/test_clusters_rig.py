@@ -1,4 +1,5 @@
-"""cluster.yaml as it is shipped: `ray up` over ssh from a person's own machine, a run on three hosts, `ray down`."""
+"""cluster.yaml as it is shipped: `ray up` over ssh from a person's own machine, a run on three
+hosts, `ray down`."""
 
 from __future__ import annotations
 
@@ -20,8 +21,15 @@ from tests.rig.namespaces import CAPTURED, finish
 from tests.rig.ssh import bring_packages, key_pair, open_door, requires_ssh, settle
 from tests.test_rig import wait_until
 
-pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.timeout(600), requires_root, requires_ssh]
-# `ray down` stops the head; the others end when they have not heard of it for a minute, here for five seconds.
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.ray,
+    pytest.mark.timeout(600),
+    requires_root,
+    requires_ssh,
+]
+# `ray down` stops the head; the others end when they have not heard of it for a minute, here for
+# five seconds.
 QUICK_END = "export RAY_gcs_rpc_server_reconnect_timeout_s=5"
 
 EXPECTED = {
@@ -37,7 +45,8 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    """Three hosts with nothing but Python, torch and sshd, and a fourth that is the person's: it has the key."""
+    """Three hosts with nothing but Python, torch and sshd, and a fourth that is the person's: it
+    has the key."""
     with hosts(4, nics=("eth0",)) as rig:
         for host in rig.hosts:
             (host.folder / "home/.ray/auth_token").unlink()
@@ -58,7 +67,9 @@ def check_out(own: Host, rig: Rig) -> None:
     for name in (name for name in shipped if not name.startswith("~")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(ROOT / name, folder / name)
     lines = (ROOT / "cluster.yaml").read_text()
@@ -76,16 +87,24 @@ def check_out(own: Host, rig: Rig) -> None:
 def commands() -> list[str]:
     """The lines of the README's part on clusters, as they are."""
     (part,) = re.findall(
-        r"^## A cluster of your own$(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^## A cluster of your own$(.*?)^## ",
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     return [line.strip() for line in part.splitlines() if line.startswith("    ")]
 
 
 def start(own: Host, *lines: str, **options: Any) -> subprocess.Popen[str]:
     """Lines typed at the person's own machine, one after the other: with nothing set but a home."""
-    unset = [f"--unset={name}" for name in own.environment if name not in ("HOME", "PATH", "TERM", "LANG")]
+    unset = [
+        f"--unset={name}"
+        for name in own.environment
+        if name not in ("HOME", "PATH", "TERM", "LANG")
+    ]
     there = own.folder / "home/raydist"
-    return own.popen(["env", *unset, "bash", "-e", "-c", "\n".join(lines)], cwd=there, **{**CAPTURED, **options})
+    return own.popen(
+        ["env", *unset, "bash", "-e", "-c", "\n".join(lines)], cwd=there, **{**CAPTURED, **options}
+    )
 
 
 def typed(own: Host, *lines: str) -> str:
@@ -98,9 +117,15 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
     token, up, status, dashboard, export, submit, down = commands()
     typed(own, token, up)
     # to ask costs seconds of the CPU that sets up the others
-    wait_until(lambda: all(any("raylet" in line for line in of_ray(node)) for node in nodes), "three raylets", 150)
+    wait_until(
+        lambda: all(any("raylet" in line for line in of_ray(node)) for node in nodes),
+        "three raylets",
+        150,
+    )
     wait_until(lambda: "3 local.cluster.node" in typed(own, status), "three nodes", 150)
-    tunnel = start(own, dashboard.removesuffix(" &"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    tunnel = start(
+        own, dashboard.removesuffix(" &"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     reached = "until (exec 3<>/dev/tcp/127.0.0.1/8265) 2>/dev/null; do sleep 0.2; done"
     screen = typed(own, reached, export, submit)
     patience(own, export)
@@ -110,12 +135,18 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
 
     assert (nodes[0].folder / "home/saved").exists()
     (told,) = (nodes[0].folder / "home/raydist/runs").glob("*/*/result.json")
-    assert json.loads(told.read_text())["world_size"] == sum(1 for _ in told.parent.glob("logs/rank-*.log"))
-    for node in nodes:  # who has no key of the cluster's gets nothing, and others of the machine can't read it
+    assert json.loads(told.read_text())["world_size"] == sum(
+        1 for _ in told.parent.glob("logs/rank-*.log")
+    )
+    for node in (
+        nodes
+    ):  # who has no key of the cluster's gets nothing, and others of the machine can't read it
         key = node.folder / "home/.ray/auth_token"
         assert key.read_text() == (own.folder / "home/.ray/auth_token").read_text()
         assert key.stat().st_mode & 0o77 == 0
-    versions = [(node.folder / "home/.raydist/src/deploy/node/versions.txt").read_text() for node in nodes]
+    versions = [
+        (node.folder / "home/.raydist/src/deploy/node/versions.txt").read_text() for node in nodes
+    ]
     assert versions == versions[:1] * 3, "all nodes install what the head has"
     assert f"\nray=={ray.__version__}\n" in versions[0]
     started = environment_of(nodes[0], "gcs_server")
@@ -124,7 +155,9 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
         assert stat.S_IMODE((node.root / "tmp/ray-0").stat().st_mode) == 0o700
 
     typed(own, down)
-    wait_until(lambda: [of_ray(node) for node in nodes] == [[], [], []], "three hosts without Ray", 100)
+    wait_until(
+        lambda: [of_ray(node) for node in nodes] == [[], [], []], "three hosts without Ray", 100
+    )
 
 
 LATE = """
@@ -140,7 +173,13 @@ def patience(own: Host, export: str) -> None:
     (own.folder / "home/late").mkdir()
     (own.folder / "home/late/late.py").write_text(LATE)
     sent = "ray job submit --submission-id late --no-wait --working-dir ~/late -- python late.py"
-    typed(own, export, sent, "until ray job logs late | grep -q ^begun; do sleep 0.5; done", "ray job stop late")
+    typed(
+        own,
+        export,
+        sent,
+        "until ray job logs late | grep -q ^begun; do sleep 0.5; done",
+        "ray job stop late",
+    )
     assert "was stopped" in typed(own, export, "ray job status late")
 
 

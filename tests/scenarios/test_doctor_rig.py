@@ -19,16 +19,27 @@ pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    """Three hosts whose Ray says that each has a GPU: no rank is started, and NCCL's dry run needs none."""
+    """Three hosts whose Ray says that each has a GPU: no rank is started, and NCCL's dry run needs
+    none."""
     with hosts(3) as made:
         made.ray_up(cpus=1, env={"PYTHONPATH": str(ROOT), "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'})
         yield made
 
 
-def doctor(rig: Rig, *words: str, code: int) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+def doctor(
+    rig: Rig, *words: str, code: int
+) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """The report that --json gives on the first host, and its findings by check."""
     first = rig.hosts[0]
-    command = ["python", "-m", "raydist.tools.doctor", "--json", "--timeout=1", "scale=cluster", *words]
+    command = [
+        "python",
+        "-m",
+        "raydist.tools.doctor",
+        "--json",
+        "--timeout=1",
+        "scale=cluster",
+        *words,
+    ]
     home = first.folder / "home"
     done = first.run(command, check=False, cwd=home, env={"PYTHONPATH": str(ROOT)}, timeout=240)
     assert done.returncode == code, done.stdout + done.stderr
@@ -46,12 +57,22 @@ CPU = ("backend=gloo", "scale.gpus=0")
 def test_three_healthy_hosts_are_fine_and_their_loopback_names_only_a_warning(rig: Rig) -> None:
     report, found = doctor(rig, code=0)
     assert report["job"] == "3 ranks on 3 nodes, backend nccl, over eth0"
-    assert {"lookup", "rendezvous", "peers", "mtu", "latency", "clock", "gloo", "nccl", "versions"} <= set(
-        report["checks"]
-    )
+    assert {
+        "lookup",
+        "rendezvous",
+        "peers",
+        "mtu",
+        "latency",
+        "clock",
+        "gloo",
+        "nccl",
+        "versions",
+    } <= set(report["checks"])
     assert report["network"]["calls"] == 6
     assert [finding["level"] for finding in found.pop("hostname")] == ["warn"]
-    assert not {finding["check"] for own in found.values() for finding in own if finding["level"] != "note"} - {
+    assert not {
+        finding["check"] for own in found.values() for finding in own if finding["level"] != "note"
+    } - {
         "latency"  # a machine that is busy with other things
     }
 
@@ -73,7 +94,9 @@ def test_a_link_that_is_broken_between_two_hosts_is_found_and_named(rig: Rig) ->
 
 def test_a_host_whose_packets_are_dropped_like_by_a_firewall_is_found(rig: Rig) -> None:
     port = rig.hosts[2].port("ib0")
-    rig.switch.ip(f"link set {port} nomaster")  # its NIC has a carrier, and what it sends goes nowhere
+    rig.switch.ip(
+        f"link set {port} nomaster"
+    )  # its NIC has a carrier, and what it sends goes nowhere
     try:
         report, found = doctor(rig, *CPU, "fabric.interface=ib0", code=1)
     finally:
@@ -87,8 +110,17 @@ def test_a_pulled_cable_is_named_as_train_would(rig: Rig) -> None:
     first, _, last = rig.hosts
     rig.cut(last, "ib0")
     try:
-        command = ["python", "-m", "raydist.tools.doctor", "scale=cluster", *CPU, "fabric.interface=ib0"]
-        done = first.run(command, check=False, cwd=first.folder / "home", env={"PYTHONPATH": str(ROOT)})
+        command = [
+            "python",
+            "-m",
+            "raydist.tools.doctor",
+            "scale=cluster",
+            *CPU,
+            "fabric.interface=ib0",
+        ]
+        done = first.run(
+            command, check=False, cwd=first.folder / "home", env={"PYTHONPATH": str(ROOT)}
+        )
     finally:
         rig.restore(last, "ib0")
     assert done.returncode == 2
@@ -100,7 +132,9 @@ def test_a_path_that_loses_long_packets_is_told_from_one_that_loses_all(rig: Rig
     last = rig.hosts[2]
     rig.switch.ip(f"link set {last.port('ib0')} mtu 1400")
     for host in rig.hosts:
-        host.run(["ip", "link", "set", "ib0", "gso_max_segs", "1"])  # a veth lets a bundle pass that no wire would
+        host.run(
+            ["ip", "link", "set", "ib0", "gso_max_segs", "1"]
+        )  # a veth lets a bundle pass that no wire would
     try:
         report, found = doctor(rig, *CPU, "fabric.interface=ib0", code=1)
     finally:
@@ -111,7 +145,11 @@ def test_a_path_that_loses_long_packets_is_told_from_one_that_loses_all(rig: Rig
 
 
 def test_words_that_lead_gloo_and_nccl_astray_and_a_folder_that_is_not_shared(rig: Rig) -> None:
-    words = ("env.GLOO_SOCKET_IFNAME=lo", "env.NCCL_SOCKET_IFNAME='^eth0,ib0,docker0'", "hydra.run.dir=/run/mine")
+    words = (
+        "env.GLOO_SOCKET_IFNAME=lo",
+        "env.NCCL_SOCKET_IFNAME='^eth0,ib0,docker0'",
+        "hydra.run.dir=/run/mine",
+    )
     _, found = doctor(rig, *words, code=1)
     (gloo,), (nccl,), (folder,) = found["gloo"], found["nccl"], found["run folder"]
     assert (gloo["text"], gloo["level"]) == ("gloo would use 127.0.0.1, not eth0", "fail")
@@ -143,7 +181,9 @@ def test_a_silent_name_server_is_found_and_the_resolvers_options_shorten_the_loo
     with hosts(1) as rig:
         (host,) = rig.hosts
         (host.root / "etc/nsswitch.conf").write_text("hosts: files dns\n")
-        (host.root / "etc/resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:4 attempts:1\n")
+        (host.root / "etc/resolv.conf").write_text(
+            "nameserver 127.0.0.1\noptions timeout:4 attempts:1\n"
+        )
         server = host.popen(["python", "-c", SILENT_NAME_SERVER], stdout=subprocess.PIPE)
         assert server.stdout is not None
         assert server.stdout.readline() == "listening\n"

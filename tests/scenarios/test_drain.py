@@ -1,4 +1,5 @@
-"""Nodes that the cluster takes away with a word before: a real cluster of several nodes, really drained."""
+"""Nodes that the cluster takes away with a word before: a real cluster of several nodes, really
+drained."""
 
 from __future__ import annotations
 
@@ -17,14 +18,22 @@ from tests.conftest import ROOT
 from tests.programs import HEAD, Program
 from tests.scenarios.test_restart_run import WORDS
 
-JOB = "import raydist\nfrom tests import faults\n\ndef job(config):\n    return faults.training(config, pause=0.02)\n"
+JOB = (
+    "import raydist\nfrom tests import faults\n\ndef job(config):\n    return "
+    "faults.training(config, pause=0.02)\n"
+)
 LEFT_S = 60
 
 
 def found(draining: dict[str, float], *nodes: str) -> DrainNotice | None:
     """What is told to a gang with one rank on each of these nodes, at 100 seconds."""
-    held = [Node(id=name, ip=f"10.0.0.{i}", host=f"host-{name}", total={}, free={}) for i, name in enumerate(nodes)]
-    return cluster_drain.drain_notice([Slot(i, 0, i, 1, i, node) for i, node in enumerate(held)], draining, 100.0)
+    held = [
+        Node(id=name, ip=f"10.0.0.{i}", host=f"host-{name}", total={}, free={})
+        for i, name in enumerate(nodes)
+    ]
+    return cluster_drain.drain_notice(
+        [Slot(i, 0, i, 1, i, node) for i, node in enumerate(held)], draining, 100.0
+    )
 
 
 def test_only_nodes_of_the_gang_are_of_interest() -> None:
@@ -84,7 +93,14 @@ def test_a_drained_node_is_left_in_time_at_no_budget_and_no_step_is_lost(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "slow.py").write_text(JOB)
     # hardly ever a snapshot: the step after which all ranks stop is kept
-    words = ("job=slow.py", "scale=2x1", *WORDS, "train.epochs=12", "snapshot.every=1000", "checkpoint.every=100000")
+    words = (
+        "job=slow.py",
+        "scale=2x1",
+        *WORDS,
+        "train.epochs=12",
+        "snapshot.every=1000",
+        "checkpoint.every=100000",
+    )
     run = Program(tmp_path, *words, "restart.max=1", address=cluster.address)
     run.until_step(20)
     (first,) = run.events("plan")
@@ -103,6 +119,11 @@ def test_a_drained_node_is_left_in_time_at_no_budget_and_no_step_is_lost(
     assert [happened["reason"] for happened in run.events("stop")] == ["its nodes are drained"]
     assert run.events("saved")[0]["step"] == run.events("failure")[0]["reached"] - back["repeated"]
     page = (run.run_dir / "blame-1.txt").read_text()
-    for word in ("left its node: Ray drains", "nothing has failed", "restart 1: all ranks", " + save "):
+    for word in (
+        "left its node: Ray drains",
+        "nothing has failed",
+        "restart 1: all ranks",
+        " + save ",
+    ):
         assert word in page
     assert run.left() == []

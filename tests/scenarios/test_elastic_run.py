@@ -1,4 +1,5 @@
-"""Nodes go and come while a job runs: it goes on with fewer, then with more, or a spare takes over. Real Ray nodes."""
+"""Nodes go and come while a job runs: it goes on with fewer, then with more, or a spare takes over.
+Real Ray nodes."""
 
 from __future__ import annotations
 
@@ -57,7 +58,11 @@ while not go:
         os.replace("at.new", "at")
     time.sleep(0.05)
 """
-QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 500}
+QUICK = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 500,
+}
 
 
 KNOWN = """
@@ -95,7 +100,14 @@ class Site:
         (folder / "known.py").write_text(KNOWN)
         job = () if any(word.startswith("script=") for word in words) else WORDS
         self.runs.append(
-            Program(folder, "watch.progress=none", *job, *words, address=self.cluster.address, module=module)
+            Program(
+                folder,
+                "watch.progress=none",
+                *job,
+                *words,
+                address=self.cluster.address,
+                module=module,
+            )
         )
         return self.runs[-1]
 
@@ -159,8 +171,11 @@ def whole(grounds: Site, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two runs have seen the same samples: sums in another order differ in the last bits."""
-    return all(torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-5) for name in {**one, **other})
+    """Whether two runs have seen the same samples: sums in another order differ in the last
+    bits."""
+    return all(
+        torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-5) for name in {**one, **other}
+    )
 
 
 def test_a_run_goes_on_with_fewer_nodes_and_with_more(
@@ -181,7 +196,11 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(
     page = (run.run_dir / "blame-1.txt").read_text()
     assert "fewer nodes: 2 instead of 3" in page
     assert "another node for" not in page
-    steps = [event["step"] for event in run.events("report") if event["rank"] == 0 and "loss" in event["values"]]
+    steps = [
+        event["step"]
+        for event in run.events("report")
+        if event["rank"] == 0 and "loss" in event["values"]
+    ]
     assert len(steps) - len(set(steps)) <= lost["repeated"]
 
 
@@ -189,12 +208,20 @@ def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
     site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
     _, third, fourth = (site.add() for _ in range(3))
-    run = site.start(tmp_path / "run", "scale=1..4x1", "parallel=fsdp", "parallel.blocks=Linear", "snapshot.every=1")
+    run = site.start(
+        tmp_path / "run",
+        "scale=1..4x1",
+        "parallel=fsdp",
+        "parallel.blocks=Linear",
+        "snapshot.every=1",
+    )
     run.until_step(3)
     for node, left in ((fourth, 3), (third, 2)):
         site.remove(node)
         resized(run, *range(4, left - 1, -1))
-        run.until_step(run.events("restarted")[-1]["step"] + 2)  # its copies are on the next node then
+        run.until_step(
+            run.events("restarted")[-1]["step"] + 2
+        )  # its copies are on the next node then
     site.add()
     site.add()
     run.until(lambda: sizes(run)[-1] == 4, "size 4")  # at once, or after 3
@@ -210,7 +237,9 @@ def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
     assert {event["repeated"] for event in back} == {0}
 
 
-def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_disk(site: Site, tmp_path: Path) -> None:
+def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_disk(
+    site: Site, tmp_path: Path
+) -> None:
     second = site.add()
     run = site.start(tmp_path / "run", "scale=2..3x1", "scale.wait_s=2", "snapshot.every=1")
     run.until_step(3)
@@ -221,13 +250,23 @@ def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_di
     assert saved is not None
     assert 0 <= failure["reached"] - saved.step <= 1  # the one in flight
     assert result["error"] == "LaunchError"
-    assert "gave up after 2 s (scale.wait_s): waiting for 1 more node with 1 CPU" in result["failure"]
+    assert (
+        "gave up after 2 s (scale.wait_s): waiting for 1 more node with 1 CPU" in result["failure"]
+    )
     assert run.left() == []
 
 
 @requires_horovod
-def test_horovod_goes_on_with_more_ranks(site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
-    run = site.start(tmp_path / "run", "backend=horovod", "scale=1..2x2", "scale.cpus=0.5", "data.global_batch=30")
+def test_horovod_goes_on_with_more_ranks(
+    site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    run = site.start(
+        tmp_path / "run",
+        "backend=horovod",
+        "scale=1..2x2",
+        "scale.cpus=0.5",
+        "data.global_batch=30",
+    )
     run.until_step(3)
     site.add()
     resized(run, 2, 4)
@@ -236,7 +275,9 @@ def test_horovod_goes_on_with_more_ranks(site: Site, tmp_path: Path, whole: dict
     assert (grown["resized"], grown["repeated"]) == (True, 0)
 
 
-def test_a_spare_takes_over_and_its_server_was_warm(site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
+def test_a_spare_takes_over_and_its_server_was_warm(
+    site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
     others = [site.add() for _ in range(2)]
     run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1")
     run.until_step(3)
@@ -257,7 +298,11 @@ def test_a_spare_takes_over_and_its_server_was_warm(site: Site, tmp_path: Path, 
 def test_a_run_grows_beside_a_node_that_the_ledger_avoids(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second, third, bad = site.add(), site.add(), site.add(cpus=4)  # Ray takes the one with the most room first
+    second, third, bad = (
+        site.add(),
+        site.add(),
+        site.add(cpus=4),
+    )  # Ray takes the one with the most room first
     monkeypatch.setenv("BAD", bad.node_id)
     run = site.start(tmp_path / "run", "scale=1..2x1", module="known")
     run.until_step(3)
@@ -265,15 +310,23 @@ def test_a_run_grows_beside_a_node_that_the_ledger_avoids(
     site.remove(next(node for node in (second, third) if node.node_id in used))
     resized(run, 2, 1, 2)
     ended(run)
-    assert bad.node_id not in [slot["node"] for event in run.events("plan", "resize") for slot in event["slots"]]
-    assert {(event["node"], event["avoided"]) for event in run.events("avoid")} == {(bad.node_id, True)}
+    assert bad.node_id not in [
+        slot["node"] for event in run.events("plan", "resize") for slot in event["slots"]
+    ]
+    assert {(event["node"], event["avoided"]) for event in run.events("avoid")} == {
+        (bad.node_id, True)
+    }
 
 
 def drained(run: Program, site: Site, node: Any) -> None:
     """Return once Ray has drained that node, and the run goes on without it."""
     drain(site.cluster.address, node.node_id)
     run.until(lambda: len(run.events("restarted")) == 1, "step after the drain")
-    (told,), (back,), (failure,) = run.events("notice"), run.events("restarted"), run.events("failure")
+    (told,), (back,), (failure,) = (
+        run.events("notice"),
+        run.events("restarted"),
+        run.events("failure"),
+    )
     assert told["hosts"]
     assert (failure["cause"]["how"], failure["cause"]["preempted"]) == ("drained", True)
     assert back["repeated"] == 0  # all ranks have stopped after the same step
@@ -283,7 +336,9 @@ def drained(run: Program, site: Site, node: Any) -> None:
     assert run.events("saved")[0]["step"] == failure["reached"] - back["repeated"]
 
 
-def test_a_spare_takes_the_place_of_a_drained_node(site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
+def test_a_spare_takes_the_place_of_a_drained_node(
+    site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
     others = [site.add() for _ in range(2)]
     run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1", "restart.max=1")
     run.until_step(3)
@@ -294,10 +349,14 @@ def test_a_spare_takes_the_place_of_a_drained_node(site: Site, tmp_path: Path, w
     assert (taken["instead"], taken["node"]) == (left.node_id, plan["spares"][0]["node"])
     assert same(ended(run), whole)
     assert sizes(run) == [2]
-    assert [(end["how"], end["preempted"]) for end in run.result()["restarts"]] == [("drained", True)]
+    assert [(end["how"], end["preempted"]) for end in run.result()["restarts"]] == [
+        ("drained", True)
+    ]
 
 
-def test_a_drained_node_leaves_a_run_that_goes_on_with_fewer_and_scales(site: Site, tmp_path: Path) -> None:
+def test_a_drained_node_leaves_a_run_that_goes_on_with_fewer_and_scales(
+    site: Site, tmp_path: Path
+) -> None:
     second = site.add()
     words = ("data.resize=scale", "data.batch_size=16", "optim.scaling=linear", "optim.scaling_batch=32",
              "optim.schedule=linear", "optim.warmup=2", "train.steps=null", "train.epochs=8")  # fmt: skip
@@ -306,12 +365,16 @@ def test_a_drained_node_leaves_a_run_that_goes_on_with_fewer_and_scales(site: Si
     drained(run, site, second)
     ended(run)
     assert sizes(run) == [2, 1]
-    assert [(end["how"], end["preempted"]) for end in run.result()["restarts"]] == [("drained", True)]
-    # 16 samples of each rank, and a rate that goes with them: 0.005 is for 32. The schedule goes on from its place: of
-    # the 2048 samples the first 64 are the warm-up
+    assert [(end["how"], end["preempted"]) for end in run.result()["restarts"]] == [
+        ("drained", True)
+    ]
+    # 16 samples of each rank, and a rate that goes with them: 0.005 is for 32. The schedule goes on
+    # from its place: of the 2048 samples the first 64 are the warm-up
     changed = run.events("failure")[0]["reached"] - run.events("restarted")[0]["repeated"]
     reports = {
-        each["step"]: each["values"] for each in run.events("report") if each["rank"] == 0 and "lr" in each["values"]
+        each["step"]: each["values"]
+        for each in run.events("report")
+        if each["rank"] == 0 and "lr" in each["values"]
     }
     for step, values in reports.items():
         assert values["samples"] == 32 * min(step, changed) + 16 * max(0, step - changed)
@@ -321,7 +384,9 @@ def test_a_drained_node_leaves_a_run_that_goes_on_with_fewer_and_scales(site: Si
     assert reports[max(reports)]["samples"] == 2048
 
 
-def test_a_script_goes_on_from_its_own_checkpoint_at_another_size(site: Site, tmp_path: Path) -> None:
+def test_a_script_goes_on_from_its_own_checkpoint_at_another_size(
+    site: Site, tmp_path: Path
+) -> None:
     second = site.add()
     run = site.start(tmp_path / "run", "script=own.py", "scale=1..2x1")
     run.until(lambda: worlds(run) == [2], "step")

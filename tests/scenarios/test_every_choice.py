@@ -1,4 +1,5 @@
-"""Every choice of every group in conf/, and every command of the pages, with 1 to 4 ranks, as a person types them.
+"""Every choice of every group in conf/, and every command of the pages, with 1 to 4 ranks, as a
+person types them.
 
 Each runs to its end, or is refused with exit code 2 before a rank is started.
 """
@@ -56,17 +57,21 @@ REFUSED = {
 """Choices and commands that must be refused with 2: a pattern for `N ranks: WORDS`, and why."""
 FAILS = {
     r"job=cifar10": "torchvision knows the checksums of its files, which can't be made",
-    r"^[234] ranks: parallel=tp$": "a job may plan the layers of its model: only the ranks know whether it does",
+    r"^[234] ranks: parallel=tp$": "a job may plan the layers of its model: only the ranks know "
+    "whether it does",
 }
 """What the ranks refuse themselves, as REFUSED: the run fails with 1, and names the setting."""
 
 NOT_HERE = {
     r"s3://": "no bucket; tests/scenarios/test_storage_rig.py has one",
-    r"tools\.submit|--job|--address": "no dashboard; tests/scenarios/test_submit_rig.py and test_watch_rig.py have one",
-    r"_sweep$": "the folder of a sweep; tests/scenarios/test_sweep.py resumes one, test_sweep_watched.py shows one",
+    r"tools\.submit|--job|--address": "no dashboard; tests/scenarios/test_submit_rig.py and "
+    "test_watch_rig.py have one",
+    r"_sweep$": "the folder of a sweep; tests/scenarios/test_sweep.py resumes one, "
+    "test_sweep_watched.py shows one",
     r"-m bench": "the figures of a whole machine; tests/test_bench.py",
 }
-"""Commands of the pages that can't be typed here: a pattern, why, and which test types one like it."""
+"""Commands of the pages that can't be typed here: a pattern, why, and which test types one like
+it."""
 
 MADE_SMALL = {
     r"'?scale(\.nodes)?=\d*\.\.\d+(x\d+)?'?": "scale=1..2x{ranks}",
@@ -86,7 +91,12 @@ MADE_SMALL = {
     r"--max 1G": "--max 2M",
 }
 """What a command has on one node with 4 CPUs in place of what it has on a page."""
-OF_RANKS = ("raydist.train", "raydist.tools.sweep", "raydist.tools.bandwidth", "raydist.tools.doctor")
+OF_RANKS = (
+    "raydist.train",
+    "raydist.tools.sweep",
+    "raydist.tools.bandwidth",
+    "raydist.tools.doctor",
+)
 """Commands that start ranks, as many as `scale=` says, on this machine if it is not typed."""
 NO_RANKS = r"tools\.plan|--cfg|trian|backend=nccl"
 """Commands that start no ranks, though they have `scale=`."""
@@ -122,7 +132,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module", autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Trackers keep caches and settings in the home, and would use an account that is found there."""
+    """Trackers keep caches and settings in the home, and would use an account that is found
+    there."""
     with pytest.MonkeyPatch.context() as on:
         on.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         on.setenv("WANDB_MODE", "offline")
@@ -130,7 +141,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def choices() -> Iterator[tuple[str, ...]]:
-    """One choice of one group at a time: the files of conf/ are the list. `parallel=` with both kinds of model."""
+    """One choice of one group at a time: the files of conf/ are the list. `parallel=` with both
+    kinds of model."""
     for path in sorted(ROOT.glob("conf/*/*.yaml")):
         word = f"{path.parent.name}={path.stem}"
         yield (word, *NEEDS.get(word, ()))
@@ -146,7 +158,9 @@ def run(folder: Path, address: str, words: tuple[str, ...], ranks: int) -> Progr
 
 
 def write_files(folder: Path) -> None:
-    (example,) = re.findall(r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = re.findall(
+        r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
     programs = dict.fromkeys(("FILE.py", "package/module.py", "pkg/train.py", "train.py"), TRAIN)
     programs |= {"mine.py": example, "solve.py": SUM, "command": "#!/bin/sh\necho rank $RANK\n"}
     programs["a.out"] = f"#!{sys.executable}\n{SUM.replace('sys.argv[1:]', '[]')}"
@@ -185,7 +199,10 @@ def assert_ends(program: Program, expected: int) -> None:
 
 def started(program: Program) -> bool:
     """Whether it has started ranks."""
-    return any('"kind": "began"' in path.read_text() for path in program.folder.glob("runs/*/*/events.jsonl"))
+    return any(
+        '"kind": "began"' in path.read_text()
+        for path in program.folder.glob("runs/*/*/events.jsonl")
+    )
 
 
 @pytest.mark.parametrize("words", [*choices()], ids="_".join)
@@ -196,7 +213,8 @@ def test_a_choice(words: tuple[str, ...], ranks: int, tmp_path: Path, ray_addres
 
 
 def typed() -> Iterator[tuple[tuple[str, ...], int]]:
-    """The commands of the pages that can be typed here, each with each number of ranks; one without ranks once."""
+    """The commands of the pages that can be typed here, each with each number of ranks; one without
+    ranks once."""
     seen = {frozenset(short("raydist.train", *words)) for words in choices()}
     for shown in commands.shown():
         if any(re.search(pattern, shlex.join(shown)) for pattern in NOT_HERE):
@@ -209,7 +227,8 @@ def typed() -> Iterator[tuple[tuple[str, ...], int]]:
 
 
 def small(words: tuple[str, ...]) -> tuple[str, ...]:
-    """What follows `python -m`: the command as it is typed here, with {ranks} for the number of ranks."""
+    """What follows `python -m`: the command as it is typed here, with {ranks} for the number of
+    ranks."""
     text = shlex.join(words)
     for pattern, instead in MADE_SMALL.items():
         text = re.sub(pattern, instead, text)
@@ -235,9 +254,13 @@ def short(module: str, *words: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks"), [*typed()], ids=lambda value: value if isinstance(value, int) else "_".join(value)
+    ("words", "ranks"),
+    [*typed()],
+    ids=lambda value: value if isinstance(value, int) else "_".join(value),
 )
-def test_a_command_of_the_pages(words: tuple[str, ...], ranks: int, tmp_path: Path, ray_address: str) -> None:
+def test_a_command_of_the_pages(
+    words: tuple[str, ...], ranks: int, tmp_path: Path, ray_address: str
+) -> None:
     if "raydist.tools.watch" in words:
         write_run(tmp_path / "runs/digits/2026-11-22_18-57-42")
     program = run(tmp_path, ray_address, words, ranks)
@@ -250,4 +273,6 @@ def test_a_command_of_the_pages(words: tuple[str, ...], ranks: int, tmp_path: Pa
 def test_what_is_left_out_or_made_small_is_on_the_pages() -> None:
     shown = [shlex.join(words) for words in commands.shown()]
     patterns = [*NOT_HERE, *MADE_SMALL, SERVES]
-    assert [pattern for pattern in patterns if not any(re.search(pattern, text) for text in shown)] == []
+    assert [
+        pattern for pattern in patterns if not any(re.search(pattern, text) for text in shown)
+    ] == []

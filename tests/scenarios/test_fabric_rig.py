@@ -1,4 +1,5 @@
-"""On three real hosts, each of whose names leads to 127.0.1.1: which network carried a run, and which host is slow."""
+"""On three real hosts, each of whose names leads to 127.0.1.1: which network carried a run, and
+which host is slow."""
 
 from __future__ import annotations
 
@@ -45,11 +46,14 @@ def rig() -> Iterator[Rig]:
 
 
 def trained(rig: Rig, *words: str, **env: str) -> tuple[dict[str, int], str, dict[str, Any]]:
-    """A run on all hosts: the bytes that each kind of NIC sent meanwhile, the screen, and the result."""
+    """A run on all hosts: the bytes that each kind of NIC sent meanwhile, the screen, and the
+    result."""
     home = rig.hosts[0].folder / "home"
     shutil.rmtree(home / "runs", ignore_errors=True)
     before = {nic: sum(host.bytes(nic)[1] for host in rig.hosts) for nic in NICS}
-    done = rig.hosts[0].run(["python", "-m", "raydist.train", *WORDS, *words], env={**CODE, **env}, cwd=home)
+    done = rig.hosts[0].run(
+        ["python", "-m", "raydist.train", *WORDS, *words], env={**CODE, **env}, cwd=home
+    )
     sent = {nic: sum(host.bytes(nic)[1] for host in rig.hosts) - before[nic] for nic in NICS}
     (result,) = home.glob("runs/train/*/result.json")
     return sent, done.stdout, json.loads(Path(result).read_text())
@@ -72,7 +76,8 @@ def test_the_bytes_are_on_the_network_that_was_asked_for(
 
 
 def test_what_a_site_has_set_wins_and_is_told(rig: Rig) -> None:
-    """Its nccl.conf, on one host: the plan's variables there are the site's, and the reason says so."""
+    """Its nccl.conf, on one host: the plan's variables there are the site's, and the reason says
+    so."""
     conf = rig.hosts[1].root / "etc" / "nccl.conf"
     conf.write_text("NCCL_SOCKET_IFNAME==ib0\n")
     told = ["python", "-c", ASK]
@@ -106,19 +111,32 @@ print(json.dumps({"value": var.value, "reason": var.reason}))
 
 def measured(rig: Rig, *words: str) -> dict[str, Any]:
     """What the tool says on the first host, and what its NICs sent meanwhile."""
-    command = ["python", "-m", "raydist.tools.bandwidth", "--json", "--ops", "all_reduce", "--iters", "4", "scale=3x1"]
+    command = [
+        "python",
+        "-m",
+        "raydist.tools.bandwidth",
+        "--json",
+        "--ops",
+        "all_reduce",
+        "--iters",
+        "4",
+        "scale=3x1",
+    ]
     before = {nic: [host.bytes(nic)[1] for host in rig.hosts] for nic in ("eth0", "ib0")}
     home = rig.hosts[0].folder / "home"
     done = rig.hosts[0].run([*command, *words], env=CODE, cwd=home)
     told: dict[str, Any] = json.loads(done.stdout)
     told["screen"] = done.stderr
     told["sent"] = {
-        nic: [host.bytes(nic)[1] - was for host, was in zip(rig.hosts, before[nic], strict=True)] for nic in before
+        nic: [host.bytes(nic)[1] - was for host, was in zip(rig.hosts, before[nic], strict=True)]
+        for nic in before
     }
     return told
 
 
-@pytest.mark.parametrize(("words", "used", "idle"), [((), "eth0", "ib0"), (("fabric.interface=ib0",), "ib0", "eth0")])
+@pytest.mark.parametrize(
+    ("words", "used", "idle"), [((), "eth0", "ib0"), (("fabric.interface=ib0",), "ib0", "eth0")]
+)
 def test_the_summary_names_the_network_and_its_bytes_are_those_of_the_hosts(
     rig: Rig, words: tuple[str, ...], used: str, idle: str
 ) -> None:
@@ -144,7 +162,10 @@ def test_a_host_on_a_slow_line_is_named(rig: Rig) -> None:
     try:
         told = measured(rig, "--min", "1M", "--max", "1M", "--pairs")
     finally:
-        for space, device in ((rig.switch, rig.hosts[2].port("eth0")), (rig.hosts[2].space, "eth0")):
+        for space, device in (
+            (rig.switch, rig.hosts[2].port("eth0")),
+            (rig.hosts[2].space, "eth0"),
+        ):
             space.spawn(["tc", "qdisc", "del", "dev", device, "root"]).wait()
     assert told["slow_nodes"] == ["host2"]
     assert told["slow_pairs"] == []

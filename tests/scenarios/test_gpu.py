@@ -1,4 +1,5 @@
-"""On all GPUs of this machine, one is enough: jobs, restarts, the doctor and the bandwidth tool with the real NCCL."""
+"""On all GPUs of this machine, one is enough: jobs, restarts, the doctor and the bandwidth tool
+with the real NCCL."""
 
 from __future__ import annotations
 
@@ -31,12 +32,21 @@ ON_RAY = ("backend=nccl", "group=ray", "scale.cpus=0.1", "watch.progress=none")
 TRAINING = ("train.epochs=2", "data.batch_size=8", "snapshot.every=1", "seed=5")
 STRUCK = 4
 several = pytest.mark.skipif(GPUS < 2, reason=f"two GPUs are needed, here are {GPUS}")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here"),
+]
 
 
 def test_the_main_job_trains_and_nccls_own_log_names_the_network(tmp_path: Path) -> None:
     program = Program(
-        tmp_path, "job=digits", *WORDS, "train.epochs=1", "fabric.debug=true", "watch.progress=none", alone=True
+        tmp_path,
+        "job=digits",
+        *WORDS,
+        "train.epochs=1",
+        "fabric.debug=true",
+        "watch.progress=none",
+        alone=True,
     )
     assert program.wait(300) == 0, program.screen
     assert program.result()["status"] == "finished"
@@ -63,7 +73,17 @@ def test_bandwidth_on_gpus_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["--json", "--ops", "all_reduce,all_gather,broadcast", "--min", "1M", "--max", "4M", "--iters", "3"]
+    words = [
+        "--json",
+        "--ops",
+        "all_reduce,all_gather,broadcast",
+        "--min",
+        "1M",
+        "--max",
+        "4M",
+        "--iters",
+        "3",
+    ]
     assert bandwidth.main([*words, *WORDS]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["op"] for row in rows} == {"all_reduce", "all_gather", "broadcast"}
@@ -89,7 +109,10 @@ def test_copies_to_page_locked_memory_are_whole_and_end_when_the_gpu_says_so() -
     descriptor = os.memfd_create("test")
     os.pwrite(descriptor, blank_page(), 0)
     device = torch.device("cuda", 0)
-    memory, weight = SnapshotBuffer(descriptor, CudaDevice(device)), torch.zeros(1 << 22, device=device)
+    memory, weight = (
+        SnapshotBuffer(descriptor, CudaDevice(device)),
+        torch.zeros(1 << 22, device=device),
+    )
     for step in range(1, 9):
         weight.fill_(step)
         memory.write(step, {"model": weight})
@@ -107,11 +130,15 @@ def test_copies_to_page_locked_memory_are_whole_and_end_when_the_gpu_says_so() -
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])  # Adam keeps its `step` on the host
-def test_a_killed_rank_goes_on_from_memory_and_loses_one_step_at_most(ray_address: str, optim: str) -> None:
+def test_a_killed_rank_goes_on_from_memory_and_loses_one_step_at_most(
+    ray_address: str, optim: str
+) -> None:
     whole, done = train(optim=optim), train(optim=optim, struck=(kill(0, STRUCK),))
     (back,) = kinds(done, "restarted")
     assert back["repeated"] <= 1
-    steps = [event["step"] for event in kinds(done, "report") if event["rank"] == 0 and "loss" in event]
+    steps = [
+        event["step"] for event in kinds(done, "report") if event["rank"] == 0 and "loss" in event
+    ]
     assert {*steps} == {*range(1, max(steps) + 1)}
     assert done.values[0] is not None
     assert whole.values[0] is not None
@@ -132,10 +159,15 @@ def test_fewer_ranks_go_on_from_the_checkpoint_of_all(ray_address: str) -> None:
 
 
 def own_gpu() -> tuple[str, int, str]:
-    """On a rank: its GPU or MIG instance by uuid, how many GPUs torch sees, the device of its work."""
+    """On a rank: its GPU or MIG instance by uuid, how many GPUs torch sees, the device of its
+    work."""
     here = torch.cuda.current_device()
     torch.distributed.all_reduce(torch.ones(1, device=here))
-    return str(torch.cuda.get_device_properties(here).uuid), torch.cuda.device_count(), str(raydist.rank().device)
+    return (
+        str(torch.cuda.get_device_properties(here).uuid),
+        torch.cuda.device_count(),
+        str(raydist.rank().device),
+    )
 
 
 def test_each_rank_has_a_gpu_or_a_mig_instance_of_its_own(ray_address: str) -> None:
@@ -143,18 +175,28 @@ def test_each_rank_has_a_gpu_or_a_mig_instance_of_its_own(ray_address: str) -> N
     assert len({uuid for uuid, _, _ in found}) == GPUS
     assert all(device.startswith("cuda") for _, _, device in found)
     if MIG:
-        assert {count for _, count, _ in found} == {1}, "CUDA uses the first MIG instance of a list only"
+        assert {count for _, count, _ in found} == {1}, (
+            "CUDA uses the first MIG instance of a list only"
+        )
 
 
 def test_a_job_whose_import_uses_cuda_trains_on_gpus_all_the_same(tmp_path: Path) -> None:
-    """Forks of a process that has used CUDA have none: the ranks are new processes then, and a line says so."""
+    """Forks of a process that has used CUDA have none: the ranks are new processes then, and a line
+    says so."""
     (tmp_path / "early.py").write_text(
         "import torch\nimport raydist\ntorch.zeros(1, device='cuda')\n\n\ndef job(config):\n"
-        "    raydist.report(step=1, loss=float(torch.ones(1, device=raydist.rank().device).sum()))\n"
+        "    raydist.report(step=1, loss=float(torch.ones(1, "
+        "device=raydist.rank().device).sum()))\n"
         "    assert raydist.rank().device.type == 'cuda'\n"
     )
     program = Program(
-        tmp_path, "job=early.py", *WORDS, "group=ray", "scale.cpus=0.1", "watch.progress=lines", alone=True
+        tmp_path,
+        "job=early.py",
+        *WORDS,
+        "group=ray",
+        "scale.cpus=0.1",
+        "watch.progress=lines",
+        alone=True,
     )
     assert program.wait(300) == 0, program.screen
     assert any("CUDA" in event["text"] for event in program.events("warning")), program.screen

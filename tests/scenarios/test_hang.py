@@ -58,14 +58,22 @@ def train(fault: Callable[[], None], at: int = 60, steps: int = 1_000_000) -> in
 
 
 def hangs(folder: Path) -> list[Event]:
-    return [happened for happened in read_events(folder / "events.jsonl") if happened["kind"] == "hang"]
+    return [
+        happened for happened in read_events(folder / "events.jsonl") if happened["kind"] == "hang"
+    ]
 
 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
         (stop, ["rank 1 on", "stopped by a signal"]),
-        (another, ["ranks 0, 2 wait in all_reduce of [[3]], number 60", "waits in broadcast of [[4]], number 60"]),
+        (
+            another,
+            [
+                "ranks 0, 2 wait in all_reduce of [[3]], number 60",
+                "waits in broadcast of [[4]], number 60",
+            ],
+        ),
         (larger, ["wait in all_reduce of [[3]]", "waits in all_reduce of [[5]]"]),
     ],
 )
@@ -82,7 +90,11 @@ def test_what_can_not_get_better_ends_the_run_and_names_the_culprit(
     (told,) = hangs(result.dir)
     assert (told["ranks"], told["certain"]) == ([1], True)
     assert "in train" in (result.dir / "logs" / "rank-0.stacks").read_text()
-    pids = [happened["pid"] for happened in read_events(result.dir / "events.jsonl") if happened["kind"] == "began"]
+    pids = [
+        happened["pid"]
+        for happened in read_events(result.dir / "events.jsonl")
+        if happened["kind"] == "began"
+    ]
     assert not [pid for pid in pids if alive(pid)]
 
 
@@ -90,11 +102,18 @@ def test_what_can_not_get_better_ends_the_run_and_names_the_culprit(
     ("backend", "words"),
     [
         ("gloo", "killed by SIGABRT (native code aborted"),
-        pytest.param("horovod", "HorovodInternalError: Mismatched ALLREDUCE tensor shapes", marks=requires_horovod),
+        pytest.param(
+            "horovod",
+            "HorovodInternalError: Mismatched ALLREDUCE tensor shapes",
+            marks=requires_horovod,
+        ),
     ],
 )
-def test_ranks_that_disagree_on_a_shape_are_told_as_that(on_ray: Path, backend: str, words: str) -> None:
-    """gloo aborts the one that gets more than it has room for, and says so in its log; Horovod raises on all ranks."""
+def test_ranks_that_disagree_on_a_shape_are_told_as_that(
+    on_ray: Path, backend: str, words: str
+) -> None:
+    """gloo aborts the one that gets more than it has room for, and says so in its log; Horovod
+    raises on all ranks."""
 
     def job() -> None:
         import torch
@@ -108,9 +127,20 @@ def test_ranks_that_disagree_on_a_shape_are_told_as_that(on_ray: Path, backend: 
             torch.distributed.all_reduce(torch.ones(size))
 
     with pytest.raises(RunFailed) as caught:
-        raydist.run(job, "scale=1x2", "group=inline", "watch.progress=none", "restart=none", f"backend={backend}")
+        raydist.run(
+            job,
+            "scale=1x2",
+            "group=inline",
+            "watch.progress=none",
+            "restart=none",
+            f"backend={backend}",
+        )
     page = (caught.value.result.dir / "blame-1.txt").read_text()
-    for each in (words, "only the job can tell which of the two is wrong", "all must call the same collectives"):
+    for each in (
+        words,
+        "only the job can tell which of the two is wrong",
+        "all must call the same collectives",
+    ):
         assert each in page
     assert backend == "horovod" or "Received data size doesn't match expected size" in page
 
@@ -184,8 +214,12 @@ def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
 def test_a_program_that_says_nothing_is_looked_at_and_lives(
     on_ray: Path, program: str, args: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it does with signals of its own: this one would have taken SIGUSR2 for its word to save and leave."""
-    quiet = "import signal, sys, time\nsignal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))\ntime.sleep(9)\n"
+    """Whatever it does with signals of its own: this one would have taken SIGUSR2 for its word to
+    save and leave."""
+    quiet = (
+        "import signal, sys, time\nsignal.signal(signal.SIGUSR2, lambda *_: "
+        "sys.exit(3))\ntime.sleep(9)\n"
+    )
     (on_ray / "quiet.py").write_text(quiet + "print('whole')\n")
     monkeypatch.setattr(pace, "UNKNOWN_S", 2.0)
     looked: list[RankState] = []

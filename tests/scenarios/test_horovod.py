@@ -1,4 +1,5 @@
-"""Horovod's backend on real ranks: the same losses as DDP, what its Comm promises, and its own words."""
+"""Horovod's backend on real ranks: the same losses as DDP, what its Comm promises, and its own
+words."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def on_horovod(job: Job, **settings: Any) -> Job:
     return replace(job, backend=Backend(name="horovod", timeout_s=30, horovod=Horovod(**settings)))
 
 
-def ranks_of(world: int, function: Callable[[Job], Any], tmp: Path, job: Job = HOROVOD) -> list[Any]:
+def ranks_of(
+    world: int, function: Callable[[Job], Any], tmp: Path, job: Job = HOROVOD
+) -> list[Any]:
     return [one.value for one in fine(run_horovod(world, job, function, tmp))]
 
 
@@ -40,7 +43,8 @@ def comm() -> Any:
     return context.current().comm
 
 
-# One epoch and more, the same seed: what Horovod changes is who adds up the gradients, not what is learned.
+# One epoch and more, the same seed: what Horovod changes is who adds up the gradients, not what is
+# learned.
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -62,10 +66,18 @@ def test_the_loss_curve_is_that_of_ddp(tmp_path: Path, world: int) -> None:
     [
         pytest.param({"train": Train(epochs=1, accumulate=3)}, id="accumulate"),
         pytest.param({"train": Train(epochs=1, accumulate=2, clip=0.05)}, id="clip"),
-        pytest.param({"train": Train(epochs=1, precision="fp16", clip=0.5)}, id="fp16 with its scaler"),
+        pytest.param(
+            {"train": Train(epochs=1, precision="fp16", clip=0.5)}, id="fp16 with its scaler"
+        ),
         pytest.param({"train": Train(epochs=1, precision="bf16", accumulate=2)}, id="bf16"),
-        pytest.param({"optim": Optim(name="sgd", lr=0.1, args={"momentum": 0.9, "weight_decay": 0.1})}, id="sgd"),
-        pytest.param({"optim": Optim(name="adam", lr=0.01, scaling="linear", scaling_batch=4)}, id="scaled rate"),
+        pytest.param(
+            {"optim": Optim(name="sgd", lr=0.1, args={"momentum": 0.9, "weight_decay": 0.1})},
+            id="sgd",
+        ),
+        pytest.param(
+            {"optim": Optim(name="adam", lr=0.01, scaling="linear", scaling_batch=4)},
+            id="scaled rate",
+        ),
         pytest.param({"data": Data(global_batch=24)}, id="one step more than none"),
     ],
 )
@@ -93,7 +105,9 @@ def test_images_in_channels_last_order_train_as_well(tmp_path: Path, compression
     job = replace(on_horovod(BASE, compression=compression), **changed)
     found = fine(run_horovod(2, job, images, tmp_path / "horovod"))
     assert [one.value for one in found] == [True, True]
-    assert found[0].losses == pytest.approx(wanted[0].losses, abs=1e-4 if compression == "none" else 1e-2)
+    assert found[0].losses == pytest.approx(
+        wanted[0].losses, abs=1e-4 if compression == "none" else 1e-2
+    )
 
 
 @pytest.mark.parametrize("number", [1, 2, 99])
@@ -110,7 +124,9 @@ def test_the_groups_are_as_many_as_asked_and_neighbours() -> None:
     net[3].requires_grad_(False)
     trained = [each for each in net.parameters() if each.requires_grad]
     assert [len(group) for group in gradient_groups(net, 3) or []] == [2, 2, 2]
-    assert [id(each) for group in gradient_groups(net, 4) or [] for each in group] == [id(each) for each in trained]
+    assert [id(each) for group in gradient_groups(net, 4) or [] for each in group] == [
+        id(each) for each in trained
+    ]
     assert gradient_groups(net, None) is None
 
 
@@ -144,17 +160,23 @@ def test_gradients_become_one_as_asked(tmp_path: Path, op: str, expected: float)
     assert ranks_of(3, gradient, tmp_path, on_horovod(BASE, op=op)) == [expected] * 3
 
 
-def test_parameters_buffers_and_the_state_of_the_optimizer_become_those_of_rank_0(tmp_path: Path) -> None:
+def test_parameters_buffers_and_the_state_of_the_optimizer_become_those_of_rank_0(
+    tmp_path: Path,
+) -> None:
     def begin(job: Job) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         rank = context.rank().rank
         torch.manual_seed(rank)
         net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 * (rank + 1), betas=(0.5, 0.6 + 0.1 * rank))
+        optimizer = torch.optim.AdamW(
+            net.parameters(), lr=0.1 * (rank + 1), betas=(0.5, 0.6 + 0.1 * rank)
+        )
         for _ in range(1 + rank):
             net(torch.randn(8, 3)).sum().backward()
             optimizer.step()
         wrapped = comm().wrap_optimizer(optimizer, comm().wrap(net))
-        return {name: value.clone() for name, value in net.state_dict().items()}, wrapped.state_dict()
+        return {
+            name: value.clone() for name, value in net.state_dict().items()
+        }, wrapped.state_dict()
 
     ((tensors, state), *others) = ranks_of(3, begin, tmp_path)
     assert state["state"][0]["step"] == 1
@@ -163,11 +185,14 @@ def test_parameters_buffers_and_the_state_of_the_optimizer_become_those_of_rank_
         assert all(torch.equal(value, own[name]) for name, value in tensors.items())
         assert own_state["param_groups"] == state["param_groups"]
         for index, known in state["state"].items():
-            assert all(torch.equal(value, own_state["state"][index][name]) for name, value in known.items())
+            assert all(
+                torch.equal(value, own_state["state"][index][name]) for name, value in known.items()
+            )
 
 
 def test_an_optimizer_that_has_not_stepped_is_not_made_to(tmp_path: Path) -> None:
-    # Horovod's own broadcast_optimizer_state steps with gradients of zero: weight decay shrinks the parameters.
+    # Horovod's own broadcast_optimizer_state steps with gradients of zero: weight decay shrinks the
+    # parameters.
     def begin(job: Job) -> tuple[float, int]:
         net = nn.Linear(1, 1, bias=False)
         nn.init.ones_(net.weight)
@@ -185,7 +210,9 @@ def test_nothing_that_came_over_the_network_is_unpickled(tmp_path: Path) -> None
         def refuse(*_: Any) -> Any:
             raise AssertionError("unpickled")
 
-        cloudpickle.load = refuse  # Horovod calls it by this name, so that its own way would end here
+        cloudpickle.load = (
+            refuse  # Horovod calls it by this name, so that its own way would end here
+        )
         train(job)
 
     ranks_of(2, begin, tmp_path, on_horovod(BASE, groups=2))
@@ -199,14 +226,27 @@ def test_sum_and_gather_of_every_kind_of_number(tmp_path: Path) -> None:
         scalar = comm().sum(torch.tensor(2.0 + mine))
         rows = comm().gather(torch.tensor([[mine, 7]], dtype=torch.uint8))
         one = comm().gather(torch.tensor(mine))
-        return [[(each.tolist(), each.dtype) for each in sums], scalar.item(), [r.tolist() for r in rows], one]
+        return [
+            [(each.tolist(), each.dtype) for each in sums],
+            scalar.item(),
+            [r.tolist() for r in rows],
+            one,
+        ]
 
     for sums, scalar, rows, one in ranks_of(3, collect, tmp_path):
         assert [total for total, _ in sums] == [[6, 6]] * 5
-        assert [kind for _, kind in sums] == [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8]
+        assert [kind for _, kind in sums] == [
+            torch.float32,
+            torch.float64,
+            torch.int64,
+            torch.int32,
+            torch.uint8,
+        ]
         assert scalar == 9.0
         assert rows == [[[0, 7]], [[1, 7]], [[2, 7]]]
-        assert [(each.item(), each.shape) for each in one] == [(r, torch.Size([])) for r in range(3)]
+        assert [(each.item(), each.shape) for each in one] == [
+            (r, torch.Size([])) for r in range(3)
+        ]
 
 
 def test_summing_leaves_the_tensor_alone(tmp_path: Path) -> None:
@@ -227,7 +267,9 @@ def resumed(run: Callable[..., list[Told]], job: Job, run_dir: Path) -> list[Tol
 
 
 @pytest.mark.parametrize("first_is_ddp", [True, False])
-def test_a_checkpoint_of_one_backend_is_resumed_under_the_other(tmp_path: Path, first_is_ddp: bool) -> None:
+def test_a_checkpoint_of_one_backend_is_resumed_under_the_other(
+    tmp_path: Path, first_is_ddp: bool
+) -> None:
     ways = [(run_ranks, BASE), (run_horovod, HOROVOD)]
     (first, one), (second, other) = ways if first_is_ddp else reversed(ways)
     whole = fine(first(2, stop_after(one, 8), train, tmp_path))
@@ -237,8 +279,12 @@ def test_a_checkpoint_of_one_backend_is_resumed_under_the_other(tmp_path: Path, 
     assert rest[1].losses == pytest.approx(whole[1].losses[8:], abs=1e-4)
 
 
-def test_a_run_resumed_under_horovod_gives_the_losses_of_one_that_was_not_stopped(tmp_path: Path) -> None:
-    job = replace(HOROVOD, train=Train(epochs=2, accumulate=2), checkpoint=Checkpoint(every=8, keep=9))
+def test_a_run_resumed_under_horovod_gives_the_losses_of_one_that_was_not_stopped(
+    tmp_path: Path,
+) -> None:
+    job = replace(
+        HOROVOD, train=Train(epochs=2, accumulate=2), checkpoint=Checkpoint(every=8, keep=9)
+    )
     whole = fine(run_horovod(2, job, train, tmp_path))
     assert resumed(run_horovod, job, tmp_path)[0].losses == whole[0].losses[8:]
 
@@ -254,14 +300,18 @@ def test_process_sets_of_the_settings_are_there_for_jobs(tmp_path: Path) -> None
 
         mine = hvd.rank()
         pair = process_set(1, 0) if mine < 2 else process_set(2, 3)
-        time.sleep(0.5 if mine > 1 else 0)  # the first to leave must not end what the others have under way
+        time.sleep(
+            0.5 if mine > 1 else 0
+        )  # the first to leave must not end what the others have under way
         return float(hvd.allreduce(torch.tensor(float(mine)), op=hvd.Sum, process_set=pair))
 
     job = on_horovod(BASE, process_sets=[[0, 1], [3, 2]])
     assert ranks_of(4, within, tmp_path, job) == [1.0, 1.0, 5.0, 5.0]
 
 
-def test_a_process_set_that_nobody_asked_for_is_refused_with_the_word_for_it(tmp_path: Path) -> None:
+def test_a_process_set_that_nobody_asked_for_is_refused_with_the_word_for_it(
+    tmp_path: Path,
+) -> None:
     def within(job: Job) -> str:
         from raydist import process_set
 
@@ -270,7 +320,10 @@ def test_a_process_set_that_nobody_asked_for_is_refused_with_the_word_for_it(tmp
         return str(refusal.value)
 
     (said, *_) = ranks_of(3, within, tmp_path, on_horovod(BASE, process_sets=[[0, 1]]))
-    assert "there is no process set [0, 2] (known: [0, 1]); set backend.horovod.process_sets=[[0,2]]" in said
+    assert (
+        "there is no process set [0, 2] (known: [0, 1]); set backend.horovod.process_sets=[[0,2]]"
+        in said
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"fusion_mb": 1, "cycle_ms": 0.5}])
@@ -288,7 +341,9 @@ def test_a_job_with_its_own_loop_finds_horovod_initialised_and_may_init_again(
             sums.append(float(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum)))
         return hvd.rank(), hvd.local_size(), sums
 
-    assert ranks_of(3, own, tmp_path, on_horovod(BASE, **settings)) == [(rank, 3, [3.0] * 3) for rank in range(3)]
+    assert ranks_of(3, own, tmp_path, on_horovod(BASE, **settings)) == [
+        (rank, 3, [3.0] * 3) for rank in range(3)
+    ]
 
 
 def test_the_timeline_lies_in_the_run_folder(tmp_path: Path) -> None:
@@ -299,7 +354,9 @@ def test_the_timeline_lies_in_the_run_folder(tmp_path: Path) -> None:
     assert {"NEGOTIATE_ALLREDUCE"} <= {event.get("name") for event in events if event}
 
 
-def test_a_stalled_collective_fails_and_the_missing_ranks_are_named(tmp_path: Path, capfd: Any) -> None:
+def test_a_stalled_collective_fails_and_the_missing_ranks_are_named(
+    tmp_path: Path, capfd: Any
+) -> None:
     def stall(job: Job) -> None:
         if context.rank().rank == 1:
             while not (tmp_path / "failed").exists():
@@ -335,7 +392,9 @@ def test_ranks_of_torchrun_are_told_that_horovod_needs_another_start(tmp_path: P
         assert "ConfigError: backend=horovod: torchrun has no rendezvous of Horovod" in one.error
 
 
-def test_without_horovod_the_command_that_builds_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_horovod_the_command_that_builds_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"backend=horovod: .*raydist horovod build"):
         backends.check_installed("horovod")
@@ -356,7 +415,9 @@ def test_a_model_whose_parameters_are_partly_frozen_trains(tmp_path: Path) -> No
         with comm().stepping(wrapped):
             wrapped.step()
         wrapped.zero_grad(set_to_none=True)
-        same = [torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True)]
+        same = [
+            torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True)
+        ]
         return all(same[:2]), any(same[2:])
 
     assert ranks_of(2, frozen, tmp_path) == [(True, False)] * 2

@@ -1,4 +1,5 @@
-"""Horovod through the whole of raydist: without Ray, on Ray; how it ends, and what it leaves behind."""
+"""Horovod through the whole of raydist: without Ray, on Ray; how it ends, and what it leaves
+behind."""
 
 from __future__ import annotations
 
@@ -41,16 +42,25 @@ def test_a_function_finds_horovod_joined(ranks: int) -> None:
 
 
 def test_ranks_can_be_spawned_too() -> None:
-    assert raydist.run(add_up, *WORDS, "scale=1x2", "start=spawn").values == ((0, 2, 3.0), (1, 2, 3.0))
+    assert raydist.run(add_up, *WORDS, "scale=1x2", "start=spawn").values == (
+        (0, 2, 3.0),
+        (1, 2, 3.0),
+    )
 
 
-def test_the_rendezvous_is_on_the_training_address_alone_and_its_secret_in_no_file(own_folder: Path) -> None:
+def test_the_rendezvous_is_on_the_training_address_alone_and_its_secret_in_no_file(
+    own_folder: Path,
+) -> None:
     def look() -> tuple[str, list[Any]]:
         import psutil
 
         door = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
         port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-        listening = [c.laddr for c in psutil.net_connections() if c.status == "LISTEN" and c.laddr.port == port]
+        listening = [
+            c.laddr
+            for c in psutil.net_connections()
+            if c.status == "LISTEN" and c.laddr.port == port
+        ]
         return door, [tuple(where) for where in listening]
 
     (one, other) = raydist.run(look, *WORDS, "scale=1x2").values
@@ -59,7 +69,11 @@ def test_the_rendezvous_is_on_the_training_address_alone_and_its_secret_in_no_fi
     assert one == other
     address, _, secret = door.partition("/")
     assert listening == [("127.0.0.1", int(address.partition(":")[2]))]
-    written = [path for path in own_folder.rglob("*") if path.is_file() and secret in path.read_text(errors="replace")]
+    written = [
+        path
+        for path in own_folder.rglob("*")
+        if path.is_file() and secret in path.read_text(errors="replace")
+    ]
     assert len(secret) >= 32
     assert [path for path in written if not path.name.endswith(".value")] == []
 
@@ -125,13 +139,16 @@ def test_process_sets_out_of_range_are_refused_before_a_rank_is_there(own_folder
 
 
 def test_init_methods_of_torch_are_refused() -> None:
-    with pytest.raises(ConfigError, match="init_method=tcp: Horovod has its own rendezvous; set init_method=env"):
+    with pytest.raises(
+        ConfigError, match="init_method=tcp: Horovod has its own rendezvous; set init_method=env"
+    ):
         raydist.run(add_up, *WORDS, "init_method=tcp")
 
 
 @pytest.mark.ray
 def test_digits_are_learned_as_well_as_under_ddp(ray_address: str, own_folder: Path) -> None:
-    """97 % or better, and the same curve to 1e-4 over the first epoch; what one wrote is left by nobody."""
+    """97 % or better, and the same curve to 1e-4 over the first epoch; what one wrote is left by
+    nobody."""
     curves = {}
     for backend in ("horovod", "gloo"):
         folder = own_folder / backend
@@ -139,7 +156,11 @@ def test_digits_are_learned_as_well_as_under_ddp(ray_address: str, own_folder: P
         program = Program(folder, f"backend={backend}", "watch.progress=none", address=ray_address)
         assert program.wait() == 0, program.screen
         assert program.result()["metrics"]["accuracy"] >= 0.97
-        steps = [e["values"]["loss"] for e in program.events("report") if e["rank"] == 0 and "loss" in e["values"]]
+        steps = [
+            e["values"]["loss"]
+            for e in program.events("report")
+            if e["rank"] == 0 and "loss" in e["values"]
+        ]
         curves[backend] = steps[:22]
         assert program.left() == []
     assert curves["horovod"] == pytest.approx(curves["gloo"], abs=1e-4)
@@ -147,7 +168,13 @@ def test_digits_are_learned_as_well_as_under_ddp(ray_address: str, own_folder: P
 
 @pytest.mark.ray
 def test_a_killed_rank_of_a_job_on_ray_ends_it_all(ray_address: str, own_folder: Path) -> None:
-    words = ("backend=horovod", "scale=1x3", "train.epochs=500", "data.global_batch=96", "watch.progress=none")
+    words = (
+        "backend=horovod",
+        "scale=1x3",
+        "train.epochs=500",
+        "data.global_batch=96",
+        "watch.progress=none",
+    )
     program = Program(own_folder, *words, "restart=none", address=ray_address)
     program.until_step(5)
     pid = next(e["pid"] for e in program.events("began") if e["rank"] == 2)

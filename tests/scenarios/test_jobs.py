@@ -1,4 +1,5 @@
-"""Every job trains, from real files where it needs some; and the same file runs under torchrun and alone."""
+"""Every job trains, from real files where it needs some; and the same file runs under torchrun and
+alone."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def test_digits_are_learned_by_two_ranks(tmp_path: Path, seed: int) -> None:
 
 
 def test_digits_take_another_model_and_optimizer(tmp_path: Path) -> None:
-    (told,) = trained("digits", tmp_path, "model=mlp", "optim=sgd", "job.args.test_size=0.5", world=1)
+    (told,) = trained(
+        "digits", tmp_path, "model=mlp", "optim=sgd", "job.args.test_size=0.5", world=1
+    )
     saved = checkpoint_files.newest(tmp_path / "checkpoints")
     assert saved is not None
     assert saved.state["model"]["1.weight"].shape == (64, 64)
@@ -78,7 +81,12 @@ def test_digits_take_another_model_and_optimizer(tmp_path: Path) -> None:
 
 
 def test_synthetic_images_are_made_from_the_seed(tmp_path: Path) -> None:
-    words = ("job.args.samples=128", "job.args.size=8", "job.args.num_classes=3", "data.batch_size=16")
+    words = (
+        "job.args.samples=128",
+        "job.args.size=8",
+        "job.args.num_classes=3",
+        "data.batch_size=16",
+    )
     first, again, other = (
         trained("synthetic", tmp_path / str(index), *words, f"seed={seed}", world=1)[0]
         for index, seed in enumerate((0, 0, 1))
@@ -88,7 +96,13 @@ def test_synthetic_images_are_made_from_the_seed(tmp_path: Path) -> None:
 
 
 def test_synthetic_feeds_any_of_torchvisions_models(tmp_path: Path) -> None:
-    words = ("model=resnet18", "job.args.samples=4", "job.args.size=32", "data.batch_size=2", "train.steps=2")
+    words = (
+        "model=resnet18",
+        "job.args.samples=4",
+        "job.args.size=32",
+        "data.batch_size=2",
+        "train.steps=2",
+    )
     (told,) = trained("synthetic", tmp_path, *words, world=1)
     assert len(told.losses) == 2
 
@@ -104,7 +118,9 @@ def write_mnist(root: Path) -> None:
         images[labels == 0, 19:, 19:] = 255
         header = struct.pack(">IIII", 0x803, count, 28, 28)
         (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 0x801, count) + labels.tobytes()
+        )
 
 
 def test_mnist_from_its_files(tmp_path: Path) -> None:
@@ -116,7 +132,8 @@ def test_mnist_from_its_files(tmp_path: Path) -> None:
 
 
 def write_cifar(root: Path) -> Callable[[], None]:
-    """CIFAR-10's own format (pickled rows of 3 x 32 x 32), in two colours; torchvision is told their checksums."""
+    """CIFAR-10's own format (pickled rows of 3 x 32 x 32), in two colours; torchvision is told
+    their checksums."""
     from torchvision.datasets import CIFAR10
 
     folder = root / CIFAR10.base_folder
@@ -127,8 +144,12 @@ def write_cifar(root: Path) -> Callable[[], None]:
         rows = np.zeros((10, 3, 1024), dtype=np.uint8)
         for row, label in zip(rows, labels, strict=True):
             row[2 * label] = 255
-        (folder / name).write_bytes(pickle.dumps({"data": rows.reshape(10, 3072), "labels": labels}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"kind{index}" for index in range(10)]}))
+        (folder / name).write_bytes(
+            pickle.dumps({"data": rows.reshape(10, 3072), "labels": labels})
+        )
+    (folder / "batches.meta").write_bytes(
+        pickle.dumps({"label_names": [f"kind{index}" for index in range(10)]})
+    )
     for file in folder.iterdir():
         sums[file.name] = md5(file.read_bytes()).hexdigest()
 
@@ -142,7 +163,13 @@ def write_cifar(root: Path) -> Callable[[], None]:
 
 def test_cifar10_from_its_files(tmp_path: Path) -> None:
     known = write_cifar(tmp_path)
-    words = (f"data.root={tmp_path}", "data.batch_size=5", "train.epochs=3", "optim.warmup=0", "model.width=8")
+    words = (
+        f"data.root={tmp_path}",
+        "data.batch_size=5",
+        "train.epochs=3",
+        "optim.warmup=0",
+        "model.width=8",
+    )
     one, two = trained("cifar10", tmp_path / "run", *words, before=known)
     assert one.kind("begin")[0]["samples"] == 50
     assert one.value["accuracy"] == two.value["accuracy"] == 1.0
@@ -160,7 +187,13 @@ def write_folder(root: Path, size: int = 40) -> None:
 
 def test_folder_of_ones_own_images(tmp_path: Path) -> None:
     write_folder(tmp_path)
-    words = (f"data.root={tmp_path}", "data.batch_size=4", "train.epochs=2", "job.args.size=32", "model=small_cnn_rgb")
+    words = (
+        f"data.root={tmp_path}",
+        "data.batch_size=4",
+        "train.epochs=2",
+        "job.args.size=32",
+        "model=small_cnn_rgb",
+    )
     one, _ = trained("folder", tmp_path / "run", *words)
     assert one.kind("begin")[0]["samples"] == 24
     saved = checkpoint_files.newest(tmp_path / "run" / "checkpoints")
@@ -174,7 +207,9 @@ def test_missing_files_are_named_with_the_place_to_put_them(tmp_path: Path, name
     (told,) = run_ranks(1, job, call, tmp_path)
     assert "ConfigError" in told.error
     assert f"data.root={tmp_path}" in told.error
-    assert {"mnist": "MNIST/raw/", "cifar10": "cifar-10-batches-py/", "folder": "train/KIND/"}[name] in told.error
+    assert {"mnist": "MNIST/raw/", "cifar10": "cifar-10-batches-py/", "folder": "train/KIND/"}[
+        name
+    ] in told.error
 
 
 def test_own_loop_resumes(tmp_path: Path) -> None:
@@ -194,7 +229,13 @@ def test_own_loop_makes_a_group_of_the_even_ranks(tmp_path: Path) -> None:
 def program(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -207,7 +248,9 @@ def test_under_torchrun_and_then_resumed_alone(tmp_path: Path) -> None:
     steps = re.findall(r"^step (\d+) .* accuracy", ran.stdout, re.M)
     assert steps == ["25"]
     (run,) = (tmp_path / "runs" / "digits").iterdir()  # one run folder for both ranks
-    again = program(tmp_path, str(JOBS / "digits.py"), "train.steps=30", "data.global_batch=32", "resume=auto")
+    again = program(
+        tmp_path, str(JOBS / "digits.py"), "train.steps=30", "data.global_batch=32", "resume=auto"
+    )
     assert again.returncode == 0, again.stderr
     (new,) = (path for path in (tmp_path / "runs" / "digits").iterdir() if path != run)
     saved = checkpoint_files.newest(new / "checkpoints")
@@ -274,11 +317,21 @@ def test_the_language_model_learns_more_than_the_frequency_of_bytes(tmp_path: Pa
         ("parallel=fsdp parallel.pp=2", 4),
     ],
 )
-def test_the_language_model_runs_under_every_division(words: str, world: int, tmp_path: Path) -> None:
+def test_the_language_model_runs_under_every_division(
+    words: str, world: int, tmp_path: Path
+) -> None:
     own = tmp_path / "own"
     own.mkdir()
-    (own / "song.txt").write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(900)))
-    few = ("train.steps=12", "data.global_batch=16", "model.kv_heads=2", "job.args.sample=5", f"data.root={own}")
+    (own / "song.txt").write_text(
+        "".join(f"{n} green bottles hanging on the wall\n" for n in range(900))
+    )
+    few = (
+        "train.steps=12",
+        "data.global_batch=16",
+        "model.kv_heads=2",
+        "job.args.sample=5",
+        f"data.root={own}",
+    )
     job, call = composed("gpt", *SMALL_GPT, *few, *words.split())
 
     def heard(job: Job) -> Any:
@@ -298,11 +351,20 @@ def test_the_language_model_runs_under_every_division(words: str, world: int, tm
 
 
 def test_one_seed_gives_the_same_language_model_under_every_division(tmp_path: Path) -> None:
-    """As a person types it. A pipeline of three stages has one between those with the tied weights."""
+    """As a person types it. A pipeline of three stages has one between those with the tied
+    weights."""
     own = tmp_path / "own"
     own.mkdir()
-    (own / "song.txt").write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(900)))
-    few = ("model.layers=3", "model.width=32", "model.kv_heads=2", "model.hidden=64", "job.args.context=16")
+    (own / "song.txt").write_text(
+        "".join(f"{n} green bottles hanging on the wall\n" for n in range(900))
+    )
+    few = (
+        "model.layers=3",
+        "model.width=32",
+        "model.kv_heads=2",
+        "model.hidden=64",
+        "job.args.context=16",
+    )
     words = (*SMALL_GPT, *few, "train.steps=20", "optim.warmup=2", "data.global_batch=12",
              f"data.root={own}", "group=inline")  # fmt: skip
     found = {}
@@ -325,12 +387,21 @@ def test_one_seed_gives_the_same_language_model_under_every_division(tmp_path: P
     assert [*found.values()] == [pytest.approx(wanted, abs=1e-3)] * len(found), found
 
 
-def test_the_language_model_learns_byte_pairs_of_your_own_text_in_half_precision(tmp_path: Path) -> None:
+def test_the_language_model_learns_byte_pairs_of_your_own_text_in_half_precision(
+    tmp_path: Path,
+) -> None:
     own = tmp_path / "own"
     (own / "more").mkdir(parents=True)
-    (own / "more" / "song.txt").write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(900)))
+    (own / "more" / "song.txt").write_text(
+        "".join(f"{n} green bottles hanging on the wall\n" for n in range(900))
+    )
     (own / "left_out.csv").write_text("no,text\n" * 9000)
-    words = (f"data.root={own}", "train.precision=bf16", "job.args.tokenizer=bpe", "model.vocab=300")
+    words = (
+        f"data.root={own}",
+        "train.precision=bf16",
+        "job.args.tokenizer=bpe",
+        "model.vocab=300",
+    )
     job, call = composed("gpt", *SMALL_GPT, "train.steps=40", *words)
 
     def heard(job: Job) -> Any:
@@ -341,7 +412,9 @@ def test_the_language_model_learns_byte_pairs_of_your_own_text_in_half_precision
     assert [each.error for each in told] == ["", ""]
     (figures, said), (others, silent) = (each.value for each in told)
     assert figures == others
-    assert 0 < figures["bits_per_byte"] < figures["test_loss"] / np.log(2) / 2  # a token has more than two bytes
+    assert (
+        0 < figures["bits_per_byte"] < figures["test_loss"] / np.log(2) / 2
+    )  # a token has more than two bytes
     assert figures["bits_per_byte"] < 1  # a song repeats itself
     assert said.startswith("--- 20 tokens after 'def '\ndef ")
     assert len(said) > 60
@@ -361,4 +434,6 @@ def test_the_language_model_refuses_a_folder_without_text(tmp_path: Path) -> Non
     (tmp_path / "a.py").write_text("x = 1")
     job, call = composed("gpt", f"data.root={tmp_path}")
     (told,) = run_ranks(1, job, call, tmp_path)
-    assert "its 1 text files (.md, .py, .rst, .txt) have 5 bytes, too few to learn from" in told.error
+    assert (
+        "its 1 text files (.md, .py, .rst, .txt) have 5 bytes, too few to learn from" in told.error
+    )

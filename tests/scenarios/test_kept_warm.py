@@ -41,7 +41,9 @@ def parents(program: Program) -> set[int]:
     return {int(pid) for pid in re.findall(r"parent (\d+)", program.screen)}
 
 
-def again(program: Program, *words: str, address: str | None = None, module: str = "raydist.train") -> Program:
+def again(
+    program: Program, *words: str, address: str | None = None, module: str = "raydist.train"
+) -> Program:
     """A further command of the same person."""
     return Program(program.folder, *words, address=address, module=module, tmp=program.tmp)
 
@@ -62,7 +64,9 @@ def test_the_second_command_finds_the_server_of_the_first(tmp_path: Path) -> Non
     killed.wait()
     listed = again(first, module="raydist.tools.warm")
     assert listed.wait() == 0
-    assert re.search(rf" {server} .* MiB  (waits|in use)$", listed.screen, re.MULTILINE), listed.screen
+    assert re.search(rf" {server} .* MiB  (waits|in use)$", listed.screen, re.MULTILINE), (
+        listed.screen
+    )
     third = again(first, *WORDS)
     assert third.wait() == 0, third.screen
     assert len(parents(third)) == 1
@@ -102,7 +106,9 @@ def idle(cluster: Any) -> set[int]:
 @pytest.mark.ray
 def test_the_next_actor_begins_in_a_worker_that_waits(tmp_path: Path, own_ray: Any) -> None:
     """Ray starts it at the end of a run, beside all else."""
-    first = Program(tmp_path, "script=parent.py", "args=3", "scale=1x2", address=own_ray.address, alone=True)
+    first = Program(
+        tmp_path, "script=parent.py", "args=3", "scale=1x2", address=own_ray.address, alone=True
+    )
     first.until(lambda: bool(parents(first)), "a rank")
     before = children(own_ray)
     assert first.wait() == 0, first.screen

@@ -1,4 +1,5 @@
-"""Programs that somebody has already (of torchrun, Horovod, MPI) on three hosts, each with its own address and name."""
+"""Programs that somebody has already (of torchrun, Horovod, MPI) on three hosts, each with its own
+address and name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.horovod_ranks import requires_horovod
-from tests.mpi_programs import KILLED, MPICH, SUM, requires_daemons, requires_mpich, requires_openmpi
+from tests.mpi_programs import (
+    KILLED,
+    MPICH,
+    SUM,
+    requires_daemons,
+    requires_mpich,
+    requires_openmpi,
+)
 from tests.rig import hosts, requires_root
 from tests.rig.network import Rig
 
@@ -49,24 +57,48 @@ def launch(rig: Rig, home: Path, *words: str, code: int = 0) -> tuple[list[str],
     done = rig.hosts[0].run([*LAUNCH, *words], cwd=home, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     (result,) = home.glob("runs/*/*/result.json")
-    return sorted(line for line in done.stdout.splitlines() if line.startswith("[")), json.loads(result.read_text())
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("[")), json.loads(
+        result.read_text()
+    )
 
 
 def test_a_program_of_torchruns_on_three_hosts(rig: Rig, home: Path) -> None:
-    lines, _ = launch(rig, home, "--nnodes", "3", "--nproc-per-node", "2", str(SCRIPTS / "env_ddp.py"), "--epochs", "2")
-    assert lines == [f"[{rank}] rank {rank} local {rank % 2} of 6: same weights True" for rank in range(6)]
+    lines, _ = launch(
+        rig,
+        home,
+        "--nnodes",
+        "3",
+        "--nproc-per-node",
+        "2",
+        str(SCRIPTS / "env_ddp.py"),
+        "--epochs",
+        "2",
+    )
+    assert lines == [
+        f"[{rank}] rank {rank} local {rank % 2} of 6: same weights True" for rank in range(6)
+    ]
 
 
 def test_as_many_nodes_as_there_are_between_two_numbers(rig: Rig, home: Path) -> None:
-    lines, _ = launch(rig, home, "--nnodes", "2:8", "--nproc-per-node", "1", str(SCRIPTS / "env_ddp.py"))
+    lines, _ = launch(
+        rig, home, "--nnodes", "2:8", "--nproc-per-node", "1", str(SCRIPTS / "env_ddp.py")
+    )
     assert len(lines) == 3
 
 
-@pytest.mark.parametrize(("how", "says"), [("raise", "raised"), ("kill", "killed"), ("6", "exited")])
-def test_the_host_of_the_rank_that_failed_is_named(rig: Rig, home: Path, how: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "says"), [("raise", "raised"), ("kill", "killed"), ("6", "exited")]
+)
+def test_the_host_of_the_rank_that_failed_is_named(
+    rig: Rig, home: Path, how: str, says: str
+) -> None:
     words = ["--nnodes", "3", "--nproc-per-node", "1", str(SCRIPTS / "env_ddp.py"), "--fail", how]
     _, result = launch(rig, home, *words, code=1)
-    assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["how"]) == (1, "host1", says)
+    assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["how"]) == (
+        1,
+        "host1",
+        says,
+    )
 
 
 @pytest.mark.parametrize("init_method", ["tcp", "file"])
@@ -74,7 +106,9 @@ def test_a_rank_on_the_command_line(rig: Rig, home: Path, init_method: str) -> N
     args = "--rank {rank} --world-size {world_size} --local_rank {local_rank} --backend {backend}"
     words = [f"script={SCRIPTS / 'by_flags.py'}", f"args={args} --init-method {{init_method}}"]
     done = rig.hosts[0].run(
-        ["python", "-m", "raydist.train", *words, "scale=3x1", f"init_method={init_method}"], cwd=home, check=False
+        ["python", "-m", "raydist.train", *words, "scale=3x1", f"init_method={init_method}"],
+        cwd=home,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("["))
@@ -83,9 +117,16 @@ def test_a_rank_on_the_command_line(rig: Rig, home: Path, init_method: str) -> N
 
 
 @requires_horovod
-@pytest.mark.parametrize(("fail", "how"), [("", ""), ("raise", "raised"), ("kill", "killed"), ("exit", "exited")])
+@pytest.mark.parametrize(
+    ("fail", "how"), [("", ""), ("raise", "raised"), ("kill", "killed"), ("exit", "exited")]
+)
 def test_a_program_of_horovodruns_on_three_hosts(rig: Rig, home: Path, fail: str, how: str) -> None:
-    words = ["backend=horovod", "scale=3x1", f"script={SCRIPTS / 'horovod_mnist.py'}", f"args='--fail={fail}'"]
+    words = [
+        "backend=horovod",
+        "scale=3x1",
+        f"script={SCRIPTS / 'horovod_mnist.py'}",
+        f"args='--fail={fail}'",
+    ]
     done = rig.hosts[0].run(["python", "-m", "raydist.train", *words], cwd=home, check=False)
     assert done.returncode == bool(fail), done.stdout + done.stderr
     if fail:
@@ -120,10 +161,22 @@ def test_ranks_of_horovods_know_their_hosts(rig: Rig, home: Path) -> None:
     assert told == "VALUES " + str(tuple((15.0, node, 3, 2) for node in range(3) for _ in range(2)))
 
 
-def test_a_folder_is_sent_and_without_that_the_host_that_lacks_it_is_named(rig: Rig, home: Path) -> None:
-    (home / "mine.py").write_text("import beside, os, socket\nprint(beside.WORD, socket.gethostname(), os.getcwd())\n")
+def test_a_folder_is_sent_and_without_that_the_host_that_lacks_it_is_named(
+    rig: Rig, home: Path
+) -> None:
+    (home / "mine.py").write_text(
+        "import beside, os, socket\nprint(beside.WORD, socket.gethostname(), os.getcwd())\n"
+    )
     (home / "beside.py").write_text("WORD = 'sent'\n")
-    mount = ["mount", "-t", "tmpfs", "-o", "mode=755", "none", str(home)]  # not every user may write there
+    mount = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        "mode=755",
+        "none",
+        str(home),
+    ]  # not every user may write there
     rig.hosts[2].run(mount)  # there nobody sees the folder
     try:
         words = ["--nnodes", "3", "--nproc-per-node", "1"]
@@ -133,7 +186,9 @@ def test_a_folder_is_sent_and_without_that_the_host_that_lacks_it_is_named(rig: 
         assert "working_dir=." in result["failure"]
         shutil.rmtree(home / "runs")
         lines, _ = launch(rig, home, *words, "working_dir=.", "mine.py")
-        assert [line.split()[1:3] for line in lines] == [["sent", f"host{number}"] for number in range(3)]
+        assert [line.split()[1:3] for line in lines] == [
+            ["sent", f"host{number}"] for number in range(3)
+        ]
         assert not any(str(home) in line for line in lines)
     finally:
         rig.hosts[2].run(["umount", str(home)])
@@ -145,7 +200,11 @@ TRAIN = ["python", "-m", "raydist.train", "backend=mpi", "scale=3x2", "watch.pro
 # one kernel: Open MPI's shared memory and UCX see through the walls between these hosts
 APART = ["env.OMPI_MCA_btl=self,tcp", "env.OMPI_MCA_pml=ob1"]
 
-HYDRA = [f"backend.mpi.mpirun={MPICH}/bin/mpiexec", f"env.LD_LIBRARY_PATH={MPICH}/lib", "env.MPI4PY_MPIABI=mpich"]
+HYDRA = [
+    f"backend.mpi.mpirun={MPICH}/bin/mpiexec",
+    f"env.LD_LIBRARY_PATH={MPICH}/lib",
+    "env.MPI4PY_MPIABI=mpich",
+]
 
 
 def requires_mpi(test: Callable[..., None]) -> Callable[..., None]:
@@ -158,7 +217,9 @@ def run_mpi(rig: Rig, home: Path, *words: str, code: int = 0) -> tuple[str, Path
     shutil.rmtree(home / "runs", ignore_errors=True)
     done = rig.hosts[0].run([*TRAIN, *words], cwd=home, check=False)
     screen = done.stdout + done.stderr
-    assert done.returncode == code, screen + "".join(p.read_text() for p in home.glob("runs/*/*/logs/*"))
+    assert done.returncode == code, screen + "".join(
+        p.read_text() for p in home.glob("runs/*/*/logs/*")
+    )
     (folder,) = home.glob("runs/*/*")
     return screen, folder, json.loads((folder / "result.json").read_text())
 
@@ -185,13 +246,16 @@ def test_ranks_of_three_hosts_add_up(rig: Rig, home: Path) -> None:
     _, folder, _ = run_mpi(rig, home, "script=sum.py", *APART)
     told = [(folder / "logs" / f"rank-{rank}.log").read_text().split() for rank in range(6)]
     assert told == [[str(rank), "6", "15", f"host{rank // 2}", str(rank % 2)] for rank in range(6)]
-    assert [host.bytes("ib0")[1] - sent < 1000 for host, sent in zip(rig.hosts, before, strict=True)] == [True] * 3
+    assert [
+        host.bytes("ib0")[1] - sent < 1000 for host, sent in zip(rig.hosts, before, strict=True)
+    ] == [True] * 3
     assert nothing_left(rig) == []
 
 
 @requires_mpi
 @pytest.mark.parametrize(
-    "mpi_words", [pytest.param(APART, id="openmpi"), pytest.param(HYDRA, id="mpich", marks=requires_mpich)]
+    "mpi_words",
+    [pytest.param(APART, id="openmpi"), pytest.param(HYDRA, id="mpich", marks=requires_mpich)],
 )
 @pytest.mark.parametrize(("interface", "other"), [("ib0", "eth0"), ("eth0", "ib0")])
 def test_its_traffic_goes_where_fabric_interface_says(
@@ -199,7 +263,9 @@ def test_its_traffic_goes_where_fabric_interface_says(
 ) -> None:
     """8 MB of each rank; Ray's own words go over eth0."""
     before = [(host.bytes(interface)[1], host.bytes(other)[1]) for host in rig.hosts]
-    run_mpi(rig, home, "script=sum.py", "args=[1000000]", f"fabric.interface={interface}", *mpi_words)
+    run_mpi(
+        rig, home, "script=sum.py", "args=[1000000]", f"fabric.interface={interface}", *mpi_words
+    )
     for host, (own, others) in zip(rig.hosts, before, strict=True):
         assert host.bytes(interface)[1] - own > 8_000_000
         assert host.bytes(other)[1] - others < 2_000_000
@@ -208,10 +274,18 @@ def test_its_traffic_goes_where_fabric_interface_says(
 @requires_mpi
 def test_a_killed_rank_of_another_host_is_the_culprit(rig: Rig, home: Path) -> None:
     screen, _, result = run_mpi(rig, home, "script=killed.py", *APART, code=1)
-    assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["signal"]) == (3, "host1", signal.SIGKILL)
+    assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["signal"]) == (
+        3,
+        "host1",
+        signal.SIGKILL,
+    )
     assert "rank 3 on host1" in screen
     _, _, result = run_mpi(rig, home, "script=killed.py", "args=[abort]", *APART, code=1)
-    assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["code"]) == (3, "host1", 9)
+    assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["code"]) == (
+        3,
+        "host1",
+        9,
+    )
     assert nothing_left(rig) == []
 
 

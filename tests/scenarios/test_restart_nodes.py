@@ -21,13 +21,15 @@ pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
 ROOT = Path(__file__).parents[2]
 ENV = {**QUICK_DEATH, "PYTHONPATH": str(ROOT)}
 PROGRAM = (
-    "import raydist\nfrom tests import faults\n\ndef job(config):\n    return faults.training(config, pause=0.02)\n"
+    "import raydist\nfrom tests import faults\n\ndef job(config):\n    return "
+    "faults.training(config, pause=0.02)\n"
 )
 
 
 BACKENDS = ["gloo", pytest.param("horovod", marks=requires_horovod)]
 ROOM = 8 << 30
-"""Bytes that a host has, as its memory cgroup tells: Ray's memory monitor reads it there, as in a container."""
+"""Bytes that a host has, as its memory cgroup tells: Ray's memory monitor reads it there, as in a
+container."""
 
 
 def furnish(host: Host) -> None:
@@ -56,7 +58,15 @@ def start(rig: Rig, folder: Path, *words: str) -> subprocess.Popen[str]:
     """A run on two of the hosts, from the first."""
     folder.mkdir()
     (folder / "slow.py").write_text(PROGRAM)
-    command = ["python", "-m", "raydist.train", "job=slow.py", *WORDS, f"hydra.run.dir={folder}/run", *words]
+    command = [
+        "python",
+        "-m",
+        "raydist.train",
+        "job=slow.py",
+        *WORDS,
+        f"hydra.run.dir={folder}/run",
+        *words,
+    ]
     env = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": f"{rig.hosts[0].address()}:6379"}
     log = (folder / "screen.txt").open("w")
     return rig.hosts[0].popen(command, env=env, cwd=folder, stdout=log, stderr=log)
@@ -64,7 +74,11 @@ def start(rig: Rig, folder: Path, *words: str) -> subprocess.Popen[str]:
 
 def events(folder: Path, kind: str) -> list[Event]:
     path = folder / "run" / "events.jsonl"
-    return [happened for happened in read_events(path) if happened["kind"] == kind] if path.exists() else []
+    return (
+        [happened for happened in read_events(path) if happened["kind"] == kind]
+        if path.exists()
+        else []
+    )
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -91,8 +105,11 @@ def left(rig: Rig) -> list[str]:
     return found
 
 
-def test_an_actor_that_rays_memory_monitor_ends_is_reported_as_that(rig: Rig, tmp_path: Path) -> None:
-    """Ray ends it, because the memory of its host is all but full. The first test: no host was down before."""
+def test_an_actor_that_rays_memory_monitor_ends_is_reported_as_that(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """Ray ends it, because the memory of its host is all but full. The first test: no host was down
+    before."""
     struck = tmp_path / "struck"
     run = start(rig, struck, "scale=2x1", "train.epochs=1000", "restart=none")
     wait_until(lambda: reached(struck, 20), "step 20", 90)
@@ -109,7 +126,8 @@ def test_an_actor_that_rays_memory_monitor_ends_is_reported_as_that(rig: Rig, tm
     page = (struck / "run" / "blame-1.txt").read_text()
     for words in (
         f"rank 1 on {victim.name}, last heartbeat at step",
-        "lost: out of memory: Ray's memory monitor ended its actor, because the node had no more (7.92GB used / 8.00GB",
+        "lost: out of memory: Ray's memory monitor ended its actor, because the node had no more "
+        "(7.92GB used / 8.00GB",
         "Ray's limit is RAY_memory_usage_threshold",
         f"step {saved} is saved",
     ):
@@ -118,7 +136,9 @@ def test_an_actor_that_rays_memory_monitor_ends_is_reported_as_that(rig: Rig, tm
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_path: Path, backend: str) -> None:
+def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(
+    rig: Rig, tmp_path: Path, backend: str
+) -> None:
     struck = tmp_path / "struck"
     run = start(rig, struck, "scale=2x1", "train.epochs=6", f"backend={backend}")
     wait_until(lambda: reached(struck, 20), "step 20", 90)
@@ -131,13 +151,20 @@ def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(rig: Rig, tmp_pa
     assert back["repeated"] <= 1
     (end,) = result(struck)["restarts"]
     assert (end["rank"], end["how"]) == (lost, "lost")
-    # the generators of the lost rank are lost with it, and are seeded anew: not to the last bit, but the same training
-    assert {event["step"] for event in events(struck, "report") if event["rank"] == 0} == set(range(1, 97))
+    # the generators of the lost rank are lost with it, and are seeded anew: not to the last bit,
+    # but the same training
+    assert {event["step"] for event in events(struck, "report") if event["rank"] == 0} == set(
+        range(1, 97)
+    )
     assert result(struck)["metrics"]["test_loss"] > 0
-    ledger = json.loads((rig.hosts[0].folder / "home" / ".cache" / "raydist" / "nodes.json").read_text())
-    assert [(noted["host"], noted["what"], noted["run"]) for noted in ledger if noted["run"] == f"{struck}/run"] == [
-        (victim.name, "lost", f"{struck}/run")
-    ]
+    ledger = json.loads(
+        (rig.hosts[0].folder / "home" / ".cache" / "raydist" / "nodes.json").read_text()
+    )
+    assert [
+        (noted["host"], noted["what"], noted["run"])
+        for noted in ledger
+        if noted["run"] == f"{struck}/run"
+    ] == [(victim.name, "lost", f"{struck}/run")]
     wait_until(lambda: not left(rig), "end of all ranks", 60)
     victim.boot()
     rig.ray_join(victim, cpus=2, env=ENV)

@@ -27,7 +27,14 @@ from tests.leftovers import alive, groups
 from tests.programs import Program
 
 pytestmark = pytest.mark.ray
-WORDS = ("watch.progress=none", "train.epochs=3", "data.batch_size=8", "optim=sgd", "snapshot.every=1", "seed=5")
+WORDS = (
+    "watch.progress=none",
+    "train.epochs=3",
+    "data.batch_size=8",
+    "optim=sgd",
+    "snapshot.every=1",
+    "seed=5",
+)
 BACKENDS = ["gloo", pytest.param("horovod", marks=requires_horovod)]
 
 
@@ -44,7 +51,9 @@ def unbroken(backend: str, *words: str) -> tuple[Any, list[float]]:
 
 
 def events(done: Result[Any], kind: str) -> list[Event]:
-    return [happened for happened in read_events(done.dir / "events.jsonl") if happened["kind"] == kind]
+    return [
+        happened for happened in read_events(done.dir / "events.jsonl") if happened["kind"] == kind
+    ]
 
 
 def losses(done: Result[Any]) -> list[float]:
@@ -52,7 +61,10 @@ def losses(done: Result[Any]) -> list[float]:
     found: dict[int, float] = {}
     for report in events(done, "report"):
         if report["rank"] == 0 and "loss" in report["values"]:
-            assert found.setdefault(report["step"], report["values"]["loss"]) == report["values"]["loss"]
+            assert (
+                found.setdefault(report["step"], report["values"]["loss"])
+                == report["values"]["loss"]
+            )
     return [loss for _, loss in sorted(found.items())]
 
 
@@ -61,7 +73,10 @@ def losses(done: Result[Any]) -> list[float]:
     ("struck", "how"),
     [
         (kill(1, 10), "killed"),
-        (kill(0, 16), "killed"),  # the last step of an epoch: evaluation and checkpoint come after the restart
+        (
+            kill(0, 16),
+            "killed",
+        ),  # the last step of an epoch: evaluation and checkpoint come after the restart
         (Fault("raise", 1, 20), "raised"),
         (Fault("exit", 0, 33), "exited"),
         (Fault("abort", 1, 1), "killed"),
@@ -70,8 +85,11 @@ def losses(done: Result[Any]) -> list[float]:
     ],
     ids=lambda value: f"{value.act}{value.step}" if isinstance(value, Fault) else "",
 )
-def test_a_run_that_is_struck_ends_as_if_it_had_not_been(on_ray: Path, backend: str, struck: Fault, how: str) -> None:
-    # a stopped rank is named by its state; one that keeps away from the collectives is given up after the limit
+def test_a_run_that_is_struck_ends_as_if_it_had_not_been(
+    on_ray: Path, backend: str, struck: Fault, how: str
+) -> None:
+    # a stopped rank is named by its state; one that keeps away from the collectives is given up
+    # after the limit
     limits = ("hang.after_s=1", "hang.limit_s=6") if how == "hung" else ()
     done = train(f"backend={backend}", *limits, struck=(struck,))
     assert done.status == "finished"
@@ -79,7 +97,8 @@ def test_a_run_that_is_struck_ends_as_if_it_had_not_been(on_ray: Path, backend: 
     (end,) = done.restarts
     assert (end.rank, end.how, end.step) == (struck.rank, how, struck.step)
     (back,) = events(done, "restarted")
-    # the other rank may be stopped while it still takes or keeps the step that the struck one has kept
+    # the other rank may be stopped while it still takes or keeps the step that the struck one has
+    # kept
     assert (back["number"], back["step"]) == (1, struck.step + 1 - back["repeated"])
     assert back["repeated"] <= 1
     assert not done.failure
@@ -88,10 +107,13 @@ def test_a_run_that_is_struck_ends_as_if_it_had_not_been(on_ray: Path, backend: 
 
 
 @pytest.mark.parametrize(
-    ("group", "backend"), [("inline", "gloo"), pytest.param("ray", "horovod", marks=requires_horovod)]
+    ("group", "backend"),
+    [("inline", "gloo"), pytest.param("ray", "horovod", marks=requires_horovod)],
 )
 def test_two_faults_and_a_snapshot_now_and_then(on_ray: Path, group: str, backend: str) -> None:
-    done = train(f"backend={backend}", "snapshot.every=4", struck=(kill(1, 10), kill(0, 30, 1)), group=group)
+    done = train(
+        f"backend={backend}", "snapshot.every=4", struck=(kill(1, 10), kill(0, 30, 1)), group=group
+    )
     assert (done.values, losses(done)) == unbroken(backend)
     assert [event["repeated"] for event in events(done, "restarted")] == [2, 2]
     assert [event["number"] for event in events(done, "restart")] == [1, 2]
@@ -99,17 +121,30 @@ def test_two_faults_and_a_snapshot_now_and_then(on_ray: Path, group: str, backen
     assert 0 < done.goodput < 1
     assert done.spent["failures"] > 0 < done.spent["steps done again"]
     assert sum(done.spent.values()) == pytest.approx(done.wall_s, rel=0.02)
-    assert done.recovery.keys() == {"detect", "kill", "place", "fork", "rendezvous", "restore", "first step"}
+    assert done.recovery.keys() == {
+        "detect",
+        "kill",
+        "place",
+        "fork",
+        "rendezvous",
+        "restore",
+        "first step",
+    }
     for number in (1, 2):
         assert (done.dir / f"blame-{number}.txt").exists()
     assert group == "inline" or groups() == []
 
 
-def test_a_model_in_shards_goes_on_from_memory_and_after_the_run_from_the_disk(on_ray: Path) -> None:
+def test_a_model_in_shards_goes_on_from_memory_and_after_the_run_from_the_disk(
+    on_ray: Path,
+) -> None:
     whole = train("parallel=fsdp")
     done = train("parallel=fsdp", struck=(kill(1, 10), kill(0, 30, 1)))
     assert (done.values, losses(done)) == (whole.values, losses(whole))
-    assert [(event["step"], event["repeated"]) for event in events(done, "restarted")] == [(11, 0), (31, 0)]
+    assert [(event["step"], event["repeated"]) for event in events(done, "restarted")] == [
+        (11, 0),
+        (31, 0),
+    ]
     shards, alone = (each.values[0] or {} for each in (whole, train()))
     assert shards["figures"] == pytest.approx(alone["figures"], abs=1e-5)
 
@@ -118,20 +153,29 @@ def test_a_model_in_shards_goes_on_from_memory_and_after_the_run_from_the_disk(o
     saved = failed.value.result.checkpoint
     assert saved is not None
     assert str(saved).endswith(("step-00000009", "step-00000010"))
-    more = raydist.run(faults.training, "scale=1x1", "group=inline", *WORDS, "parallel=fsdp", f"resume={saved}")
-    assert more.metrics["steps"] == 96 - int(str(saved)[-8:])  # half the ranks take half the samples in a step
+    more = raydist.run(
+        faults.training, "scale=1x1", "group=inline", *WORDS, "parallel=fsdp", f"resume={saved}"
+    )
+    assert more.metrics["steps"] == 96 - int(
+        str(saved)[-8:]
+    )  # half the ranks take half the samples in a step
 
 
 @pytest.mark.parametrize(
-    "words", [("parallel=hsdp", "parallel.shard=2"), ("parallel=fsdp", "parallel.tp=2")], ids="/".join
+    "words",
+    [("parallel=hsdp", "parallel.shard=2"), ("parallel=fsdp", "parallel.tp=2")],
+    ids="/".join,
 )
-def test_copies_of_shards_and_divided_layers_go_on_from_memory(on_ray: Path, words: tuple[str, ...]) -> None:
+def test_copies_of_shards_and_divided_layers_go_on_from_memory(
+    on_ray: Path, words: tuple[str, ...]
+) -> None:
     words = ("scale=1x4", *words)
     whole = train(*words)
     done = train(*words, struck=(kill(3, 5),))
     assert (done.values, losses(done)) == (whole.values, losses(whole))
     (back,) = events(done, "restarted")
-    # when rank 3 computes the loss of step 6, ranks of another group may have done it, or may not have kept step 5
+    # when rank 3 computes the loss of step 6, ranks of another group may have done it, or may not
+    # have kept step 5
     assert (back["step"], back["repeated"]) in ((6, 0), (6, 1), (5, 1))
 
 
@@ -156,7 +200,8 @@ def test_a_restart_costs_no_placement_and_no_new_actor(on_ray: Path) -> None:
 
 def test_the_ranks_are_told_how_often_they_were_restarted(on_ray: Path) -> None:
     def job() -> tuple[str, str]:
-        torch.distributed.barrier()  # a rank that finishes while another still connects makes that one fail
+        # a rank that finishes while another still connects makes that one fail
+        torch.distributed.barrier()
         raydist.report(step=1)
         faults.suffer(kill(0, 1))
         faults.strike(1)
@@ -221,7 +266,9 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) 
         begin, _ = faults.own_loop(24 if first else 40)
         if first and context.rank().rank == 0:
             checkpoint.settle()
-            (context.rank().run_dir / "checkpoints" / "step-00000020" / "state.pt").write_bytes(b"cut off")
+            (context.rank().run_dir / "checkpoints" / "step-00000020" / "state.pt").write_bytes(
+                b"cut off"
+            )
             os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.barrier()
         return begin
@@ -232,7 +279,9 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(on_ray: Path, backend: str) -> None:
+def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(
+    on_ray: Path, backend: str
+) -> None:
     words = (f"backend={backend}", "snapshot.every=0", "checkpoint.every=16")
     done = train(*words, struck=(Fault("damage", 0, 40),))
     assert (done.values, losses(done)) == unbroken(backend)
@@ -241,7 +290,9 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(on_ray
     assert any("step-00000032 is passed over" in text for text in done.warnings)
 
 
-def test_a_damaged_checkpoint_of_a_later_step_does_not_stand_for_the_last_state(on_ray: Path) -> None:
+def test_a_damaged_checkpoint_of_a_later_step_does_not_stand_for_the_last_state(
+    on_ray: Path,
+) -> None:
     words = ("snapshot.every=15", "checkpoint.every=16", "restart.max=1")
     with pytest.raises(RunFailed) as caught:
         train(*words, struck=(Fault("damage", 0, 40), kill(1, 31, 1)))
@@ -265,14 +316,25 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 @pytest.mark.parametrize(
-    ("backend", "division"), [("gloo", "ddp"), pytest.param("horovod", "ddp", marks=requires_horovod), ("gloo", "fsdp")]
+    ("backend", "division"),
+    [("gloo", "ddp"), pytest.param("horovod", "ddp", marks=requires_horovod), ("gloo", "fsdp")],
 )
-def test_a_full_disk_does_not_stop_the_training(on_ray: Path, small_disk: Path, backend: str, division: str) -> None:
-    words = (f"backend={backend}", f"parallel={division}", "checkpoint.every=16", f"hydra.run.dir={small_disk}/run")
+def test_a_full_disk_does_not_stop_the_training(
+    on_ray: Path, small_disk: Path, backend: str, division: str
+) -> None:
+    words = (
+        f"backend={backend}",
+        f"parallel={division}",
+        "checkpoint.every=16",
+        f"hydra.run.dir={small_disk}/run",
+    )
     done = train(*words, struck=(Fault("fill", 0, 20),))
     assert done.status == "finished"
     assert done.values == unbroken(backend, f"parallel={division}")[0]
-    for word in ("cannot be written (No space left on device)", "a checkpoint could not be written: OSError"):
+    for word in (
+        "cannot be written (No space left on device)",
+        "a checkpoint could not be written: OSError",
+    ):
         assert any(word in text for text in done.warnings), done.warnings
     found = checkpoint_files.newest(done.dir / "checkpoints")
     assert found is not None
@@ -280,14 +342,19 @@ def test_a_full_disk_does_not_stop_the_training(on_ray: Path, small_disk: Path, 
     assert not list((done.dir / "checkpoints").glob(".*"))
 
 
-def test_restart_none_ends_with_the_first_failure_and_its_state_is_on_the_disk(on_ray: Path) -> None:
+def test_restart_none_ends_with_the_first_failure_and_its_state_is_on_the_disk(
+    on_ray: Path,
+) -> None:
     with pytest.raises(RunFailed, match="killed by SIGKILL") as caught:
         train("restart=none", struck=(kill(1, 21),))
     result = caught.value.result
     assert (result.restarts, result.cause.step) == ((), 21)
     assert result.checkpoint.name == "step-00000021"
     resumed = train(f"resume={result.dir}")
-    assert (resumed.values, losses(resumed)[-27:]) == (unbroken("gloo")[0], unbroken("gloo")[1][21:])
+    assert (resumed.values, losses(resumed)[-27:]) == (
+        unbroken("gloo")[0],
+        unbroken("gloo")[1][21:],
+    )
 
 
 def begun(done: Result[Any]) -> list[int]:
@@ -301,8 +368,11 @@ def saved_in(folder: Path) -> list[int]:
     return [step for step in steps if checkpoint_files.verify(folder / f"step-{step:08d}")]
 
 
-def test_a_second_training_in_a_run_folder_leaves_the_first_ones_checkpoints_alone(on_ray: Path) -> None:
-    """They are of later steps: its own were deleted as they were saved, and a restart went on from the other's."""
+def test_a_second_training_in_a_run_folder_leaves_the_first_ones_checkpoints_alone(
+    on_ray: Path,
+) -> None:
+    """They are of later steps: its own were deleted as they were saved, and a restart went on from
+    the other's."""
     words = ("checkpoint.every=8", "snapshot.every=0", "hydra.run.dir=again")
     first = train(*words)
     second = train(*words, "train.steps=24", struck=(kill(1, 20),))
@@ -324,9 +394,17 @@ def test_a_second_training_in_a_run_folder_leaves_the_first_ones_checkpoints_alo
     [("snapshot.every=1",), ("snapshot.every=0",), ("snapshot.every=1", "parallel=fsdp")],
     ids=["memory", "disk", "shards"],
 )
-def test_a_second_fit_of_a_job_is_restarted_at_its_own_step(on_ray: Path, words: tuple[str, ...]) -> None:
+def test_a_second_fit_of_a_job_is_restarted_at_its_own_step(
+    on_ray: Path, words: tuple[str, ...]
+) -> None:
     """It found the last checkpoint of the first, made no step, and the run ended as finished."""
-    settings = ("scale=1x2", "group=inline", "watch.progress=none", "data.batch_size=8", "checkpoint.every=4")
+    settings = (
+        "scale=1x2",
+        "group=inline",
+        "watch.progress=none",
+        "data.batch_size=8",
+        "checkpoint.every=4",
+    )
 
     def run(*struck: Fault) -> Result[Any]:
         return raydist.run(faults.two_trainings, *settings, *words, "seed=5", struck=struck)
@@ -343,7 +421,8 @@ def test_a_second_fit_of_a_job_is_restarted_at_its_own_step(on_ray: Path, words:
 
 
 def test_resume_auto_continues_what_was_stopped_and_not_what_has_finished(on_ray: Path) -> None:
-    """The command of another training found all steps of the one before done: it made none, and reported success."""
+    """The command of another training found all steps of the one before done: it made none, and
+    reported success."""
     with pytest.raises(RunFailed):
         train("hydra.run.dir=runs/1", "restart=none", struck=(kill(1, 21),))
     rest = train("hydra.run.dir=runs/2", "resume=auto")
@@ -390,9 +469,12 @@ def test_a_word_that_is_wrong_for_the_ranks_is_not_tried_again(on_ray: Path) -> 
 def program(folder: Path, *words: str) -> Program:
     """The same training, for long, as a person starts it."""
     (folder / "slow.py").write_text(
-        "import raydist\nfrom tests import faults\n\ndef job(config):\n    faults.training(config, pause=0.01)\n"
+        "import raydist\nfrom tests import faults\n\ndef job(config):\n    "
+        "faults.training(config, pause=0.01)\n"
     )
-    return Program(folder, "job=slow.py", "scale=1x2", "group=inline", *WORDS, "train.epochs=200", *words)
+    return Program(
+        folder, "job=slow.py", "scale=1x2", "group=inline", *WORDS, "train.epochs=200", *words
+    )
 
 
 @pytest.fixture
@@ -405,7 +487,9 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     ("number", "backend"),
     [(signal.SIGTERM, "gloo"), pytest.param(signal.SIGINT, "horovod", marks=requires_horovod)],
 )
-def test_a_signal_leaves_the_last_state_on_the_disk(tmp_path: Path, number: signal.Signals, backend: str) -> None:
+def test_a_signal_leaves_the_last_state_on_the_disk(
+    tmp_path: Path, number: signal.Signals, backend: str
+) -> None:
     """Ctrl-C; SIGTERM, as `ray job stop` and batch systems send it."""
     started = program(tmp_path, "checkpoint.every=100000", f"backend={backend}")
     started.until_step(20)
@@ -420,7 +504,9 @@ def test_a_signal_leaves_the_last_state_on_the_disk(tmp_path: Path, number: sign
 
 @pytest.mark.usefixtures("on_path")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(tmp_path: Path, backend: str) -> None:
+def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(
+    tmp_path: Path, backend: str
+) -> None:
     started = program(tmp_path, "checkpoint.every=100000", f"backend={backend}")
     started.until_step(20)
     started.signal(signal.SIGKILL)
@@ -438,11 +524,19 @@ def back(started: Program, count: int) -> bool:
 
 @pytest.mark.usefixtures("on_path")
 @pytest.mark.parametrize(
-    ("backend", "epochs", "kills"), [("gloo", 25, 12), pytest.param("horovod", 9, 4, marks=requires_horovod)]
+    ("backend", "epochs", "kills"),
+    [("gloo", 25, 12), pytest.param("horovod", 9, 4, marks=requires_horovod)],
 )
-def test_a_storm_changes_nothing(tmp_path: Path, on_ray: Path, backend: str, epochs: int, kills: int) -> None:
+def test_a_storm_changes_nothing(
+    tmp_path: Path, on_ray: Path, backend: str, epochs: int, kills: int
+) -> None:
     """A rank is killed every now and then, whichever it is and whatever it does."""
-    words = (f"backend={backend}", f"train.epochs={epochs}", "checkpoint.every=30", "restart.max=1000")
+    words = (
+        f"backend={backend}",
+        f"train.epochs={epochs}",
+        "checkpoint.every=30",
+        "restart.max=1000",
+    )
     whole = train(*words)
     ended: Any = whole.values[0]
     (tmp_path / "storm").mkdir()
@@ -453,7 +547,11 @@ def test_a_storm_changes_nothing(tmp_path: Path, on_ray: Path, backend: str, epo
         ranks = [event["pid"] for event in started.events("began")][-2:]
         os.kill(ranks[count % 2], signal.SIGKILL)
     assert started.wait() == 0, started.screen
-    last = [event for event in started.events("report") if event["rank"] == 0 and "test_loss" in event["values"]][-1]
+    last = [
+        event
+        for event in started.events("report")
+        if event["rank"] == 0 and "test_loss" in event["values"]
+    ][-1]
     assert last["values"]["test_loss"] == whole.metrics["test_loss"]
     saved = checkpoint.load(Path(started.result()["checkpoint"]))
     for name, value in saved["model"].items():
@@ -465,11 +563,21 @@ def test_a_storm_changes_nothing(tmp_path: Path, on_ray: Path, backend: str, epo
 def test_checkpoints_are_those_of_a_run_without_snapshots(on_ray: Path) -> None:
     words = ("checkpoint.every=20", "checkpoint.best=min:loss", "checkpoint.keep=2")
     with_them, without = train(*words), train(*words, "snapshot.every=0")
-    names = [sorted(path.name for path in (done.dir / "checkpoints").iterdir()) for done in (with_them, without)]
+    names = [
+        sorted(path.name for path in (done.dir / "checkpoints").iterdir())
+        for done in (with_them, without)
+    ]
     assert names[0] == names[1]
     for name in names[0]:
-        one, other = (checkpoint_files.verify(done.dir / "checkpoints" / name) for done in (with_them, without))
-        differing = [key for key in {**one.state, **other.state} if not equal(one.state.get(key), other.state.get(key))]
+        one, other = (
+            checkpoint_files.verify(done.dir / "checkpoints" / name)
+            for done in (with_them, without)
+        )
+        differing = [
+            key
+            for key in {**one.state, **other.state}
+            if not equal(one.state.get(key), other.state.get(key))
+        ]
         assert differing == ["config"]
         assert replace(one.meta, time=0, files={}) == replace(other.meta, time=0, files={})
     assert with_them.warnings == ()

@@ -53,7 +53,11 @@ def test_a_caller_gets_each_event_and_a_result_to_print(on_ray: Path, group: str
     done = raydist.run(job, "scale=1x2", group, QUIET, on_event=seen.append)
     written = [*read_events(done.dir / "events.jsonl")]
     assert [event for event in seen if event["kind"] != "output"] == written
-    assert [event["values"]["loss"] for event in seen if event["kind"] == "report" and event["rank"] == 0] == [1.5] * 3
+    assert [
+        event["values"]["loss"]
+        for event in seen
+        if event["kind"] == "report" and event["rank"] == 0
+    ] == [1.5] * 3
     lines = str(done).splitlines()
     assert lines[0] == f"finished in {done.wall_s:.1f} s"
     assert lines[1].split() == ["loss", "1.5"]
@@ -108,16 +112,24 @@ def test_the_store_listens_on_the_training_address_only(on_ray: Path) -> None:
 
         port = int(os.environ["MASTER_PORT"])
         found = psutil.net_connections()
-        return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+        return [
+            c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port
+        ]
 
     done = raydist.run(job, "scale=1x2", QUIET)
     assert done.values[0] == [
-        next(e for e in read_events(done.dir / "events.jsonl") if e["kind"] == "plan")["slots"][0]["ip"]
+        next(e for e in read_events(done.dir / "events.jsonl") if e["kind"] == "plan")["slots"][0][
+            "ip"
+        ]
     ]
 
 
-def test_a_module_that_is_a_job_and_its_own_words(on_ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (on_ray / "my_package.py").write_text("def train(config, hidden=1):\n    return hidden, config.seed\n")
+def test_a_module_that_is_a_job_and_its_own_words(
+    on_ray: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (on_ray / "my_package.py").write_text(
+        "def train(config, hidden=1):\n    return hidden, config.seed\n"
+    )
     monkeypatch.syspath_prepend(str(on_ray))
     done = raydist.run("my_package:train", "scale=1x2", "job.args.hidden=5", "seed=3", QUIET)
     assert done.values == ((5, 3), (5, 3))
@@ -132,7 +144,9 @@ def test_both_ways_to_start_a_rank(on_ray: Path, group: str, start: str) -> None
 
 def test_one_inline_rank_runs_in_this_very_process(on_ray: Path) -> None:
     before = dict(os.environ)
-    done = raydist.run(lambda: (os.getpid(), raydist.rank().world_size), "scale=1x1", "group=inline", QUIET)
+    done = raydist.run(
+        lambda: (os.getpid(), raydist.rank().world_size), "scale=1x1", "group=inline", QUIET
+    )
     assert done.values == ((os.getpid(), 1),)
     assert dict(os.environ) == before
 
@@ -159,7 +173,9 @@ def test_what_ranks_print_is_in_their_own_logs_unmixed(on_ray: Path) -> None:
     done = raydist.run(job, "scale=1x2", QUIET)
     for rank in range(2):
         log = (done.dir / "logs" / f"rank-{rank}.log").read_bytes()
-        lines = [line for line in log.split(b"\n") if not line.startswith(b"[Gloo] ")]  # torch 2.8's own
+        lines = [
+            line for line in log.split(b"\n") if not line.startswith(b"[Gloo] ")
+        ]  # torch 2.8's own
         assert lines[0] == bytes([0, 255])
         assert lines[1:2001] == [f"rank {rank} {number}".encode() for number in range(2000)]
         assert lines[2001:] == [b"x" * 3_000_000, b"from a child", b""]
@@ -176,7 +192,13 @@ def test_the_run_folder_holds_events_and_result(on_ray: Path) -> None:
     kinds = [happened["kind"] for happened in events]
     assert kinds[0] == "run"
     assert kinds[-1] == "result"
-    assert [e["step"] for e in events if e["kind"] == "report" and e["rank"] == 0] == [1, 2, 3, 4, 5]
+    assert [e["step"] for e in events if e["kind"] == "report" and e["rank"] == 0] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert {e["rank"] for e in events if e["kind"] == "ended"} == {0, 1}
     phases = [e["name"] for e in events if e["kind"] == "phase"]
     assert phases == ["connect", "place", "actors", "warm-up", "rendezvous", "first step"]
@@ -236,7 +258,9 @@ def test_a_callers_own_exception_comes_back_as_itself(on_ray: Path) -> None:
 def test_the_same_error_on_all_ranks_is_told_once(on_ray: Path) -> None:
     with pytest.raises(RunFailed) as caught:
         raydist.run(raise_value_error, "scale=1x4", QUIET)
-    assert str(caught.value).count("ValueError: bad thing") <= 2  # the cause, and its traceback's last line
+    assert (
+        str(caught.value).count("ValueError: bad thing") <= 2
+    )  # the cause, and its traceback's last line
 
 
 def test_a_rank_that_hangs_in_its_own_clean_up_does_not_hold_the_run(on_ray: Path) -> None:
@@ -273,7 +297,9 @@ def test_nccl_without_gpus_is_refused_with_the_reason(on_ray: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["mpi", "ucc"])
-def test_a_backend_that_this_torch_lacks_is_refused_with_the_reason(on_ray: Path, backend: str) -> None:
+def test_a_backend_that_this_torch_lacks_is_refused_with_the_reason(
+    on_ray: Path, backend: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"backend={backend}: torch .* was built without"):
         raydist.run(raise_value_error, f"backend={backend}", QUIET)
 
@@ -309,7 +335,9 @@ def test_nothing_is_left_in_ray_after_good_and_bad_runs(on_ray: Path) -> None:
 
 
 def test_cluster_takes_every_cpu_of_a_cluster_without_gpus(on_ray: Path) -> None:
-    assert raydist.run(lambda: os.environ["WORLD_SIZE"], "scale=cluster", QUIET).values == ("4",) * 4
+    assert (
+        raydist.run(lambda: os.environ["WORLD_SIZE"], "scale=cluster", QUIET).values == ("4",) * 4
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's variables")
@@ -327,11 +355,16 @@ def test_memory_freed_in_a_step_is_kept_for_the_next(on_ray: Path) -> None:
 
         return min([step() for _ in range(5)][2:])
 
-    assert all(faults < 1000 for faults in raydist.run(job, "scale=1x2", QUIET).values if faults is not None)
+    assert all(
+        faults < 1000
+        for faults in raydist.run(job, "scale=1x2", QUIET).values
+        if faults is not None
+    )
 
 
 def stop_agents() -> None:
-    """SIGSTOP for the actor of this node's agents, once it has told the driver that the ranks run."""
+    """SIGSTOP for the actor of this node's agents, once it has told the driver that the ranks
+    run."""
     sock = context.current().flush.__self__._sock  # type: ignore[attr-defined]
     agent = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
     while not any(read_events(raydist.rank().run_dir / "events.jsonl", kind="began")):
@@ -339,7 +372,9 @@ def stop_agents() -> None:
     os.kill(agent, signal.SIGSTOP)
 
 
-def test_ranks_that_finish_beside_a_stopped_actor_have_finished(on_ray: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_finish_beside_a_stopped_actor_have_finished(
+    on_ray: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their agents can't tell it. They were run again, because nobody knew."""
 
     def job() -> int:
@@ -358,14 +393,20 @@ def test_ranks_that_finish_beside_a_stopped_actor_have_finished(on_ray: Path, mo
     done = raydist.run(job, "scale=1x2", "hydra.run.dir=run", QUIET)
     assert (done.status, done.values, done.restarts) == ("finished", (0, 1), ())
     assert len([*Path("run").glob("ran-*")]) == 2
-    assert [each["step"] for each in read_events(Path("run/events.jsonl")) if each["kind"] == "saved"][-1] == 7
+    assert [
+        each["step"] for each in read_events(Path("run/events.jsonl")) if each["kind"] == "saved"
+    ][-1] == 7
 
 
 @pytest.mark.parametrize("heard", [True, False])
-def test_a_run_whose_agents_are_all_stopped_ends(on_ray: Path, monkeypatch: pytest.MonkeyPatch, heard: bool) -> None:
-    """It waited ten minutes for them to write the last state. Its fork server does that, once they are killed.
+def test_a_run_whose_agents_are_all_stopped_ends(
+    on_ray: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """It waited ten minutes for them to write the last state. Its fork server does that, once they
+    are killed.
 
-    `heard`: that state was saved, and the driver knew it: it waited in vain for a newer one, and called it lost.
+    `heard`: that state was saved, and the driver knew it: it waited in vain for a newer one, and
+    called it lost.
     """
 
     def job() -> None:

@@ -1,4 +1,5 @@
-"""Checkpoints of a model in shards are written while it trains; what strikes meanwhile costs no whole checkpoint."""
+"""Checkpoints of a model in shards are written while it trains; what strikes meanwhile costs no
+whole checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.programs import Program
 WORDS = ("watch.progress=none", "train.epochs=3", "data.batch_size=8", "optim=adamw", "snapshot.every=1", "seed=5",
          "parallel=fsdp", "scale=1x3", "group=inline", "checkpoint.every=8", "data.global_batch=24")  # fmt: skip
 STOPPED, GOES_ON = 4, 12
-"""The steps after which the fork server is stopped, and continues: between them a checkpoint is due."""
+"""The steps after which the fork server is stopped, and continues: between them a checkpoint is
+due."""
 
 
 @pytest.fixture
@@ -41,7 +43,8 @@ def children() -> set[int]:
 
 
 class Checks:
-    """What rank 0 does in the first attempt while its fork server is stopped, which forks the writers."""
+    """What rank 0 does in the first attempt while its fork server is stopped, which forks the
+    writers."""
 
     def __init__(self, writer: str) -> None:
         self.writer, self.before = writer, set[int]()
@@ -54,7 +57,9 @@ class Checks:
             os.kill(os.getppid(), signal.SIGSTOP)
         if step == GOES_ON:
             folder = context.rank().run_dir / "checkpoints"
-            assert not folder.exists(), "no process could write for the ranks, which have made further steps"
+            assert not folder.exists(), (
+                "no process could write for the ranks, which have made further steps"
+            )
             os.kill(os.getppid(), signal.SIGCONT)
             if self.writer == "killed":
                 while not (new := children() - self.before):
@@ -89,7 +94,8 @@ def unbroken() -> Any:
 
 
 def saved(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a run folder, which are whole; nothing half written is beside them."""
+    """The steps of the checkpoints in a run folder, which are whole; nothing half written is beside
+    them."""
     found = sorted((folder / "checkpoints").iterdir())
     return [checkpoint_files.verify(path).step for path in found]
 
@@ -107,7 +113,9 @@ def test_the_steps_go_on_while_the_checkpoint_of_a_model_in_shards_is_written(fo
 
 
 @pytest.mark.parametrize(
-    ("writer", "struck"), [("", kill(1, GOES_ON)), ("", kill(0, GOES_ON)), ("killed", kill(2, 20))], ids=str
+    ("writer", "struck"),
+    [("", kill(1, GOES_ON)), ("", kill(0, GOES_ON)), ("killed", kill(2, 20))],
+    ids=str,
 )
 def test_a_rank_or_a_writer_that_is_killed_meanwhile_leaves_whole_checkpoints_only(
     folder: Path, writer: str, struck: Fault
@@ -118,7 +126,11 @@ def test_a_rank_or_a_writer_that_is_killed_meanwhile_leaves_whole_checkpoints_on
     assert (end.rank, end.how) == (struck.rank, "killed")
     steps = saved(done.dir)
     assert steps == ([16, 24, 30] if writer else [8, 16, 24, 30])
-    lost = [text for text in done.warnings if "the checkpoint of step 8 is not complete, and is dropped" in text]
+    lost = [
+        text
+        for text in done.warnings
+        if "the checkpoint of step 8 is not complete, and is dropped" in text
+    ]
     assert len(lost) == bool(writer), done.warnings
     assert not [pid for pid in began(done) if alive(pid)]
 
@@ -127,7 +139,9 @@ def began(done: Result[Any]) -> list[int]:
     return [each["pid"] for each in read_events(done.dir / "events.jsonl", kind="began")]
 
 
-def test_without_snapshots_a_restart_continues_from_the_checkpoint_that_was_being_written(folder: Path) -> None:
+def test_without_snapshots_a_restart_continues_from_the_checkpoint_that_was_being_written(
+    folder: Path,
+) -> None:
     done = train("snapshot.every=0", struck=(kill(1, GOES_ON),))
     begun = read_events(done.dir / "events.jsonl", kind="begin")
     assert [each["resumed"] for each in begun if each["rank"] == 0] == [0, 8]

@@ -16,7 +16,14 @@ from tests.scenarios.test_restart_run import losses
 from tests.training.test_sources import SIZE, Net, Placed, plain_loader, tensors
 
 pytestmark = pytest.mark.ray
-WORDS = ("scale=1x2", "backend=gloo", "watch.progress=none", "train.steps=20", "data.batch_size=6", "snapshot.every=1")
+WORDS = (
+    "scale=1x2",
+    "backend=gloo",
+    "watch.progress=none",
+    "train.steps=20",
+    "data.batch_size=6",
+    "snapshot.every=1",
+)
 
 
 def learn(config: Any, made: Any, struck: tuple[Fault, ...] = ()) -> list[list[int]]:
@@ -49,19 +56,33 @@ def rows() -> Any:
     return ray.data.from_items(items, override_num_blocks=8)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reason="Ray Data needs pyarrow: pip install 'ray[data]'")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("pyarrow"),
+    reason="Ray Data needs pyarrow: pip install 'ray[data]'",
+)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ray_data_gives_each_row_to_one_rank_and_begins_the_epoch_anew(
     parallel: str, on_ray: Path, ray_address: str
 ) -> None:
-    words = (*WORDS, f"env.RAY_ADDRESS={ray_address}", "group=ray", f"parallel={parallel}", "parallel.blocks=Linear")
+    words = (
+        *WORDS,
+        f"env.RAY_ADDRESS={ray_address}",
+        "group=ray",
+        f"parallel={parallel}",
+        "parallel.blocks=Linear",
+    )
     done = raydist.run(learn, *words, made=rows, struck=(kill(1, 3),))
     assert done.status == "finished"
     assert [end.step for end in done.restarts] == [3]
     first = int(parallel == "ddp")  # it looks at a batch before it loads the state
     seen = [each[first:] for each in done.values if each]
     for epoch in (0, 1):
-        taken = [number for each in seen for step in each[8 * epoch : 8 * epoch + 8] for number in step]
+        taken = [
+            number for each in seen for step in each[8 * epoch : 8 * epoch + 8] for number in step
+        ]
         assert sorted(taken) == list(range(SIZE))
     assert any("train=MaterializedDataset: Ray Data has no order" in text for text in done.warnings)
-    assert any("Ray Data: epoch 1 begins anew, and its samples come again" in text for text in done.warnings)
+    assert any(
+        "Ray Data: epoch 1 begins anew, and its samples come again" in text
+        for text in done.warnings
+    )

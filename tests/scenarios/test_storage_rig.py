@@ -26,10 +26,18 @@ def rig() -> Iterator[Rig]:
 def train(rig: Rig, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     first: Host = rig.hosts[0]
     env = {**ENV, "RAY_ADDRESS": f"{first.address()}:6379"}
-    return first.run(["python", "-m", "raydist.train", *WORDS, *words], env=env, cwd=folder, check=False, timeout=150)
+    return first.run(
+        ["python", "-m", "raydist.train", *WORDS, *words],
+        env=env,
+        cwd=folder,
+        check=False,
+        timeout=150,
+    )
 
 
-def test_a_folder_of_one_host_is_no_storage_and_nothing_to_go_on_from(rig: Rig, tmp_path: Path) -> None:
+def test_a_folder_of_one_host_is_no_storage_and_nothing_to_go_on_from(
+    rig: Rig, tmp_path: Path
+) -> None:
     shared, name = tmp_path / "shared", rig.hosts[1].name
     done = train(rig, tmp_path, f"storage={shared}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +46,10 @@ def test_a_folder_of_one_host_is_no_storage_and_nothing_to_go_on_from(rig: Rig, 
     private = "/dev/shm"  # each host has its own
     refused = train(rig, tmp_path, f"storage={private}/runs")
     assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert f"{name} cannot see it (there is no {private}/runs/digits/" in refused.stdout + refused.stderr
+    assert (
+        f"{name} cannot see it (there is no {private}/runs/digits/"
+        in refused.stdout + refused.stderr
+    )
 
     rig.hosts[0].run(["cp", "-r", str(saved), private])
     refused = train(rig, tmp_path, f"resume={private}/{saved.name}")

@@ -1,4 +1,5 @@
-"""Jobs on a running cluster, by `ray job submit` and tools.submit: folder, log, result, exit code, an end in order."""
+"""Jobs on a running cluster, by `ray job submit` and tools.submit: folder, log, result, exit code,
+an end in order."""
 
 from __future__ import annotations
 
@@ -19,10 +20,17 @@ from tests.rig import Rig, hosts, requires_root
 from tests.test_rig import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
-# What deploy/node/environment.sh sets: without it Ray kills a job three seconds after the word to stop.
+# What deploy/node/environment.sh sets: without it Ray kills a job three seconds after the word to
+# stop.
 WAITS = {"RAY_JOB_STOP_WAIT_TIME_S": "300", "PYTHONPATH": str(ROOT)}
-JOB = "from tests import faults\n\n\ndef job(config, pause=0.0):\n    return faults.training(config, pause=pause)\n"
-CONF = "# @package _global_\njob: {target: mine}\ndata: {batch_size: 8}\noptim: {lr: 0.0125}\nsnapshot: {every: 1}\n"
+JOB = (
+    "from tests import faults\n\n\ndef job(config, pause=0.0):\n    return "
+    "faults.training(config, pause=pause)\n"
+)
+CONF = (
+    "# @package _global_\njob: {target: mine}\ndata: {batch_size: 8}\noptim: {lr: "
+    "0.0125}\nsnapshot: {every: 1}\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +53,38 @@ def ray_job(rig: Rig, *words: str, check: bool = True) -> str:
     (host,) = rig.hosts
     argv = ["python", "-m", "ray.scripts.scripts", "job", *words]
     env = {"RAY_API_SERVER_ADDRESS": server(rig)}
-    done = host.run(argv, env=env, cwd=host.folder / "home/project", check=check, stderr=subprocess.STDOUT)
+    done = host.run(
+        argv, env=env, cwd=host.folder / "home/project", check=check, stderr=subprocess.STDOUT
+    )
     return done.stdout
 
 
 def tool(rig: Rig, *words: str, token: str | None = None) -> subprocess.Popen[str]:
-    """`python -m raydist.tools.submit WORD…` in the folder of the project, with nothing in its environment of a Ray."""
+    """`python -m raydist.tools.submit WORD…` in the folder of the project, with nothing in its
+    environment of a Ray."""
     (host,) = rig.hosts
-    bare = ["env", "-u", "RAY_ADDRESS", "-u", "RAY_AUTH_MODE", *([f"RAY_AUTH_TOKEN={token}"] if token else [])]
+    bare = [
+        "env",
+        "-u",
+        "RAY_ADDRESS",
+        "-u",
+        "RAY_AUTH_MODE",
+        *([f"RAY_AUTH_TOKEN={token}"] if token else []),
+    ]
     argv = [*bare, "python", "-m", "raydist.tools.submit", "--address", server(rig), *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return host.popen(argv, env={"PYTHONPATH": str(ROOT)}, cwd=host.folder / "home/project", **pipes)
+    return host.popen(
+        argv, env={"PYTHONPATH": str(ROOT)}, cwd=host.folder / "home/project", **pipes
+    )
 
 
 def metadata(rig: Rig, name: str) -> dict[str, str]:
-    """What Ray's job server tells of a job, without the prefix; of others than raydist's nothing is there."""
+    """What Ray's job server tells of a job, without the prefix; of others than raydist's nothing is
+    there."""
     key = (rig.hosts[0].folder / "home/.ray/auth_token").read_text().strip()
-    request = urllib.request.Request(f"{server(rig)}/api/jobs/{name}", headers={"Authorization": f"Bearer {key}"})
+    request = urllib.request.Request(
+        f"{server(rig)}/api/jobs/{name}", headers={"Authorization": f"Bearer {key}"}
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         told: dict[str, str] = json.load(answer)["metadata"]
     return {name.removeprefix("raydist."): text for name, text in told.items()}
@@ -69,13 +92,17 @@ def metadata(rig: Rig, name: str) -> dict[str, str]:
 
 def submit(rig: Rig, name: str, *words: str, wait: bool = True, check: bool = True) -> str:
     how = ["--working-dir", ".", "--submission-id", name, *([] if wait else ["--no-wait"])]
-    return ray_job(rig, "submit", *how, "--", "python", "-m", "raydist.train", "scale=1x2", *words, check=check)
+    return ray_job(
+        rig, "submit", *how, "--", "python", "-m", "raydist.train", "scale=1x2", *words, check=check
+    )
 
 
 def run_of(rig: Rig, said: str) -> tuple[Path, dict[str, Any]]:
     """The run's folder, which its log names, and its result."""
     folder = Path(re.findall(r"^run   .*, in (\S+)", said, re.MULTILINE)[-1])
-    assert folder.is_relative_to(rig.hosts[0].folder / "home/raydist/runs")  # not in Ray's copy, which is deleted
+    assert folder.is_relative_to(
+        rig.hosts[0].folder / "home/raydist/runs"
+    )  # not in Ray's copy, which is deleted
     return folder, json.loads((folder / "result.json").read_text())
 
 
@@ -92,7 +119,9 @@ def test_the_folders_own_conf_and_jobs_are_used_and_the_log_is_lines(rig: Rig) -
     assert "lr: 0.0125" in (folder / ".hydra/config.yaml").read_text()
     told = metadata(rig, "whole")
     assert (told["result"], told["run_dir"], told["attempts"]) == ("finished", str(folder), "1")
-    assert float(told["metrics.test_loss"]) == pytest.approx(result["metrics"]["test_loss"], rel=1e-4)
+    assert float(told["metrics.test_loss"]) == pytest.approx(
+        result["metrics"]["test_loss"], rel=1e-4
+    )
 
 
 def test_a_wrong_word_is_the_jobs_status(rig: Rig) -> None:
@@ -102,7 +131,13 @@ def test_a_wrong_word_is_the_jobs_status(rig: Rig) -> None:
 
 
 def test_the_tool_ends_as_the_job_did_and_the_metadata_names_the_culprit(rig: Rig) -> None:
-    words = ["job=mine", "job.args.pause=no", "restart=none", "env.MY_TOKEN=abc", "watch.job_metadata=true"]
+    words = [
+        "job=mine",
+        "job.args.pause=no",
+        "restart=none",
+        "env.MY_TOKEN=abc",
+        "watch.job_metadata=true",
+    ]
     sent = tool(rig, "--submission-id", "broken", "--", "scale=1x2", *words)
     said, _ = sent.communicate(timeout=200)
     assert sent.returncode == 1, said
@@ -110,7 +145,10 @@ def test_the_tool_ends_as_the_job_did_and_the_metadata_names_the_culprit(rig: Ri
     told = metadata(rig, "broken")
     assert told["result"] == "failed"
     assert re.match(r"rank \d on host0, step 0, .*: TypeError: ", told["culprit"])
-    assert told["words"] == f"scale=1x2 {' '.join(words[:3])} 'env.MY_TOKEN=***' watch.job_metadata=true"
+    assert (
+        told["words"]
+        == f"scale=1x2 {' '.join(words[:3])} 'env.MY_TOKEN=***' watch.job_metadata=true"
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +174,9 @@ def test_stop_saves_first_and_the_run_goes_on_from_there(rig: Rig) -> None:
              "watch.job_metadata=true")  # fmt: skip
     sent = tool(rig, "--submission-id", "long", *words)
     assert sent.stdout is not None
-    assert any(re.search(r"step [2-9]\d/", line) for line in sent.stdout), "its log ends before step 20"
+    assert any(re.search(r"step [2-9]\d/", line) for line in sent.stdout), (
+        "its log ends before step 20"
+    )
     sent.send_signal(signal.SIGINT)  # Ctrl-C ends the watching, not the job
     said, _ = sent.communicate(timeout=100)
     assert sent.returncode == 128 + signal.SIGINT, said
@@ -153,7 +193,11 @@ def test_stop_saves_first_and_the_run_goes_on_from_there(rig: Rig) -> None:
     assert saved.parent == folder / "checkpoints"
     assert step >= 20
     told = metadata(rig, "long")
-    assert (told["result"], told["signal"], told["checkpoint"]) == ("stopped", str(int(signal.SIGTERM)), str(saved))
+    assert (told["result"], told["signal"], told["checkpoint"]) == (
+        "stopped",
+        str(int(signal.SIGTERM)),
+        str(saved),
+    )
     again = tool(rig, *words, "resume=auto", f"train.steps={step + 2}")
     said, _ = again.communicate(timeout=200)
     assert again.returncode == 0, said

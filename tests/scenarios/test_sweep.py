@@ -1,4 +1,5 @@
-"""Sweeps on real Ray: many runs at a time, some paused, struck, stopped, killed; what is left, and what it equals."""
+"""Sweeps on real Ray: many runs at a time, some paused, struck, stopped, killed; what is left, and
+what it equals."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def events(folder: Path, *kinds: str) -> list[Event]:
 
 def losses(folder: Path) -> dict[int, float]:
     """By step; of a step that was repeated the last one."""
-    reports = [each for each in events(folder, "report") if each["rank"] == 0 and "loss" in each["values"]]
+    reports = [
+        each for each in events(folder, "report") if each["rank"] == 0 and "loss" in each["values"]
+    ]
     return {each["step"]: each["values"]["loss"] for each in reports}
 
 
@@ -78,14 +81,20 @@ def states(done: SweepResult | Path) -> dict[int, str]:
     folder = done if isinstance(done, Path) else done.dir
     summary = json.loads((folder / "sweep.json").read_text())
     assert all(
-        json.loads((folder / str(each["number"]) / "trial.json").read_text()) == each for each in summary["trials"]
+        json.loads((folder / str(each["number"]) / "trial.json").read_text()) == each
+        for each in summary["trials"]
     )
     return {each["number"]: each["state"] for each in summary["trials"]}
 
 
 def test_asha_pauses_and_promotes_and_the_best_equals_the_same_run_alone(on_ray: Path) -> None:
     done = raydist.sweep(
-        training, RATES, "sweep.objective=min:test_loss", "sweep.prune=asha", "sweep.min_steps=16", *WORDS
+        training,
+        RATES,
+        "sweep.objective=min:test_loss",
+        "sweep.prune=asha",
+        "sweep.min_steps=16",
+        *WORDS,
     )
     assert most_at_a_time(done) == 2  # two of two ranks on four CPUs
     assert_nothing_held()
@@ -111,8 +120,13 @@ def test_asha_pauses_and_promotes_and_the_best_equals_the_same_run_alone(on_ray:
     assert [row["optim.lr"] for row in table] == RATES.partition("=")[2].split(",")
     assert float(table[best.number]["test_loss"]) == best.values["test_loss"]
 
-    more = raydist.sweep(training, f"sweep.resume={done.dir}", "sweep.prune=none", "watch.progress=none")
-    assert {trial.state for trial in more.trials} == {"finished", "paused"}  # paused ones belong to asha
+    more = raydist.sweep(
+        training, f"sweep.resume={done.dir}", "sweep.prune=none", "watch.progress=none"
+    )
+    assert {trial.state for trial in more.trials} == {
+        "finished",
+        "paused",
+    }  # paused ones belong to asha
     assert more.best == done.best
     assert more.results == {}
 
@@ -127,14 +141,22 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
     unbroken = raydist.sweep("slow.py", *common)
     folder = tmp_path / "sweep"
     secrets = ("model.hub={token: hush}", "env.DATABASE_URL=pg://me:hush@h/x", "env.API_KEY=hush")
-    words = ("job=slow.py", f"hydra.sweep.dir={folder}", *common, *secrets, "env.HF_TOKEN=${oc.env:HOME}")
+    words = (
+        "job=slow.py",
+        f"hydra.sweep.dir={folder}",
+        *common,
+        *secrets,
+        "env.HF_TOKEN=${oc.env:HOME}",
+    )
 
     def started(*typed: str) -> Program:
         return Program(tmp_path, *typed, address=ray_address, module="raydist.tools.sweep")
 
     def at(number: int, step: int) -> bool:
         path = folder / str(number) / "events.jsonl"
-        return path.exists() and any(each.get("step", 0) >= step for each in events(path.parent, "report"))
+        return path.exists() and any(
+            each.get("step", 0) >= step for each in events(path.parent, "report")
+        )
 
     first = started(*words)
     first.until(lambda: at(1, 20), "step 20 of trial 1")
@@ -145,24 +167,37 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
 
     forgotten = started(f"sweep.resume={folder}", *secrets[1:])
     assert forgotten.wait() == 2
-    assert "model.hub: it has a secret, which is not saved; type it again; set model.hub=VALUE" in forgotten.screen
+    assert (
+        "model.hub: it has a secret, which is not saved; type it again; set model.hub=VALUE"
+        in forgotten.screen
+    )
     second = started(f"sweep.resume={folder}", "watch.progress=none", *secrets)
     second.until(lambda: at(3, 20), "step 20 of trial 3")
     second.signal(signal.SIGKILL)
     second.wait()
-    assert "running" in {json.loads(path.read_text())["state"] for path in folder.glob("*/trial.json")}
+    assert "running" in {
+        json.loads(path.read_text())["state"] for path in folder.glob("*/trial.json")
+    }
 
     third = started(f"sweep.resume={folder}", "watch.progress=none", *secrets)
     assert third.wait() == 0, third.screen
     assert set(states(folder).values()) == {"finished"}
-    records = [json.loads((folder / trial.dir / "trial.json").read_text()) for trial in unbroken.trials]
+    records = [
+        json.loads((folder / trial.dir / "trial.json").read_text()) for trial in unbroken.trials
+    ]
     assert [each["settings"] for each in records] == [trial.settings for trial in unbroken.trials]
-    assert [(each["step"], each["values"]) for each in records] == [(48, trial.values) for trial in unbroken.trials]
+    assert [(each["step"], each["values"]) for each in records] == [
+        (48, trial.values) for trial in unbroken.trials
+    ]
     for trial in unbroken.trials:
         told, whole = losses(folder / trial.dir), losses(unbroken.dir / trial.dir)
-        assert told.items() <= whole.items(), trial.number  # the driver had not heard of all steps when it was killed
+        assert told.items() <= whole.items(), (
+            trial.number
+        )  # the driver had not heard of all steps when it was killed
     assert len(events(folder / "1", "run")) == 2  # it was stopped, and had finished before the kill
-    assert [file for file in folder.rglob("*") if file.is_file() and b"hush" in file.read_bytes()] == []
+    assert [
+        file for file in folder.rglob("*") if file.is_file() and b"hush" in file.read_bytes()
+    ] == []
     summary = json.loads((folder / "sweep.json").read_text())
     assert summary["best"] == [trial.number for trial in unbroken.best]
 
@@ -185,7 +220,11 @@ def test_a_trial_that_fails_is_skipped_retried_or_the_end(on_ray: Path) -> None:
     assert skipped.best[0].settings == {"optim.lr": "0.01"}
     assert skipped.results[2].values == (0.01,)
     retried = raydist.sweep(moody, *ONE, "sweep.on_failure=retry", "sweep.retries=2")
-    assert [(each.state, each.failures) for each in retried.trials] == [("finished", 0), ("failed", 3), ("finished", 0)]
+    assert [(each.state, each.failures) for each in retried.trials] == [
+        ("finished", 0),
+        ("failed", 3),
+        ("finished", 0),
+    ]
     assert len(events(retried.dir / "1", "run")) == 3
     assert retried.best == ()
     with pytest.raises(RunFailed, match="too fast"):
@@ -199,7 +238,13 @@ def test_a_trial_that_fails_is_skipped_retried_or_the_end(on_ray: Path) -> None:
 
 def test_a_trial_that_is_struck_costs_itself_only(on_ray: Path) -> None:
     """Rank 1 of each trial is killed; then nothing may be written any more."""
-    done = raydist.sweep(training, "optim.lr=0.1,0.03", "sweep.objective=min:test_loss", *WORDS, struck=(kill(1, 21),))
+    done = raydist.sweep(
+        training,
+        "optim.lr=0.1,0.03",
+        "sweep.objective=min:test_loss",
+        *WORDS,
+        struck=(kill(1, 21),),
+    )
     assert [trial.state for trial in done.trials] == ["finished", "finished"]
     assert all(len(done.results[number].restarts) == 1 for number in (0, 1))
     whole = raydist.run(training, "optim.lr=0.03", *WORDS)
@@ -213,12 +258,16 @@ def test_a_full_disk_does_not_stop_a_sweep(on_ray: Path, small_disk: Path) -> No
         struck=(Fault("fill", 0, 20),),
     )  # fmt: skip
     assert [trial.state for trial in done.trials] == ["finished", "finished"]
-    assert json.loads((small_disk / "sweep" / "0" / "trial.json").read_text())["state"] in ("running", "finished")
+    assert json.loads((small_disk / "sweep" / "0" / "trial.json").read_text())["state"] in (
+        "running",
+        "finished",
+    )
     assert not list((small_disk / "sweep").rglob(".*.part"))
 
 
 def test_room_for_one_gang_and_eight_asked_for(on_ray: Path) -> None:
-    """Round after round, and one rank of a trial in each is killed; `python -m bench gangs --rounds 50` runs more."""
+    """Round after round, and one rank of a trial in each is killed; `python -m bench gangs --rounds
+    50` runs more."""
     end = time.monotonic() + 25
     for number in range(50):
         done = gangs.sweep_round(number, cpus=4)
@@ -232,7 +281,9 @@ def test_trials_of_two_sizes_share_the_cluster(on_ray: Path) -> None:
     def size() -> int:
         return raydist.rank().world_size
 
-    done = raydist.sweep(size, "scale=1x4,1x1,1x3", "seed=1,2", "backend=gloo", "watch.progress=none")
+    done = raydist.sweep(
+        size, "scale=1x4,1x1,1x3", "seed=1,2", "backend=gloo", "watch.progress=none"
+    )
     assert [len(done.results[number].values) for number in range(6)] == [4, 4, 1, 1, 3, 3]
     assert_nothing_held()
 

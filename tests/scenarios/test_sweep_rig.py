@@ -47,16 +47,31 @@ def test_a_lost_node_costs_its_trial_a_restart_and_one_that_comes_is_used(tmp_pa
         return [each["slots"][0]["host"] for each in events(trial, "plan")]
 
     def under_way() -> bool:
-        return all(any(each.get("step", 0) >= 5 for each in events(trial, "report")) for trial in range(3))
+        return all(
+            any(each.get("step", 0) >= 5 for each in events(trial, "report")) for trial in range(3)
+        )
 
     with hosts(3) as rig:
         rig.ray_up(cpus=2, env=ENV)
-        words = ["job=slow.py", "scale=1x2", "seed=range(0,6)", "backend=gloo", "snapshot.every=1", "train.epochs=6"]
-        words += ["sweep.objective=min:loss", f"hydra.sweep.dir={sweep}", f"job.args.folder={tmp_path}"]
+        words = [
+            "job=slow.py",
+            "scale=1x2",
+            "seed=range(0,6)",
+            "backend=gloo",
+            "snapshot.every=1",
+            "train.epochs=6",
+        ]
+        words += [
+            "sweep.objective=min:loss",
+            f"hydra.sweep.dir={sweep}",
+            f"job.args.folder={tmp_path}",
+        ]
         env = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": f"{rig.hosts[0].address()}:6379"}
         with (tmp_path / "screen.txt").open("w") as log:
             command = ["python", "-m", "raydist.tools.sweep", *words]
-            driver = rig.hosts[0].popen(command, env=env, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)
+            driver = rig.hosts[0].popen(
+                command, env=env, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT
+            )
         try:
             wait_until(under_way, "three trials are under way", 90)
             lost = rig.hosts[2]
@@ -67,7 +82,11 @@ def test_a_lost_node_costs_its_trial_a_restart_and_one_that_comes_is_used(tmp_pa
             wait_until(lambda: bool(events(struck, "placed")), "its trial runs elsewhere", 90)
             lost.boot()
             rig.ray_join(lost, env=ENV)
-            wait_until(lambda: any(lost.name in places(trial) for trial in range(3, 6)), "the node is used", 60)
+            wait_until(
+                lambda: any(lost.name in places(trial) for trial in range(3, 6)),
+                "the node is used",
+                60,
+            )
             (tmp_path / "used").touch()
             assert driver.wait(120) == 0
         finally:
@@ -76,14 +95,22 @@ def test_a_lost_node_costs_its_trial_a_restart_and_one_that_comes_is_used(tmp_pa
 
     trials = json.loads((sweep / "sweep.json").read_text())["trials"]
     assert [each["state"] for each in trials] == ["finished"] * 6
-    assert [len(events(trial, "placed")) for trial in range(6)] == [int(trial == struck) for trial in range(6)]
+    assert [len(events(trial, "placed")) for trial in range(6)] == [
+        int(trial == struck) for trial in range(6)
+    ]
     for trial in range(6):
-        reports = [each for each in events(trial, "report") if each["rank"] == 0 and "loss" in each["values"]]
+        reports = [
+            each
+            for each in events(trial, "report")
+            if each["rank"] == 0 and "loss" in each["values"]
+        ]
         losses = [(each["step"], each["values"]["loss"]) for each in reports]
         began = [each["resumed"] for each in events(trial, "begin") if each["rank"] == 0]
         assert began[0] == 0
         assert len(began) == 1 + (trial == struck)
-        unheard = {*range(6, began[1] + 1)} if trial == struck else set()  # its last reports were lost with the node
+        unheard = (
+            {*range(6, began[1] + 1)} if trial == struck else set()
+        )  # its last reports were lost with the node
         assert {*range(1, 25)} - unheard <= {*dict(losses)}, trial
         assert len({*losses}) == len(dict(losses)), trial  # what it repeats is the same to the bit
         assert len(losses) == 24 or trial == struck

@@ -1,4 +1,5 @@
-"""One real sweep, and what shows it: its page while it goes on, in a browser, as a file; each tracker's group."""
+"""One real sweep, and what shows it: its page while it goes on, in a browser, as a file; each
+tracker's group."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def swept(ray_address: str) -> Iterator[Swept]:
         (link,) = re.findall(r"page  (http\S+)", program.screen)
         _, running = told(f"{link}trials", both_wait)
         (there / "go").touch()
-        _, last = told(f"{link}trials", lambda name, news: name == "sweep" and news["state"] == "finished")
+        _, last = told(
+            f"{link}trials", lambda name, news: name == "sweep" and news["state"] == "finished"
+        )
         assert program.wait() == 0, program.screen
         yield Swept(folder, running, last, env)
 
@@ -79,7 +82,11 @@ def test_the_page_beside_a_sweep(swept: Swept) -> None:
     assert [one["state"] for one in swept.running["trials"]] == ["running", "running"]
     assert [one["values"]["loss"] for one in swept.running["trials"]] == [1 / 20, 2 / 20]
     shown = [(one["trial"], one["state"], one["step"], one["best"]) for one in swept.last["trials"]]
-    assert shown == [(0, "finished", 40, True), (1, "finished", 40, False), (2, "failed", 40, False)]
+    assert shown == [
+        (0, "finished", 40, True),
+        (1, "finished", 40, False),
+        (2, "failed", 40, False),
+    ]
     assert swept.last["trials"][1]["settings"] == {"job.args.factor": "2"}
     (again,) = re.findall(r"again +(.*)", (swept.folder.parents[2] / "screen.txt").read_text())
     assert "1,2,3" not in again
@@ -91,7 +98,9 @@ def test_the_page_of_a_sweep_in_a_browser(swept: Swept) -> None:
     runs = swept.folder.parents[1]
     with watching(runs.parent, str(runs)) as link, Browser(400, 900, dark=True) as browser:
         browser.open(link)
-        browser.until("document.querySelectorAll('#runs tbody tr').length == 1")  # one line for all trials
+        browser.until(
+            "document.querySelectorAll('#runs tbody tr').length == 1"
+        )  # one line for all trials
         assert "2 finished, 1 failed, loss 0.025" in browser.text("#runs tbody")
         browser.value("document.querySelector('#runs a').click()")
         browser.until(f"{DRAWN} && location.search.includes('one_sweep')")
@@ -108,12 +117,22 @@ def test_the_page_of_a_sweep_in_a_browser(swept: Swept) -> None:
         browser.until(f"{DRAWN} && raydist.sweep?.trials.length == 3")
         assert_only_local(browser)
         assert status_of(f"{link}trials?sweep=../..")[0] == status_of(f"{link}trials")[0] == 404
-    with watching(runs.parent, "newest") as link, Browser() as browser:  # the newest run is one of its trials
+    with (
+        watching(runs.parent, "newest") as link,
+        Browser() as browser,
+    ):  # the newest run is one of its trials
         browser.open(link)
         browser.until(DRAWN)
         look_at(browser)
         assert_only_local(browser)
-    argv = [sys.executable, "-m", "raydist.tools.watch", str(swept.folder), "--export", "report.html"]
+    argv = [
+        sys.executable,
+        "-m",
+        "raydist.tools.watch",
+        str(swept.folder),
+        "--export",
+        "report.html",
+    ]
     subprocess.run(argv, cwd=runs.parent, check=True, stdout=subprocess.DEVNULL)
     with Browser() as browser:
         browser.open(f"file://{runs.parent}/report.html")
@@ -125,26 +144,54 @@ def test_the_page_of_a_sweep_in_a_browser(swept: Swept) -> None:
 
 def look_at(browser: Browser) -> None:
     """Hold the three views of the trials against what they did."""
-    rows = browser.value("[...document.querySelectorAll('#trials tbody tr')].map((row) => row.innerText)")
+    rows = browser.value(
+        "[...document.querySelectorAll('#trials tbody tr')].map((row) => row.innerText)"
+    )
     assert [row.split()[0] for row in rows] == ["0", "1", "2"]  # the best first
     assert "★" in rows[0]
     assert "too <b>great</b>" in rows[2]
     lines = "[...document.querySelectorAll('#parallel polyline')]"
-    assert browser.value(f"{lines}.map((line) => line.points.length)") == [2, 2, 2]  # one setting, one objective
+    assert browser.value(f"{lines}.map((line) => line.points.length)") == [
+        2,
+        2,
+        2,
+    ]  # one setting, one objective
     heights = browser.value(f"{lines}.map((line) => line.points[1].y)")
-    assert heights == sorted(heights)  # drawn from the worst to the best, which has the least loss: the lowest point
+    assert heights == sorted(
+        heights
+    )  # drawn from the worst to the best, which has the least loss: the lowest point
     data = browser.value("raydist.plot.data.map((column) => Array.from(column))")
     steps = range(1, 41)
-    assert data == [[*steps], *(pytest.approx([factor / step for step in steps], rel=1e-5) for factor in (3, 2, 1))]
+    assert data == [
+        [*steps],
+        *(pytest.approx([factor / step for step in steps], rel=1e-5) for factor in (3, 2, 1)),
+    ]
     # the lower half of the objective's axis: the worst is out
     browser.value("document.querySelector('#parallel').scrollIntoView()")
     left, top, width, height = browser.value(
-        "(({ left, top, width, height }) => [left, top, width, height])(parallel.getBoundingClientRect())"
+        "(({ left, top, width, height }) => [left, top, width, "
+        "height])(parallel.getBoundingClientRect())"
     )
-    for kind, y in (("mousePressed", height - 5), ("mouseMoved", height / 2), ("mouseReleased", height / 2)):
-        browser.call("Input.dispatchMouseEvent", type=kind, x=left + width - 44, y=top + y, button="left", buttons=1)
+    for kind, y in (
+        ("mousePressed", height - 5),
+        ("mouseMoved", height / 2),
+        ("mouseReleased", height / 2),
+    ):
+        browser.call(
+            "Input.dispatchMouseEvent",
+            type=kind,
+            x=left + width - 44,
+            y=top + y,
+            button="left",
+            buttons=1,
+        )
     assert browser.text("#chosen") == "2 of 3 trials"
-    assert browser.value("[...document.querySelectorAll('#trials tbody tr')].filter((row) => !row.hidden).length") == 2
+    assert (
+        browser.value(
+            "[...document.querySelectorAll('#trials tbody tr')].filter((row) => !row.hidden).length"
+        )
+        == 2
+    )
     browser.press("Escape")
     assert browser.value("document.querySelectorAll('#parallel polyline.out').length") == 0
     browser.value("document.querySelector('#chart').focus()")
@@ -157,15 +204,22 @@ def look_at(browser: Browser) -> None:
 @trackers.requires_trackers
 def test_trackers_show_trials_as_a_group(swept: Swept) -> None:
     folders = [swept.folder / str(number) for number in range(3)]
-    ids = [{name: ledger(folder, name)["id"] for name in ("mlflow", "tensorboard", "trackio")} for folder in folders]
+    ids = [
+        {name: ledger(folder, name)["id"] for name in ("mlflow", "tensorboard", "trackio")}
+        for folder in folders
+    ]
     assert [each["trackio"] for each in ids] == [f"one_sweep-{number}" for number in range(3)]
-    assert [each["tensorboard"] for each in ids] == [f"{swept.folder}/tensorboard/{number}" for number in range(3)]
+    assert [each["tensorboard"] for each in ids] == [
+        f"{swept.folder}/tensorboard/{number}" for number in range(3)
+    ]
     wanted = (
         ["mlflow", ids[1]["mlflow"]], ["mlflow", ids[2]["mlflow"]], ["wandb", str(folders[1])],
         ["trackio", "job", "one_sweep-1"], ["hparams", ids[1]["tensorboard"]],
     )  # fmt: skip
     with ThreadPoolExecutor() as pool:
-        second, third, wandb, trackio, hparams = pool.map(lambda words: trackers.read(*words, env=swept.env), wanted)
+        second, third, wandb, trackio, hparams = pool.map(
+            lambda words: trackers.read(*words, env=swept.env), wanted
+        )
     tags = [[each["tags"][name] for name in ("raydist.sweep", "mlflow.runName", "raydist.trial")]
             for each in (second, third)]  # fmt: skip
     assert tags == [["one_sweep", f"one_sweep-{n}", f"job.args.factor={n + 1}"] for n in (1, 2)]

@@ -1,4 +1,5 @@
-"""track=…: each tracker has each step once, the settings, the pages and the truth, whatever happens to the run."""
+"""track=…: each tracker has each step once, the settings, the pages and the truth, whatever happens
+to the run."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ def ledger(folder: Path, name: str) -> Any:
 
 
 @trackers.requires_trackers
-def test_each_step_once_whoever_is_killed(tmp_path: Path, stores: dict[str, str], monkeypatch: Any) -> None:
+def test_each_step_once_whoever_is_killed(
+    tmp_path: Path, stores: dict[str, str], monkeypatch: Any
+) -> None:
     (tmp_path / "job.py").write_text(JOB)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     words = ("job=job.py", "scale=1x2", "group=inline", "train.epochs=2", "data.batch_size=8", "snapshot.every=1",
@@ -93,14 +96,18 @@ def test_each_step_once_whoever_is_killed(tmp_path: Path, stores: dict[str, str]
     assert again.wait() == 0, again.screen
     after = again.run_dir
     assert after != before
-    ids = {name: ledger(after, name)["id"] for name in ("tensorboard", "mlflow", "wandb", "trackio")}
+    ids = {
+        name: ledger(after, name)["id"] for name in ("tensorboard", "mlflow", "wandb", "trackio")
+    }
     assert ids == {name: ledger(before, name)["id"] for name in ids}
     wanted = {
         "tensorboard": ["tensorboard", ids["tensorboard"]], "mlflow": ["mlflow", ids["mlflow"]],
         "trackio": ["trackio", "job", ids["trackio"]], "wandb": ["wandb", str(before)], "rest": ["wandb", str(after)],
     }  # fmt: skip
     with ThreadPoolExecutor() as pool:
-        read = {name: pool.submit(trackers.read, *words, env=stores) for name, words in wanted.items()}
+        read = {
+            name: pool.submit(trackers.read, *words, env=stores) for name, words in wanted.items()
+        }
     found = {name: each.result() for name, each in read.items()}
     rest = found.pop("rest")
     for name in found["wandb"]["curves"]:
@@ -116,7 +123,9 @@ def test_each_step_once_whoever_is_killed(tmp_path: Path, stores: dict[str, str]
         assert [step for step, _ in facts["curves"]["loss"]] == sorted(losses), name
         assert dict(facts["curves"]["loss"]) == pytest.approx(losses, abs=1e-6), name
         assert [step for step, _ in facts["curves"]["test_loss"]] == [16, 32], name
-        assert {"blame-1", "blame-2"} <= {Path(page).name.removesuffix(".txt") for page in facts["pages"]}, name
+        assert {"blame-1", "blame-2"} <= {
+            Path(page).name.removesuffix(".txt") for page in facts["pages"]
+        }, name
         text = json.dumps(facts["config"])
         assert "hidden" not in text, name
         assert "***" in text, name
@@ -127,7 +136,12 @@ def test_each_step_once_whoever_is_killed(tmp_path: Path, stores: dict[str, str]
     assert cpu in found["trackio"]["system"]
     assert (found["mlflow"]["runs"], found["trackio"]["runs"]) == (1, 1)
     assert {*found["wandb"]["ids"], *rest["ids"]} == {ids["wandb"]}
-    ends = (found["tensorboard"]["status"][-1], found["mlflow"]["status"], found["trackio"]["status"], rest["status"])
+    ends = (
+        found["tensorboard"]["status"][-1],
+        found["mlflow"]["status"],
+        found["trackio"]["status"],
+        rest["status"],
+    )
     assert ends == ("finished", "FINISHED", ["finished"], [0])
 
 
@@ -156,13 +170,20 @@ def run(folder: Path, *words: str, struck: tuple[Fault, ...] = ()) -> Result[Any
 def test_a_tracker_that_cannot_costs_one_warning(
     tmp_path: Path, stores: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One has a full disk, or as good as that; one is never answered; one has no key; one is killed."""
+    """One has a full disk, or as good as that; one is never answered; one has no key; one is
+    killed."""
 
     def job() -> None:
         raydist.report(step=1, loss=1.0)
-        processes = [each for each in psutil.process_iter(["cmdline"]) if is_tracker(each, stores["TMPDIR"])]
+        processes = [
+            each for each in psutil.process_iter(["cmdline"]) if is_tracker(each, stores["TMPDIR"])
+        ]
         assert len(processes) == 4
-        (killed,) = [each for each in processes if "track-trackio.log" in os.readlink(f"/proc/{each.pid}/fd/2")]
+        (killed,) = [
+            each
+            for each in processes
+            if "track-trackio.log" in os.readlink(f"/proc/{each.pid}/fd/2")
+        ]
         killed.kill()
         while not list((tmp_path / "run" / "wandb").glob("offline-run-*")):
             time.sleep(0.05)
@@ -173,13 +194,33 @@ def test_a_tracker_that_cannot_costs_one_warning(
     monkeypatch.delenv("WANDB_MODE")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        words = ("scale=1x1", "group=inline", "watch.progress=none", "track=[tensorboard,mlflow,wandb,trackio]")
+        words = (
+            "scale=1x1",
+            "group=inline",
+            "watch.progress=none",
+            "track=[tensorboard,mlflow,wandb,trackio]",
+        )
         done = raydist.run(job, f"hydra.run.dir={tmp_path}/run", *words)
     assert done.status == "finished"
-    warned = [event["text"] for event in read_events(done.dir / "events.jsonl") if event["kind"] == "warning"]
-    assert sorted(text.partition(" ")[0].strip(":") for text in warned) == ["mlflow", "tensorboard", "trackio", "wandb"]
-    assert any("trackio has not all of the run: its process ended with -9" in text for text in warned)
-    told = [event["text"] for event in read_events(done.dir / "events.jsonl") if event["kind"] == "track"]
+    warned = [
+        event["text"]
+        for event in read_events(done.dir / "events.jsonl")
+        if event["kind"] == "warning"
+    ]
+    assert sorted(text.partition(" ")[0].strip(":") for text in warned) == [
+        "mlflow",
+        "tensorboard",
+        "trackio",
+        "wandb",
+    ]
+    assert any(
+        "trackio has not all of the run: its process ended with -9" in text for text in warned
+    )
+    told = [
+        event["text"]
+        for event in read_events(done.dir / "events.jsonl")
+        if event["kind"] == "track"
+    ]
     assert any("mlflow" in text and "waits up to 6 s" in text for text in told)
     assert not [line for line in processes_of(stores["TMPDIR"]) if "fork_server" not in line]
     assert list((done.dir / "wandb").glob("offline-run-*"))
@@ -195,14 +236,26 @@ def test_an_event_that_nobody_understands_costs_one_warning_of_each_reader(
             if step == 2:
                 context.emit_event("report", step="two", values={"loss": 9.0})
 
-    words = ("scale=1x1", "group=inline", "watch.progress=lines", "watch.every_s=0.001", "track=[tensorboard]")
+    words = (
+        "scale=1x1",
+        "group=inline",
+        "watch.progress=lines",
+        "watch.every_s=0.001",
+        "track=[tensorboard]",
+    )
     done = raydist.run(job, f"hydra.run.dir={tmp_path}/run", *words)
     assert done.status == "finished"
     found = trackers.read("tensorboard", ledger(done.dir, "tensorboard")["id"], env=stores)
     assert [step for step, _ in found["curves"]["loss"]] == [1, 2, 3]
     assert found["status"][-1] == "finished"
-    warned = [event["text"] for event in read_events(done.dir / "events.jsonl") if event["kind"] == "warning"]
-    assert [text.partition(" ")[0] for text in warned if "`report`" in text].count("tensorboard:") == 1
+    warned = [
+        event["text"]
+        for event in read_events(done.dir / "events.jsonl")
+        if event["kind"] == "warning"
+    ]
+    assert [text.partition(" ")[0] for text in warned if "`report`" in text].count(
+        "tensorboard:"
+    ) == 1
     assert len({text.partition(" ")[0] for text in warned}) == len(warned)
 
 
@@ -219,7 +272,9 @@ def is_tracker(process: psutil.Process, mark: str) -> bool:
 def test_a_program_goes_on_in_the_same_run(tmp_path: Path, stores: dict[str, str]) -> None:
     (tmp_path / "program.py").write_text(SCRIPT)
     words = (f"script={tmp_path}/program.py", f"args={tmp_path}/ids", "scale=1x1", "restart.max=1")
-    done = Program(tmp_path, *words, "watch.progress=none", "track=[wandb,mlflow]", "env.WANDB_RESUME=must")
+    done = Program(
+        tmp_path, *words, "watch.progress=none", "track=[wandb,mlflow]", "env.WANDB_RESUME=must"
+    )
     assert done.wait() == 0, done.screen
     folder = done.run_dir
     first, second = (json.loads((tmp_path / f"ids-{attempt}").read_text()) for attempt in (0, 1))
@@ -279,7 +334,9 @@ def test_a_trainjob_gets_the_progress(tmp_path: Path, monkeypatch: pytest.Monkey
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "token").write_text("of the job\n")
-    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"https://localhost:{server.server_port}/status")
+    monkeypatch.setenv(
+        "KUBEFLOW_TRAINER_SERVER_URL", f"https://localhost:{server.server_port}/status"
+    )
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(tmp_path / "token"))
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(tmp_path / "ca.crt"))
     try:
@@ -291,8 +348,8 @@ def test_a_trainjob_gets_the_progress(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {token for token, _ in Controller.heard} == {"Bearer of the job"}
     last = Controller.heard[-1][1]
     assert (last["progressPercentage"], last["estimatedRemainingSeconds"]) == (100, 0)
-    assert {each["name"]: float(each["value"]) for each in last["metrics"]}["loss"] == pytest.approx(
-        done.metrics["loss"], rel=1e-4
-    )
+    assert {each["name"]: float(each["value"]) for each in last["metrics"]}[
+        "loss"
+    ] == pytest.approx(done.metrics["loss"], rel=1e-4)
     assert datetime.fromisoformat(last["lastUpdatedTime"]).tzinfo is not None
     assert all(status.get("progressPercentage", 0) < 100 for _, status in Controller.heard[:-1])

@@ -1,4 +1,5 @@
-"""`python -m raydist.train` as a person runs it: the main job, their own file, signals, and nothing left behind."""
+"""`python -m raydist.train` as a person runs it: the main job, their own file, signals, and nothing
+left behind."""
 
 from __future__ import annotations
 
@@ -21,14 +22,23 @@ pytestmark = pytest.mark.ray
 LONG = ("train.epochs=100000", "train.evaluate_every=0", "checkpoint.every=100000")
 
 
-def test_the_main_job_with_no_arguments_starts_ray_trains_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_main_job_with_no_arguments_starts_ray_trains_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     program = Program(tmp_path, alone=True)
     assert program.wait() == 0, program.screen
     result = program.result()
     assert result["status"] == "finished"
     assert result["world_size"] == 2
     assert result["metrics"]["accuracy"] >= 0.97
-    assert set(result["launch"]) == {"connect", "place", "actors", "warm-up", "rendezvous", "first step"}
+    assert set(result["launch"]) == {
+        "connect",
+        "place",
+        "actors",
+        "warm-up",
+        "rendezvous",
+        "first step",
+    }
     assert 0 < result["goodput"] < 1
     assert result["throughput"] > 0
     screen = program.screen
@@ -67,12 +77,19 @@ def test_a_persons_own_file_with_a_model_of_its_own(tmp_path: Path, ray_address:
         )
     )
     program = Program(
-        tmp_path, "job=mine.py", "job.args.hidden=16", "train.epochs=3", "optim=adam", address=ray_address
+        tmp_path,
+        "job=mine.py",
+        "job.args.hidden=16",
+        "train.epochs=3",
+        "optim=adam",
+        address=ray_address,
     )
     assert program.wait() == 0, program.screen
     assert program.run_dir.parent.name == "mine"
     assert program.result()["metrics"]["epoch"] == 3
-    alone = subprocess.run([sys.executable, "mine.py", "train.epochs=1"], cwd=tmp_path, capture_output=True, text=True)
+    alone = subprocess.run(
+        [sys.executable, "mine.py", "train.epochs=1"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert alone.returncode == 0, alone.stderr
 
 
@@ -94,12 +111,15 @@ def test_a_signal_ends_the_run_in_order(
 
 
 def test_a_sigterm_for_the_whole_group_ends_the_run_in_order_too(tmp_path: Path) -> None:
-    """As `timeout` sends it, and batch systems do: a Ray of the run's own must outlive it by a moment."""
+    """As `timeout` sends it, and batch systems do: a Ray of the run's own must outlive it by a
+    moment."""
     program = Program(tmp_path, *LONG, group=True, alone=True)
     program.until_step(20)
     started = processes_of(str(program.tmp))
     assert any("gcs_server" in each for each in started)
-    assert not [each for each in started if "monitor.py" in each or "dashboard.py" in each]  # it needs none of them
+    assert not [
+        each for each in started if "monitor.py" in each or "dashboard.py" in each
+    ]  # it needs none of them
     os.killpg(program.process.pid, signal.SIGTERM)
     assert program.wait(20) == 143
     assert program.result()["status"] == "stopped"
@@ -122,7 +142,9 @@ def test_a_signal_at_any_time_leaves_nothing(tmp_path: Path, ray_address: str, w
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["own Ray", "cluster"])
-def test_a_driver_killed_with_sigkill_leaves_no_process_behind(tmp_path: Path, ray_address: str, local: bool) -> None:
+def test_a_driver_killed_with_sigkill_leaves_no_process_behind(
+    tmp_path: Path, ray_address: str, local: bool
+) -> None:
     program = Program(tmp_path, *LONG, address=None if local else ray_address, alone=local)
     program.until_step(20)
     pids = [happened["pid"] for happened in program.events("began")]
@@ -136,7 +158,9 @@ def test_a_driver_killed_with_sigkill_leaves_no_process_behind(tmp_path: Path, r
         assert program.left(within=40) == []
 
 
-def test_what_a_killed_driver_had_not_heard_is_recalled_from_the_checkpoint(tmp_path: Path, ray_address: str) -> None:
+def test_what_a_killed_driver_had_not_heard_is_recalled_from_the_checkpoint(
+    tmp_path: Path, ray_address: str
+) -> None:
     (tmp_path / "mine.py").write_text(
         textwrap.dedent("""
         import time
@@ -159,16 +183,22 @@ def test_what_a_killed_driver_had_not_heard_is_recalled_from_the_checkpoint(tmp_
     first.until_step(1)
     first.signal(signal.SIGSTOP)
     (tmp_path / "stopped").touch()
-    first.until(lambda: bool(list(first.run_dir.glob("checkpoints/step-*/meta.json"))), "the checkpoint")
+    first.until(
+        lambda: bool(list(first.run_dir.glob("checkpoints/step-*/meta.json"))), "the checkpoint"
+    )
     first.signal(signal.SIGKILL)
     first.wait()
     assert {event["step"] for event in first.events("report")} == {1}
-    again = Program(tmp_path, *words, f"hydra.run.dir={first.run_dir}", "resume=auto", address=ray_address)
+    again = Program(
+        tmp_path, *words, f"hydra.run.dir={first.run_dir}", "resume=auto", address=ray_address
+    )
     assert again.wait() == 0, again.screen
     assert again.result()["metrics"] == {"loss": 1.0}
 
 
-def test_a_failing_job_exits_1_and_its_page_names_the_culprit(tmp_path: Path, ray_address: str) -> None:
+def test_a_failing_job_exits_1_and_its_page_names_the_culprit(
+    tmp_path: Path, ray_address: str
+) -> None:
     (tmp_path / "bad.py").write_text(
         "import raydist\ndef job():\n    raydist.report(step=7)\n    if raydist.rank().rank == 1:\n"
         "        raise KeyError('no such column')\n    import time; time.sleep(100)\n"
@@ -183,18 +213,29 @@ def test_a_failing_job_exits_1_and_its_page_names_the_culprit(tmp_path: Path, ra
     assert "no such column" in (program.run_dir / "logs" / "rank-1.log").read_text()
 
 
-def test_stopped_and_resumed_gives_the_same_losses_as_unbroken(tmp_path: Path, ray_address: str) -> None:
+def test_stopped_and_resumed_gives_the_same_losses_as_unbroken(
+    tmp_path: Path, ray_address: str
+) -> None:
     # a cosine would be another one for a run that is to stop after 30 steps
-    words = ("watch.progress=none", "train.evaluate_every=0", "checkpoint.every=10", "optim.schedule=constant")
+    words = (
+        "watch.progress=none",
+        "train.evaluate_every=0",
+        "checkpoint.every=10",
+        "optim.schedule=constant",
+    )
 
     def losses(program: Program) -> dict[int, float]:
         assert program.wait() == 0, program.screen
         return {
-            e["step"]: e["values"]["loss"] for e in program.events("report") if e["rank"] == 0 and "lr" in e["values"]
+            e["step"]: e["values"]["loss"]
+            for e in program.events("report")
+            if e["rank"] == 0 and "lr" in e["values"]
         }
 
     whole = losses(Program(tmp_path, "train.epochs=3", "name=whole", *words, address=ray_address))
-    first = Program(tmp_path, "train.epochs=3", "train.steps=30", "name=parts", *words, address=ray_address)
+    first = Program(
+        tmp_path, "train.epochs=3", "train.steps=30", "name=parts", *words, address=ray_address
+    )
     assert first.wait() == 0, first.screen
     before = f"resume={first.run_dir}"
     rest = Program(tmp_path, "train.epochs=3", "name=parts", before, *words, address=ray_address)
@@ -205,24 +246,57 @@ def test_stopped_and_resumed_gives_the_same_losses_as_unbroken(tmp_path: Path, r
 
 def test_multirun_runs_every_combination(tmp_path: Path, ray_address: str) -> None:
     program = Program(
-        tmp_path, "--multirun", "scale=1x1,1x2", "seed=1", "train.steps=2", "watch.progress=none", address=ray_address
+        tmp_path,
+        "--multirun",
+        "scale=1x1,1x2",
+        "seed=1",
+        "train.steps=2",
+        "watch.progress=none",
+        address=ray_address,
     )
     assert program.wait() == 0, program.screen
-    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("runs/*/*/*/result.json"))]
+    results = [
+        json.loads(path.read_text()) for path in sorted(tmp_path.glob("runs/*/*/*/result.json"))
+    ]
     assert [result["world_size"] for result in results] == [1, 2]
 
 
-def test_the_wheel_carries_conf_jobs_and_the_page_and_runs_from_any_folder(tmp_path: Path, ray_address: str) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+def test_the_wheel_carries_conf_jobs_and_the_page_and_runs_from_any_folder(
+    tmp_path: Path, ray_address: str
+) -> None:
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(tmp_path),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
     subprocess.run(install, check=True, capture_output=True)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     env = {**os.environ, "PYTHONPATH": str(site), "RAY_ADDRESS": ray_address}
-    code = "import raydist, sys; print(raydist.__file__); from raydist.train import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import raydist, sys; print(raydist.__file__); from raydist.train import main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", code, "train.steps=2", "job=digits"],
         cwd=elsewhere,
@@ -235,7 +309,9 @@ def test_the_wheel_carries_conf_jobs_and_the_page_and_runs_from_any_folder(tmp_p
     assert (elsewhere / "runs" / "digits").is_dir()
     export = [sys.executable, "-m", "raydist.tools.watch", "newest", "--export", "page.html"]
     subprocess.run(export, cwd=elsewhere, env=env, check=True, capture_output=True)
-    page = (elsewhere / "page.html").read_text()  # the page's files are in the wheel, with the licence of one
+    page = (
+        elsewhere / "page.html"
+    ).read_text()  # the page's files are in the wheel, with the licence of one
     assert "uPlot" in page
     assert "test_loss" in page
     assert (site / "raydist/watch/web/static/uPlot.LICENSE").exists()

@@ -1,4 +1,5 @@
-"""The command line: what a person types, what is then on the screen, in the folder, and the exit code."""
+"""The command line: what a person types, what is then on the screen, in the folder, and the exit
+code."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def test_refused(kind: str, here: Path, ran: Ran, capfd: pytest.CaptureFixture[s
     assert train.main(typed) == 2
     shown = capfd.readouterr()
     warned = kind == "password in a URL"
-    assert [line.partition(":")[0] for line in shown.err.splitlines()][: 1 + warned] == ["warning"] * warned + ["error"]
+    assert [line.partition(":")[0] for line in shown.err.splitlines()][: 1 + warned] == [
+        "warning"
+    ] * warned + ["error"]
     assert suggestion in shown.err
     assert "Traceback" not in shown.err
     assert "hydra.cc" not in shown.err
@@ -152,14 +155,21 @@ def ends(error: BaseException) -> Callable[[Job], None]:
     ],
 )
 def test_exit_codes(
-    error: BaseException, code: int, shown: str, here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    shown: str,
+    here: Path,
+    ran: Ran,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     ran.does = ends(error)
     assert train.main([]) == code
     assert capfd.readouterr().err == shown
 
 
-def test_a_fault_of_raydist_keeps_its_traceback(here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_of_raydist_keeps_its_traceback(
+    here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]
+) -> None:
     ran.does = ends(ZeroDivisionError("oh"))
     assert train.main([]) == 1
     shown = capfd.readouterr().err
@@ -168,7 +178,8 @@ def test_a_fault_of_raydist_keeps_its_traceback(here: Path, ran: Ran, capfd: pyt
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(RunFailed("died", result=None, exceptions={}), 1), (ValueError("oh"), 1), (Stopped(15), 143)]
+    ("error", "code"),
+    [(RunFailed("died", result=None, exceptions={}), 1), (ValueError("oh"), 1), (Stopped(15), 143)],
 )
 def test_a_failed_run_ends_the_sweep(error: BaseException, code: int, here: Path, ran: Ran) -> None:
     ran.does = ends(error)
@@ -189,7 +200,9 @@ def test_help_tells_all(here: Path, ran: Ran, capfd: pytest.CaptureFixture[str])
     assert "--multirun, -m" in flat
 
 
-def test_cfg_shows_and_starts_nothing(here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]) -> None:
+def test_cfg_shows_and_starts_nothing(
+    here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert train.main(["--cfg", "job", "scale=2x8", "env.HF_TOKEN=s3cret"]) == 0
     shown = capfd.readouterr().out
     config = OmegaConf.create(shown)
@@ -201,7 +214,9 @@ def test_cfg_shows_and_starts_nothing(here: Path, ran: Ran, capfd: pytest.Captur
     assert not (here / "runs").exists()
 
 
-def test_info_tells_where_settings_come_from(here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]) -> None:
+def test_info_tells_where_settings_come_from(
+    here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]
+) -> None:
     with quiet_logging():
         assert train.main(["--info", "searchpath"]) == 0
     shown = capfd.readouterr().out
@@ -232,7 +247,11 @@ def quiet_logging() -> Any:
     ],
 )
 def test_completion(
-    line: str, offered: list[str], here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str,
+    offered: list[str],
+    here: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COMP_LINE", line)
     monkeypatch.setattr(sys, "argv", ["raydist"])
@@ -255,11 +274,17 @@ def python(*typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`python -m raydist.train`, as a person would."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", "raydist.train", *typed], cwd=cwd, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "raydist.train", *typed],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
 
 
-@pytest.mark.parametrize("kind", ["key one level off", "broken yaml", "job file misspelt", "unknown flag"])
+@pytest.mark.parametrize(
+    "kind", ["key one level off", "broken yaml", "job file misspelt", "unknown flag"]
+)
 def test_refused_as_a_program(kind: str, here: Path) -> None:
     typed, _, _, suggestion = REFUSED[kind]
     done = python(*typed, cwd=here)
@@ -272,7 +297,10 @@ def test_refused_as_a_program(kind: str, here: Path) -> None:
 
 
 def test_help_needs_neither_ray_nor_torch(here: Path) -> None:
-    code = "import sys; from raydist.train import main; main(['--help']); print('LOADED', *sys.modules)"
+    code = (
+        "import sys; from raydist.train import main; main(['--help']); print('LOADED', "
+        "*sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=True,
@@ -281,8 +309,15 @@ def test_help_needs_neither_ray_nor_torch(here: Path) -> None:
 
 
 def test_a_division_that_does_not_fit_is_refused_without_ray_and_torch(here: Path) -> None:
-    words = (["parallel.shard=3"], ["parallel=fsdp", "backend=horovod"], ["parallel=fsdp", "data.global_batch=10"])
-    code = "import sys; from raydist.train import main; print([main(words) for words in %r], *sys.modules)"
+    words = (
+        ["parallel.shard=3"],
+        ["parallel=fsdp", "backend=horovod"],
+        ["parallel=fsdp", "data.global_batch=10"],
+    )
+    code = (
+        "import sys; from raydist.train import main; print([main(words) for words in %r], "
+        "*sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code % [["job=gpt", "scale=1x4", *each] for each in words]], cwd=here,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
@@ -297,7 +332,12 @@ def test_a_division_that_does_not_fit_is_refused_without_ray_and_torch(here: Pat
 def test_help_into_a_pipe_that_closes(here: Path) -> None:
     command = f"{sys.executable} -m raydist.train --help | head -1"
     done = subprocess.run(
-        command, shell=True, cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        command,
+        shell=True,
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.startswith("raydist runs")
     assert done.stderr == ""
@@ -305,11 +345,16 @@ def test_help_into_a_pipe_that_closes(here: Path) -> None:
 
 def test_conf_and_jobs_travel_inside_the_wheel(here: Path) -> None:
     site = here / "site"
-    shutil.copytree(ROOT / "raydist", site / "raydist", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "raydist", site / "raydist", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for folder in ("conf", "jobs"):
         assert f'"{folder}" = "raydist/{folder}"' in (ROOT / "pyproject.toml").read_text()
         shutil.copytree(ROOT / folder, site / "raydist" / folder)
-    code = "import sys; from raydist.train import main; sys.exit(main(['--cfg', 'job', 'scale=cluster']))"
+    code = (
+        "import sys; from raydist.train import main; sys.exit(main(['--cfg', 'job', "
+        "'scale=cluster']))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=here, env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True, text=True, check=True,

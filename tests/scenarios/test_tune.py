@@ -1,4 +1,5 @@
-"""raydist.run inside a trial of Ray Tune, which holds a CPU and captures tasks: it works, and holds nothing later."""
+"""raydist.run inside a trial of Ray Tune, which holds a CPU and captures tasks: it works, and holds
+nothing later."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def trainable(config: Mapping[str, float]) -> None:
     from raydist.cluster import autoscaler
 
     context = ray.get_runtime_context()
-    types = autoscaler.read_config_there(context.get_node_id(), context.gcs_address)  # a task, as on another node
+    types = autoscaler.read_config_there(
+        context.get_node_id(), context.gcs_address
+    )  # a task, as on another node
     assert not types
     done = raydist.run(total, "scale=1x2", "backend=gloo", "restart=none", args=(config["rate"],))
     tune.report({"total": done.values[0], "ranks": len(done.values)})
@@ -55,7 +58,9 @@ def test_a_run_inside_ray_tune_releases_what_it_holds_also_when_it_fails(on_ray:
         run_config=tune.RunConfig(storage_path=str(on_ray / "tune"), verbose=0),
     ).fit()
     assert [(each.metrics or {}).get("ranks") for each in found] == [2, 2, None]
-    assert [(each.metrics or {})["total"] for each in found if each.error is None] == pytest.approx([0.2, 0.5])
+    assert [(each.metrics or {})["total"] for each in found if each.error is None] == pytest.approx(
+        [0.2, 0.5]
+    )
     assert len(found.errors) == 1
 
     def released() -> bool:
@@ -77,7 +82,8 @@ def strike(pid: int) -> float:
 
 
 def test_the_resources_of_a_trial_that_was_killed_are_free_for_the_next(on_ray: Path) -> None:
-    """A trial of Tune is an actor. Ray keeps the placement group that it has made until the whole program ends."""
+    """A trial of Tune is an actor. Ray keeps the placement group that it has made until the whole
+    program ends."""
     import ray
     from ray.util import placement_group_table
 

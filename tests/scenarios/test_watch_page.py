@@ -1,4 +1,5 @@
-"""The page of real runs in a real browser: a rank is killed, then the driver; then from the folder, and as a file."""
+"""The page of real runs in a real browser: a rank is killed, then the driver; then from the folder,
+and as a file."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def assert_only_local(browser: Browser) -> None:
 @needs_chromium
 def test_a_run_from_its_first_step_to_the_death_of_its_driver(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(STEPS)
-    program = Program(tmp_path, "job=steps.py", "group=inline", "scale=1x3", "watch.page=true", "restart=some")
+    program = Program(
+        tmp_path, "job=steps.py", "group=inline", "scale=1x3", "watch.page=true", "restart=some"
+    )
     program.until(lambda: "page  http" in program.screen, "link")
     link = re.findall(r"page  (http\S+)", program.screen)[0]
     program.until_step(5)
@@ -95,20 +98,28 @@ def test_a_run_from_its_first_step_to_the_death_of_its_driver(tmp_path: Path) ->
         browser.until("document.querySelector('#failures article')")
         seen = time.time() - killed
         (failure,) = program.events("failure")
-        assert f"rank 1 on {failure['cause']['host']}, step {failure['cause']['step']}: killed" in browser.text(
-            "#failures"
+        assert (
+            f"rank 1 on {failure['cause']['host']}, step {failure['cause']['step']}: killed"
+            in browser.text("#failures")
         )
-        print(f"on the page {seen:.2f} s after the kill, said by the driver after {failure['t'] - killed:.2f} s")
+        print(
+            f"on the page {seen:.2f} s after the kill, said by the driver after "
+            f"{failure['t'] - killed:.2f} s"
+        )
         browser.until(f"{LOSS}.at(-1) > {failure['reached'] + 20}")
         steps = browser.value(LOSS)
         assert steps == list(range(1, steps[-1] + 1))
         assert browser.text("#status") == "running"
         assert "attempt\n2" in browser.text("#state")
         browser.value("document.querySelector('#failures button').click()")
-        browser.until("document.querySelector('dialog[open] pre')?.innerText.includes('root cause')")
+        browser.until(
+            "document.querySelector('dialog[open] pre')?.innerText.includes('root cause')"
+        )
         browser.value("document.querySelector('dialog button').click()")
         browser.value("document.querySelector('#log').scrollIntoView()")
-        browser.until(f"document.querySelector('#log').innerText.includes('step {steps[-1] + 5} of rank 0')")
+        browser.until(
+            f"document.querySelector('#log').innerText.includes('step {steps[-1] + 5} of rank 0')"
+        )
         browser.press("/")
         assert browser.value("document.activeElement.id") == "text"
         browser.value("document.querySelector('#text').value = 'STEP 7 of rank'")
@@ -144,7 +155,11 @@ def make_older(run: Path, s: float) -> None:
 
 def from_its_folder(folder: Path, run: Path) -> None:
     """The same page without its driver: from the folder, on a small dark screen, from one file."""
-    reports = [each for each in read_events(run / "events.jsonl") if each["kind"] == "report" and each["rank"] == 0]
+    reports = [
+        each
+        for each in read_events(run / "events.jsonl")
+        if each["kind"] == "report" and each["rank"] == 0
+    ]
     with watching(folder) as link, Browser(400, 900, dark=True) as browser:
         browser.open(link.rstrip("/"))  # as a person may copy it
         browser.until(DRAWN)
@@ -168,7 +183,9 @@ def from_its_folder(folder: Path, run: Path) -> None:
         browser.value("document.querySelector('#log').scrollIntoView()")
         browser.until("document.querySelector('#log').innerText.includes('of rank 0')")
         browser.value("document.querySelector('#failures button').click()")
-        browser.until("document.querySelector('dialog[open] pre')?.innerText.includes('root cause')")
+        browser.until(
+            "document.querySelector('dialog[open] pre')?.innerText.includes('root cause')"
+        )
         assert_only_local(browser)
         assert [url for url in browser.requests.values() if url.startswith("http")] == []
 
@@ -176,19 +193,41 @@ def from_its_folder(folder: Path, run: Path) -> None:
 def large_run(folder: Path, ranks: int = 16, steps: int = 100_000) -> Path:
     """The events of such a run, as its driver writes them."""
     folder.mkdir(parents=True)
-    slots = [{"rank": rank, "host": f"node-{rank // 8}", "ip": "10.0.0.1", "node": "n"} for rank in range(ranks)]
+    slots = [
+        {"rank": rank, "host": f"node-{rank // 8}", "ip": "10.0.0.1", "node": "n"}
+        for rank in range(ranks)
+    ]
 
     def lines() -> Iterator[Event]:
         yield event("run", name="large", dir=str(folder), target="x", pages=0)
         yield event("plan", backend="nccl", world_size=ranks, slots=slots)
         for step in range(1, steps + 1):
-            values = {"loss": 5 / step**0.5, "lr": 0.1, "grad_norm": 1 + step % 7, "steps": steps, "samples": step * 64}
-            yield {"t": 1.7e9 + step / 10, "kind": "report", "rank": 0, "step": step, "values": values}
+            values = {
+                "loss": 5 / step**0.5,
+                "lr": 0.1,
+                "grad_norm": 1 + step % 7,
+                "steps": steps,
+                "samples": step * 64,
+            }
+            yield {
+                "t": 1.7e9 + step / 10,
+                "kind": "report",
+                "rank": 0,
+                "step": step,
+                "values": values,
+            }
             if step % 100 == 0:
                 paces = {r: (step, 0.05 + r / 1000, 0.1) for r in range(ranks)}
                 yield {"t": 1.7e9 + step / 10, "kind": "pace", "ranks": paces}
             if step % 5000 == 0:
-                yield {"t": 1.7e9 + step / 10, "kind": "saved", "rank": 0, "step": step, "path": "x", "s": 1.0}
+                yield {
+                    "t": 1.7e9 + step / 10,
+                    "kind": "saved",
+                    "rank": 0,
+                    "step": step,
+                    "path": "x",
+                    "s": 1.0,
+                }
 
     with (folder / "events.jsonl").open("w") as file:
         file.writelines(json.dumps(each) + "\n" for each in lines())
@@ -205,14 +244,31 @@ def test_a_hundred_thousand_steps_of_sixteen_ranks(tmp_path: Path) -> None:
         browser.open(link)
         browser.until("raydist?.curves?.loss?.steps.at(-1) == 100000")
         browser.until(DRAWN)
-        assert browser.value("Math.max(...Object.values(raydist.curves).map((one) => one.steps.length))") <= 4800
+        assert (
+            browser.value(
+                "Math.max(...Object.values(raydist.curves).map((one) => one.steps.length))"
+            )
+            <= 4800
+        )
         assert browser.value("document.querySelectorAll('#ranks tbody tr').length") == 16
-        assert browser.text("#ranks tbody tr").split()[0] == "15"  # the one with the most work of its own
-        page = {url: size for url, size in browser.received.items() if "stream" not in url and "runs" not in url}
+        assert (
+            browser.text("#ranks tbody tr").split()[0] == "15"
+        )  # the one with the most work of its own
+        page = {
+            url: size
+            for url, size in browser.received.items()
+            if "stream" not in url and "runs" not in url
+        }
         assert len(page) >= 5
         assert 0 < sum(page.values()) < 200_000
         browser.until("document.querySelector('#other option[value=two]')")
-        assert browser.value("[1234.56, 1000, 0.5, 1e-7, null].map(four)") == ["1235", "1000", "0.5", "1e-7", ""]
+        assert browser.value("[1234.56, 1000, 0.5, 1e-7, null].map(four)") == [
+            "1235",
+            "1000",
+            "0.5",
+            "1e-7",
+            "",
+        ]
         zoomed_by_keys(browser)
         browser.value("document.querySelector('#other').value = 'two'")
         browser.value("document.querySelector('#other').dispatchEvent(new Event('change'))")
@@ -222,25 +278,38 @@ def test_a_hundred_thousand_steps_of_sixteen_ranks(tmp_path: Path) -> None:
 
 @needs_chromium
 def test_news_leave_alone_what_has_not_changed(tmp_path: Path) -> None:
-    """The button in focus stays, live regions are quiet; names and logs that a script could stumble over do no harm."""
+    """The button in focus stays, live regions are quiet; names and logs that a script could stumble
+    over do no harm."""
     run = large_run(tmp_path / "runs/large/one", ranks=4, steps=200)
     (run / "logs").mkdir()
     (run / "logs/rank-0.log").write_text("before <!-- <script> after\n")
-    with watching(tmp_path, str(run)) as link, Browser() as browser, Events(run / "events.jsonl") as events:
+    with (
+        watching(tmp_path, str(run)) as link,
+        Browser() as browser,
+        Events(run / "events.jsonl") as events,
+    ):
         browser.open(link)
         browser.until("document.querySelectorAll('#ranks tbody tr').length == 4")
-        button = "[...document.querySelectorAll('#ranks button')].find((one) => one.innerText == '2')"
+        button = (
+            "[...document.querySelectorAll('#ranks button')].find((one) => one.innerText == '2')"
+        )
         browser.value(f"void (window.changes = 0, window.held = {button}, window.held.focus())")
         browser.value(
             "void new MutationObserver((seen) => { window.changes += seen.length; })"
-            ".observe(document.querySelector('#status'), {childList: true, subtree: true, characterData: true})"
+            ".observe(document.querySelector('#status'), {childList: true, subtree: true, "
+            "characterData: true})"
         )
         for step in (201, 202):  # the second rank in the table becomes the first, then the last
             own = {"2": 0.09 if step == 201 else 0.01}
-            events.say("pace", ranks={str(rank): (step, own.get(str(rank), 0.05), 0.1) for rank in range(4)})
+            events.say(
+                "pace",
+                ranks={str(rank): (step, own.get(str(rank), 0.05), 0.1) for rank in range(4)},
+            )
             events.say("report", rank=0, step=step, values={"loss": 1.0, "constructor": 1.0})
             browser.until(f"window.held.closest('tr').cells[3].innerText == '{step}'")
-            assert browser.value("document.activeElement === window.held && document.contains(window.held)")
+            assert browser.value(
+                "document.activeElement === window.held && document.contains(window.held)"
+            )
             assert browser.value(f"window.held.closest('tr').rowIndex == {1 if step == 201 else 4}")
         browser.until("document.querySelector('[data-name=constructor]')")
         before = browser.value("window.changes")
@@ -254,11 +323,14 @@ def test_news_leave_alone_what_has_not_changed(tmp_path: Path) -> None:
         browser.open(f"file://{tmp_path}/a.html")
         browser.until(DRAWN)
         browser.value("document.querySelector('#log').scrollIntoView()")
-        browser.until("document.querySelector('#log').innerText.includes('before <!-- <script> after')")
+        browser.until(
+            "document.querySelector('#log').innerText.includes('before <!-- <script> after')"
+        )
 
 
 def zoomed_by_keys(browser: Browser) -> None:
-    """The curve in focus: + zooms, and brings all points; arrows move it, not beyond the ends; 0 leaves."""
+    """The curve in focus: + zooms, and brings all points; arrows move it, not beyond the ends; 0
+    leaves."""
     scale = "(({ min, max }) => [min, max])(raydist.charts.loss.plot.scales.x)"
     browser.value("document.querySelector('[data-name=loss] div').focus()")
     assert "zoom" in browser.value("document.activeElement.ariaLabel")
@@ -266,7 +338,9 @@ def zoomed_by_keys(browser: Browser) -> None:
         browser.press("+")
     low, high = browser.value(scale)
     assert 500 < high - low < 1000
-    browser.until("(({ data: [x] }) => x.length > 500 && x[1] - x[0] == 1)(raydist.charts.loss.plot)")
+    browser.until(
+        "(({ data: [x] }) => x.length > 500 && x[1] - x[0] == 1)(raydist.charts.loss.plot)"
+    )
     browser.press("ArrowRight")
     browser.until(f"{scale}[0] > {low} + 100 && {scale}[1] - {scale}[0] < {high - low} + 1")
     for _ in range(6):

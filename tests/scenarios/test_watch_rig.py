@@ -1,4 +1,5 @@
-"""A page on a laptop of a job on a cluster: its events, and the log of a rank on another node, by one port."""
+"""A page on a laptop of a job on a cluster: its events, and the log of a rank on another node, by
+one port."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def job(config, steps=400):
 
 @contextmanager
 def forwarded(host: str, port: int) -> Iterator[int]:
-    """A port of this machine that leads to that one, as `ray dashboard` makes one; the number of the port."""
+    """A port of this machine that leads to that one, as `ray dashboard` makes one; the number of
+    the port."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def pump(a: socket.socket, b: socket.socket) -> None:
@@ -75,7 +77,8 @@ def forwarded(host: str, port: int) -> Iterator[int]:
 
 @contextmanager
 def watching(folder: Path, token: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`python -m raydist.tools.watch WORD…` on this machine, which is in no cluster; the program and its link."""
+    """`python -m raydist.tools.watch WORD…` on this machine, which is in no cluster; the program
+    and its link."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
     argv = [sys.executable, "-m", "raydist.tools.watch", *words]
     program = subprocess.Popen(
@@ -117,15 +120,27 @@ def test_the_log_of_a_rank_on_another_node_by_the_dashboards_port(tmp_path: Path
                 assert said.startswith("http") or "no run folder" in said
             wait_for_folder(rig)
             with watching(tmp_path, token, *words) as (program, link):
-                _, state = told(f"{link}stream", lambda name, value: name == "state" and (value["step"] or 0) >= 5)
+                _, state = told(
+                    f"{link}stream",
+                    lambda name, value: name == "state" and (value["step"] or 0) >= 5,
+                )
                 assert (state["status"], state["world_size"]) == ("running", 2)
                 _, ranks = told(f"{link}stream", lambda name, value: name == "ranks")
                 assert {row[1] for row in ranks["ranks"].values()} == {"host0", "host1"}
-                _, log = told(f"{link}log?rank=1", lambda name, value: "rank 1 says" in value["text"])
+                _, log = told(
+                    f"{link}log?rank=1", lambda name, value: "rank 1 says" in value["text"]
+                )
                 last = max(int(number) for number in re.findall(r"rank 1 says (\d+)", log["text"]))
-                told(f"{link}log?rank=1", lambda name, value: f"rank 1 says {last + 20}\n" in value["text"])
+                told(
+                    f"{link}log?rank=1",
+                    lambda name, value: f"rank 1 says {last + 20}\n" in value["text"],
+                )
                 connections = psutil.Process(program.pid).net_connections("tcp")
-                asked = {each.raddr for each in connections if each.raddr and f":{each.laddr.port}/" not in link}
+                asked = {
+                    each.raddr
+                    for each in connections
+                    if each.raddr and f":{each.laddr.port}/" not in link
+                }
                 assert asked == {("127.0.0.1", port)}
             with watching(tmp_path, "0" * 64, *words) as (program, said):
                 assert program.wait(PATIENCE_S) == 2
@@ -139,16 +154,29 @@ def submitted(rig: Rig) -> str:
     project.mkdir()
     (project / "talks.py").write_text(JOB)
     words = ["scale=2x1", "scale.cpus=2", "job=talks.py"]
-    argv = ["python", "-m", "raydist.tools.submit", "--no-wait", "--submission-id", "watched", *words]
+    argv = [
+        "python",
+        "-m",
+        "raydist.tools.submit",
+        "--no-wait",
+        "--submission-id",
+        "watched",
+        *words,
+    ]
     host.run(
-        argv, env={"PYTHONPATH": str(ROOT), "RAY_API_SERVER_ADDRESS": f"http://{host.address()}:8265"}, cwd=project
+        argv,
+        env={"PYTHONPATH": str(ROOT), "RAY_API_SERVER_ADDRESS": f"http://{host.address()}:8265"},
+        cwd=project,
     )
     return (host.folder / "home/.ray/auth_token").read_text().strip()
 
 
 def wait_for_folder(rig: Rig) -> None:
-    """Until the driver of the job has linked its run folder into Ray's logs, which the page reads."""
+    """Until the driver of the job has linked its run folder into Ray's logs, which the page
+    reads."""
     end = time.monotonic() + PATIENCE_S
-    while not list(rig.hosts[0].folder.glob("tmp/ray/session_*/logs/raydist/watche[d]")):  # a pattern: it dangles here
+    while not list(
+        rig.hosts[0].folder.glob("tmp/ray/session_*/logs/raydist/watche[d]")
+    ):  # a pattern: it dangles here
         assert time.monotonic() < end, "the job has no run folder"
         time.sleep(0.1)

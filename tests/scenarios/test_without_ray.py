@@ -91,7 +91,9 @@ def test_no_ray_is_started(tmp_path: Path) -> None:
 
 def test_a_first_step_that_compiles_is_launch_and_no_step_that_counts(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(textwrap.dedent(SLOW_FIRST_STEP))
-    program = Program(tmp_path, "job=job.py", "scale=1x1", "group=inline", "optim=adamw", "train.steps=10")
+    program = Program(
+        tmp_path, "job=job.py", "scale=1x1", "group=inline", "optim=adamw", "train.steps=10"
+    )
     assert program.wait() == 0, program.screen
     result = program.result()
     assert result["launch"]["first step"] > 1.0
@@ -116,7 +118,9 @@ def test_a_failure_is_blamed_and_restarted(tmp_path: Path) -> None:
     assert "rank 1" in program.result()["failure"]
     assert "it is broken" in program.screen
     assert (program.run_dir / "blame-1.txt").exists()
-    again = launch(tmp_path, "--nproc-per-node", "2", "--max-restarts", "1", "steps.py", "--fail", "--short")
+    again = launch(
+        tmp_path, "--nproc-per-node", "2", "--max-restarts", "1", "steps.py", "--fail", "--short"
+    )
     assert again.wait() == 0, again.screen
     assert [event["number"] for event in again.events("restart")] == [1]
     assert_nothing_left(again)
@@ -144,7 +148,9 @@ def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
 
 def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
     program = launch(tmp_path, "--nproc-per-node", "2", "hang.after_s=1", "steps.py", "--report")
-    program.until(lambda: "step 60" in program.screen, "step 60")  # its pace is known: who has none is given a minute
+    program.until(
+        lambda: "step 60" in program.screen, "step 60"
+    )  # its pace is known: who has none is given a minute
     (stopped,) = [event["pid"] for event in program.events("joined") if event["rank"] == 1]
     os.kill(stopped, signal.SIGSTOP)
     assert program.wait() == 1
@@ -153,10 +159,20 @@ def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
     assert_nothing_left(program)
 
 
-KNOWN_TO_NOBODY = ["unshare", "--user", "--map-user=54321", "--map-group=54321", "env", "-u", "HOME"]
-"""Runs a command under a uid that is in no password database, without HOME, as `docker run -u 54321` may."""
+KNOWN_TO_NOBODY = [
+    "unshare",
+    "--user",
+    "--map-user=54321",
+    "--map-group=54321",
+    "env",
+    "-u",
+    "HOME",
+]
+"""Runs a command under a uid that is in no password database, without HOME, as `docker run -u
+54321` may."""
 in_user_namespace = pytest.mark.skipif(
-    shutil.which("unshare") is None or subprocess.run([*KNOWN_TO_NOBODY, "true"], capture_output=True).returncode != 0,
+    shutil.which("unshare") is None
+    or subprocess.run([*KNOWN_TO_NOBODY, "true"], capture_output=True).returncode != 0,
     reason="no unshare, or this user may make no user namespace",
 )
 
@@ -166,7 +182,11 @@ def test_a_uid_without_a_password_entry_and_a_home_trains(tmp_path: Path) -> Non
     (tmp_path / "steps.py").write_text(textwrap.dedent(STEPS))
     words = ["-m", "raydist.tools.launch", "--nproc-per-node", "2", "steps.py", "--short"]
     done = subprocess.run(
-        [*KNOWN_TO_NOBODY, sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        [*KNOWN_TO_NOBODY, sys.executable, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[0] step 19" in done.stdout
@@ -197,9 +217,12 @@ print(done.values, len(done.restarts), flush=True)
 
 
 def test_a_restart_needs_no_file_of_the_temporary_folder(tmp_path: Path) -> None:
-    """systemd-tmpfiles removes what has been in /tmp for ten days, such as the function of a run of weeks."""
+    """systemd-tmpfiles removes what has been in /tmp for ten days, such as the function of a run of
+    weeks."""
     code = [sys.executable, "-c", CLEANED]
-    done = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        code, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(0, 1) 1" in done.stdout
 
@@ -228,12 +251,15 @@ def job():
 @pytest.mark.root
 @requires_root
 def test_a_full_temporary_folder_kills_nothing_at_a_restart(tmp_path: Path) -> None:
-    """A page of a file that the disk has no room for raises SIGBUS: in a rank, and on a tmpfs in the driver."""
+    """A page of a file that the disk has no room for raises SIGBUS: in a rank, and on a tmpfs in
+    the driver."""
     (tmp_path / "full.py").write_text(FULL)
     with tempfile.TemporaryDirectory(prefix="f-") as disk:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], check=True)
         try:
-            program = Program(tmp_path, "job=full.py:job", "group=inline", "scale=1x2", tmp=Path(disk))
+            program = Program(
+                tmp_path, "job=full.py:job", "group=inline", "scale=1x2", tmp=Path(disk)
+            )
             assert program.wait() == 0, program.screen
         finally:
             subprocess.run(["umount", "--lazy", disk], check=True)

@@ -18,7 +18,9 @@ parser.add_argument("--fail-rank", type=int, default=-1)
 parser.add_argument("--fail", default="assert")
 args = parser.parse_args()
 
-dist.init_process_group(args.backend, init_method=args.init_method, rank=args.rank, world_size=args.world_size)
+dist.init_process_group(
+    args.backend, init_method=args.init_method, rank=args.rank, world_size=args.world_size
+)
 store = dist.distributed_c10d._get_default_store()
 while hasattr(store, "underlying_store"):
     store = store.underlying_store
@@ -30,6 +32,11 @@ if args.rank == args.fail_rank and args.fail == "exit":
     os._exit(9)
 assert args.rank != args.fail_rank, f"rank {args.rank} was told to fail"
 print(
-    type(store).__name__, args.init_method.partition(":")[0], args.backend, args.local_rank, total.item(), args.hparams
+    type(store).__name__,
+    args.init_method.partition(":")[0],
+    args.backend,
+    args.local_rank,
+    total.item(),
+    args.hparams,
 )
 dist.destroy_process_group()

@@ -43,4 +43,5 @@ def end(how):
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # now that the model is gone: with it there torch 2.8 to 2.10 may hang, over gloo
+    # now that the model is gone: with it there torch 2.8 to 2.10 may hang, over gloo
+    dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""A rank that writes down how it was bound, what it inherited, and at which steps it collected garbage."""
+"""A rank that writes down how it was bound, what it inherited, and at which steps it collected
+garbage."""
 
 import gc
 import json
@@ -11,11 +12,15 @@ dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 at, full = 0, []
-gc.callbacks.append(lambda phase, info: full.append(at) if phase == "stop" and info["generation"] == 2 else None)
+gc.callbacks.append(
+    lambda phase, info: full.append(at) if phase == "stop" and info["generation"] == 2 else None
+)
 for at in range(1, 21):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    for _ in range(2000 * dist.get_rank()):  # garbage that only a collection frees, more of it on some ranks
+    for _ in range(
+        2000 * dist.get_rank()
+    ):  # garbage that only a collection frees, more of it on some ranks
         ring = []
         ring.append(ring)
 facts = {

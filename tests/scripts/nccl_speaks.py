@@ -1,4 +1,5 @@
-"""A rank in which the real NCCL writes its log, or words that NCCL would write; it prints a line of its own too."""
+"""A rank in which the real NCCL writes its log, or words that NCCL would write; it prints a line of
+its own too."""
 
 import ctypes
 import os

@@ -38,7 +38,9 @@ def squares(how, method):
     if how == "executor":
         with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
             return list(pool.map(square, range(4)))
-    return list(DataLoader(Squares(), 1, num_workers=2, collate_fn=first, multiprocessing_context=context))
+    return list(
+        DataLoader(Squares(), 1, num_workers=2, collate_fn=first, multiprocessing_context=context)
+    )
 
 
 if __name__ == "__main__":

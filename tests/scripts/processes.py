@@ -1,4 +1,5 @@
-"""Everything that starts processes of its own: loader workers, fork, spawn, forkserver, os.fork, a pool."""
+"""Everything that starts processes of its own: loader workers, fork, spawn, forkserver, os.fork, a
+pool."""
 
 import concurrent.futures
 import multiprocessing
@@ -42,7 +43,9 @@ if __name__ == "__main__":
     seen = sorted(int(n) for batch in DataLoader(Squares(), 2, num_workers=2) for n in batch)
     assert seen == [n * n for n in range(8)], seen
     assert by(method) == 49
-    with concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context(method)) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        2, mp_context=multiprocessing.get_context(method)
+    ) as pool:
         assert list(pool.map(square, range(5))) == [0, 1, 4, 9, 16]
     if (pid := os.fork()) == 0:
         os._exit(5)

@@ -13,5 +13,7 @@ for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
 os.system("true")
 until = time.monotonic() + 20
 while not {"SIGALRM", "SIGCHLD"} <= {*heard} and time.monotonic() < until:
-    time.sleep(0.01)  # another thread of the process may have got the signal, and be slow to pass it on
+    time.sleep(
+        0.01
+    )  # another thread of the process may have got the signal, and be slow to pass it on
 print("heard", *sorted(heard))

@@ -71,17 +71,34 @@ def test_no_words_are_the_main_job(here: Path) -> None:
 
 
 def test_values_have_the_types_of_the_settings(here: Path) -> None:
-    job = compose(["optim.lr=1", "env.N=1", "model=resnet18", "model.num_classes=10", "data.global_batch=null"])
+    job = compose(
+        [
+            "optim.lr=1",
+            "env.N=1",
+            "model=resnet18",
+            "model.num_classes=10",
+            "data.global_batch=null",
+        ]
+    )
     assert isinstance(job.optim.lr, float)
     assert job.env == {"N": "1"}
-    assert job.model == {"_target_": "torchvision.models.resnet18", "weights": None, "num_classes": 10}
+    assert job.model == {
+        "_target_": "torchvision.models.resnet18",
+        "weights": None,
+        "num_classes": 10,
+    }
     assert type(job.model) is dict
     assert job.data.global_batch is None
 
 
 @pytest.mark.parametrize(
     ("word", "nodes", "per_node"),
-    [("scale=local", 1, None), ("scale=cluster", None, None), ("scale=2x8", 2, 8), ("scale=16x1", 16, 1)],
+    [
+        ("scale=local", 1, None),
+        ("scale=cluster", None, None),
+        ("scale=2x8", 2, 8),
+        ("scale=16x1", 16, 1),
+    ],
 )
 def test_scale(here: Path, word: str, nodes: int | None, per_node: int | None) -> None:
     scale = compose([word]).scale
@@ -89,7 +106,13 @@ def test_scale(here: Path, word: str, nodes: int | None, per_node: int | None) -
 
 
 def test_labels_and_resources_with_odd_names(here: Path) -> None:
-    job = compose(["scale.labels.ray.io/market-type=!spot", "scale.labels.zone=in(a,b)", "scale.resources.a:H100=2"])
+    job = compose(
+        [
+            "scale.labels.ray.io/market-type=!spot",
+            "scale.labels.zone=in(a,b)",
+            "scale.resources.a:H100=2",
+        ]
+    )
     assert job.scale.labels == {"ray.io/market-type": "!spot", "zone": "in(a,b)"}
     assert job.scale.resources == {"a:H100": 2.0}
 
@@ -97,7 +120,8 @@ def test_labels_and_resources_with_odd_names(here: Path) -> None:
 def test_words_win_over_the_job_which_wins_over_the_defaults(here: Path) -> None:
     write(
         here / "conf" / "job" / "mine.yaml",
-        "# @package _global_\ndefaults: [override /optim: adam]\njob: {target: mine}\ntrain: {epochs: 7, steps: 5}\n",
+        "# @package _global_\ndefaults: [override /optim: adam]\njob: {target: mine}\ntrain: "
+        "{epochs: 7, steps: 5}\n",
     )
     job = compose(["job=mine", "train.epochs=9"])
     assert (job.optim.name, job.train.epochs, job.train.steps) == ("adam", 9, 5)
@@ -157,7 +181,10 @@ def test_a_package_is_not_imported_to_find_its_module(here: Path) -> None:
 
 
 def test_arguments_that_fit(here: Path) -> None:
-    assert compose(["job=mine", "job.args.hidden=5", "job.args.lr=1"]).job.args == {"hidden": 5, "lr": 1}
+    assert compose(["job=mine", "job.args.hidden=5", "job.args.lr=1"]).job.args == {
+        "hidden": 5,
+        "lr": 1,
+    }
     assert compose(["job=jobs/mine.py:other", "job.args.x=1"]).job.args == {"x": 1}
     assert compose(["job=jobs/mine.py:needs", "job.args.width=1"]).job.args == {"width": 1}
     assert compose(["job=jobs/mine.py:wrapped", "job.args.x=1"]).job.args == {"x": 1}
@@ -169,9 +196,16 @@ def test_a_file_that_is_not_python(here: Path) -> None:
 
 
 def test_a_fixed_target_brings_the_settings_of_its_name(here: Path) -> None:
-    write(here / "conf" / "job" / "mine.yaml", "# @package _global_\njob: {target: mine}\ntrain: {epochs: 7}\n")
+    write(
+        here / "conf" / "job" / "mine.yaml",
+        "# @package _global_\njob: {target: mine}\ntrain: {epochs: 7}\n",
+    )
     job = compose(["optim.lr=2"], target=f"{here}/jobs/mine.py:other")
-    assert (job.job.target, job.train.epochs, job.optim.lr) == (f"{here}/jobs/mine.py:other", 7, 2.0)
+    assert (job.job.target, job.train.epochs, job.optim.lr) == (
+        f"{here}/jobs/mine.py:other",
+        7,
+        2.0,
+    )
 
 
 def test_a_fixed_target_without_settings_has_none_of_digits(here: Path) -> None:
@@ -196,7 +230,9 @@ def test_models_of_torchvision(here: Path, name: str) -> None:
 
 def test_the_names_are_those_that_torchvision_tells() -> None:
     code = "import torchvision.models as m; print(*m.list_models(module=m))"
-    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert [*choices.torchvision_models()] == sorted(listed)
 
 
@@ -209,9 +245,16 @@ def test_what_is_made_up_is_listed(here: Path) -> None:
 
 
 def test_secrets_stay_out_of_what_is_shown(here: Path) -> None:
-    write(here / "conf" / "backend" / "site.yaml", "# @package _global_\nenv: {SITE_TOKEN: from-a-file}\n")
+    write(
+        here / "conf" / "backend" / "site.yaml",
+        "# @package _global_\nenv: {SITE_TOKEN: from-a-file}\n",
+    )
     words = ["env.HF_TOKEN=typed", "env.NCCL_DEBUG=INFO", "backend=site"]
-    assert compose(words).env == {"HF_TOKEN": "typed", "NCCL_DEBUG": "INFO", "SITE_TOKEN": "from-a-file"}
+    assert compose(words).env == {
+        "HF_TOKEN": "typed",
+        "NCCL_DEBUG": "INFO",
+        "SITE_TOKEN": "from-a-file",
+    }
     with composing.hydra_set_up():
         config = composing.Loader().load(words)
         shown = OmegaConf.to_yaml(config)
@@ -244,7 +287,9 @@ def test_where_runs_go(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path(compose().dir).parent == here / "all" / "digits"
 
 
-def test_a_submitted_job_without_a_home_has_to_name_the_folder_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submitted_job_without_a_home_has_to_name_the_folder_of_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # in no password database
     with pytest.raises(ConfigError, match="set RAYDIST_RUNS=/a/folder"):
@@ -291,14 +336,18 @@ def test_fresh_counts_up(here: Path) -> None:
     assert fresh("a") == "a-3"
 
 
-def test_runs_of_one_second_have_folders_of_their_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_one_second_have_folders_of_their_own(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     same_second(monkeypatch)
     made = [compose(claim=True).dir for _ in range(3)]
     assert made == [f"{here}/runs/digits/noon{suffix}" for suffix in ("", "-2", "-3")]
     assert all(Path(folder).is_dir() for folder in made)
 
 
-def test_the_loser_of_a_race_takes_the_next_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loser_of_a_race_takes_the_next_folder(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     same_second(monkeypatch)
     with composing.hydra_set_up():
         loader = composing.Loader()
@@ -342,14 +391,21 @@ def test_another_use_of_hydra_is_left_alone(here: Path) -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_composing_imports_neither_ray_nor_torch(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composing_imports_neither_ray_nor_torch(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(composing.__file__).parents[1]))
-    code = "import sys; from raydist.settings.compose import compose; compose(['model=resnet18']); print(*sys.modules)"
+    code = (
+        "import sys; from raydist.settings.compose import compose; "
+        "compose(['model=resnet18']); print(*sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"ray", "torch", "torchvision"} & {*done.stdout.split()}
 
 
-@pytest.mark.parametrize("action", [lambda job: setattr(job, "name", "x"), lambda job: setattr(job.optim, "lr", 1)])
+@pytest.mark.parametrize(
+    "action", [lambda job: setattr(job, "name", "x"), lambda job: setattr(job.optim, "lr", 1)]
+)
 def test_a_job_is_frozen(here: Path, action: Callable[[Job], None]) -> None:
     with pytest.raises(AttributeError):
         action(compose())

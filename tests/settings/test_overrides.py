@@ -51,8 +51,16 @@ def as_hydra_reads(word: str) -> tuple[str, object]:
         ("env.EMPTY=", "env.EMPTY", ""),
         ("scale.labels.zone=in(a,b)", "scale.labels.zone", "in(a,b)"),
         ("scale.labels.zone=!spot", "scale.labels.zone", "!spot"),
-        ("scale.labels.ray.io/market-type=on-demand", "scale.labels", {"ray.io/market-type": "on-demand"}),
-        ("scale.resources.accelerator_type:H100=0.5", "scale.resources", {"accelerator_type:H100": 0.5}),
+        (
+            "scale.labels.ray.io/market-type=on-demand",
+            "scale.labels",
+            {"ray.io/market-type": "on-demand"},
+        ),
+        (
+            "scale.resources.accelerator_type:H100=0.5",
+            "scale.resources",
+            {"accelerator_type:H100": 0.5},
+        ),
         ("hydra.run.dir=/a/b", "hydra.run.dir", "/a/b"),
         ("train={epochs: 3}", "train", {"epochs": 3}),
     ],
@@ -81,7 +89,9 @@ def test_translating_twice_changes_nothing(typed: str) -> None:
     assert translated(*once) == once
 
 
-@pytest.mark.parametrize("typed", ["model.a=1", "job.args.a=1", "optim.args.a=1", "env.A=1", "scale.labels.a=1"])
+@pytest.mark.parametrize(
+    "typed", ["model.a=1", "job.args.a=1", "optim.args.a=1", "env.A=1", "scale.labels.a=1"]
+)
 def test_open_dictionaries_take_any_key(typed: str) -> None:
     assert OverridesParser.create().parse_override(translated(typed)[0]).is_force_add()
 
@@ -114,7 +124,9 @@ def test_settings_have_full_names() -> None:
     assert {"name", "optim.lr", "scale.labels", "job.target"} <= names.keys()
     assert "optim" not in names
     assert {"optim", "scale", "job"} <= words.PARTS
-    assert {"model", "env", "job.args", "optim.args", "scale.resources", "scale.labels"} <= set(words.OPEN)
+    assert {"model", "env", "job.args", "optim.args", "scale.resources", "scale.labels"} <= set(
+        words.OPEN
+    )
 
 
 def test_the_same_plain_word_may_come_twice() -> None:

@@ -1,4 +1,5 @@
-"""Every way to type wrong settings: the error's key, value and suggestion, which its message has too."""
+"""Every way to type wrong settings: the error's key, value and suggestion, which its message has
+too."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from raydist import train
 
 REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     **{
-        f"{key} in the home of nobody": ([f"{key}='~nobody_here/x.py'"], key, "~nobody_here/x.py", f"{key}=/FULL/PATH")
+        f"{key} in the home of nobody": (
+            [f"{key}='~nobody_here/x.py'"],
+            key,
+            "~nobody_here/x.py",
+            f"{key}=/FULL/PATH",
+        )
         for key in ("storage", "resume", "working_dir", "env_file", "script", "job")
     },
     "unknown key": (["optm.lr=0.1"], "optm.lr", "0.1", "optim.lr=0.1"),
@@ -30,7 +36,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "a number for a dictionary": (["env=5"], "env", "5", "env.NAME=VALUE"),
     "a number for a part": (["train=3"], "train", "3", "train.epochs=10"),
     "unknown word": (["train.precision=fp8"], "train.precision", "fp8", "train.precision=fp32"),
-    "unknown word of Ray's": (["scale.placement=PACKED"], "scale.placement", "PACKED", "scale.placement=PACK"),
+    "unknown word of Ray's": (
+        ["scale.placement=PACKED"],
+        "scale.placement",
+        "PACKED",
+        "scale.placement=PACK",
+    ),
     "wrong optimizer": (["optim.name=adm"], "optim.name", "adm", "optim.name=adam"),
     "wrong init_method": (["init_method=tpc"], "init_method", "tpc", "init_method=tcp"),
     "unknown choice": (["backend=ncl"], "backend", "ncl", "backend=nccl"),
@@ -54,8 +65,18 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "endless CPUs": (["scale.cpus=inf"], "scale.cpus", math.inf, "scale.cpus=1.0"),
     "hardly a CPU": (["scale.cpus=0.00001"], "scale.cpus", 0.00001, "scale.cpus=0.0001"),
     "hardly a GPU": (["scale.gpus=0.00001"], "scale.gpus", 0.00001, "scale.gpus=1"),
-    "negative resource": (["scale.resources.x=-1"], "scale.resources.x", -1.0, "scale.resources.x=1"),
-    "endless resource": (["scale.resources.x=inf"], "scale.resources.x", math.inf, "scale.resources.x=1"),
+    "negative resource": (
+        ["scale.resources.x=-1"],
+        "scale.resources.x",
+        -1.0,
+        "scale.resources.x=1",
+    ),
+    "endless resource": (
+        ["scale.resources.x=inf"],
+        "scale.resources.x",
+        math.inf,
+        "scale.resources.x=1",
+    ),
     "endless buffer": (
         ["backend.horovod.fusion_mb=inf"],
         "backend.horovod.fusion_mb",
@@ -63,10 +84,25 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "backend.horovod.fusion_mb=1",
     ),
     "seed of torch": (["seed=9223372036854775808"], "seed", 2**63, f"seed={2**63 - 1}"),
-    "seed of a sampler": (["--multirun", "sweep.seed=4294967296"], "sweep.seed", 2**32, f"sweep.seed={2**32 - 1}"),
+    "seed of a sampler": (
+        ["--multirun", "sweep.seed=4294967296"],
+        "sweep.seed",
+        2**32,
+        f"sweep.seed={2**32 - 1}",
+    ),
     "too many ranks": (["scale=1000000000x1"], "scale", "1000000000x1", "scale=2x8"),
-    "too many ranks for tp": (["parallel.tp=1000000000000", "scale=1x8"], "parallel.tp", 10**12, "parallel.tp=8"),
-    "too many stages": (["parallel.pp=1000000000000", "scale=1x8"], "parallel.pp", 10**12, "parallel.pp=8"),
+    "too many ranks for tp": (
+        ["parallel.tp=1000000000000", "scale=1x8"],
+        "parallel.tp",
+        10**12,
+        "parallel.tp=8",
+    ),
+    "too many stages": (
+        ["parallel.pp=1000000000000", "scale=1x8"],
+        "parallel.pp",
+        10**12,
+        "parallel.pp=8",
+    ),
     "too many micro-batches": (
         ["parallel=pp", "parallel.microbatches=1000000000000", "scale=1x2"],
         "data.batch_size",
@@ -86,13 +122,38 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "min: loss",
         "sweep.objective=min:loss",
     ),
-    "a tracker twice": (["track=[tensorboard,tensorboard]"], "track", "tensorboard,tensorboard", "track=[tensorboard]"),
+    "a tracker twice": (
+        ["track=[tensorboard,tensorboard]"],
+        "track",
+        "tensorboard,tensorboard",
+        "track=[tensorboard]",
+    ),
     "arguments of no program": (["args=--epochs 3"], "args", "--epochs 3", "script=FILE.py"),
-    "a job's setting for a program": (["script=train.py", "train.epochs=3"], "train.epochs", "3", "args='--epochs 3'"),
-    "a job's argument for a program": (["script=train.py", "job.args.x=3"], "job.args.x", "3", "args='--x 3'"),
-    "a model for a program": (["script=train.py", "model=mlp"], "model", "mlp", "args='--model mlp'"),
+    "a job's setting for a program": (
+        ["script=train.py", "train.epochs=3"],
+        "train.epochs",
+        "3",
+        "args='--epochs 3'",
+    ),
+    "a job's argument for a program": (
+        ["script=train.py", "job.args.x=3"],
+        "job.args.x",
+        "3",
+        "args='--x 3'",
+    ),
+    "a model for a program": (
+        ["script=train.py", "model=mlp"],
+        "model",
+        "mlp",
+        "args='--model mlp'",
+    ),
     "a rank's own number": (["env.RANK=0", "scale=1x2"], "env.RANK", "0", "scale=NODESxRANKS"),
-    "Horovod's number": (["env.HOROVOD_LOCAL_RANK=0"], "env.HOROVOD_LOCAL_RANK", "0", "scale=NODESxRANKS"),
+    "Horovod's number": (
+        ["env.HOROVOD_LOCAL_RANK=0"],
+        "env.HOROVOD_LOCAL_RANK",
+        "0",
+        "scale=NODESxRANKS",
+    ),
     "a variable of two words": (["env.A B=1"], "env.A B", "1", "env.A_B=1"),
     "the folder above as a name": (["name=.."], "name", "..", "name=NAME"),
     "a name too long": ([f"name={'x' * 300}"], "name", "x" * 300, f"name={'x' * 40}"),
@@ -120,7 +181,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "job file missing": (["job=nope.py"], "job", "nope.py", "job=odd.py"),
     "job file misspelt": (["job=jobs/mien.py"], "job", "jobs/mien.py", "job=jobs/mine.py"),
     "job misspelt": (["job=digit"], "job", "digit", "job=digits"),
-    "function missing": (["job=jobs/mine.py:jbo"], "job", "jobs/mine.py:jbo", "job=jobs/mine.py:job"),
+    "function missing": (
+        ["job=jobs/mine.py:jbo"],
+        "job",
+        "jobs/mine.py:jbo",
+        "job=jobs/mine.py:job",
+    ),
     "module missing": (["job=jsn.tool:main"], "job", "jsn.tool:main", "job=json.tool:main"),
     "wrong argument": (["job=mine", "job.args.hiden=1"], "job.args.hiden", 1, "job.args.hidden=1"),
     "no nodes": (["scale=0x2"], "scale", "0x2", "scale=1x2"),
@@ -129,7 +195,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "ranks alone": (["scale=4"], "scale", "4", "scale=1x4"),
     "capital size": (["scale=2X8"], "scale", "2X8", "scale=2x8"),
     "group chosen twice": (["scale=2x8", "scale=1x2"], "scale", "1x2", "scale=1x2"),
-    "list without --multirun": (["optim.lr=0.1,0.2"], "optim.lr", "0.1,0.2", "--multirun optim.lr=0.1,0.2"),
+    "list without --multirun": (
+        ["optim.lr=0.1,0.2"],
+        "optim.lr",
+        "0.1,0.2",
+        "--multirun optim.lr=0.1,0.2",
+    ),
     "open bracket": (["optim.lr=[1"], "optim.lr", "[1", "\"optim.lr='[1'\""),
     "two equal signs": (["name=a=b"], "name", "a=b", "\"name='a=b'\""),
     "a plus too many": (["+optim.lr=1"], "optim.lr", "1", "optim.lr=1"),
@@ -139,7 +210,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "taking another choice away": (["~backend=nccl"], "backend", "nccl", ""),
     "missing interpolation": (["name=${nme}"], "name", "${nme}", "name=${name}"),
     "missing variable": (["name=${oc.env:NO_SUCH}"], "name", "${oc.env:NO_SUCH}", ""),
-    "missing variable for a rank": (["env.HF_TOKEN=${oc.env:NO_SUCH}"], "env.HF_TOKEN", "${oc.env:NO_SUCH}", ""),
+    "missing variable for a rank": (
+        ["env.HF_TOKEN=${oc.env:NO_SUCH}"],
+        "env.HF_TOKEN",
+        "${oc.env:NO_SUCH}",
+        "",
+    ),
     "missing variable in an argument": (
         ["job=mine", "++job.args={hidden: '${oc.env:NO_SUCH}'}"],
         "job.args.hidden",
@@ -160,7 +236,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "unknown flag": (["--multrun"], "--multrun", None, "--multirun"),
     "unknown short flag": (["-z"], "-z", None, ""),
     "wrong word after --cfg": (["--cfg", "jobb"], "--cfg", "jobb", "--cfg job"),
-    "wrong word after --info": (["--info", "serchpath"], "--info", "serchpath", "--info searchpath"),
+    "wrong word after --info": (
+        ["--info", "serchpath"],
+        "--info",
+        "serchpath",
+        "--info searchpath",
+    ),
     "two flags": (["--multirun", "--cfg", "job"], "--cfg", None, "--multirun"),
     "--resolve alone": (["--resolve"], "--resolve", None, "--cfg job --resolve"),
     "no such config": (["--config-name", "nope"], "--config-name", "nope", "--config-name config"),
@@ -186,10 +267,25 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     "one of many sizes": (["--multirun", "scale=1x1,0x1"], "scale", "0x1", "scale=1x1"),
     "wrong word shown": (["--cfg", "job", "lr=1"], "lr", "1", "optim.lr=1"),
     "job path without .py": (["job=jobs/mine"], "job", "jobs/mine", "job=jobs/mine.py"),
-    "job path without .py, with a function": (["job=jobs/mine:job"], "job", "jobs/mine:job", "job=jobs/mine.py:job"),
-    "no function after the colon": (["job=jobs/mine.py:"], "job", "jobs/mine.py:", "job=jobs/mine.py:job"),
+    "job path without .py, with a function": (
+        ["job=jobs/mine:job"],
+        "job",
+        "jobs/mine:job",
+        "job=jobs/mine.py:job",
+    ),
+    "no function after the colon": (
+        ["job=jobs/mine.py:"],
+        "job",
+        "jobs/mine.py:",
+        "job=jobs/mine.py:job",
+    ),
     "module without a function": (["job=json.tool"], "job", "json.tool", "job=json.tool:job"),
-    "function missing in a module": (["job=json.tool:mian"], "job", "json.tool:mian", "job=json.tool:main"),
+    "function missing in a module": (
+        ["job=json.tool:mian"],
+        "job",
+        "json.tool:mian",
+        "job=json.tool:main",
+    ),
     "job folder misspelt": (["job=jbos/mine.py"], "job", "jbos/mine.py", "job=jobs/mine.py"),
     "argument missing": (["job=needs"], "job", "needs", "job.args.width=VALUE"),
     "config as an argument": (["job=mine", "job.args.config=3"], "job.args.config", 3, ""),
@@ -210,16 +306,36 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     ),
     "open quote": (["script=train.py", "args='a"], "args", "'a", "args=[VALUE,VALUE]"),
     "script misspelt": (["script=trian.py"], "script", "trian.py", "script=train.py"),
-    "script module missing": (["script=-m jsn.tool"], "script", "-m jsn.tool", 'script="-m json.tool"'),
-    "script module with arguments": (["script=-m train x"], "script", "-m train x", 'script="-m package.module"'),
+    "script module missing": (
+        ["script=-m jsn.tool"],
+        "script",
+        "-m jsn.tool",
+        'script="-m json.tool"',
+    ),
+    "script module with arguments": (
+        ["script=-m train x"],
+        "script",
+        "-m train x",
+        'script="-m package.module"',
+    ),
     "script package": (["script=-m package"], "script", "-m package", 'script="-m package.MODULE"'),
     "working_dir missing": (["working_dir=nowhere"], "working_dir", "nowhere", "working_dir=."),
     "requirements missing": (["pip=[needed.txt]"], "pip", "[needed.txt]", "pip=[PACKAGE,PACKAGE]"),
     "env_file missing": (["env_file=od.env"], "env_file", "od.env", "env_file=odd.env"),
     "env_file with an odd name": (["env_file=odd.env"], "env_file", "odd.env", "NAME=value"),
     "output of no ranks": (["watch.output=first"], "watch.output", "first", "watch.output=0,3"),
-    "restart with MPI": (["script=train.py", "backend=mpi", "restart.max=1"], "restart.max", 1, "restart=none"),
-    "horovod with tcp": (["backend=horovod", "init_method=tcp"], "init_method", "tcp", "init_method=env"),
+    "restart with MPI": (
+        ["script=train.py", "backend=mpi", "restart.max=1"],
+        "restart.max",
+        1,
+        "restart=none",
+    ),
+    "horovod with tcp": (
+        ["backend=horovod", "init_method=tcp"],
+        "init_method",
+        "tcp",
+        "init_method=env",
+    ),
     "horovod's seconds": (
         ["backend=horovod", "backend.horovod.stall_fail_s=60"],
         "backend.horovod.stall_fail_s",
@@ -238,15 +354,30 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "true",
         "train.cudnn_search=false",
     ),
-    "least more than most": (["scale.nodes=3", "scale.max_nodes=2"], "scale.nodes", "3..2", "scale.nodes=2..3"),
-    "spares beside max_nodes": (["scale=1..2x2", "scale.spares=1"], "scale.spares", 1, "scale.spares=0"),
+    "least more than most": (
+        ["scale.nodes=3", "scale.max_nodes=2"],
+        "scale.nodes",
+        "3..2",
+        "scale.nodes=2..3",
+    ),
+    "spares beside max_nodes": (
+        ["scale=1..2x2", "scale.spares=1"],
+        "scale.spares",
+        1,
+        "scale.spares=0",
+    ),
     "spares of the whole cluster": (
         ["scale=cluster", "scale.spares=1"],
         "scale.spares",
         "1",
         "scale.nodes=1 scale.spares=1",
     ),
-    "most of the whole cluster": (["scale=cluster", "scale.max_nodes=4"], "scale.max_nodes", 4, "scale.nodes=1..4"),
+    "most of the whole cluster": (
+        ["scale=cluster", "scale.max_nodes=4"],
+        "scale.max_nodes",
+        4,
+        "scale.nodes=1..4",
+    ),
     "elastic MPI": (
         ["script=train.py", "backend=mpi", "restart=none", "scale=1..2x2"],
         "scale.nodes",
@@ -260,7 +391,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "1..2",
         "scale.placement=STRICT_SPREAD",
     ),
-    "spares without restart": (["scale.spares=1", "restart.max=0"], "scale.spares", "1", "restart.max=1"),
+    "spares without restart": (
+        ["scale.spares=1", "restart.max=0"],
+        "scale.spares",
+        "1",
+        "restart.max=1",
+    ),
     "too few samples for all": (
         ["scale=1..64x8", "data.batch_size=1"],
         "scale.nodes",
@@ -273,10 +409,25 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "scale",
         "data.resize=keep",
     ),
-    "RDMA over ethernet": (["fabric=ethernet", "fabric.strict=true"], "fabric.strict", "true", "fabric.kind=auto"),
-    "resume from an unknown store": (["resume=ftpp://x"], "resume", "ftpp://x", "resume=s3://BUCKET/FOLDER"),
+    "RDMA over ethernet": (
+        ["fabric=ethernet", "fabric.strict=true"],
+        "fabric.strict",
+        "true",
+        "fabric.kind=auto",
+    ),
+    "resume from an unknown store": (
+        ["resume=ftpp://x"],
+        "resume",
+        "ftpp://x",
+        "resume=s3://BUCKET/FOLDER",
+    ),
     "no bucket": (["storage=s3://"], "storage", "s3://", "storage=s3://BUCKET/FOLDER"),
-    "password in a URL": (["storage=s3://me:pw@bucket/x"], "storage", "s3://…", "storage=s3://bucket/x"),
+    "password in a URL": (
+        ["storage=s3://me:pw@bucket/x"],
+        "storage",
+        "s3://…",
+        "storage=s3://bucket/x",
+    ),
     "unknown setting in a part": (["train={foo: 3}"], "train.foo", None, "train.tf32"),
     "a range without --multirun": (
         ["train.epochs=range(1,3)"],
@@ -285,7 +436,8 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "--multirun train.epochs=range(1,3)",
     ),
 }
-"""What is typed; the error's key, value and suggestion. <here> is the folder with the wrong files."""
+"""What is typed; the error's key, value and suggestion. <here> is the folder with the wrong
+files."""
 
 
 def write_wrong_files(here: Path) -> None:
@@ -313,14 +465,20 @@ def write_wrong_files(here: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_the_error_has_key_value_and_suggestion(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_has_key_value_and_suggestion(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     typed, key, value, suggestion = REFUSED[kind]
     monkeypatch.chdir(tmp_path)
     write_wrong_files(tmp_path)
     with pytest.raises(raydist.ConfigError) as refused:
         train.run_command(train.parse_arguments(typed))
     error = refused.value
-    found = error.value.replace(str(tmp_path), "<here>") if isinstance(error.value, str) else error.value
+    found = (
+        error.value.replace(str(tmp_path), "<here>")
+        if isinstance(error.value, str)
+        else error.value
+    )
     assert (error.key, found, error.suggestion) == (key, value, suggestion)
     assert suggestion in str(error)
     assert value is None or str(error.value) in str(error)

@@ -1,4 +1,5 @@
-"""The words of a program that somebody has already: braces, files, modules, variables from a file."""
+"""The words of a program that somebody has already: braces, files, modules, variables from a
+file."""
 
 from __future__ import annotations
 
@@ -58,25 +59,36 @@ def test_words_in_braces(arg: str, becomes: str) -> None:
 def test_each_way_to_meet_in_the_words_of_init_process_group() -> None:
     assert arguments.meeting_url(ENV, "env") == "env://"
     assert arguments.meeting_url({**ENV, "MASTER_ADDR": "fd00::1"}, "tcp") == "tcp://[fd00::1]:77"
-    assert arguments.meeting_url({"RAYDIST_RENDEZVOUS_FILE": "/shared/x"}, "file") == "file:///shared/x"
+    assert (
+        arguments.meeting_url({"RAYDIST_RENDEZVOUS_FILE": "/shared/x"}, "file")
+        == "file:///shared/x"
+    )
 
 
 def test_backend_script_is_for_a_script() -> None:
     from raydist.worker import backends
 
     backends.check_installed("script", "train.py")
-    with pytest.raises(ConfigError, match=r"backend=script: no script is set; set script=train\.py"):
+    with pytest.raises(
+        ConfigError, match=r"backend=script: no script is set; set script=train\.py"
+    ):
         backends.check_installed("script")
 
 
 def test_a_job_and_a_script_are_not_run_together() -> None:
-    with pytest.raises(ConfigError, match=r"script=train\.py: the job is .*print already; leave this setting out"):
+    with pytest.raises(
+        ConfigError, match=r"script=train\.py: the job is .*print already; leave this setting out"
+    ):
         compose.compose(["script=train.py"], function=print)
 
 
 def test_a_script_is_settled_and_gives_the_run_its_name() -> None:
     done = job("args=--a 1 'b c'")
-    assert (done.script, done.name, done.args) == (str(Path("train.py").absolute()), "train", ["--a", "1", "b c"])
+    assert (done.script, done.name, done.args) == (
+        str(Path("train.py").absolute()),
+        "train",
+        ["--a", "1", "b c"],
+    )
     assert job("watch.output=0,3").watch.output == "0,3"
     assert (done.watch.output, compose.compose([]).watch.output) == ("all", "none")
     assert compose.compose(["script=-m train"]).script == "-m train"
@@ -106,9 +118,18 @@ def test_a_file_of_variables_as_docker_reads_it(tmp_path: Path) -> None:
     file.write_text('# a comment\n\nA=1\nB="quoted" # kept\nC=\n  D = x=y\nHOME_THERE\nNOT_THERE\n')
     with pytest.raises(ConfigError, match=r"some\.env, line 6: 'D ' is not a variable's name"):
         env_file.read_env_file(str(file), {})
-    file.write_text('# a comment\n\nA=1\nB="quoted" # kept\nC=\nD=x=y\nE=${not.ours}\nHOME_THERE\nNOT_THERE\n')
+    file.write_text(
+        '# a comment\n\nA=1\nB="quoted" # kept\nC=\nD=x=y\nE=${not.ours}\nHOME_THERE\nNOT_THERE\n'
+    )
     read = env_file.read_env_file(str(file), {"HOME_THERE": "/root"})
-    assert read == {"A": "1", "B": '"quoted" # kept', "C": "", "D": "x=y", "E": "${not.ours}", "HOME_THERE": "/root"}
+    assert read == {
+        "A": "1",
+        "B": '"quoted" # kept',
+        "C": "",
+        "D": "x=y",
+        "E": "${not.ours}",
+        "HOME_THERE": "/root",
+    }
     del read["HOME_THERE"]
     assert job(f"env_file={file}", "env.A=2").env == {**read, "A": "2"}
 
@@ -126,7 +147,11 @@ def test_secrets_of_a_file_are_in_no_saved_config(tmp_path: Path) -> None:
 
 def test_what_a_server_imports_is_what_is_installed_however_it_is_reached() -> None:
     # json and pytest by the script, yaml by a file beside it; its own files are left to the ranks
-    assert preload.modules("", "gloo", str(Path("train.py").absolute())) == ["json", "pytest", "yaml"]
+    assert preload.modules("", "gloo", str(Path("train.py").absolute())) == [
+        "json",
+        "pytest",
+        "yaml",
+    ]
     assert preload.modules("", "gloo", "-m train") == ["json", "pytest", "yaml"]
     assert preload.modules("", "gloo", "hostname") == []
     Path("optimizes.py").write_text("import torch\noptimizer = torch.optim.SGD\n")

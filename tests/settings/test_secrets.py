@@ -78,26 +78,59 @@ def test_a_secret_within_a_text_is_masked(text: str, saved: str) -> None:
     ],
 )  # fmt: skip
 def test_a_secret_that_is_typed_is_named_without_its_value(
-    typed: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    typed: str,
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert train.main([typed, "no.such_setting=1"]) == 2
-    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    warnings = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
+    ]
     assert [line.startswith(f"warning: {named}") for line in warnings] == [True] * bool(named)
-    assert all("hush" not in line and "abc" not in line and "env_file=FILE" in line for line in warnings)
+    assert all(
+        "hush" not in line and "abc" not in line and "env_file=FILE" in line for line in warnings
+    )
 
 
 def test_what_is_saved_has_none() -> None:
     job = Job(
-        job=Target("digits", {"api_key": "hush", "num_keys": 4, "key_dim": "64", "db": "pg://me:hush@h/x"}),
-        args=["--token=hush", "--max-tokens=100", "--password", "hush", "--lr", "1", "hush@example.org"],
+        job=Target(
+            "digits", {"api_key": "hush", "num_keys": 4, "key_dim": "64", "db": "pg://me:hush@h/x"}
+        ),
+        args=[
+            "--token=hush",
+            "--max-tokens=100",
+            "--password",
+            "hush",
+            "--lr",
+            "1",
+            "hush@example.org",
+        ],
         env={"PLAIN": "x", "URL": "pg://me:hush@h/x"},
     )
     saved = as_saved(job)
-    assert saved["job"]["args"] == {"api_key": "***", "num_keys": 4, "key_dim": "64", "db": "pg://me:***@h/x"}
-    hidden = ["--token=***", "--max-tokens=100", "--password", "***", "--lr", "1", "hush@example.org"]
+    assert saved["job"]["args"] == {
+        "api_key": "***",
+        "num_keys": 4,
+        "key_dim": "64",
+        "db": "pg://me:***@h/x",
+    }
+    hidden = [
+        "--token=***",
+        "--max-tokens=100",
+        "--password",
+        "***",
+        "--lr",
+        "1",
+        "hush@example.org",
+    ]
     assert (saved["args"], saved["env"]) == (hidden, {"PLAIN": "x", "URL": "pg://me:***@h/x"})
-    assert as_saved(Job(env={"PLAIN": "x"}, env_file="some.env"))["env"] == {"PLAIN": "***"}  # as docs/storage.md says
+    assert as_saved(Job(env={"PLAIN": "x"}, env_file="some.env"))["env"] == {
+        "PLAIN": "***"
+    }  # as docs/storage.md says
 
 
 PLACES: tuple[tuple[str, Callable[[Job], Any], Any], ...] = (
@@ -136,7 +169,10 @@ def test_a_secret_in_any_setting_reaches_the_job_and_no_file(
         with compose.hydra_set_up():
             compose.run_once(compose.Loader(), compose.CONFIG, overrides, jobs.append)
         (job,) = jobs
-        assert {file.name for file in tmp_path.rglob("runs/**/*.yaml")} >= {"overrides.yaml", "hydra.yaml"}
+        assert {file.name for file in tmp_path.rglob("runs/**/*.yaml")} >= {
+            "overrides.yaml",
+            "hydra.yaml",
+        }
     for typed, given, value in PLACES:
         assert given(job) == value, typed
     written = [file.read_text() for file in tmp_path.rglob("runs/**/*") if file.is_file()]
@@ -146,7 +182,9 @@ def test_a_secret_in_any_setting_reaches_the_job_and_no_file(
         assert "73313371" not in text
 
 
-def test_choices_that_are_secrets_stay_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_that_are_secrets_stay_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def job(config, **words): ...\n")
     made = Space(SweepConfig(["job=mine.py", "job.args.token=hush,'hu,sh'"]))
@@ -157,7 +195,9 @@ def test_choices_that_are_secrets_stay_choices(tmp_path: Path, monkeypatch: pyte
 
 def test_a_run_leaves_none_in_any_file(tmp_path: Path) -> None:
     """A program with a tracker: its records, its log, the tracker's files."""
-    (tmp_path / "show.py").write_text("import os, sys\nprint(len(sys.argv[2]), len(os.environ['ODD']))\n")
+    (tmp_path / "show.py").write_text(
+        "import os, sys\nprint(len(sys.argv[2]), len(os.environ['ODD']))\n"
+    )
     (tmp_path / "some.env").write_text("ODD=from-a-file\n")
     program = Program(
         tmp_path, "script=show.py",
@@ -190,7 +230,9 @@ def test_rays_token_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_without_a_home_rays_token_is_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_rays_token_is_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
     tokens = set()

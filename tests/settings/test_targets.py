@@ -1,4 +1,5 @@
-"""A job's function found in its source: what counts as defined, what it takes; and the text of the help."""
+"""A job's function found in its source: what counts as defined, what it takes; and the text of the
+help."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_what_a_file_defines(source: str, name: str) -> None:
     assert name in names(source)
 
 
-@pytest.mark.parametrize("source", ["x.job = 1", "def f():\n  def job(): ...", "class C:\n  def job(self): ...", "job"])
+@pytest.mark.parametrize(
+    "source", ["x.job = 1", "def f():\n  def job(): ...", "class C:\n  def job(self): ...", "job"]
+)
 def test_what_it_does_not(source: str) -> None:
     assert "job" not in names(source)
 
@@ -99,7 +102,9 @@ def test_stems(target: str, stem: str) -> None:
     assert targets.target_stem(target) == stem
 
 
-def test_a_job_here_comes_before_one_of_raydist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_here_comes_before_one_of_raydist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert targets.resolve_target("digits", {}) == f"{targets.shipped('jobs')}/digits.py:job"
     (tmp_path / "jobs").mkdir()
@@ -111,7 +116,9 @@ def test_a_job_here_comes_before_one_of_raydist(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_compiled_module_is_taken_on_trust() -> None:
-    assert targets.resolve_target("numpy.random.mtrand:rand", {"d0": 1}) == "numpy.random.mtrand:rand"
+    assert (
+        targets.resolve_target("numpy.random.mtrand:rand", {"d0": 1}) == "numpy.random.mtrand:rand"
+    )
 
 
 def test_the_source_of_a_job_may_be_in_its_own_encoding(tmp_path: Path) -> None:
@@ -123,7 +130,9 @@ def test_the_source_of_a_job_may_be_in_its_own_encoding(tmp_path: Path) -> None:
         targets.resolve_target(str(file), {})
 
 
-def test_jobs_that_come_with_raydist_can_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_jobs_that_come_with_raydist_can_be_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     shipped = {file.stem for file in targets.shipped("jobs").glob("*.py")}
     assert {"digits", "own_loop"} <= shipped
@@ -162,7 +171,9 @@ def test_types_and_defaults_as_typed(name: str, kind: str, default: str) -> None
 
 def test_help_is_grouped_by_part() -> None:
     parts = help.by_part()
-    assert [name for name, _ in parts["optim"]] == [f"optim.{name}" for name in Optim.__dataclass_fields__]
+    assert [name for name, _ in parts["optim"]] == [
+        f"optim.{name}" for name in Optim.__dataclass_fields__
+    ]
     assert {"name", "seed", "resume"} <= {name for name, _ in parts[""]}
     assert {part for part in parts if part} <= Job.__dataclass_fields__.keys()
 

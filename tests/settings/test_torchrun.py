@@ -28,10 +28,17 @@ def words(*argv: str, **env: str) -> dict[str, str]:
 
 def test_every_flag_of_torchrun_is_known_in_every_spelling() -> None:
     theirs = set(
-        subprocess.run([sys.executable, "-c", TORCHRUN], check=True, capture_output=True, text=True).stdout.split()
+        subprocess.run(
+            [sys.executable, "-c", TORCHRUN], check=True, capture_output=True, text=True
+        ).stdout.split()
     )
-    ours = {flag for action in torchrun.torchrun_parser({})._actions for flag in action.option_strings}
-    assert theirs - ours <= {"--print-completion", "--print_completion"}  # of torchrun itself, for a shell
+    ours = {
+        flag for action in torchrun.torchrun_parser({})._actions for flag in action.option_strings
+    }
+    assert theirs - ours <= {
+        "--print-completion",
+        "--print_completion",
+    }  # of torchrun itself, for a shell
 
 
 def test_without_flags_it_is_what_torchrun_means() -> None:
@@ -45,12 +52,18 @@ def test_without_flags_it_is_what_torchrun_means() -> None:
     ("typed", "says"),
     [
         ("--nnodes 2 --nproc-per-node 8", {"scale.nodes": "2", "scale.per_node": "8"}),
-        ("--nnodes=2:4 --nproc_per_node=3", {"scale.nodes": "2", "scale.max_nodes": "4", "scale.per_node": "3"}),
+        (
+            "--nnodes=2:4 --nproc_per_node=3",
+            {"scale.nodes": "2", "scale.max_nodes": "4", "scale.per_node": "3"},
+        ),
         ("--nnodes=3:3", {"scale.nodes": "3"}),
         ("--nproc-per-node cpu", {"scale.gpus": "0"}),
         ("--nproc-per-node gpu", {"scale.gpus": "1"}),
         ("--max-restarts 2", {"restart.max": "2"}),
-        ("--role trainer --rdzv-id 77", {"env.ROLE_NAME": "trainer", "env.TORCHELASTIC_RUN_ID": "77"}),
+        (
+            "--role trainer --rdzv-id 77",
+            {"env.ROLE_NAME": "trainer", "env.TORCHELASTIC_RUN_ID": "77"},
+        ),
         ("--numa-binding core-complex", {"scale.numa": "core-complex"}),
         ("-r 3", {"watch.output": "none"}),
         ("--tee 3 -r 3", {"watch.output": "all"}),
@@ -67,7 +80,11 @@ def test_flags_become_words(typed: str, says: dict[str, str]) -> None:
 
 def test_defaults_come_from_torchruns_variables() -> None:
     said = words("train.py", PET_NNODES="3", PET_NPROC_PER_NODE="2", PET_MODULE="1")
-    assert (said["scale.nodes"], said["scale.per_node"], said["script"]) == ("3", "2", "-m train.py")
+    assert (said["scale.nodes"], said["scale.per_node"], said["script"]) == (
+        "3",
+        "2",
+        "-m train.py",
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,13 +105,30 @@ def test_the_script_and_what_is_its_own(typed: list[str], runs: str, args: str) 
 
 @pytest.mark.parametrize(
     "arg",
-    ["", "a b", "'", '"x"', "{rank}", "{{rank}}", '{"a": {"b": [1, 2]}}', "[1,2]", "a\\b'", "--x={y}}", "é=ü", "$x"],
+    [
+        "",
+        "a b",
+        "'",
+        '"x"',
+        "{rank}",
+        "{{rank}}",
+        '{"a": {"b": [1, 2]}}',
+        "[1,2]",
+        "a\\b'",
+        "--x={y}}",
+        "é=ü",
+        "$x",
+    ],
 )
 def test_arguments_arrive_as_they_stand(arg: str) -> None:
     said = torchrun.translate_torchrun(["train.py", "first", arg])
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    (word,) = [each for each in translate_overrides(said.overrides, {"backend"}) if each.startswith("args=")]
+    (word,) = [
+        each
+        for each in translate_overrides(said.overrides, {"backend"})
+        if each.startswith("args=")
+    ]
     args = OverridesParser.create().parse_override(word).value()
     assert isinstance(args, list)
     given = [str(getattr(each, "text", each)) for each in args]
@@ -113,11 +147,18 @@ def test_arguments_arrive_as_they_stand(arg: str) -> None:
         ("--virtual-local-rank x train.py", "--virtual-local-rank", "x", ""),
         ("--max-restarts x train.py", "--max-restarts", "x", "--max-restarts 3"),
         ("-r 7 train.py", "--redirects", "7", "--redirects 3"),
-        ("--nproc-per-node gpu --local-ranks-filter 0 train.py", "--nproc-per-node", "gpu", "--nproc-per-node 8"),
+        (
+            "--nproc-per-node gpu --local-ranks-filter 0 train.py",
+            "--nproc-per-node",
+            "gpu",
+            "--nproc-per-node 8",
+        ),
         ("-m --no-python train", "--no-python", None, "--module"),
     ],
 )
-def test_what_can_not_be_is_refused_with_a_suggestion(typed: str, key: str, value: str | None, suggestion: str) -> None:
+def test_what_can_not_be_is_refused_with_a_suggestion(
+    typed: str, key: str, value: str | None, suggestion: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         torchrun.translate_torchrun(typed.split(), {})
     error = refused.value
@@ -126,9 +167,21 @@ def test_what_can_not_be_is_refused_with_a_suggestion(typed: str, key: str, valu
 
 
 def test_what_is_needless_is_noted_and_let_be() -> None:
-    typed = ["--rdzv-backend=c10d", "--rdzv_endpoint", "host:29500", "--master-port", "1", "--standalone", "train.py"]
+    typed = [
+        "--rdzv-backend=c10d",
+        "--rdzv_endpoint",
+        "host:29500",
+        "--master-port",
+        "1",
+        "--standalone",
+        "train.py",
+    ]
     said = torchrun.translate_torchrun(typed, {})
-    assert [note.split()[0] for note in said.notes] == ["--rdzv-backend", "--rdzv-endpoint", "--master-port"]
+    assert [note.split()[0] for note in said.notes] == [
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--master-port",
+    ]
     assert not any("29500" in word for word in said.overrides)
     [note] = torchrun.translate_torchrun(["--nnodes", "2:4", "train.py"], {}).notes
     assert note.startswith("--nnodes 2:4: ")
@@ -144,9 +197,18 @@ def test_the_tool_says_what_is_wrong_and_shows_its_help(capsys: pytest.CaptureFi
 
 
 @pytest.mark.ray
-def test_a_program_of_torchruns_by_its_command_line(on_ray: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_program_of_torchruns_by_its_command_line(
+    on_ray: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     scripts = Path(__file__).parents[1] / "scripts"
-    typed = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(on_ray / "here"), str(scripts / "env_ddp.py")]
+    typed = [
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        str(on_ray / "here"),
+        str(scripts / "env_ddp.py"),
+    ]
     assert launch.main([*typed, "--epochs", "2"]) == 0
     shown = capfd.readouterr().out.splitlines()
     assert sorted(line for line in shown if line.startswith("[")) == [

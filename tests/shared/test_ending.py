@@ -44,7 +44,11 @@ run_to_the_end(main)
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", COMMAND, *words], cwd=folder, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", COMMAND, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 

@@ -5,7 +5,14 @@ import signal
 
 import pytest
 
-from raydist.shared.errors import ConfigError, LaunchError, RaydistError, RunFailed, Stopped, nearest
+from raydist.shared.errors import (
+    ConfigError,
+    LaunchError,
+    RaydistError,
+    RunFailed,
+    Stopped,
+    nearest,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +34,9 @@ def test_every_error_has_its_exit_code_and_survives_pickle(error: RaydistError, 
 
 
 def test_facts_are_attributes_and_travel() -> None:
-    error = pickle.loads(pickle.dumps(RunFailed("rank 3 failed", result="R", exceptions={3: ValueError("x")})))
+    error = pickle.loads(
+        pickle.dumps(RunFailed("rank 3 failed", result="R", exceptions={3: ValueError("x")}))
+    )
     assert error.result == "R"
     assert isinstance(error.exceptions[3], ValueError)
 
@@ -36,7 +45,9 @@ def test_a_stop_names_its_signal() -> None:
     assert str(Stopped(signal.SIGTERM)) == "stopped by SIGTERM"
 
 
-@pytest.mark.parametrize(("word", "best"), [("ncll", "nccl"), ("GLOO", "gloo"), ("scal", "scale"), ("zzz", None)])
+@pytest.mark.parametrize(
+    ("word", "best"), [("ncll", "nccl"), ("GLOO", "gloo"), ("scal", "scale"), ("zzz", None)]
+)
 def test_nearest(word: str, best: str | None) -> None:
     assert nearest(word, ["gloo", "nccl", "scale"]) == best
 
@@ -50,7 +61,9 @@ def test_an_unknown_value_is_told_the_nearest_and_all() -> None:
 
 
 def test_a_config_error_has_its_parts_and_keeps_them_when_pickled() -> None:
-    error = pickle.loads(pickle.dumps(ConfigError.of("seed", -1, "must be 0 or more", "seed=0", "seed=1")))
+    error = pickle.loads(
+        pickle.dumps(ConfigError.of("seed", -1, "must be 0 or more", "seed=0", "seed=1"))
+    )
     assert (error.key, error.value, error.suggestion) == ("seed", -1, "seed=0")
     assert str(error) == "seed=-1: must be 0 or more; set seed=0 or seed=1"
 
@@ -58,5 +71,8 @@ def test_a_config_error_has_its_parts_and_keeps_them_when_pickled() -> None:
 def test_an_unknown_value_has_the_nearest_as_its_suggestion() -> None:
     error = ConfigError.unknown("--ops", "reduc", ["reduce", "gather"])
     assert error.suggestion == "--ops reduce"
-    assert str(error) == "--ops reduc: unknown value; did you mean --ops reduce? (known: gather, reduce)"
+    assert (
+        str(error)
+        == "--ops reduc: unknown value; did you mean --ops reduce? (known: gather, reduce)"
+    )
     assert ConfigError.unknown("seed", "zzz", ["abc"]).suggestion == ""

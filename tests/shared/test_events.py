@@ -79,7 +79,9 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:
     assert [happened["kind"] for happened in read_events(path)] == ["one"]
 
 
-def test_a_run_in_the_folder_of_one_that_was_cut_off_loses_none_of_its_events(tmp_path: Path) -> None:
+def test_a_run_in_the_folder_of_one_that_was_cut_off_loses_none_of_its_events(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "e"
     path.write_text(json.dumps(event("one")) + "\n" + '{"t": 1, "kind": "report", "val')
     with Events(path) as events:
@@ -91,9 +93,13 @@ def test_a_run_in_the_folder_of_one_that_was_cut_off_loses_none_of_its_events(tm
 
 
 def test_a_damaged_line_hides_no_other(tmp_path: Path) -> None:
-    """Two lines in one, as older versions left them; bytes that are no text; JSON that is no event."""
+    """Two lines in one, as older versions left them; bytes that are no text; JSON that is no
+    event."""
     path = tmp_path / "e"
-    one, two = json.dumps(event("report", step=1)).encode(), json.dumps(event("report", step=2)).encode()
+    one, two = (
+        json.dumps(event("report", step=1)).encode(),
+        json.dumps(event("report", step=2)).encode(),
+    )
     torn = b'{"t": 1, "kind": "report", "va'
     path.write_bytes(b"\n".join([one, torn + one, b"\xff\x00", b"[1]", b"{}", b"", two, b""]))
     assert [happened["step"] for happened in read_events(path)] == [1, 2]
@@ -103,7 +109,8 @@ def test_a_damaged_line_hides_no_other(tmp_path: Path) -> None:
 def test_what_was_said_outlives_a_killed_driver(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, pathlib; from raydist.shared.events import Events\n"
-        "events = Events(pathlib.Path(sys.argv[1])); events.say('one'); os.kill(os.getpid(), signal.SIGKILL)"
+        "events = Events(pathlib.Path(sys.argv[1])); events.say('one'); os.kill(os.getpid(), "
+        "signal.SIGKILL)"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "e")], env=dict(os.environ))
     assert ended.returncode == -signal.SIGKILL
@@ -116,16 +123,21 @@ def test_values_that_json_does_not_know_become_text(tmp_path: Path) -> None:
     assert next(read_events(tmp_path / "e"))["values"] == {"where": "/x"}
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Events, list[Event], list[float]]:
+def simulated(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> tuple[Events, list[Event], list[float]]:
     clock, live = [0.0], list[Event]()
-    monkeypatch.setattr(events_file, "time", SimpleNamespace(time=time.time, monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        events_file, "time", SimpleNamespace(time=time.time, monotonic=lambda: clock[0])
+    )
     return Events(folder / "events.jsonl", (live.append,)), live, clock
 
 
 def test_a_run_of_a_week_leaves_a_file_of_bounded_size_and_readers_get_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """64 ranks left 1.1 GB a day, a loop of 1,000 reports a second 17 GB; the end of the run parsed all of it."""
+    """64 ranks left 1.1 GB a day, a loop of 1,000 reports a second 17 GB; the end of the run parsed
+    all of it."""
     monkeypatch.setattr(events_file, "RANK_0", (200_000, 500.0))
     monkeypatch.setattr(events_file, "OTHERS", (20_000, 50.0))
     events, live, clock = simulated(monkeypatch, tmp_path)
@@ -143,10 +155,14 @@ def test_a_run_of_a_week_leaves_a_file_of_bounded_size_and_readers_get_all(
     events.__exit__()
 
 
-def test_the_reports_of_a_normal_loop_are_all_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_reports_of_a_normal_loop_are_all_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     events, _, _ = simulated(monkeypatch, tmp_path)
     budget = events._budgets[0]
-    assert all(budget.take(180, 0.1 * step) for step in range(9 * 3600 * 10))  # a step in 0.1 s, for nine hours
+    assert all(
+        budget.take(180, 0.1 * step) for step in range(9 * 3600 * 10)
+    )  # a step in 0.1 s, for nine hours
     assert all(budget.take(180, 0.1 * 9 * 36000 + step) for step in range(7 * 86400))
     others = events._budgets[1]
     written = sum(200 for step in range(400_000) if others.take(200, step / 400))

@@ -19,7 +19,9 @@ def garbage():
 """
 
 
-@pytest.mark.parametrize(("block", "collections"), [("uncollected()", False), ("open('/dev/null')", True)])
+@pytest.mark.parametrize(
+    ("block", "collections"), [("uncollected()", False), ("open('/dev/null')", True)]
+)
 def test_nothing_is_collected_in_the_block(block: str, collections: bool) -> None:
     code = f"{LEARN}\nwith {block}:\n    garbage()\n    print(bool(collected))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{collections}\n"
@@ -36,7 +38,10 @@ try:
 except ImportError:
     print(gc.isenabled(), gc.get_freeze_count() > 20_000, len(gc.get_objects()) < 20_000)
 """
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{collects} True True\n"
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], text=True)
+        == f"{collects} True True\n"
+    )
 
 
 def test_a_command_leaves_out_what_it_has_imported() -> None:

@@ -13,7 +13,9 @@ from raydist.shared.signals import passed_to, raise_again, stoppable
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_raises_in_the_main_thread_and_the_old_handler_comes_back(number: signal.Signals) -> None:
+def test_a_signal_raises_in_the_main_thread_and_the_old_handler_comes_back(
+    number: signal.Signals,
+) -> None:
     before = signal.getsignal(number)
     with pytest.raises(Stopped) as caught, stoppable():
         signal.raise_signal(number)
@@ -24,7 +26,8 @@ def test_a_signal_raises_in_the_main_thread_and_the_old_handler_comes_back(numbe
 @pytest.mark.parametrize(("first", "second"), [("INT", "INT"), ("INT", "TERM"), ("TERM", "INT")])
 def test_a_second_signal_ends_at_once(first: str, second: str) -> None:
     code = (
-        "import os, signal\nfrom raydist.shared.signals import stoppable\nfrom raydist.shared.errors import Stopped\n"
+        "import os, signal\nfrom raydist.shared.signals import stoppable\nfrom "
+        "raydist.shared.errors import Stopped\n"
         "with stoppable():\n"
         f"    try: os.kill(os.getpid(), signal.SIG{first}); signal.pause()\n"
         "    except Stopped:\n"

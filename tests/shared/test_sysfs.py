@@ -1,4 +1,5 @@
-"""Small files of /sys: what is not there is empty, numbers in both bases, names in counting order."""
+"""Small files of /sys: what is not there is empty, numbers in both bases, names in counting
+order."""
 
 from __future__ import annotations
 

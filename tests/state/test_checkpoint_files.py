@@ -46,7 +46,9 @@ def stand(run_dir: Path, told: list[Event], rank: int = 0) -> None:
 
 
 def put(step: int, metrics: dict[str, float] | None = None, **settings: Any) -> Path:
-    path = checkpoint.save(step, {"weights": torch.full((100,), float(step))}, metrics, Checkpoint(**settings))
+    path = checkpoint.save(
+        step, {"weights": torch.full((100,), float(step))}, metrics, Checkpoint(**settings)
+    )
     assert isinstance(path, Path)
     return path
 
@@ -123,7 +125,9 @@ def test_what_is_saved_comes_back(events: list[Event], tmp_path: Path) -> None:
     assert saved["s"] > 0
 
 
-def test_what_rank_0_reported_is_recalled(events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_rank_0_reported_is_recalled(
+    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context.report(step=1, loss=2.0, beta=0.5)
     context.report(step=2, loss=torch.tensor(1.0), odd=[1])
     path = put(2)
@@ -187,7 +191,9 @@ def test_steps_are_ordered_as_numbers(events: list[Event], tmp_path: Path) -> No
     assert names(tmp_path / "run" / "checkpoints") == ["step-100000000"]
 
 
-def test_settings_of_the_run_count_in_a_loop_of_ones_own(events: list[Event], tmp_path: Path) -> None:
+def test_settings_of_the_run_count_in_a_loop_of_ones_own(
+    events: list[Event], tmp_path: Path
+) -> None:
     context.current().checkpoint = Checkpoint(keep=1)
     for step in (1, 2):
         checkpoint.save(step, {"a": step})
@@ -203,7 +209,9 @@ def test_the_same_step_again_replaces_it(events: list[Event], tmp_path: Path) ->
     assert names(tmp_path / "run" / "checkpoints") == ["step-00000005"]
 
 
-def test_what_killed_writers_left_is_swept_up_and_nothing_else(events: list[Event], tmp_path: Path) -> None:
+def test_what_killed_writers_left_is_swept_up_and_nothing_else(
+    events: list[Event], tmp_path: Path
+) -> None:
     folder = tmp_path / "run" / "checkpoints"
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -224,7 +232,12 @@ def test_what_killed_writers_left_is_swept_up_and_nothing_else(events: list[Even
         (folder / name).mkdir(parents=True)
         (folder / name / "state.pt").write_bytes(b"half")
     hours_ago = time.time() - 2 * write.WRITER_SILENT_S
-    for path in (folder / left[1], folder / left[1] / "state.pt", folder / others[-1], folder / others[0]):
+    for path in (
+        folder / left[1],
+        folder / left[1] / "state.pt",
+        folder / others[-1],
+        folder / others[0],
+    ):
         os.utime(path, (hours_ago, hours_ago))
     put(2)
     assert names(folder) == sorted([*others, "step-00000002"])
@@ -274,7 +287,9 @@ def test_loading_runs_no_code(events: list[Event], tmp_path: Path, plain_pickle:
         assert (tmp_path / "boom").exists(), "the charge was no charge"
 
 
-def test_what_resume_named_comes_first(events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_resume_named_comes_first(
+    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = put(1)
     put(2)
     monkeypatch.setenv("RAYDIST_RESUME", str(first))
@@ -298,7 +313,10 @@ def test_find(events: list[Event], tmp_path: Path) -> None:
         == tmp_path / "2026-01-01" / "checkpoints" / "step-00000005"
     )
     assert run_checkpoints.find_resume(str(three), new) == three / "checkpoints" / "step-00000004"
-    assert run_checkpoints.find_resume(str(three / "checkpoints"), new) == three / "checkpoints" / "step-00000004"
+    assert (
+        run_checkpoints.find_resume(str(three / "checkpoints"), new)
+        == three / "checkpoints" / "step-00000004"
+    )
     exact = three / "checkpoints" / "step-00000002"
     assert run_checkpoints.find_resume(str(exact), new) == exact
     assert run_checkpoints.find_resume("auto", tmp_path / "elsewhere" / "run") is None
@@ -339,7 +357,8 @@ def test_a_relative_path_is_from_where_one_stands(
 
 def test_a_path_without_a_checkpoint_is_refused(events: list[Event], tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"resume=/no/where: no complete checkpoint is there \(there is no such folder\)"
+        ConfigError,
+        match=r"resume=/no/where: no complete checkpoint is there \(there is no such folder\)",
     ):
         run_checkpoints.find_resume("/no/where", tmp_path)
     (tmp_path / "other").mkdir()
@@ -349,7 +368,9 @@ def test_a_path_without_a_checkpoint_is_refused(events: list[Event], tmp_path: P
     put(1)
     broken = put(2)
     truncate(broken)
-    with pytest.raises(ConfigError, match=r"not complete: state\.pt has .* set resume=.*step-00000001"):
+    with pytest.raises(
+        ConfigError, match=r"not complete: state\.pt has .* set resume=.*step-00000001"
+    ):
         run_checkpoints.find_resume(str(broken), tmp_path)
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         truncate(path)
@@ -360,7 +381,8 @@ def test_a_path_without_a_checkpoint_is_refused(events: list[Event], tmp_path: P
 def test_finding_needs_no_torch(tmp_path: Path) -> None:
     source = (
         "import sys; from pathlib import Path; from raydist.state import run_checkpoints;"
-        f"run_checkpoints.find_resume('auto', Path({str(tmp_path / 'run')!r})); assert 'torch' not in sys.modules"
+        f"run_checkpoints.find_resume('auto', Path({str(tmp_path / 'run')!r})); assert 'torch' "
+        "not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", source], check=True)
 
@@ -401,7 +423,9 @@ def test_a_saver_killed_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None
     folder, last = tmp_path / "checkpoints", 0
     for round in range(4):
         saver = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SAVER), str(tmp_path)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", textwrap.dedent(SAVER), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert saver.stdout is not None
         assert saver.stdout.readline(), "the saver failed"
@@ -474,7 +498,8 @@ def test_a_writer_killed_between_two_renames_leaves_the_one_that_was_there(tmp_p
 
 
 def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path) -> None:
-    """The server of a node that hears no more from the run leaves one; one that was told of is told once."""
+    """The server of a node that hears no more from the run leaves one; one that was told of is told
+    once."""
     job = Job(dir=str(tmp_path))
     with Events(tmp_path / "events.jsonl") as stream:
         run_storage.RunCheckpoints(job).report_saved(stream)
@@ -491,7 +516,9 @@ def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path)
         assert [*stream.all()][-1]["path"] == str(tmp_path / "checkpoints" / "step-00000016")
 
 
-def paths_given_to(module: ModuleType, function: str, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def paths_given_to(
+    module: ModuleType, function: str, monkeypatch: pytest.MonkeyPatch
+) -> list[Path]:
     """The paths that this function will have been called with, which still does what it did."""
     real, paths = getattr(module, function), list[Path]()
 
@@ -524,7 +551,8 @@ def test_the_ranks_of_a_node_hash_a_checkpoint_once_in_each_attempt(
 def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(
     tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver read and hashed all of the newest one before each restart, even where memory had a newer state."""
+    """The driver read and hashed all of the newest one before each restart, even where memory had a
+    newer state."""
     hashed = paths_given_to(checkpoint_files, "_hashed", monkeypatch)
     training = run_storage.RunCheckpoints(Job(dir=str(tmp_path / "run")))
     assert [each.value for each in training.variables(lambda text: None)] == [""]
@@ -542,4 +570,6 @@ def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(
     found = checkpoint.latest()
     assert found is not None
     assert found.step == 8  # neither the damaged one nor one that the driver did not choose
-    assert [event["kind"] for event in events if "passed over" in event.get("text", "")] == ["warning"]
+    assert [event["kind"] for event in events if "passed over" in event.get("text", "")] == [
+        "warning"
+    ]

@@ -20,7 +20,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from raydist.settings.config import Backend, Job
 from raydist.shared.errors import RaydistError
 from raydist.state import distributed_checkpoint, object_store
-from raydist.state.distributed_checkpoint import ADMITTED, METADATA, RankPart, RankPlanner, load_into
+from raydist.state.distributed_checkpoint import (
+    ADMITTED,
+    METADATA,
+    RankPart,
+    RankPlanner,
+    load_into,
+)
 from raydist.state.write import META, Meta, complete
 from raydist.training import sharded
 from raydist.worker import context
@@ -33,7 +39,9 @@ def save_part(folder: Path, state: dict[str, Any], rank: int, world_size: int) -
     """As the node of a rank does."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = RankPlanner(rank).plan(state)
-    distributed_checkpoint.write_part(folder, RankPart(rank, world_size, sharded.local(state), plan))
+    distributed_checkpoint.write_part(
+        folder, RankPart(rank, world_size, sharded.local(state), plan)
+    )
 
 
 def commit(folder: Path, ranks: int) -> None:
@@ -70,7 +78,10 @@ def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
     ("change", "why"),
     [
         ({"more": 1}, "differ in more: give both keep and load what"),
-        ({"weight": torch.ones(2, 4)}, r"weight is \(2, 4\) in the state, and \(2, 3\) in the checkpoint"),
+        (
+            {"weight": torch.ones(2, 4)},
+            r"weight is \(2, 4\) in the state, and \(2, 3\) in the checkpoint",
+        ),
         ({"weight": 5}, r"weight is no tensor in the state, and \(2, 3\) in the checkpoint"),
     ],
 )
@@ -94,7 +105,8 @@ def test_a_plan_is_made_anew_only_for_another_layout() -> None:
 
 
 def on_mesh() -> Any:
-    """This rank, a tensor of 7 rows sharded by rows (of 4 ranks two hold the same rows), and all of it."""
+    """This rank, a tensor of 7 rows sharded by rows (of 4 ranks two hold the same rows), and all of
+    it."""
     me = context.rank()
     mesh = init_device_mesh("cpu", (2, 2) if me.world_size == 4 else (1, me.world_size))
     full = torch.arange(21.0).view(7, 3)
@@ -104,9 +116,17 @@ def on_mesh() -> Any:
 def saves(folder: Path) -> Any:
     def job(job: Job) -> list[str]:
         me, tensor, full = on_mesh()
-        save_part(folder, {"x": tensor, "same": full, "step": torch.tensor(5), "n": me.rank}, me.rank, me.world_size)
+        save_part(
+            folder,
+            {"x": tensor, "same": full, "step": torch.tensor(5), "n": me.rank},
+            me.rank,
+            me.world_size,
+        )
         return [
-            item.index.fqn for item in distributed_checkpoint._Unpickler(open_plan(folder, me.rank)).load()[0].items
+            item.index.fqn
+            for item in distributed_checkpoint._Unpickler(open_plan(folder, me.rank))
+            .load()[0]
+            .items
         ]
 
     return job
@@ -123,7 +143,12 @@ def loads(folder: Path) -> Any:
         with torch.no_grad():
             tensor.to_local().zero_()
         load_into(folder, state)
-        return torch.equal(tensor.full_tensor(), full), torch.equal(state["same"], full), int(state["step"]), state["n"]
+        return (
+            torch.equal(tensor.full_tensor(), full),
+            torch.equal(state["same"], full),
+            int(state["step"]),
+            state["n"],
+        )
 
     return job
 
@@ -140,7 +165,12 @@ def test_copies_are_written_once_and_any_number_of_ranks_loads(tmp_path: Path) -
     for ranks in (2, 3):
         told = run_ranks(ranks, GLOO, loads(folder), tmp_path)
         assert [(each.error, each.value) for each in told] == [("", (True, True, 5, 0))] * ranks
-    plain: dict[str, Any] = {"x": torch.zeros(7, 3), "same": torch.zeros(7, 3), "step": torch.tensor(0), "n": -1}
+    plain: dict[str, Any] = {
+        "x": torch.zeros(7, 3),
+        "same": torch.zeros(7, 3),
+        "step": torch.tensor(0),
+        "n": -1,
+    }
     load(plain, checkpoint_id=folder)
     assert torch.equal(plain["x"], torch.arange(21.0).view(7, 3))
     assert plain["n"] == 0
@@ -207,12 +237,17 @@ def test_values_run_nothing(tmp_path: Path) -> None:
 def test_a_plan_in_memory_runs_nothing(tmp_path: Path) -> None:
     evil = Evil(tmp_path / "ran")
     with pytest.raises(pickle.UnpicklingError):
-        distributed_checkpoint.write_part(tmp_path, RankPart(0, 1, {"x": torch.ones(1)}, pickle.dumps(evil)))
+        distributed_checkpoint.write_part(
+            tmp_path, RankPart(0, 1, {"x": torch.ones(1)}, pickle.dumps(evil))
+        )
     assert not evil.file.exists()
 
 
 def test_only_the_files_of_the_checkpoint_are_opened(tmp_path: Path) -> None:
-    folder, other = save(tmp_path / "state", {"x": torch.ones(2)}), save(tmp_path / "other", {"x": torch.zeros(2)})
+    folder, other = (
+        save(tmp_path / "state", {"x": torch.ones(2)}),
+        save(tmp_path / "other", {"x": torch.zeros(2)}),
+    )
     metadata = pickle.loads((folder / METADATA).read_bytes())
     for info in metadata.storage_data.values():
         info.relative_path = f"../{other.name}/{info.relative_path}"
@@ -231,7 +266,11 @@ def test_a_store_gives_each_file_with_its_checksum(tmp_path: Path) -> None:
     folder = object_store.parse_path(f"memory://bucket/{tmp_path.name}/step-00000001")
     plan = RankPlanner(0).plan(VALUES)
     files = distributed_checkpoint.write_part(folder, RankPart(0, 1, VALUES, plan))
-    complete(folder, folder, Meta.of(1, 1, {}, files | distributed_checkpoint.write_metadata(folder, 1), sharded=True))
+    complete(
+        folder,
+        folder,
+        Meta.of(1, 1, {}, files | distributed_checkpoint.write_metadata(folder, 1), sharded=True),
+    )
     state = {**VALUES, "weight": torch.zeros(2, 3)}
     load_into(folder, state)
     assert torch.equal(state["weight"], VALUES["weight"])

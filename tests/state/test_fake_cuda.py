@@ -1,4 +1,5 @@
-"""A state on `cuda` without a GPU, by torch's fake tensors: what a snapshot of it is, and that it waits for the GPU."""
+"""A state on `cuda` without a GPU, by torch's fake tensors: what a snapshot of it is, and that it
+waits for the GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from raydist.state.snapshot import layout_of, take_apart
 
 
 def state_on(device: str) -> list[torch.Tensor]:
-    """The tensors of a model in channels_last and of its optimizer's moments, as take_apart finds them."""
+    """The tensors of a model in channels_last and of its optimizer's moments, as take_apart finds
+    them."""
     with torch.device(device):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 2))
     weights = model.state_dict()
@@ -54,11 +56,17 @@ class Stream:
         self.waited.append((str(self.device), str(other.device)))
 
 
-def test_a_state_on_several_gpus_is_complete_when_the_last_of_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_on_several_gpus_is_complete_when_the_last_of_them_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The mark was only in the queue of the rank's own GPU."""
     waited: list[tuple[str, str]] = []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(torch.device(device), waited))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: Stream(torch.device(device), waited)
+    )
     with FakeTensorMode():
-        tensors = [torch.empty(3, device=f"cuda:{number}") for number in (0, 1, 2)] + [torch.empty(3)]
+        tensors = [torch.empty(3, device=f"cuda:{number}") for number in (0, 1, 2)] + [
+            torch.empty(3)
+        ]
         CudaDevice(torch.device("cuda", 0)).write(torch.zeros(1, dtype=torch.int64), 7, tensors)
     assert sorted(waited) == [("cuda:0", "cuda:1"), ("cuda:0", "cuda:2")]

@@ -1,4 +1,5 @@
-"""Devices that lag behind their hosts: in every order of copies and collectives there is a state to return to."""
+"""Devices that lag behind their hosts: in every order of copies and collectives there is a state to
+return to."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def descriptor() -> Iterator[int]:
 
 
 class Training:
-    """Ranks whose hosts queue steps on lagging devices, and keep every `every`-th; the scheduler chooses who goes on.
+    """Ranks whose hosts queue steps on lagging devices, and keep every `every`-th; the scheduler
+    chooses who goes on.
 
     A step is an all-reduce, which a device begins once all have come to it, and an optimizer step.
     """
@@ -47,7 +49,10 @@ class Training:
         self.devices = [Lagging() for _ in range(self.size)]
         self.reached, self.done = [0] * self.size, [0] * self.size
         self.descriptors = [new_memory() for _ in range(self.size)]
-        self.hosts = [TurnHost(lambda host, rank=rank: self.train(rank, host)) for rank in range(self.size)]  # type: ignore[misc]
+        self.hosts = [
+            TurnHost(lambda host, rank=rank: self.train(rank, host))  # type: ignore[misc]
+            for rank in range(self.size)
+        ]
 
     def train(self, rank: int, host: TurnHost) -> None:
         device = self.devices[rank]
@@ -78,11 +83,16 @@ class Training:
         self.devices[rank].launch(update)
 
     def run(self) -> None:
-        """Some time of training; then a rank is killed, and the others go on to where they need it."""
-        likely = [self.choose.random() for _ in range(2 * self.size)]  # some hosts or devices are slow
+        """Some time of training; then a rank is killed, and the others go on to where they need
+        it."""
+        likely = [
+            self.choose.random() for _ in range(2 * self.size)
+        ]  # some hosts or devices are slow
         for _ in range(self.choose.randrange(20, 400)):
             (chosen,) = self.choose.choices(range(2 * self.size), likely)
-            self.hosts[chosen].go() if chosen < self.size else self.devices[chosen - self.size].advance()
+            self.hosts[chosen].go() if chosen < self.size else self.devices[
+                chosen - self.size
+            ].advance()
         self.devices[self.choose.randrange(self.size)].queue.clear()
         for _ in range(self.choose.randrange(100)):
             self.devices[self.choose.randrange(self.size)].advance()
@@ -108,7 +118,8 @@ class TurnEvent:
 
 
 class Resized(Training):
-    """All ranks are asked to leave after a common step (a resize, or a drain), each at a moment of its own."""
+    """All ranks are asked to leave after a common step (a resize, or a drain), each at a moment of
+    its own."""
 
     def __init__(self, seed: int) -> None:
         self.requests = [context.StopRequest() for _ in range(16)]
@@ -139,11 +150,18 @@ class Resized(Training):
 
     def run(self) -> None:
         likely = [self.choose.random() + 0.01 for _ in range(2 * self.size)]
-        asked, limits, told, order = self.choose.randrange(200), dict[int, int](), set[int](), [*range(self.size)]
+        asked, limits, told, order = (
+            self.choose.randrange(200),
+            dict[int, int](),
+            set[int](),
+            [*range(self.size)],
+        )
         self.choose.shuffle(order)
         for turn in range(100_000):
             (chosen,) = self.choose.choices(range(2 * self.size), likely)
-            self.hosts[chosen].go() if chosen < self.size else self.devices[chosen - self.size].advance()
+            self.hosts[chosen].go() if chosen < self.size else self.devices[
+                chosen - self.size
+            ].advance()
             if turn >= asked and len(limits) < self.size and self.choose.random() < 0.1:
                 limits[order[len(limits)]] = self.requests[order[len(limits)]].hold()
             elif len(limits) == self.size and len(told) < self.size and self.choose.random() < 0.1:
@@ -165,7 +183,12 @@ class Shards(Training):
     def train(self, rank: int, host: TurnHost) -> None:
         device = self.devices[rank]
         device.pause = host.pause
-        memory, weight, step, kept = SnapshotBuffer(self.descriptors[rank], device), torch.zeros(50), 0, 0
+        memory, weight, step, kept = (
+            SnapshotBuffer(self.descriptors[rank], device),
+            torch.zeros(50),
+            0,
+            0,
+        )
         while True:
             step += 1
             self.queue_step(rank, step, weight)
@@ -181,7 +204,8 @@ class Shards(Training):
 
 
 def test_ranks_that_leave_do_so_after_the_same_step_and_have_its_state() -> None:
-    """leave:N holds however far hosts run ahead of devices: no rank meets a collective that another leaves out."""
+    """leave:N holds however far hosts run ahead of devices: no rank meets a collective that another
+    leaves out."""
     late = 0
     for seed in range(100):
         training = Resized(seed)
@@ -191,7 +215,9 @@ def test_ranks_that_leave_do_so_after_the_same_step_and_have_its_state() -> None
         assert training.reached == training.done == [step] * training.size, seed
         memories = [SnapshotBuffer(descriptor) for descriptor in training.descriptors]
         offers = [[Offer(*row) for row in memory.offers()[:OFFERS]] for memory in memories]
-        stay = training.choose.randrange(1, training.size + 1)  # fewer ranks go on, or as many, or one more
+        stay = training.choose.randrange(
+            1, training.size + 1
+        )  # fewer ranks go on, or as many, or one more
         chosen = choose_snapshot([*offers[:stay], []])
         assert chosen is not None
         assert chosen[0] == step, seed
@@ -212,34 +238,52 @@ def test_after_a_kill_at_any_moment_all_ranks_have_the_shards_of_a_common_step(s
         memories = [SnapshotBuffer(descriptor) for descriptor in training.descriptors]
         steps = set.intersection(*({*memory.steps} for memory in memories))
         reached = max(training.done)
-        assert reached - max(steps, default=0) <= 2 * training.every, (seed, [memory.steps for memory in memories])
+        assert reached - max(steps, default=0) <= 2 * training.every, (
+            seed,
+            [memory.steps for memory in memories],
+        )
         for memory in memories if steps else []:
             found += 1
             state = memory.read(memory.steps[max(steps)])
-            assert (state["own"]["step"], state["model"].unique().tolist()) == (max(steps), [max(steps)])
+            assert (state["own"]["step"], state["model"].unique().tolist()) == (
+                max(steps),
+                [max(steps)],
+            )
         for descriptor in training.descriptors:
             os.close(descriptor)
     assert found > 30
 
 
 @pytest.mark.parametrize("seeds", range(4))
-def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back_than_asked_for(seeds: int) -> None:
+def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back_than_asked_for(
+    seeds: int,
+) -> None:
     found = 0
     for seed in range(100 * seeds, 100 * seeds + 100):
         training = Training(seed)
         training.run()
         memories = [SnapshotBuffer(descriptor) for descriptor in training.descriptors]
         offers = [[Offer(*row) for row in memory.offers()[:OFFERS]] for memory in memories]
-        for lost in range(training.choose.randrange(training.size)):  # their hosts are lost: new ranks have nothing
+        for lost in range(
+            training.choose.randrange(training.size)
+        ):  # their hosts are lost: new ranks have nothing
             offers[lost] = []
         chosen = choose_snapshot(offers)
         reached = max(training.done)
         if chosen is None:
-            assert reached <= training.every, (seed, [memory.steps for memory in memories], training.done)
+            assert reached <= training.every, (
+                seed,
+                [memory.steps for memory in memories],
+                training.done,
+            )
         else:
             found += 1
             step, _ = chosen
-            assert reached - step <= training.every, (seed, [memory.steps for memory in memories], training.done)
+            assert reached - step <= training.every, (
+                seed,
+                [memory.steps for memory in memories],
+                training.done,
+            )
             for memory in (
                 memory for memory, each in zip(memories, offers, strict=True) if each
             ):  # the others are sent it
@@ -250,7 +294,9 @@ def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back
     assert found > 30
 
 
-def test_a_slot_is_complete_when_the_device_says_so_though_the_host_asks_nothing(descriptor: int) -> None:
+def test_a_slot_is_complete_when_the_device_says_so_though_the_host_asks_nothing(
+    descriptor: int,
+) -> None:
     device = Lagging()
     memory = SnapshotBuffer(descriptor, device)
     memory.write(1, {"model": torch.ones(3)})
@@ -286,7 +332,9 @@ def test_memory_is_no_longer_page_locked_when_it_is_left(descriptor: int) -> Non
     assert not memory.steps
 
 
-def test_memory_that_cannot_be_page_locked_is_used_all_the_same_and_asked_for_once(descriptor: int) -> None:
+def test_memory_that_cannot_be_page_locked_is_used_all_the_same_and_asked_for_once(
+    descriptor: int,
+) -> None:
     device = Lagging()
     device.room = 0
     memory = SnapshotBuffer(descriptor, device)
@@ -308,7 +356,9 @@ def test_memory_that_a_state_has_outgrown_is_given_back(descriptor: int) -> None
     assert os.fstat(descriptor).st_blocks * 512 <= 1 << 16
 
 
-def test_reports_come_in_order_each_when_its_device_has_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_come_in_order_each_when_its_device_has_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device, told = Lagging(), list[tuple[int, float]]()
     monkeypatch.setattr(fit, "device_of", lambda _: device)
     monkeypatch.setattr(context, "report", lambda step, loss, **_: told.append((step, float(loss))))
@@ -327,7 +377,8 @@ def test_reports_come_in_order_each_when_its_device_has_the_loss(monkeypatch: py
 def test_the_cost_of_a_snapshot_is_the_time_of_the_device(
     monkeypatch: pytest.MonkeyPatch, descriptor: int, copy_s: float, every: int
 ) -> None:
-    """The host waits for the queue of the device when it keeps a state: that is no cost of the state."""
+    """The host waits for the queue of the device when it keeps a state: that is no cost of the
+    state."""
     device = Lagging(copy_s=copy_s)
     monkeypatch.setattr(snapshotter, "device_of", lambda _: device)
     keeper = made_snapshotter(monkeypatch, descriptor, device)
@@ -361,7 +412,9 @@ def made_snapshotter(
 
     monkeypatch.setattr(snapshotter, "device_of", lambda _: device)
     monkeypatch.setattr(checkpoint, "own_memory", lambda: SnapshotBuffer(descriptor, device))
-    here = context.Context(context.Rank(), lambda event: None, lambda step, phase: None, memory=(descriptor, -1))
+    here = context.Context(
+        context.Rank(), lambda event: None, lambda step, phase: None, memory=(descriptor, -1)
+    )
     context.enter(here)
     try:
         made = snapshotter.Snapshotter(Job(snapshot=Snapshot(every=every)), Alone())  # type: ignore[arg-type]

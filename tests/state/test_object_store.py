@@ -1,4 +1,5 @@
-"""Checkpoints at a URL: complete or absent, found again, pruned, and no reason to stop when the network is gone."""
+"""Checkpoints at a URL: complete or absent, found again, pruned, and no reason to stop when the
+network is gone."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def events(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         Remote(RUN).drop()
 
 
-def put(step: int, metrics: dict[str, float] | None = None, keep: int = 3, best: str | None = None) -> Remote:
+def put(
+    step: int, metrics: dict[str, float] | None = None, keep: int = 3, best: str | None = None
+) -> Remote:
     state = {"weights": torch.full((100,), float(step))}
     path = checkpoint.save(step, state, metrics, Checkpoint(keep=keep, best=best))
     assert isinstance(path, Remote)
@@ -86,7 +89,9 @@ def test_the_newest_and_the_best_are_kept(events: list[Event]) -> None:
     assert there() == ["step-00000002", "step-00000003", "step-00000004"]
 
 
-def test_without_its_last_file_it_is_not_there(events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_last_file_it_is_not_there(
+    events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(1)
     half = put(2)
     (half / "meta.json").drop()
@@ -96,7 +101,11 @@ def test_without_its_last_file_it_is_not_there(events: list[Event], monkeypatch:
     assert found.step == 1
     assert events[2:] == []  # no warning: it was on its way
     put(3)
-    assert there() == ["step-00000001", "step-00000002", "step-00000003"]  # another writer may be uploading it now
+    assert there() == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]  # another writer may be uploading it now
     assert 0 <= time.time() - (half / "state.pt").changed() < write.WRITER_SILENT_S
     monkeypatch.setattr(checkpoint_files, "WRITER_SILENT_S", -60.0)
     put(4)
@@ -123,7 +132,9 @@ def test_a_checkpoint_that_is_written_again_is_never_half_there(
 
     monkeypatch.setattr(torch, "save", breaks)
     with pytest.raises(OSError, match="the network"):
-        write.write(write.SaveRequest(5, {"weights": torch.ones(3)}, {}, 1, str(folder), "runs", 3, None))
+        write.write(
+            write.SaveRequest(5, {"weights": torch.ones(3)}, {}, 1, str(folder), "runs", 3, None)
+        )
     assert checkpoint_files.newest(folder) is None
 
 
@@ -177,7 +188,10 @@ def test_the_ranks_of_a_node_fetch_it_once(
         second = checkpoint.load(path)
         assert torch.equal(first["weights"], second["weights"])
         assert torch.equal(first["weights"], again["weights"])
-        assert [each.stat().st_size for each in (tmp_path / "node").iterdir()] == [0, 0]  # what guards it
+        assert [each.stat().st_size for each in (tmp_path / "node").iterdir()] == [
+            0,
+            0,
+        ]  # what guards it
         (tmp_path / "state").write_bytes(state)
         (path / "state.pt").put(tmp_path / "state")
 
@@ -185,7 +199,8 @@ def test_the_ranks_of_a_node_fetch_it_once(
 def test_of_a_file_of_shards_no_copy_stays_where_one_rank_of_the_node_needs_it(
     events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node's share of the checkpoint stayed in TMPDIR until the run ended: it waited for the other ranks."""
+    """The node's share of the checkpoint stayed in TMPDIR until the run ended: it waited for the
+    other ranks."""
     monkeypatch.setenv("RAYDIST_SCRATCH", str(tmp_path / "node"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     folder, state = Remote(f"{RUN}/checkpoints"), {"weights": torch.ones(100)}
@@ -198,7 +213,9 @@ def test_of_a_file_of_shards_no_copy_stays_where_one_rank_of_the_node_needs_it(
         load_into(folder / "step-00000004", found)
         assert torch.equal(found["weights"], state["weights"])
         sizes = sorted(each.stat().st_size for each in (tmp_path / "node").iterdir())
-        assert sum(size > 8 for size in sizes) == (rank == "0")  # the metadata, which each rank reads
+        assert sum(size > 8 for size in sizes) == (
+            rank == "0"
+        )  # the metadata, which each rank reads
 
 
 def test_a_state_is_not_lost_when_nobody_answers(
@@ -214,10 +231,13 @@ def test_a_state_is_not_lost_when_nobody_answers(
     assert [event["kind"] for event in events] == ["saved", "warning", "saved"]
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.env["AWS_ENDPOINT_URL"])
     assert (
-        checkpoint.save(3, {"weights": torch.ones(3)}) == tmp_path / "run" / "checkpoints" / "step-00000003"
+        checkpoint.save(3, {"weights": torch.ones(3)})
+        == tmp_path / "run" / "checkpoints" / "step-00000003"
     )  # not tried at once again
     monkeypatch.setattr(checkpoint_files, "QUIET_S", 0.0)
-    assert checkpoint.save(4, {"weights": torch.ones(3)}) == Remote(f"{RUN}/checkpoints/step-00000004")
+    assert checkpoint.save(4, {"weights": torch.ones(3)}) == Remote(
+        f"{RUN}/checkpoints/step-00000004"
+    )
     assert f"step 2 could not be written to {RUN}/checkpoints" in events[1]["text"]
 
 
@@ -225,16 +245,22 @@ def test_a_restart_goes_on_without_the_store(
     events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(3)
-    job, told = Job(name="digits", dir=str(tmp_path / "now"), storage="s3://bucket/runs", resume="auto"), list[str]()
+    job, told = (
+        Job(name="digits", dir=str(tmp_path / "now"), storage="s3://bucket/runs", resume="auto"),
+        list[str](),
+    )
     training = run_storage.RunCheckpoints(job)
-    assert [var.value for var in training.variables(told.append)] == [f"{RUN}/checkpoints/step-00000003"]
+    assert [var.value for var in training.variables(told.append)] == [
+        f"{RUN}/checkpoints/step-00000003"
+    ]
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
         assert training.variables(told.append) == []
         assert "the checkpoints in s3://bucket/runs/digits/now can't be listed" in told[-1]
         with pytest.raises(
-            ConfigError, match="resume=auto: the checkpoints in s3://bucket/runs/digits/now can't be listed"
+            ConfigError,
+            match="resume=auto: the checkpoints in s3://bucket/runs/digits/now can't be listed",
         ):
             run_storage.RunCheckpoints(job).variables(told.append)
 
@@ -261,32 +287,48 @@ def test_a_url_that_can_t_be_right_is_refused(text: str, value: str, suggestion:
 def test_a_folder_is_a_folder() -> None:
     assert parse_path("file:///a/b") == Path("/a/b")
     assert parse_path("runs/there") == Path("runs/there").absolute()
-    assert run_folder(Job(name="n", dir="/x/n/now", storage="s3://b/r/")) == Remote("s3://b/r/n/now")
+    assert run_folder(Job(name="n", dir="/x/n/now", storage="s3://b/r/")) == Remote(
+        "s3://b/r/n/now"
+    )
     assert run_folder(Job(name="n", dir="/x/n/now")) == Path("/x/n/now")
 
 
-WORDS = ("train.epochs=1", "optim.schedule=constant", "scale=1x2", "watch.progress=none", "storage=s3://bucket/made")
+WORDS = (
+    "train.epochs=1",
+    "optim.schedule=constant",
+    "scale=1x2",
+    "watch.progress=none",
+    "storage=s3://bucket/made",
+)
 
 
 def started(folder: Path, s3: Store, *words: str, address: str | None = None) -> Program:
     """A run whose credentials come from a file: the cluster's own processes have none."""
     folder.mkdir(exist_ok=True)
-    (folder / "credentials").write_text("".join(f"{name}={value}\n" for name, value in s3.env.items()))
+    (folder / "credentials").write_text(
+        "".join(f"{name}={value}\n" for name, value in s3.env.items())
+    )
     return Program(folder, *WORDS, "env_file=credentials", *words, address=address)
 
 
 @pytest.mark.ray
-def test_a_run_goes_on_elsewhere_from_the_bucket(s3: Store, tmp_path: Path, ray_address: str) -> None:
+def test_a_run_goes_on_elsewhere_from_the_bucket(
+    s3: Store, tmp_path: Path, ray_address: str
+) -> None:
     first = started(tmp_path / "first", s3, address=ray_address)
     assert first.wait() == 0, first.screen
     files = s3.files("made/digits/")
     run = f"made/digits/{first.run_dir.name}"
     assert f"{run}/checkpoints/step-00000022/meta.json" in files, sorted(files)
-    assert {f"{run}/{name}" for name in ("settings.json", "result.json", "events.jsonl", "logs/rank-1.log")} <= set(
-        files
-    )
+    assert {
+        f"{run}/{name}"
+        for name in ("settings.json", "result.json", "events.jsonl", "logs/rank-1.log")
+    } <= set(files)
     assert not (first.run_dir / "checkpoints").exists()
-    for path in (*files.values(), *(each.read_bytes() for each in first.run_dir.rglob("*") if each.is_file())):
+    for path in (
+        *files.values(),
+        *(each.read_bytes() for each in first.run_dir.rglob("*") if each.is_file()),
+    ):
         assert SECRET.encode() not in path
     before = f"resume=s3://bucket/{run}"
     second = started(tmp_path / "second", s3, before, "train.epochs=2", address=ray_address)
@@ -298,7 +340,9 @@ def test_a_run_goes_on_elsewhere_from_the_bucket(s3: Store, tmp_path: Path, ray_
 def test_a_bucket_that_is_not_there_starts_nothing(s3: Store, tmp_path: Path) -> None:
     gone = started(tmp_path, s3, "storage=s3://no-such-bucket/runs")
     assert gone.wait() == 2, gone.screen
-    assert "storage=s3://no-such-bucket/runs: it cannot be written (FileNotFoundError" in gone.screen
+    assert (
+        "storage=s3://no-such-bucket/runs: it cannot be written (FileNotFoundError" in gone.screen
+    )
     assert gone.events("plan") == []
     absent = started(tmp_path, s3, "resume=s3://bucket/none")
     assert absent.wait() == 2, absent.screen
@@ -309,9 +353,14 @@ def test_a_bucket_that_is_not_there_starts_nothing(s3: Store, tmp_path: Path) ->
 def test_a_run_outlives_its_bucket(tmp_path: Path, ray_address: str) -> None:
     with store() as lost:
         run = started(tmp_path, lost, "train.epochs=8", address=ray_address)
-        run.until(lambda: any(tmp_path.glob("runs/*/*/events.jsonl")) and bool(run.events("saved")), "checkpoint")
+        run.until(
+            lambda: any(tmp_path.glob("runs/*/*/events.jsonl")) and bool(run.events("saved")),
+            "checkpoint",
+        )
         lost.stop()
         assert run.wait() == 0, run.screen
     result = run.result()
-    assert any("could not be written to s3://bucket/made" in text for text in result["warnings"]), result["warnings"]
+    assert any("could not be written to s3://bucket/made" in text for text in result["warnings"]), (
+        result["warnings"]
+    )
     assert checkpoint_files.verify(Path(result["checkpoint"])).step == 176

@@ -16,7 +16,14 @@ import pytest
 import torch
 
 from raydist.state import snapshot
-from raydist.state.snapshot import NoRoom, SnapshotBuffer, layout_of, memory_left, put_together, take_apart
+from raydist.state.snapshot import (
+    NoRoom,
+    SnapshotBuffer,
+    layout_of,
+    memory_left,
+    put_together,
+    take_apart,
+)
 from raydist.state.snapshot_layout import REPLICA_SLOTS, SAVE_SLOT, blank_page
 from tests.ranks import SERVER, start_server
 
@@ -31,7 +38,10 @@ def descriptor() -> Iterator[int]:
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other) and (one.dtype, one.stride()) == (other.dtype, other.stride())
+        return torch.equal(one, other) and (one.dtype, one.stride()) == (
+            other.dtype,
+            other.stride(),
+        )
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -42,11 +52,16 @@ def same(one: Any, other: Any) -> bool:
 
 
 def state(step: int, size: int = 10) -> dict[str, Any]:
-    return {"own": {"random": torch.full((3,), step)}, "model": {"weight": torch.full((size,), float(step))}}
+    return {
+        "own": {"random": torch.full((3,), step)},
+        "model": {"weight": torch.full((size,), float(step))},
+    }
 
 
 def test_a_state_comes_back_as_it_was_whatever_it_holds(descriptor: int) -> None:
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).to(memory_format=torch.channels_last)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).to(
+        memory_format=torch.channels_last
+    )
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.randn(2, 3, 8, 8)).sum().backward()
     optimizer.step()
@@ -93,7 +108,9 @@ def test_a_slot_on_its_way_to_the_disk_is_left_alone(descriptor: int) -> None:
     assert sorted(memory.steps) == [1, 8, 9]
 
 
-def test_a_state_whose_bytes_are_freed_is_gone_and_a_request_beside_it_stays(descriptor: int) -> None:
+def test_a_state_whose_bytes_are_freed_is_gone_and_a_request_beside_it_stays(
+    descriptor: int,
+) -> None:
     memory = SnapshotBuffer(descriptor)
     memory.write(1, state(1, 1 << 20))
     memory.fill(SAVE_SLOT, 7, {"mine": torch.ones(5)})
@@ -110,7 +127,9 @@ def test_a_state_may_grow(descriptor: int) -> None:
         assert step == 0 or same(memory.read(memory.steps[step - 1])["own"], state(step - 1)["own"])
 
 
-def test_two_buffers_of_one_file_grow_apart(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_buffers_of_one_file_grow_apart(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loop and the thread of sharded states have one each."""
     size_of = os.fstat
 
@@ -152,7 +171,9 @@ def write_for_ever(descriptor: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_writer_that_is_killed_at_any_moment_leaves_whole_states_only(descriptor: int, seed: int) -> None:
+def test_a_writer_that_is_killed_at_any_moment_leaves_whole_states_only(
+    descriptor: int, seed: int
+) -> None:
     start_server()
     writer = SERVER.Process(target=write_for_ever, args=(DupFd(descriptor),))
     writer.start()
@@ -190,7 +211,9 @@ def test_the_memory_left_is_the_least_of_machine_and_container(tmp_path: Path) -
     assert memory_left(tmp_path) == 500 * 1024
     (cgroup / "memory.max").write_text("300000\n")
     assert memory_left(tmp_path) == 200_000
-    (cgroup / "memory.stat").write_text("anon 40000\ninactive_file 30000\nactive_file 20000\nshmem 5\n")
+    (cgroup / "memory.stat").write_text(
+        "anon 40000\ninactive_file 30000\nactive_file 20000\nshmem 5\n"
+    )
     assert memory_left(tmp_path) == 250_000  # cached files make room
     inner = cgroup / "system.slice/slurmstepd.scope/job_7"
     inner.mkdir(parents=True)
@@ -210,7 +233,9 @@ def test_tensors_are_taken_out_and_put_back_in_their_places() -> None:
 
 
 def test_tensors_do_not_overlap() -> None:
-    spots, end = layout_of([torch.ones(3), torch.ones(5, dtype=torch.uint8), torch.ones(1, dtype=torch.float64)])
+    spots, end = layout_of(
+        [torch.ones(3), torch.ones(5, dtype=torch.uint8), torch.ones(1, dtype=torch.float64)]
+    )
     begins = [spot.begin for spot in spots]
     assert begins == [0, 64, 128]
     assert end == 192
@@ -225,7 +250,8 @@ def write_steps(descriptor: Any) -> None:
 
 
 def test_a_step_is_on_the_page_whole_or_not_at_all(descriptor: int) -> None:
-    """A process killed while it writes a step must leave the step or none: not a 0, nor half of its bytes."""
+    """A process killed while it writes a step must leave the step or none: not a 0, nor half of its
+    bytes."""
     start_server()
     writer = SERVER.Process(target=write_steps, args=(DupFd(descriptor),))
     writer.start()

@@ -1,4 +1,5 @@
-"""Who goes on, who is paused or ended, who is next: decisions over trials, and over 64 recorded curves."""
+"""Who goes on, who is paused or ended, who is next: decisions over trials, and over 64 recorded
+curves."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import Objective, State, Trial, best_trials, objectives
 
 CURVES: list[list[float]] = json.loads(Path(__file__).with_name("curves.json").read_text())
-"""64 trainings of a linear model on digits, with random learning rates: the test loss after each of 27 steps."""
+"""64 trainings of a linear model on digits, with random learning rates: the test loss after each of
+27 steps."""
 LOSS = Objective("loss", 1)
 ASHA = Prune("asha", LOSS, first=1, reduction=3)
 MEDIAN = Prune("median", LOSS, first=1)
@@ -31,11 +33,19 @@ MEDIAN = Prune("median", LOSS, first=1)
 
 def trial(number: int, *values: float, state: State = "paused", passed: int = 0) -> Trial:
     curve = tuple((step, value) for step, value in enumerate(values))
-    return Trial(number, {}, state=state, curve=curve, passed=passed, values={"loss": values[-1]} if values else {})
+    return Trial(
+        number,
+        {},
+        state=state,
+        curve=curve,
+        passed=passed,
+        values={"loss": values[-1]} if values else {},
+    )
 
 
 def reference_asha(workers: int) -> dict[int, int]:
-    """Algorithm 2 of arXiv:1810.05934 with r=1, eta=3, R=27: the highest rung that each trial was run to."""
+    """Algorithm 2 of arXiv:1810.05934 with r=1, eta=3, R=27: the highest rung that each trial was
+    run to."""
     rungs: list[dict[int, float]] = [{}, {}, {}, {}]
     promoted: list[set[int]] = [set(), set(), set(), set()]
     started = 0
@@ -60,14 +70,17 @@ def reference_asha(workers: int) -> dict[int, int]:
             number, rung = job
             now.append((time + 3**rung - (3 ** (rung - 1) if rung else 0), number, rung))
         if not now:
-            return {number: max(k for k in range(4) if number in rungs[k]) for number in range(started)}
+            return {
+                number: max(k for k in range(4) if number in rungs[k]) for number in range(started)
+            }
         now.sort()
         time, number, rung = now.pop(0)
         rungs[rung][number] = CURVES[number][3**rung - 1]
 
 
 class Unrun(Conductor):
-    """The Conductor, whose trials do nothing: the test says when one has come to a milestone or has ended."""
+    """The Conductor, whose trials do nothing: the test says when one has come to a milestone or has
+    ended."""
 
     def _run(self, trial: Trial, job: Job) -> None:
         self._live[trial.number].watched.add({"kind": "plan"})
@@ -90,7 +103,9 @@ def ours(workers: int, path: Path) -> dict[int, int]:
     sweep = Sweep(objective="min:loss", prune="asha", min_steps=1, reduction=3, parallel=workers)
     screen = SweepScreen(Watch(progress="none"), (LOSS,))
     space: Any = AnySpace()
-    conductor = Unrun(space, InOrder(), sweep, len(CURVES), (LOSS,), Folder(path), screen, {}, lambda trials: None)
+    conductor = Unrun(
+        space, InOrder(), sweep, len(CURVES), (LOSS,), Folder(path), screen, {}, lambda trials: None
+    )
     now: list[tuple[int, int, int]] = []
     time = 0
 
@@ -125,16 +140,25 @@ def ours(workers: int, path: Path) -> dict[int, int]:
 def test_asha_ends_the_trials_that_the_reference_ends(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "find_room", lambda job, gangs, alone: job)  # no Ray: there is always room
+    monkeypatch.setattr(
+        room, "find_room", lambda job, gangs, alone: job
+    )  # no Ray: there is always room
     reached = ours(workers, tmp_path)
     assert reached == reference_asha(workers)
     assert sorted({*reached.values()}) == [0, 1, 2, 3]
 
 
-def test_a_trial_whose_folder_was_deleted_keeps_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "find_room", lambda job, gangs, alone: job)  # no Ray: there is always room
+def test_a_trial_whose_folder_was_deleted_keeps_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        room, "find_room", lambda job, gangs, alone: job
+    )  # no Ray: there is always room
     folder = Folder(tmp_path)
-    done = [replace(trial(number, float(number), state="finished"), dir=str(number)) for number in range(5)]
+    done = [
+        replace(trial(number, float(number), state="finished"), dir=str(number))
+        for number in range(5)
+    ]
     for each in done:
         folder.note(each)
     folder.summarize({}, done, [])
@@ -145,7 +169,9 @@ def test_a_trial_whose_folder_was_deleted_keeps_its_number(tmp_path: Path, monke
         screen = SweepScreen(Watch(progress="none"), ())
         trials = read_trials(tmp_path)
         before = {**trials}
-        conductor = Unrun(space, InOrder(), sweep, 7, (), folder, screen, trials, lambda trials: None)
+        conductor = Unrun(
+            space, InOrder(), sweep, 7, (), folder, screen, trials, lambda trials: None
+        )
         while conductor._start_next():
             for live in conductor._live.values():
                 live.thread.join()
@@ -191,7 +217,9 @@ def verdicts() -> Iterator[tuple[str, list[Trial], Prune, bool, str]]:
     yield "no rule", [*three, trial(9, 7.0, state="running")], Prune(), True, "go on"
 
 
-@pytest.mark.parametrize(("what", "trials", "rule", "more", "expected"), [*verdicts()], ids=lambda case: str(case)[:30])
+@pytest.mark.parametrize(
+    ("what", "trials", "rule", "more", "expected"), [*verdicts()], ids=lambda case: str(case)[:30]
+)
 def test_verdict(what: str, trials: list[Trial], rule: Prune, more: bool, expected: str) -> None:
     assert verdict(trials, 9, rule, more) == expected, what
 
@@ -207,7 +235,12 @@ def test_next() -> None:
     assert next_trial(paused[:2], ASHA, False) == 1  # all are paused: the best finishes
     assert next_trial([*paused[:2], trial(7, state="failed")], ASHA, False) == 1
     assert next_trial([*paused[:2], trial(7, state="finished")], ASHA, False) is None
-    assert next_trial([trial(0, 3.0), trial(1, 5.0, 4.0), trial(3, 2.0)], replace(ASHA, reduction=9), False) == 1
+    assert (
+        next_trial(
+            [trial(0, 3.0), trial(1, 5.0, 4.0), trial(3, 2.0)], replace(ASHA, reduction=9), False
+        )
+        == 1
+    )
 
 
 def test_best() -> None:
@@ -217,9 +250,18 @@ def test_best() -> None:
     def done(number: int, loss: float, accuracy: float, state: State = "finished") -> Trial:
         return Trial(number, {}, state=state, values={"loss": loss, "accuracy": accuracy})
 
-    trials = [done(0, 1, 0.5), done(1, 2, 0.9), done(2, 2, 0.4), done(3, 0, 1, "paused"), done(4, math.nan, 0.1)]
+    trials = [
+        done(0, 1, 0.5),
+        done(1, 2, 0.9),
+        done(2, 2, 0.4),
+        done(3, 0, 1, "paused"),
+        done(4, math.nan, 0.1),
+    ]
     assert [each.number for each in best_trials(trials, wanted)] == [0, 1]
     assert [each.number for each in best_trials(trials, wanted[:1])] == [0]
     assert best_trials(trials, ()) == []
-    assert Trial.from_json(json.loads(json.dumps(done(1, 2, 0.9).to_json()))).values == {"loss": 2, "accuracy": 0.9}
+    assert Trial.from_json(json.loads(json.dumps(done(1, 2, 0.9).to_json()))).values == {
+        "loss": 2,
+        "accuracy": 0.9,
+    }
     assert math.isnan(Trial.from_json(done(4, math.nan, 0.1).to_json()).values["loss"])

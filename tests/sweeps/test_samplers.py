@@ -1,4 +1,5 @@
-"""Optuna's samplers, each on a small space: they learn, remember what they proposed, and name what they lack."""
+"""Optuna's samplers, each on a small space: they learn, remember what they proposed, and name what
+they lack."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ TRIALS = 32
 
 def values(settings: dict[str, str]) -> dict[str, float]:
     """The best: 0.01, 16, mlp. `speed` would have more samples in a batch."""
-    far = abs(math.log10(float(settings["optim.lr"])) + 2) + abs(math.log2(int(settings["data.batch_size"])) - 4)
+    far = abs(math.log10(float(settings["optim.lr"])) + 2) + abs(
+        math.log2(int(settings["data.batch_size"])) - 4
+    )
     slow = abs(int(settings["data.batch_size"]) - 32) / 32
     return {"loss": far + 3 * (settings.get("model") == "small_cnn"), "speed": -far - slow}
 
@@ -50,7 +53,11 @@ def proposals(sampler: samplers.Sampler, first: int, end: int, objective: str) -
     for number in range(first, end):
         settings = sampler.propose(number)
         trial = Trial(number, settings, state="finished", values=values(settings))
-        sampler.tell(replace(trial, values={each.name: trial.values[each.name] for each in objectives(objective)}))
+        sampler.tell(
+            replace(
+                trial, values={each.name: trial.values[each.name] for each in objectives(objective)}
+            )
+        )
         made.append(trial)
     return made
 
@@ -76,26 +83,38 @@ def test_it_learns_and_goes_on_after_a_kill_as_if_there_had_been_none(
     assert all(1e-4 <= float(each.settings["optim.lr"]) <= 1e-1 for each in trials)
     assert all(8 <= int(each.settings["data.batch_size"]) <= 64 for each in trials)
     costs = [each.values["loss"] - each.values["speed"] for each in trials]
-    if name == "qmc":  # each sixteenth of the interval has two of 32 numbers; the first one is not of the sequence
-        parts = [int((math.log10(float(each.settings["optim.lr"])) + 4) / 3 * 16) for each in trials[1:]]
+    if (
+        name == "qmc"
+    ):  # each sixteenth of the interval has two of 32 numbers; the first one is not of the sequence
+        parts = [
+            int((math.log10(float(each.settings["optim.lr"])) + 4) / 3 * 16) for each in trials[1:]
+        ]
         assert max(parts.count(part) for part in range(16)) == 2
     else:
         assert statistics.median(costs[-8:]) < 0.7 * statistics.median(costs[:8])
 
     proposals(opened(broken, name, objective, *typed), 0, 14, objective)
-    asked = opened(broken, name, objective, *typed).propose(14)  # and then it is killed, holding the lock, in a line
+    asked = opened(broken, name, objective, *typed).propose(
+        14
+    )  # and then it is killed, holding the lock, in a line
     journal = broken / "optuna.journal"
     with journal.open("a") as file:
         file.write('{"op_code":4,"wor')
     Path(f"{journal}.lock").symlink_to(journal)
     again = opened(broken, name, objective, *typed)
-    assert [again.propose(number) for number in range(15)] == [*(each.settings for each in trials[:14]), asked]
-    assert [each.settings for each in proposals(again, 14, 16, objective)] == [each.settings for each in trials[14:16]]
+    assert [again.propose(number) for number in range(15)] == [
+        *(each.settings for each in trials[:14]),
+        asked,
+    ]
+    assert [each.settings for each in proposals(again, 14, 16, objective)] == [
+        each.settings for each in trials[14:16]
+    ]
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python would cut off the compiled files that it writes on a full disk, and fail to read them ever after."""
+    """Python would cut off the compiled files that it writes on a full disk, and fail to read them
+    ever after."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
@@ -122,14 +141,18 @@ def test_a_full_disk_costs_only_what_optuna_would_have_learned(tmp_path: Path) -
     assert opened(tmp_path, "tpe", ONE, CHOICE).propose(3) == trials[3].settings
 
 
-def test_a_trial_that_is_taken_up_again_is_told_twice_and_the_settings_have_their_importance(tmp_path: Path) -> None:
+def test_a_trial_that_is_taken_up_again_is_told_twice_and_the_settings_have_their_importance(
+    tmp_path: Path,
+) -> None:
     sampler = opened(tmp_path, "tpe", ONE, CHOICE)
     first = Trial(0, sampler.propose(0), state="paused", curve=((1, 9.0),))
     sampler.tell(first)
     sampler.tell(replace(first, state="finished", values=values(dict(first.settings))))
     trials = [first, *proposals(sampler, 1, 24, ONE)]
     assert [sampler.propose(number) for number in range(24)] == [each.settings for each in trials]
-    shares = optuna_study.importance(Space(SweepConfig([LOG, WHOLE, CHOICE])), objectives(ONE), trials)
+    shares = optuna_study.importance(
+        Space(SweepConfig([LOG, WHOLE, CHOICE])), objectives(ONE), trials
+    )
     assert next(iter(shares)) == "model"
     assert sum(shares.values()) == pytest.approx(1, abs=0.01)
 
@@ -140,7 +163,11 @@ def test_a_package_that_is_missing_is_named_with_what_to_type(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     last = optuna_study.PACKAGES.get(name, ("optuna",))[-1]
-    monkeypatch.setattr(optuna_study, "find_spec", lambda package: None if package == last else package)
+    monkeypatch.setattr(
+        optuna_study, "find_spec", lambda package: None if package == last else package
+    )
     with pytest.raises(ConfigError, match=rf"it needs {last}: pip install 'raydist\[sweep\]'"):
-        flow.run_sweep([LOG, WHOLE, f"sweep.sampler={name}", "sweep.trials=4", "sweep.objective=min:loss"])
+        flow.run_sweep(
+            [LOG, WHOLE, f"sweep.sampler={name}", "sweep.trials=4", "sweep.objective=min:loss"]
+        )
     assert not [*tmp_path.iterdir()]

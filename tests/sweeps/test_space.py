@@ -1,4 +1,5 @@
-"""Overrides -> the space of a sweep: what it proposes, and what it refuses before anything starts."""
+"""Overrides -> the space of a sweep: what it proposes, and what it refuses before anything
+starts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def space(*typed: str) -> Space:
 
 
 def test_a_grid_has_every_combination_the_last_setting_first() -> None:
-    made = space("optim.lr=0.1,0.01", "train.epochs=range(1,3)", "model=mlp", "scale=choice(1x1,1x2)")
+    made = space(
+        "optim.lr=0.1,0.01", "train.epochs=range(1,3)", "model=mlp", "scale=choice(1x1,1x2)"
+    )
     assert made.combinations == 8
     settings = [*made.grid()]
     assert settings[1] == {"optim.lr": "0.1", "train.epochs": "1", "scale": "1x2"}
@@ -34,7 +37,9 @@ def test_random_settings_depend_on_seed_and_number_only_and_stay_in_the_interval
     assert drawn[7] == made.draw(3, 7) != made.draw(4, 7)
     rates = [float(each["optim.lr"]) for each in drawn]
     assert 1e-4 <= min(rates) < max(rates) <= 1e-1
-    assert 150 < sum(rate < math.sqrt(1e-5) for rate in rates) < 250  # half below the middle of the logarithms
+    assert (
+        150 < sum(rate < math.sqrt(1e-5) for rate in rates) < 250
+    )  # half below the middle of the logarithms
     sizes = [each["data.batch_size"] for each in drawn]
     assert all(70 < sizes.count(str(size)) < 130 for size in (8, 9, 10, 11))
 
@@ -57,7 +62,9 @@ def test_refused_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_setting_of_sweeps_is_none_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_of_sweeps_is_none_of_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from raydist.settings import compose
 
     monkeypatch.chdir(tmp_path)

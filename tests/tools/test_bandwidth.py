@@ -1,4 +1,5 @@
-"""The tool measures on real ranks, sees a wrong result, and refuses wrong words before anything starts."""
+"""The tool measures on real ranks, sees a wrong result, and refuses wrong words before anything
+starts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def measured(
     def job(config: Job) -> Any:
         for name, operation in (instead or {}).items():
             setattr(dist, name, operation)
-        return bandwidth_ranks.measure_operations(config, ops, [4, 4096], iters=2, warmup=1, pairs=pairs)
+        return bandwidth_ranks.measure_operations(
+            config, ops, [4, 4096], iters=2, warmup=1, pairs=pairs
+        )
 
     told = run_ranks(ranks, GLOO, job, run_dir)
     assert [each.error for each in told] == [""] * ranks
@@ -55,7 +58,11 @@ def test_a_wrong_reduce_is_seen(tmp_path: Path) -> None:
             tensor[-1] += 1
 
     told = measured(tmp_path, ("all_reduce",), instead={"all_reduce": off_by_one_at_one_place})
-    assert [[row["wrong"] for row in each.value["rows"]] for each in told] == [[0, 0], [1, 1], [0, 0]]
+    assert [[row["wrong"] for row in each.value["rows"]] for each in told] == [
+        [0, 0],
+        [1, 1],
+        [0, 0],
+    ]
 
 
 def test_an_operation_that_the_backend_has_not_is_no_failure(tmp_path: Path) -> None:
@@ -64,7 +71,12 @@ def test_an_operation_that_the_backend_has_not_is_no_failure(tmp_path: Path) -> 
 
     instead = {"reduce_scatter_tensor": missing}
     for told in measured(tmp_path, ("reduce_scatter", "barrier"), ranks=2, instead=instead):
-        assert told.value["rows"][0] == {"op": "reduce_scatter", "size": 0, "seconds": None, "wrong": 0}
+        assert told.value["rows"][0] == {
+            "op": "reduce_scatter",
+            "size": 0,
+            "seconds": None,
+            "wrong": 0,
+        }
         assert told.value["rows"][1]["seconds"] > 0
 
 
@@ -84,7 +96,17 @@ def test_the_tool_prints_a_table_and_leaves_plot_and_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["--ops", "all_reduce,barrier", "--max", "4K", "--iters", "2", "--pairs", "group=inline", "scale=1x2"]
+    words = [
+        "--ops",
+        "all_reduce,barrier",
+        "--max",
+        "4K",
+        "--iters",
+        "2",
+        "--pairs",
+        "group=inline",
+        "scale=1x2",
+    ]
     assert bandwidth.main(words) == 0
     shown = capsys.readouterr().out
     assert "all_reduce  1K" in shown
@@ -114,7 +136,11 @@ def test_the_tool_prints_a_table_and_leaves_plot_and_data(
     ],
 )
 def test_wrong_words_are_refused_before_anything_starts(
-    words: list[str], answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    answer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert bandwidth.main(words) == 2

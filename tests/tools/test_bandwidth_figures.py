@@ -77,7 +77,11 @@ def matrix(n: int, **slow: float) -> dict[tuple[int, int], float]:
     found = dict.fromkeys(combinations(range(n), 2), 1.0)
     for name, speed in slow.items():
         who = set(map(int, name[1:]))
-        found |= {pair: speed for pair in found if (who & set(pair) if name[0] == "n" else who == set(pair))}
+        found |= {
+            pair: speed
+            for pair in found
+            if (who & set(pair) if name[0] == "n" else who == set(pair))
+        }
     return found
 
 
@@ -114,7 +118,11 @@ def test_the_verdict_is_of_what_the_ports_could_do(got: float, word: str) -> Non
 
 
 def test_the_plot_is_an_svg_with_a_line_for_each_operation() -> None:
-    rows = [row(op, size, 1e-3, 0, 4) for op in ("all_reduce", "broadcast") for size in (1024, 4096, 1 << 20)]
+    rows = [
+        row(op, size, 1e-3, 0, 4)
+        for op in ("all_reduce", "broadcast")
+        for size in (1024, 4096, 1 << 20)
+    ]
     drawn = ET.fromstring(plot([*rows, Row("barrier", 0, 5.0), Row("gather", 0, None)]))
     lines = drawn.findall("{*}polyline")
     assert [len(each.attrib["points"].split()) for each in lines] == [3, 3]

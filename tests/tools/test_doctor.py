@@ -1,4 +1,5 @@
-"""The doctor as a person calls it: on a Ray of one node and without Ray; across hosts see test_doctor_rig.py."""
+"""The doctor as a person calls it: on a Ray of one node and without Ray; across hosts see
+test_doctor_rig.py."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_help_says_how_and_what(capsys: pytest.CaptureFixture[str]) -> None:
         (["group=inline", "scale=1x1", "fabric.interface=nosuch0"], "fabric.interface=nosuch0"),
     ],
 )
-def test_it_refuses_as_train_does(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_it_refuses_as_train_does(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
     text = told(capsys, *words, code=2)
     assert text.startswith("error: ")
     assert said in text
@@ -114,7 +117,9 @@ def test_the_storage_is_written_and_seen_and_nothing_stays_in_it(
         assert "storage=s3://nosuch/runs can't be written here" in finding["text"]
 
 
-def test_a_node_that_does_not_see_the_storage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_see_the_storage_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probe = tmp_path / "elsewhere" / "probe"
     report = rounds(tmp_path, ["127.0.0.1", "127.0.0.2"], probe=str(probe))
     assert found(report, "storage") == [("fail", ("host0", "host1"))]
@@ -128,14 +133,16 @@ def test_a_healthy_ray_of_one_node_is_fine(ray_address: str, tmp_path: Path) -> 
     """In a process of its own, as a person runs it."""
     env = {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "raydist.tools.doctor", "--json", "scale=1x2"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert told["ok"]
     assert told["job"].startswith("2 ranks on 1 node, backend gloo")
-    assert {"launch", "run folder", "versions", "imports", "rendezvous", "gloo", "shm"} == set(told["checks"]) - {
-        "limits"
-    }
+    assert {"launch", "run folder", "versions", "imports", "rendezvous", "gloo", "shm"} == set(
+        told["checks"]
+    ) - {"limits"}
     assert told["network"] is None
     assert list(tmp_path.iterdir()) == []
 
@@ -143,11 +150,15 @@ def test_a_healthy_ray_of_one_node_is_fine(ray_address: str, tmp_path: Path) -> 
 @pytest.mark.ray
 def test_a_job_that_never_gets_its_nodes_is_a_finding(ray_address: str, tmp_path: Path) -> None:
     env = {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", HOLD], env=env, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], env=env, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == "held\n"
         command = [sys.executable, "-m", "raydist.tools.doctor", "scale=1x4", "scale.wait_s=1"]
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
         holder.kill()
     assert done.returncode == 1
     assert "FAIL  launch: gave up after 1 s" in done.stdout
@@ -166,11 +177,23 @@ time.sleep(600)
 
 
 def rounds(
-    tmp_path: Path, addresses: list[str], host: str = "host{}", probe: str = "", **different: dict[str, str]
+    tmp_path: Path,
+    addresses: list[str],
+    host: str = "host{}",
+    probe: str = "",
+    **different: dict[str, str],
 ) -> Report:
-    """Make the rounds of a gang with one node at each address. `different`: versions of host0, host1, ..."""
-    nodes = [Node(f"id{i}", address, host.format(i), {"CPU": 1.0}, {"CPU": 1.0}) for i, address in enumerate(addresses)]
-    job = Job(scale=Scale(nodes=len(nodes), per_node=1), backend=Backend("gloo"), dir=str(tmp_path / "run"))
+    """Make the rounds of a gang with one node at each address. `different`: versions of host0,
+    host1, ..."""
+    nodes = [
+        Node(f"id{i}", address, host.format(i), {"CPU": 1.0}, {"CPU": 1.0})
+        for i, address in enumerate(addresses)
+    ]
+    job = Job(
+        scale=Scale(nodes=len(nodes), per_node=1),
+        backend=Backend("gloo"),
+        dir=str(tmp_path / "run"),
+    )
     asked = placement.resources_for(job, nodes)
     (tmp_path / "run").mkdir()
     versions = {"raydist": "0.1.0", "torch": "2.15.0"}
@@ -178,7 +201,14 @@ def rounds(
     plan = placement.assign_ranks(asked, nodes)
     with Events(tmp_path / "events.jsonl") as events, inline.in_thread(plan, events) as gang:
         gang.facts = tuple(
-            Facts(each.host, each.ip, "lo", each.ip, python="3.11.7", versions=different.get(each.host, versions))
+            Facts(
+                each.host,
+                each.ip,
+                "lo",
+                each.ip,
+                python="3.11.7",
+                versions=different.get(each.host, versions),
+            )
             for each in plan.nodes
         )
         gang.failed_imports = ({},) * len(nodes)
@@ -191,8 +221,18 @@ def found(report: Report, check: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def test_what_differs_between_nodes_is_found_in_one_go(tmp_path: Path) -> None:
-    report = rounds(tmp_path, ["127.0.0.1", "127.0.0.2", "127.0.0.3"], host2={"raydist": "0.1.0", "torch": "2.14.0"})
-    assert found(report, "peers") == found(report, "mtu") == found(report, "clock") == found(report, "shm") == []
+    report = rounds(
+        tmp_path,
+        ["127.0.0.1", "127.0.0.2", "127.0.0.3"],
+        host2={"raydist": "0.1.0", "torch": "2.14.0"},
+    )
+    assert (
+        found(report, "peers")
+        == found(report, "mtu")
+        == found(report, "clock")
+        == found(report, "shm")
+        == []
+    )
     assert found(report, "versions") == [("fail", ("host2",))]
     # gloo takes the interface's own address, and these nodes only play at having others
     assert found(report, "gloo") == [("fail", ("host1", "host2"))]
@@ -209,7 +249,9 @@ def test_a_node_that_cannot_listen_is_named_and_the_rest_goes_on(tmp_path: Path)
     assert "gloo" in report.checks
 
 
-def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def handle(self: Checkup, request: CheckupRequest[Any]) -> Any:
         return await (asyncio.sleep(600) if isinstance(request, CheckHost) else real(self, request))
 
@@ -221,7 +263,9 @@ def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypat
     assert "no answer within 0.2 s" in report.findings[0].text
 
 
-def test_each_node_is_asked_as_often_among_many_as_among_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_node_is_asked_as_often_among_many_as_among_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """200 nodes are seconds: all are asked at once, and no question is asked once a pair."""
     real, asked = doctor_rounds.Rounds._ask, list[tuple[str, int]]()
 
@@ -230,7 +274,9 @@ def test_each_node_is_asked_as_often_among_many_as_among_few(tmp_path: Path, mon
         return real(self, step, arguments, extra)
 
     monkeypatch.setattr(Rounds, "_ask", counted)
-    monkeypatch.setattr(doctor_rounds, "TRIED", {})  # a process with torch for each node is for machines of their own
+    monkeypatch.setattr(
+        doctor_rounds, "TRIED", {}
+    )  # a process with torch for each node is for machines of their own
     few, many = 3, 24
     for nodes in (few, many):
         (tmp_path / str(nodes)).mkdir()

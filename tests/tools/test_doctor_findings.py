@@ -71,7 +71,9 @@ def test_two_nodes_cut_off_are_two_lines() -> None:
 
 def test_two_halves_that_do_not_see_each_other_are_one_line() -> None:
     (finding,) = peers(200, lambda i, j: (i < 100) != (j < 100))
-    assert finding.text.startswith("host0, host1, host2, host3 and 96 more <-> host100, host101, host102, host103 and ")
+    assert finding.text.startswith(
+        "host0, host1, host2, host3 and 96 more <-> host100, host101, host102, host103 and "
+    )
 
 
 def test_no_two_nodes_that_see_each_other_are_one_line() -> None:
@@ -83,7 +85,11 @@ def test_no_two_nodes_that_see_each_other_are_one_line() -> None:
 
 def test_firewalls_of_all_sorts_are_told_apart() -> None:
     refused, lost = Trip("refused", "connection refused"), Trip("unreachable", "No route to host")
-    for how, word in ((refused, "nft list ruleset"), (lost, "has no route"), (Trip("broken", "x"), "sidecar")):
+    for how, word in (
+        (refused, "nft list ruleset"),
+        (lost, "has no route"),
+        (Trip("broken", "x"), "sidecar"),
+    ):
         (finding,) = peers(3, lambda i, j: (i, j) == (0, 1), how)
         assert word in finding.fix
     row = trips(3, lambda i, j: (i, j) == (0, 1))
@@ -93,12 +99,16 @@ def test_firewalls_of_all_sorts_are_told_apart() -> None:
 
 def test_one_address_on_two_nodes_is_no_firewall() -> None:
     twins = [replace(host, address="172.17.0.1", interface="docker0") for host in nodes(2)]
-    (finding,) = found.check_peers(twins, trips(2, lambda i, j: True, Trip("refused", "connection refused")))
+    (finding,) = found.check_peers(
+        twins, trips(2, lambda i, j: True, Trip("refused", "connection refused"))
+    )
     assert "both nodes have the address 172.17.0.1 on docker0" in finding.fix
 
 
 def test_long_packets_that_vanish_are_a_matter_of_the_mtu() -> None:
-    (finding,) = peers(4, lambda i, j: 2 in (i, j), Trip("stalled", "64 KiB did not come back within 3 s", 1e-4))
+    (finding,) = peers(
+        4, lambda i, j: 2 in (i, j), Trip("stalled", "64 KiB did not come back within 3 s", 1e-4)
+    )
     assert (finding.check, finding.level, finding.nodes) == ("mtu", "fail", ("host2",))
     assert "ip link set dev eth0 mtu 1400" in finding.fix
 
@@ -112,7 +122,12 @@ def test_a_node_that_gave_no_answer_is_left_out() -> None:
 def test_folded_lines_mean_just_the_pairs_that_they_came_from(seed: int) -> None:
     dice = random.Random(seed)
     n = dice.choice([3, 5, 12])
-    pairs = {(i, j) for i in range(n) for j in range(n) if i != j and dice.random() < dice.choice([0.1, 0.5, 0.9])}
+    pairs = {
+        (i, j)
+        for i in range(n)
+        for j in range(n)
+        if i != j and dice.random() < dice.choice([0.1, 0.5, 0.9])
+    }
     meant = [
         pair
         for callers, called, both in found.fold_pairs(pairs)
@@ -132,12 +147,16 @@ def test_chaos_among_200_nodes_is_cut_short() -> None:
 
 
 def test_far_nodes_are_a_warning() -> None:
-    (finding,) = found.check_latency(nodes(6), trips(6, lambda i, j: (i < 3) != (j < 3), Trip("fine", "", 0.045)))
+    (finding,) = found.check_latency(
+        nodes(6), trips(6, lambda i, j: (i < 3) != (j < 3), Trip("fine", "", 0.045))
+    )
     assert finding.level == "warn"
     assert finding.text == "host0, host1, host2 <-> host3, host4, host5: a round trip takes 45 ms"
 
 
-@pytest.mark.parametrize(("ahead", "said"), [(3.0, "3.0 s ahead"), (-90.0, "90.0 s behind"), (0.3, "")])
+@pytest.mark.parametrize(
+    ("ahead", "said"), [(3.0, "3.0 s ahead"), (-90.0, "90.0 s behind"), (0.3, "")]
+)
 def test_a_clock_that_is_off_is_named(ahead: float, said: str) -> None:
     rows = trips(5, lambda i, j: False)
     rows[0][4] = Trip("fine", "", 1e-4, ahead)
@@ -157,7 +176,9 @@ def test_the_first_nodes_own_clock_is_found_by_those_of_the_others() -> None:
 
 
 def test_the_store_that_some_do_not_reach() -> None:
-    (finding,) = found.check_rendezvous(nodes(4), ["", "no answer within 3 s", None, "no answer within 3 s"], 40123)
+    (finding,) = found.check_rendezvous(
+        nodes(4), ["", "no answer within 3 s", None, "no answer within 3 s"], 40123
+    )
     assert finding.text == "host1, host3 -> host0 (10.0.0.1 port 40123): no answer within 3 s"
     assert list(found.check_rendezvous(nodes(2), ["", ""], 1)) == []
 
@@ -178,18 +199,32 @@ def test_libraries_that_go_as_planned_are_no_finding() -> None:
         ({"addresses": ["127.0.1.1"]}, 2, "fail", "gloo would use 127.0.1.1, not eth0"),
         ({"addresses": ["127.0.1.1"]}, 1, "warn", "gloo would use 127.0.1.1, not eth0"),
         ({"addresses": []}, 2, "fail", "gloo would use no address, not eth0"),
-        ({"addresses": ["10.9.0.1"], "interface": "ib0"}, 2, "warn", "gloo would use ib0, not eth0"),
-        ({"error": "Unable to find address for: ib"}, 2, "fail", "gloo can't start: Unable to find address for: ib"),
+        (
+            {"addresses": ["10.9.0.1"], "interface": "ib0"},
+            2,
+            "warn",
+            "gloo would use ib0, not eth0",
+        ),
+        (
+            {"error": "Unable to find address for: ib"},
+            2,
+            "fail",
+            "gloo can't start: Unable to find address for: ib",
+        ),
     ],
 )
-def test_a_library_that_goes_elsewhere(answer: dict[str, Any], n: int, level: str, said: str) -> None:
+def test_a_library_that_goes_elsewhere(
+    answer: dict[str, Any], n: int, level: str, said: str
+) -> None:
     (finding,) = found.check_loaded_libraries(nodes(n), [{"gloo": answer}, *[{}] * (n - 1)])
     assert (finding.check, finding.level, finding.text) == ("gloo", level, said)
     assert "'env.GLOO_SOCKET_IFNAME=eth0'" in finding.fix
 
 
 def test_nccl_s_word_to_type_is_an_exact_name() -> None:
-    (finding,) = found.check_loaded_libraries(nodes(1), [{"nccl": {"error": "no socket interface found"}}])
+    (finding,) = found.check_loaded_libraries(
+        nodes(1), [{"nccl": {"error": "no socket interface found"}}]
+    )
     assert "'env.NCCL_SOCKET_IFNAME==eth0'" in finding.fix
 
 
@@ -197,7 +232,9 @@ def test_a_package_that_one_node_lacks() -> None:
     packages = {"timm": ["timm"], "cv2": ["opencv-python", "opencv-python"]}
     for module in ("timm.models", "raydist.worker.backends.mine"):
         (finding,) = found.check_imports(
-            nodes(3), [{}, {module: "ModuleNotFoundError: No module named 'timm.layers'"}, {}], packages
+            nodes(3),
+            [{}, {module: "ModuleNotFoundError: No module named 'timm.layers'"}, {}],
+            packages,
         )
         assert (finding.nodes, finding.level) == (("host1",), "fail")
         assert finding.fix == "on host1: python -m pip install timm"
@@ -227,7 +264,11 @@ def test_shared_memory_and_the_run_folder() -> None:
 
 @pytest.mark.parametrize(
     ("resolved", "said"),
-    [(["127.0.1.1"], "resolves to 127.0.1.1"), (["10.0.0.9", "::1"], "resolves to ::1"), ([], "does not resolve")],
+    [
+        (["127.0.1.1"], "resolves to 127.0.1.1"),
+        (["10.0.0.9", "::1"], "resolves to ::1"),
+        ([], "does not resolve"),
+    ],
 )
 def test_a_host_name_that_leads_nowhere_is_a_warning(resolved: list[str], said: str) -> None:
     (finding,) = found.check_hostnames(nodes(3), [["10.0.0.1"], resolved, None])
@@ -248,7 +289,9 @@ def test_a_host_name_that_leads_nowhere_is_a_warning(resolved: list[str], said: 
 def test_another_version_on_one_node(name: str, other: str, level: str) -> None:
     same = {"python": "3.11.7", "torch": "2.15.0", "ray": "2.60.0", "raydist": "0.1.0"}
     assert list(found.compare_versions(nodes(200), [same] * 200)) == []
-    (finding,) = found.compare_versions(nodes(200), [*[same] * 150, {**same, name: other}, *[same] * 49])
+    (finding,) = found.compare_versions(
+        nodes(200), [*[same] * 150, {**same, name: other}, *[same] * 49]
+    )
     assert (finding.nodes, finding.level) == (("host150",), level)
     assert f"host150 has {name} {other}, the others {same[name]}" in finding.text
     assert same[name] in finding.fix
@@ -257,9 +300,13 @@ def test_another_version_on_one_node(name: str, other: str, level: str) -> None:
 def test_a_node_without_torch_is_named() -> None:
     (finding,) = found.compare_versions(nodes(3), [{"torch": "2.15.0"}, {"torch": "2.15.0"}, {}])
     assert finding.text == "host2 has no torch, the others 2.15.0"
-    (finding,) = found.compare_versions(nodes(3), [{"torch": "2.15.0+cu130"}, {}, {}])  # most of them lack it
+    (finding,) = found.compare_versions(
+        nodes(3), [{"torch": "2.15.0+cu130"}, {}, {}]
+    )  # most of them lack it
     assert finding.nodes == ("host1", "host2")
-    install = "python -m pip install torch==2.15.0 --index-url https://download.pytorch.org/whl/cu130"
+    install = (
+        "python -m pip install torch==2.15.0 --index-url https://download.pytorch.org/whl/cu130"
+    )
     assert finding.fix == f"on host1, host2: {install}"
 
 

@@ -23,7 +23,9 @@ def report(n: int, cut_off: int | None = None, gpus: bool = False) -> Report:
     """n nodes, one of them perhaps without a network, all of them with a loopback name."""
     hosts = [Host(f"host{i}", f"10.0.0.{i + 1}", "eth0") for i in range(n)]
     made = Report(hosts, f"{n} ranks on {n} nodes, backend gloo, over eth0", gpus)
-    rows = [[SILENT if (i == cut_off) != (j == cut_off) else FINE for j in range(n)] for i in range(n)]
+    rows = [
+        [SILENT if (i == cut_off) != (j == cut_off) else FINE for j in range(n)] for i in range(n)
+    ]
     made.measured(rows, 1.25)
     for check in CHECKS:
         made.passed(check)
@@ -61,9 +63,16 @@ def test_the_figures_of_the_network_are_told(capsys: pytest.CaptureFixture[str])
     slow[2][1] = Trip("fine", "", 0.004)
     made.measured(slow, 1.25)
     text = shown(capsys, made)
-    assert "calls 6 from node to node in 1.2 s; a round trip takes 0.10 ms, 4.00 ms at most (host2 -> host1)" in text
+    assert (
+        "calls 6 from node to node in 1.2 s; a round trip takes 0.10 ms, 4.00 ms at most (host2 "
+        "-> host1)" in text
+    )
     network = data(capsys, made)["network"]
-    assert (network["calls"], network["took_s"], network["rtt_most"]) == (6, 1.25, ["host2", "host1"])
+    assert (network["calls"], network["took_s"], network["rtt_most"]) == (
+        6,
+        1.25,
+        ["host2", "host1"],
+    )
 
 
 def test_json_has_every_node_and_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,19 +113,29 @@ def test_where_gpus_are_the_next_tool_is_named(capsys: pytest.CaptureFixture[str
 
 def test_a_job_that_was_never_placed_has_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     made = Report()
-    made.add("launch", Finding("launch", "fail", (), "gave up after 600 s (scale.wait_s): waiting for 1 more node"))
+    made.add(
+        "launch",
+        Finding(
+            "launch", "fail", (), "gave up after 600 s (scale.wait_s): waiting for 1 more node"
+        ),
+    )
     text = shown(capsys, made)
     assert "FAIL  launch: gave up after 600 s" in text
     assert "mend" not in text
     assert text.splitlines()[-1] == "this job would break: launch (1 of 1 check failed)"
 
 
-def test_many_rows_and_findings_are_cut_short_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_rows_and_findings_are_cut_short_and_say_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     hosts = [Host(f"host{i}", f"10.0.0.{i}", "eth0") for i in range(64)]
     made = Report(hosts, "64 ranks")
     for bit in range(6):
         bad = tuple(host.name for i, host in enumerate(hosts) if i >> bit & 1)
-        made.add(f"check{bit}", *(Finding(f"check{bit}", "warn", bad, f"{bit} {n}", "x") for n in range(3)))
+        made.add(
+            f"check{bit}",
+            *(Finding(f"check{bit}", "warn", bad, f"{bit} {n}", "x") for n in range(3)),
+        )
     text = shown(capsys, made)
     assert "... and 48 more rows" in text
     assert "... and 6 more of level warn: --json has all" in text

@@ -15,8 +15,22 @@ import pytest
 
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.tools import horovod, horovod_build
-from raydist.tools.horovod import BuildProgress, Installed, choose_recipe, main, missing_programs, parse_arguments
-from raydist.tools.horovod_build import PATCHES, Recipe, compile_wheel, complaint, patch, unpack_source
+from raydist.tools.horovod import (
+    BuildProgress,
+    Installed,
+    choose_recipe,
+    main,
+    missing_programs,
+    parse_arguments,
+)
+from raydist.tools.horovod_build import (
+    PATCHES,
+    Recipe,
+    compile_wheel,
+    complaint,
+    patch,
+    unpack_source,
+)
 from tests.horovod_ranks import requires_horovod
 
 CPU = Installed(torch="2.15.0", cuda="", gpu=False, nccl="")
@@ -25,10 +39,18 @@ CUDA = Installed(torch="2.15.0+cu132", cuda="13.2", gpu=True, nccl="")
 
 def toolkit(folder: Path, release: str = "13.0", without: str = "") -> Path:
     """A CUDA toolkit, as far as it is looked at."""
-    for name in ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart.so.13", "include/nccl.h", "lib/libnccl.so.2"):
+    for name in (
+        "bin/nvcc",
+        "include/cuda_runtime.h",
+        "lib64/libcudart.so.13",
+        "include/nccl.h",
+        "lib/libnccl.so.2",
+    ):
         if name != without:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+            (folder / name).write_text(
+                f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n"
+            )
             (folder / name).chmod(0o755)
     return folder
 
@@ -47,7 +69,12 @@ def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_gpu_it_is_built_for_cpus_whatever_toolkit_is_there(cuda_home: Path) -> None:
     assert choose_recipe(CPU, cpu=False, cuda=False, mpi=False) == Recipe(torch="2.15.0")
-    assert choose_recipe(Installed("2.15.0+cu132", "13.2", False, ""), cpu=False, cuda=False, mpi=False).cuda == ""
+    assert (
+        choose_recipe(
+            Installed("2.15.0+cu132", "13.2", False, ""), cpu=False, cuda=False, mpi=False
+        ).cuda
+        == ""
+    )
 
 
 def test_with_a_gpu_and_a_whole_toolkit_nccl_is_in_it(cuda_home: Path) -> None:
@@ -63,7 +90,9 @@ def test_the_nccl_that_came_with_torch_goes_first(cuda_home: Path, tmp_path: Pat
     assert choose_recipe(facts, cpu=False, cuda=True, mpi=False).nccl == str(of_torch)
 
 
-@pytest.mark.parametrize("place", ["lib/libnccl.so.2", "lib64/libnccl.so", "lib/x86_64-linux-gnu/libnccl.so.2.30"])
+@pytest.mark.parametrize(
+    "place", ["lib/libnccl.so.2", "lib64/libnccl.so", "lib/x86_64-linux-gnu/libnccl.so.2.30"]
+)
 def test_nccl_is_linked_under_the_name_that_linkers_want(tmp_path: Path, place: str) -> None:
     library = tmp_path / "root" / place
     library.parent.mkdir(parents=True)
@@ -73,7 +102,9 @@ def test_nccl_is_linked_under_the_name_that_linkers_want(tmp_path: Path, place: 
 
 
 @pytest.mark.parametrize("without", ["bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart.so.13"])
-def test_an_nvcc_alone_is_no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str) -> None:
+def test_an_nvcc_alone_is_no_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
     part = toolkit(tmp_path / "part", without=without)
     monkeypatch.setenv("CUDA_HOME", str(part))
     assert horovod.toolkit() != str(part)
@@ -94,13 +125,19 @@ def test_cuda_that_can_not_be_says_what_is_missing(
         choose_recipe(facts, cpu=False, cuda=True, mpi=False)
 
 
-def test_cuda_without_toolkit_and_nccl_names_both(no_toolkit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_toolkit_and_nccl_names_both(
+    no_toolkit: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(horovod, "has_nccl", lambda folder: False)
-    with pytest.raises(ConfigError, match=r"nvcc, cuda_runtime.h and libcudart \(CUDA_HOME .* and NCCL's nccl.h"):
+    with pytest.raises(
+        ConfigError, match=r"nvcc, cuda_runtime.h and libcudart \(CUDA_HOME .* and NCCL's nccl.h"
+    ):
         choose_recipe(CUDA, cpu=False, cuda=True, mpi=False)
 
 
-def test_a_gpu_that_will_not_be_used_is_mentioned(no_toolkit: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_will_not_be_used_is_mentioned(
+    no_toolkit: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert choose_recipe(CUDA, cpu=False, cuda=False, mpi=False).cuda == ""
     assert "NCCL needs a CUDA toolkit with nvcc" in capsys.readouterr().err
 
@@ -109,7 +146,10 @@ def test_a_gpu_that_will_not_be_used_is_mentioned(no_toolkit: None, capsys: pyte
     ("recipe", "version"),
     [
         (Recipe(torch="2.15.0"), "0.28.1+raydist{r}.torch2.15.0.cpu"),
-        (Recipe(torch="2.15.0+cu132", cuda="/usr/local/cuda"), "0.28.1+raydist{r}.torch2.15.0.cu132.nccl"),
+        (
+            Recipe(torch="2.15.0+cu132", cuda="/usr/local/cuda"),
+            "0.28.1+raydist{r}.torch2.15.0.cu132.nccl",
+        ),
         (Recipe(torch="2.14.1+cpu", mpi=True), "0.28.1+raydist{r}.torch2.14.1.cpu.cpu.mpi"),
     ],
 )
@@ -122,12 +162,19 @@ def test_the_version_says_what_it_was_built_against(recipe: Recipe, version: str
 
 def test_the_environment_asks_for_gloo_and_torch_and_nothing_else() -> None:
     told = Recipe(torch="2.15.0").environment()
-    assert told["HOROVOD_WITH_GLOO"] == told["HOROVOD_WITH_PYTORCH"] == told["HOROVOD_WITHOUT_MPI"] == "1"
+    assert (
+        told["HOROVOD_WITH_GLOO"]
+        == told["HOROVOD_WITH_PYTORCH"]
+        == told["HOROVOD_WITHOUT_MPI"]
+        == "1"
+    )
     assert not {"HOROVOD_GPU_OPERATIONS", "HOROVOD_WITH_MPI", "CUDA_HOME"} & told.keys()
     assert Recipe(torch="2.15.0", mpi=True).environment()["HOROVOD_WITH_MPI"] == "1"
 
 
-def test_what_a_machine_lacks_is_told_all_at_once_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_machine_lacks_is_told_all_at_once_with_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert missing_programs(Recipe(torch="2.15.0")) == []
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
@@ -138,16 +185,22 @@ def test_what_a_machine_lacks_is_told_all_at_once_with_how_to_get_it(monkeypatch
     assert "apt-get install libopenmpi-dev" in lacking[-1]
 
 
-def test_a_build_that_can_not_work_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_can_not_work_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"Horovod can't be built here: it needs a C\+\+20 compiler"):
+    with pytest.raises(
+        ConfigError, match=r"Horovod can't be built here: it needs a C\+\+20 compiler"
+    ):
         horovod.make(Recipe(torch="2.15.0"), tmp_path / "shelf", 1)
     assert not (tmp_path / "shelf").exists()
 
 
 def test_without_torch_nothing_can_be_built_against(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod, "FACTS", "import torch_that_is_not_there")
-    with pytest.raises(ConfigError, match=r"can't import torch.*: ModuleNotFoundError: No module named"):
+    with pytest.raises(
+        ConfigError, match=r"can't import torch.*: ModuleNotFoundError: No module named"
+    ):
         horovod.installed_versions()
 
 
@@ -176,11 +229,15 @@ def test_every_patch_is_applied(tmp_path: Path) -> None:
 
 def test_a_source_that_is_not_the_known_one_is_refused(tmp_path: Path) -> None:
     (source(tmp_path) / "CMakeLists.txt").write_text("set(CMAKE_CXX_STANDARD 17)\n")
-    with pytest.raises(LaunchError, match=r"CMakeLists.txt does not say 'set\(CMAKE_CXX_STANDARD 14\)'"):
+    with pytest.raises(
+        LaunchError, match=r"CMakeLists.txt does not say 'set\(CMAKE_CXX_STANDARD 14\)'"
+    ):
         patch(tmp_path)
 
 
-def test_an_archive_is_unpacked_by_a_python_without_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_is_unpacked_by_a_python_without_filters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = tarfile.TarFile.extractall
     monkeypatch.setattr(tarfile.TarFile, "extractall", lambda self, path: whole(self, path))
     monkeypatch.delattr(tarfile, "data_filter", raising=False)
@@ -194,7 +251,9 @@ def test_an_archive_is_unpacked_by_a_python_without_filters(tmp_path: Path, monk
 
 def test_a_cache_that_can_not_be_written_is_told_with_the_way_out(tmp_path: Path) -> None:
     (file := tmp_path / "cache").write_text("")  # not even root can make a folder in there
-    with pytest.raises(ConfigError, match=r"cache/shelf can't be written .*; set RAYDIST_CACHE to a folder"):
+    with pytest.raises(
+        ConfigError, match=r"cache/shelf can't be written .*; set RAYDIST_CACHE to a folder"
+    ):
         horovod.make(Recipe(torch="2.15.0"), file / "shelf", 1)
 
 
@@ -213,15 +272,23 @@ def test_a_build_tells_how_far_it_is_and_keeps_all_that_was_said(tmp_path: Path)
     )
     told: list[str] = []
     compile_wheel(tmp_path, {}, tmp_path / "build.log", told.append)
-    assert [text.split(",")[0] for text in told] == ["compiling 1 of 2 files", "compiling 2 of 2 files"]
+    assert [text.split(",")[0] for text in told] == [
+        "compiling 1 of 2 files",
+        "compiling 2 of 2 files",
+    ]
     assert "warning: so what" in (tmp_path / "build.log").read_text()
 
 
-def test_a_build_that_fails_says_the_compilers_first_errors_and_where_the_rest_is(tmp_path: Path) -> None:
+def test_a_build_that_fails_says_the_compilers_first_errors_and_where_the_rest_is(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "setup.py").write_text(
-        "import sys\nprint('[1/2] Building'); print('a.cc:3:1: error: no such thing'); sys.exit('x' * 9)"
+        "import sys\nprint('[1/2] Building'); print('a.cc:3:1: error: no such thing'); "
+        "sys.exit('x' * 9)"
     )
-    with pytest.raises(LaunchError, match=r"(?s)all of it is in .*build.log:\n  a.cc:3:1: error: no such thing"):
+    with pytest.raises(
+        LaunchError, match=r"(?s)all of it is in .*build.log:\n  a.cc:3:1: error: no such thing"
+    ):
         compile_wheel(tmp_path, {}, tmp_path / "build.log", lambda text: None)
 
 
@@ -253,7 +320,11 @@ def test_a_wheel_in_the_cache_is_taken(tmp_path: Path, monkeypatch: pytest.Monke
     for _ in range(2):
         said = horovod.build_command(parse_arguments(["build"]))
         assert said.startswith(f"Horovod {recipe.version}: fine")
-    assert [what if isinstance(what, str) else what[0] for what in done] == ["built", "install", "install"]
+    assert [what if isinstance(what, str) else what[0] for what in done] == [
+        "built",
+        "install",
+        "install",
+    ]
     (wheel,) = tmp_path.rglob("*.whl")
     assert recipe.stamp in wheel.parent.name
     assert list(wheel.parent.iterdir()) == [wheel], "the folder of the build is gone"
@@ -269,7 +340,9 @@ def test_two_real_ranks_add_up() -> None:
 @requires_horovod
 def test_a_horovod_that_does_not_work_says_how_to_mend_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod, "CHECK", "raise ImportError('undefined symbol: _ZN2at4')")
-    with pytest.raises(LaunchError, match=r"(?s)build it again: .*horovod build --again.*undefined symbol"):
+    with pytest.raises(
+        LaunchError, match=r"(?s)build it again: .*horovod build --again.*undefined symbol"
+    ):
         horovod.check_command()
 
 
@@ -295,13 +368,17 @@ def test_without_horovod_the_check_names_the_command(monkeypatch: pytest.MonkeyP
         horovod.check_command()
 
 
-@pytest.mark.parametrize("words", [[], ["biuld"], ["build", "--cpu", "--cuda"], ["build", "--jobs", "many"]])
+@pytest.mark.parametrize(
+    "words", [[], ["biuld"], ["build", "--cpu", "--cuda"], ["build", "--jobs", "many"]]
+)
 def test_wrong_words_are_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_what_fails_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(asked: argparse.Namespace) -> str:
         raise LaunchError("it rained")
 
@@ -310,7 +387,9 @@ def test_what_fails_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().err == "error: it rained\n"
 
 
-def test_progress_outside_a_terminal_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_outside_a_terminal_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     tell = BuildProgress("Horovod")
     for number in range(100):
         tell(f"file {number}")

@@ -26,12 +26,15 @@ from tests.conftest import ROOT
 
 @pytest.fixture(autouse=True)
 def _no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This machine has no Ray, whatever else runs on it, and whatever an earlier test was connected to."""
+    """This machine has no Ray, whatever else runs on it, and whatever an earlier test was connected
+    to."""
     import ray
 
     ray.shutdown()
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "OMP_", "CUDA_"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "OMP_", "CUDA_"))
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
@@ -47,9 +50,13 @@ def data(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(told(capsys, *words, "--json"))
 
 
-def on_nodes(monkeypatch: pytest.MonkeyPatch, nodes: Sequence[Node], types: Sequence[NodeType] = ()) -> None:
+def on_nodes(
+    monkeypatch: pytest.MonkeyPatch, nodes: Sequence[Node], types: Sequence[NodeType] = ()
+) -> None:
     """Let these be the nodes of the cluster."""
-    monkeypatch.setattr(plan, "view_cluster", lambda job: plan.ClusterView(nodes, types, "a cluster"))
+    monkeypatch.setattr(
+        plan, "view_cluster", lambda job: plan.ClusterView(nodes, types, "a cluster")
+    )
 
 
 def node(i: int, gpu: float = 0, cpu: float = 8, free: dict[str, float] | None = None) -> Node:
@@ -65,7 +72,9 @@ def test_without_a_cluster_it_pictures_this_machine(capsys: pytest.CaptureFixtur
     assert variables.LATER in text
 
 
-def test_it_starts_nothing_and_makes_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_it_starts_nothing_and_makes_no_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     import ray
 
     told(capsys, "scale=1x4", "--json")
@@ -75,7 +84,11 @@ def test_it_starts_nothing_and_makes_no_folder(capsys: pytest.CaptureFixture[str
 
 def test_the_variables_are_those_that_the_run_will_set(capsys: pytest.CaptureFixture[str]) -> None:
     found = data(capsys, "scale=1x3", "seed=5")
-    assert (found["world_size"], found["backend"], found["placement"]) == (3, "gloo", "STRICT_SPREAD")
+    assert (found["world_size"], found["backend"], found["placement"]) == (
+        3,
+        "gloo",
+        "STRICT_SPREAD",
+    )
     assert found["bundles"] == [{"CPU": 3}]
     assert [slot["local_rank"] for slot in found["slots"]] == [0, 1, 2]
     own = {var["name"]: var for var in found["variables"][2]}
@@ -86,7 +99,9 @@ def test_the_variables_are_those_that_the_run_will_set(capsys: pytest.CaptureFix
     assert "/runs/digits/" in own["RAYDIST_RUN_DIR"]["value"]
 
 
-def test_more_ranks_than_cpus_fit_a_ray_of_its_own_as_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_ranks_than_cpus_fit_a_ray_of_its_own_as_in_a_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert data(capsys, "scale=1x40")["world_size"] == 40
 
 
@@ -139,7 +154,9 @@ def test_each_variable_is_printed_once_where_it_belongs(capsys: pytest.CaptureFi
     assert text.count("WORLD_SIZE ") == len(["WORLD", "LOCAL_WORLD", "GROUP_WORLD", "ROLE_WORLD"])
 
 
-def test_many_ranks_and_nodes_are_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranks_and_nodes_are_folded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_nodes(monkeypatch, [node(i) for i in range(1, 201)])
     text = told(capsys, "scale=200x8")
     assert "1600 ranks on 200 nodes" in text
@@ -171,10 +188,15 @@ def test_without_ray_the_ranks_meet_on_the_loopback(capsys: pytest.CaptureFixtur
     assert "without Ray" in found["nodes"]
 
 
-def test_what_is_waited_for_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_waited_for_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_nodes(monkeypatch, [node(1, gpu=4), node(2, gpu=4, free={"CPU": 8, "GPU": 1})])
     text = told(capsys, "scale=2x4")
-    assert "waits for 1 more node with 4 GPU, 4 CPU: 1 of 2 ready; node-2 has 4 GPU but 3 are taken" in text
+    assert (
+        "waits for 1 more node with 4 GPU, 4 CPU: 1 of 2 ready; node-2 has 4 GPU but 3 are taken"
+        in text
+    )
     assert "waits" not in told(capsys, "scale=1x4")
 
 
@@ -197,7 +219,11 @@ def test_nodes_that_the_autoscaler_has_to_bring(
         (["fabric.interface=nosuch0"], 2, "fabric.interface=nosuch0"),
         (["--jsn"], 2, "did you mean --json?"),
         (["job=digitz"], 2, "did you mean job=digits?"),
-        (["job=gpt", "model.layers=2", "parallel=pp", "scale=1x4", "group=inline"], 2, "too few for 4 stages; set pa"),
+        (
+            ["job=gpt", "model.layers=2", "parallel=pp", "scale=1x4", "group=inline"],
+            2,
+            "too few for 4 stages; set pa",
+        ),
         (
             [
                 "job=gpt",
@@ -213,7 +239,9 @@ def test_nodes_that_the_autoscaler_has_to_bring(
         ),
     ],
 )
-def test_it_refuses_as_train_does(capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str) -> None:
+def test_it_refuses_as_train_does(
+    capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
     text = told(capsys, *words, code=code)
     assert text.startswith("error: ")
     assert said in text
@@ -241,7 +269,9 @@ def test_an_address_that_a_killed_cluster_left_behind_is_no_cluster(
     assert connect.running_address() is None
 
 
-def test_what_listens_there_and_is_no_ray_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_listens_there_and_is_no_ray_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gcs, "ANSWER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert not gcs.answers(f"127.0.0.1:{silent.getsockname()[1]}")
@@ -249,9 +279,16 @@ def test_what_listens_there_and_is_no_ray_is_not_waited_for(monkeypatch: pytest.
 
 @pytest.mark.ray
 def test_a_ray_with_another_token_says_so(ray_address: str, tmp_path: Path) -> None:
-    env = {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT), "RAY_AUTH_TOKEN": "a" * 64}
+    env = {
+        **os.environ,
+        "RAY_ADDRESS": ray_address,
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_TOKEN": "a" * 64,
+    }
     command = [sys.executable, "-m", "raydist.tools.plan"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
     assert f"the Ray at {ray_address} refuses" in done.stderr
     assert "RAY_AUTH_TOKEN_PATH" in done.stderr
@@ -280,17 +317,24 @@ def test_bundles_are_laid_out_as_the_strategy_says(scale: dict[str, Any], hosts:
 
 
 def test_labels_decide_where_bundles_lie() -> None:
-    nodes = [replace(each, labels={"zone": "ab"[i % 2]}) for i, each in enumerate([node(1), node(2)])]
-    asked = placement.resources_for(Job(scale=Scale(nodes=1, per_node=1, labels={"zone": "b"})), nodes)
+    nodes = [
+        replace(each, labels={"zone": "ab"[i % 2]}) for i, each in enumerate([node(1), node(2)])
+    ]
+    asked = placement.resources_for(
+        Job(scale=Scale(nodes=1, per_node=1, labels={"zone": "b"})), nodes
+    )
     assert [each.id for each in plan.place_request(asked, nodes, [])] == ["id-2"]
 
 
 @pytest.mark.ray
 def test_a_running_cluster_is_only_read(ray_address: str, tmp_path: Path) -> None:
-    """In a process of its own, as a person runs it; the cluster has 4 CPUs, whatever the machine has."""
+    """In a process of its own, as a person runs it; the cluster has 4 CPUs, whatever the machine
+    has."""
     env = {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "raydist.tools.plan", "scale=cluster", "--json"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
+    )
     found = json.loads(done.stdout)
     assert found["nodes"] == f"the Ray cluster at {ray_address} (1 node)"
     assert found["world_size"] == 4
@@ -301,7 +345,9 @@ def test_a_running_cluster_is_only_read(ray_address: str, tmp_path: Path) -> Non
     assert refused.returncode == 2
     assert "chosen twice" in refused.stderr
     command[-2] = "scale=1x9"
-    refused = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    refused = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert refused.returncode == 2
     assert "set scale=1x4" in refused.stderr
     assert list(tmp_path.iterdir()) == []

@@ -32,7 +32,14 @@ class Busy:
 there = NodeAffinitySchedulingStrategy(sys.argv[2], soft=False)
 ray.get(Busy.options(scheduling_strategy=there).remote().begun.remote())
 """
-DRAIN = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "600"]
+DRAIN = [
+    "--reason",
+    "DRAIN_NODE_REASON_PREEMPTION",
+    "--reason-message",
+    "spot",
+    "--deadline-remaining-seconds",
+    "600",
+]
 
 
 def planned(host: Host, *words: str) -> Any:
@@ -43,7 +50,10 @@ def planned(host: Host, *words: str) -> Any:
 
 def note_incidents(host: Host, bad: Host, address: str) -> None:
     """Have the node history of a host's user hold two runs that lost this node."""
-    noted = [NodeIncident(address, bad.name, bad.address(), "lost", run, time.time()) for run in ("one", "two")]
+    noted = [
+        NodeIncident(address, bad.name, bad.address(), "lost", run, time.time())
+        for run in ("one", "two")
+    ]
     path = host.folder / "home/.cache/raydist/nodes.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps([asdict(each) for each in noted]))
@@ -54,7 +64,8 @@ def hosts_of(slots: list[dict[str, Any]]) -> list[str]:
 
 
 def drain(rig: Rig, host: Host) -> str:
-    """Have Ray drain a host that still has work: an idle one would leave at once. Returns the cluster's address."""
+    """Have Ray drain a host that still has work: an idle one would leave at once. Returns the
+    cluster's address."""
     first = rig.hosts[0]
     everywhere = planned(first, "scale=cluster")
     (node,) = {slot["node"] for slot in everywhere["slots"] if slot["host"] == host.name}
@@ -76,13 +87,29 @@ def test_a_run_begins_on_the_nodes_that_the_plan_has_named(tmp_path: Path) -> No
         assert (offender["avoided"], offender["text"].split()[0]) == (True, first.name)
         job = first.folder / "home/job.py"
         job.write_text(JOB)
-        argv = ["python", "-m", "raydist.train", "job=job.py", "scale=1x1", "backend=gloo", "hydra.run.dir=run"]
+        argv = [
+            "python",
+            "-m",
+            "raydist.train",
+            "job=job.py",
+            "scale=1x1",
+            "backend=gloo",
+            "hydra.run.dir=run",
+        ]
         first.run(argv, env={"PYTHONPATH": str(ROOT)}, cwd=job.parent)
-        (begun,) = [each for each in read_events(job.parent / "run/events.jsonl") if each["kind"] == "plan"]
+        (begun,) = [
+            each for each in read_events(job.parent / "run/events.jsonl") if each["kind"] == "plan"
+        ]
         assert hosts_of(begun["slots"]) == [third.name]
-        # all that the cluster has: without the node that goes, and there is no room to avoid the other
+        # all that the cluster has: without the node that goes, and there is no room to avoid the
+        # other
         plan = planned(first, "scale=cluster")
         assert set(hosts_of(plan["slots"])) == {first.name, third.name}
         assert [each["avoided"] for each in plan["offenders"]] == [False]
-        assert set(hosts_of(planned(first, "scale=2x1", "scale.avoid=false")["slots"])) == {first.name, third.name}
-        assert hosts_of(planned(first, "scale=3x1")["slots"])[1:] != []  # it waits for a node instead of the second
+        assert set(hosts_of(planned(first, "scale=2x1", "scale.avoid=false")["slots"])) == {
+            first.name,
+            third.name,
+        }
+        assert (
+            hosts_of(planned(first, "scale=3x1")["slots"])[1:] != []
+        )  # it waits for a node instead of the second

@@ -29,7 +29,11 @@ class Recorder:
 
 def test_the_metadata_of_a_job_has_no_secrets() -> None:
     client, plain = Recorder(), ["checkpoint.best=max:tokens", "env.NCCL_DEBUG=INFO", "--multirun"]
-    typed = ["++job.args={hub: {token: hush, x: 1}}", "args=--api-key hush --lr 1", "+env.AWS_SECRET_ACCESS_KEY=hush=b"]
+    typed = [
+        "++job.args={hub: {token: hush, x: 1}}",
+        "args=--api-key hush --lr 1",
+        "+env.AWS_SECRET_ACCESS_KEY=hush=b",
+    ]
     submit.send(client, ".", [*plain, *typed], None)
     words = shlex.split(client.sent["metadata"][job_metadata.OVERRIDES])
     assert words == [
@@ -37,7 +41,9 @@ def test_the_metadata_of_a_job_has_no_secrets() -> None:
     ]  # fmt: skip
 
 
-def test_a_secret_of_a_submitted_job_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_secret_of_a_submitted_job_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.py").write_text("def job(config, hub): ...\n")
     with submit.in_folder(str(tmp_path)):
         submit.check_overrides(["job=mine.py", "job.args.hub.token=hush"])
@@ -83,12 +89,22 @@ def test_what_only_the_cluster_can_know_is_sent(tmp_path: Path, words: list[str]
     [
         (["--adress", "x"], "did you mean --address"),
         (["--working-dir", "tets"], "did you mean --working-dir tests?"),
-        (["--address", "http://127.0.0.1:9", "job=digits"], "--address http://127.0.0.1:9: no job can be sent there"),
-        (["--address", "127.0.0.1:9", "job=digits"], "--address 127.0.0.1:9: no Ray answers; use --address http://"),
+        (
+            ["--address", "http://127.0.0.1:9", "job=digits"],
+            "--address http://127.0.0.1:9: no job can be sent there",
+        ),
+        (
+            ["--address", "127.0.0.1:9", "job=digits"],
+            "--address 127.0.0.1:9: no Ray answers; use --address http://",
+        ),
     ],
 )
 def test_a_wrong_flag_or_address_ends_it(
-    argv: list[str], refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    refused: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "tests").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -105,7 +121,12 @@ def test_a_wrong_flag_or_address_ends_it(
 )  # fmt: skip
 def test_the_exit_code_is_the_jobs(status: str, ended: int | None, signal: str, code: int) -> None:
     told = {"raydist.signal": signal} if signal else None
-    assert submit.code(SimpleNamespace(status=status, message="", driver_exit_code=ended, metadata=told)) == code
+    assert (
+        submit.code(
+            SimpleNamespace(status=status, message="", driver_exit_code=ended, metadata=told)
+        )
+        == code
+    )
 
 
 def result(**facts: Any) -> dict[str, Any]:
@@ -125,15 +146,24 @@ def test_only_a_running_jobs_entry_is_changed_and_all_else_in_it_stays() -> None
     before = {"raydist.words": "job=mine", "owner": "me", "raydist.culprit": "of the run before"}
     entry = {"status": "RUNNING", "entrypoint": "x", "metadata": before}
     after = {"raydist.words": "job=mine", "owner": "me", "raydist.result": "finished"}
-    assert job_metadata.merged(entry, {"raydist.result": "finished"}) == {**entry, "metadata": after}
-    assert job_metadata.merged({"status": "RUNNING"}, {"a": "b"}) == {"status": "RUNNING", "metadata": {"a": "b"}}
+    assert job_metadata.merged(entry, {"raydist.result": "finished"}) == {
+        **entry,
+        "metadata": after,
+    }
+    assert job_metadata.merged({"status": "RUNNING"}, {"a": "b"}) == {
+        "status": "RUNNING",
+        "metadata": {"a": "b"},
+    }
     assert job_metadata.merged({**entry, "status": "STOPPED"}, {}) is None
 
 
 @pytest.mark.parametrize(
-    "config", [None, "", "{", "[]", '{"metadata": null}', '{"metadata": {"job_submission_id": "x"}}']
+    "config",
+    [None, "", "{", "[]", '{"metadata": null}', '{"metadata": {"job_submission_id": "x"}}'],
 )
-def test_a_ray_that_keeps_jobs_otherwise_breaks_nothing(config: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_keeps_jobs_otherwise_breaks_nothing(
+    config: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     if config is not None:
@@ -144,13 +174,17 @@ def test_a_ray_that_keeps_jobs_otherwise_breaks_nothing(config: str | None, monk
     reader({"kind": "result", **result()})
 
 
-@pytest.mark.parametrize(("settings", "written"), [(Watch(), []), (Watch(job_metadata=True), ["runs/a", "finished"])])
+@pytest.mark.parametrize(
+    ("settings", "written"), [(Watch(), []), (Watch(job_metadata=True), ["runs/a", "finished"])]
+)
 def test_metadata_is_written_only_if_the_setting_is_on(
     settings: Watch, written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries: list[dict[str, str]] = []
 
-    def change_job_entry(address: str, id: str, change: Callable[[bytes], bytes | None], timeout: float) -> None:
+    def change_job_entry(
+        address: str, id: str, change: Callable[[bytes], bytes | None], timeout: float
+    ) -> None:
         assert (address, id) == ("10.0.0.1:6379", "night")
         changed = change(b'{"status": "RUNNING"}')
         assert changed is not None
@@ -158,7 +192,9 @@ def test_metadata_is_written_only_if_the_setting_is_on(
 
     monkeypatch.setattr(ray_private, "change_job_entry", change_job_entry)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "night"}}')
+    monkeypatch.setenv(
+        "RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "night"}}'
+    )
     reader = job_metadata.JobMetadata(settings)
     reader({"kind": "run", "dir": "runs/a"})
     reader({"kind": "cluster"})

@@ -29,12 +29,19 @@ def test_the_page_and_the_trace_of_a_run_in_a_store(
     monkeypatch.setattr(mirror, "FIRST_S", 0.0)  # a store that takes longer to send the events
     with store() as made, environment(made.env):
         raydist.run(
-            ten_steps, "storage=s3://bucket/runs", "name=stored", "group=inline", "scale=1x1", "watch.progress=none"
+            ten_steps,
+            "storage=s3://bucket/runs",
+            "name=stored",
+            "group=inline",
+            "scale=1x1",
+            "watch.progress=none",
         )
         (events,) = [name for name in made.files("runs/stored/") if name.endswith("events.jsonl")]
         url = f"s3://bucket/{events.rpartition('/')[0]}"
         assert watch.main([url, "--export", "a.html"]) == 0
-        (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', Path("a.html").read_text())
+        (data,) = re.findall(
+            r'<script type="application/json" id="data">(.*)</script>', Path("a.html").read_text()
+        )
         sections = json.loads(data)["sections"]
         assert sections["state"]["status"] == "finished"
         assert sections["curves"]["loss"][1][0] == [*range(1, 11)]

@@ -28,7 +28,10 @@ def order(size: int, batch: int, world: int = 1, rank: int = 0, **also: Any) -> 
 def steps(size: int, world: int, accumulate: int, portion: int, **also: Any) -> list[list[int]]:
     """The samples of each optimizer step, over all ranks."""
     batch = portion * accumulate * world
-    ranks = [list(order(size, batch, world, rank, accumulate=accumulate, **also)) for rank in range(world)]
+    ranks = [
+        list(order(size, batch, world, rank, accumulate=accumulate, **also))
+        for rank in range(world)
+    ]
     each = [[one.indices.tolist() for one in portions] for portions in ranks]
     return [
         sorted(index for own in each for part in own[at : at + accumulate] for index in part)
@@ -62,10 +65,14 @@ def test_from_a_position_on_it_is_the_rest(position: int, batch: int) -> None:
 
 def test_each_seed_and_each_epoch_has_its_own_order() -> None:
     orders = {
-        tuple(order(50, 10, seed=seed, epoch=epoch).permutation().tolist()) for seed in (0, 1) for epoch in (0, 1)
+        tuple(order(50, 10, seed=seed, epoch=epoch).permutation().tolist())
+        for seed in (0, 1)
+        for epoch in (0, 1)
     }
     assert len(orders) == 4
-    assert order(50, 10, seed=3).permutation().tolist() == order(50, 10, seed=3).permutation().tolist()
+    assert (
+        order(50, 10, seed=3).permutation().tolist() == order(50, 10, seed=3).permutation().tolist()
+    )
 
 
 def test_without_shuffling_it_is_the_order_of_the_files() -> None:
@@ -76,7 +83,9 @@ def test_without_shuffling_it_is_the_order_of_the_files() -> None:
 def test_tests_fall_to_one_rank_each(size: int, batch: int, world: int) -> None:
     rotas = [data.EvalSampler(size, batch, rank, world) for rank in range(world)]
     portions = [list(rota) for rota in rotas]
-    assert sorted(index for own in portions for part in own for index in part.indices.tolist()) == list(range(size))
+    assert sorted(
+        index for own in portions for part in own for index in part.indices.tolist()
+    ) == list(range(size))
     assert [len(own) for own in portions] == [len(rota) for rota in rotas]
     assert all(part.indices.size <= batch for own in portions for part in own)
 
@@ -88,7 +97,9 @@ class Lucky(Dataset[Any]):
         return 8
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index), random.random(), float(np.random.rand()), float(torch.rand(()))])
+        return torch.tensor(
+            [float(index), random.random(), float(np.random.rand()), float(torch.rand(()))]
+        )
 
 
 def drawn(workers: int, **also: Any) -> torch.Tensor:
@@ -104,7 +115,9 @@ def test_augmentation_is_a_function_of_the_position() -> None:
 
 
 def test_each_rank_has_its_own_augmentation() -> None:
-    one, two = (torch.cat(list(data.loader(Lucky(), order(8, 8, 2, rank), Data()))) for rank in (0, 1))
+    one, two = (
+        torch.cat(list(data.loader(Lucky(), order(8, 8, 2, rank), Data()))) for rank in (0, 1)
+    )
     assert not set(one[:, 3].tolist()) & set(two[:, 3].tolist())
 
 
@@ -156,8 +169,11 @@ def test_getitems_of_a_data_set_is_used() -> None:
     assert sorted(got.tolist()) == list(range(0, 80, 10))
 
 
-def test_loader_workers_get_their_batches_without_the_whole_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.multiprocessing would move the permutation of all samples to /dev/shm, once for each rank."""
+def test_loader_workers_get_their_batches_without_the_whole_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch.multiprocessing would move the permutation of all samples to /dev/shm, once for each
+    rank."""
     made: list[torch.Tensor] = []
     permutation = data.Order.permutation
 
@@ -172,7 +188,9 @@ def test_loader_workers_get_their_batches_without_the_whole_order(monkeypatch: p
 
 
 def make(size: int, world: int = 2, accumulate: int = 1, **words: Any) -> data.Order:
-    return data.order(range(size), Data(**words), accumulate=accumulate, rank=0, world_size=world, seed=0)
+    return data.order(
+        range(size), Data(**words), accumulate=accumulate, rank=0, world_size=world, seed=0
+    )
 
 
 def test_batch_size_is_of_one_rank_and_global_batch_of_all() -> None:
@@ -215,12 +233,15 @@ def test_a_stream_is_refused() -> None:
 def test_missing_files_are_named(tmp_path: Path) -> None:
     from torchvision.datasets import MNIST
 
-    with pytest.raises(ConfigError, match=rf"data\.root={tmp_path}: MNIST/raw/… not found.*data\.root="):
+    with pytest.raises(
+        ConfigError, match=rf"data\.root={tmp_path}: MNIST/raw/… not found.*data\.root="
+    ):
         data.on_disk(lambda: MNIST(str(tmp_path)), tmp_path, "MNIST/raw/…")
 
 
 def test_workers_are_forked_unless_the_program_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.14's default is forkserver, which can't send samples of a class that a function defines."""
+    """Python 3.14's default is forkserver, which can't send samples of a class that a function
+    defines."""
 
     class Local(Dataset[int]):
         def __len__(self) -> int:

@@ -71,19 +71,29 @@ def test_the_compiled_model_is_evaluated_too(tmp_path: Path) -> None:
 
         def noting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
             def run(*values: Any) -> Any:
-                batches.update(len(each) for each in values if isinstance(each, torch.Tensor) and each.dim() == 2)
+                batches.update(
+                    len(each)
+                    for each in values
+                    if isinstance(each, torch.Tensor) and each.dim() == 2
+                )
                 return graph.forward(*values)
 
             return run
 
-        torch.compile = partial(torch.compile, backend=noting)  # dynamo, without the code generator behind it
+        torch.compile = partial(
+            torch.compile, backend=noting
+        )  # dynamo, without the code generator behind it
         train, test = (TensorDataset(torch.randn(size, 7), torch.randn(size, 7)) for size in (8, 6))
         raydist.fit(job, model=nn.Linear(7, 7), train=train, test=test, loss=F.mse_loss)
         return batches - {7}
 
-    told = run_ranks(2, replace(GLOO, data=Data(batch_size=4), train=Train(compile=True)), trained, tmp_path)
+    told = run_ranks(
+        2, replace(GLOO, data=Data(batch_size=4), train=Train(compile=True)), trained, tmp_path
+    )
     assert [one.error for one in told] == ["", ""]
-    assert all(3 in one.value for one in told)  # of 6 test samples each rank has 3; it trains with 4
+    assert all(
+        3 in one.value for one in told
+    )  # of 6 test samples each rank has 3; it trains with 4
 
 
 def test_a_model_that_comes_in_evaluation_mode_is_trained(tmp_path: Path) -> None:
@@ -110,7 +120,9 @@ def test_uneven_ranks_and_batches_weigh_by_samples(tmp_path: Path, world: int) -
     def measure(job: Job) -> tuple[dict[str, float], set[tuple[bool, bool]], bool]:
         model = Shift().train()
         metrics: dict[str, Any] = {"mse": F.mse_loss, "mean": mean_target, "each": each_output}
-        found = evaluate(model, batches(context.rank().rank, world), metrics, context.current().comm, CPU, 99)
+        found = evaluate(
+            model, batches(context.rank().rank, world), metrics, context.current().comm, CPU, 99
+        )
         return found, model.modes, model.training
 
     for told in run_ranks(world, GLOO, measure, tmp_path):
@@ -138,7 +150,9 @@ def test_buffers_become_those_of_rank_0(tmp_path: Path) -> None:
         model.register_buffer("flag", torch.tensor([rank == 0, rank == 1]))
         model.register_buffer("narrow", torch.full((3,), 1.5 + rank, dtype=torch.bfloat16))
         same_buffers(model, context.current().comm, rank)
-        return tuple((name, buffer.dtype, buffer.tolist()) for name, buffer in model.named_buffers())
+        return tuple(
+            (name, buffer.dtype, buffer.tolist()) for name, buffer in model.named_buffers()
+        )
 
     one, two = run_ranks(2, GLOO, share, tmp_path)
     assert one.error == two.error == ""

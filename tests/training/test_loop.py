@@ -43,7 +43,8 @@ def samples(count: int = SIZE, seed: int = 0) -> TensorDataset:
 
 
 class Noted(Dataset[Any]):
-    """Notes which samples were asked for, and adds noise from all three generators, as augmentation does."""
+    """Notes which samples were asked for, and adds noise from all three generators, as augmentation
+    does."""
 
     def __init__(self) -> None:
         self.inner, self.seen = samples(), list[int]()
@@ -58,11 +59,19 @@ class Noted(Dataset[Any]):
 
         self.seen.append(index)
         features, label = self.inner[index]
-        return features + 0.1 * torch.randn(FEATURES) + 0.1 * random.random() + 0.1 * float(np.random.rand()), label
+        return features + 0.1 * torch.randn(FEATURES) + 0.1 * random.random() + 0.1 * float(
+            np.random.rand()
+        ), label
 
 
 def model(dropout: float = 0.2) -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 2))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16),
+        nn.BatchNorm1d(16),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(16, 2),
+    )
 
 
 def train(
@@ -97,7 +106,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Told]
 
 
 @pytest.mark.parametrize("step", [5, 10])
-def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(unbroken: tuple[Path, list[Told]], step: int) -> None:
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
+    unbroken: tuple[Path, list[Told]], step: int
+) -> None:
     run_dir, whole = unbroken
     again = resumed(2, BASE, run_dir, step)
     for before, after in zip(whole, again, strict=True):
@@ -107,7 +118,9 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(unbroken: tuple[
             assert torch.equal(value, after.value[2][name]), name
 
 
-def test_a_fused_optimizer_resumes_bitwise_and_its_state_fits_one_that_is_not(tmp_path: Path) -> None:
+def test_a_fused_optimizer_resumes_bitwise_and_its_state_fits_one_that_is_not(
+    tmp_path: Path,
+) -> None:
     fused = replace(BASE, optim=Optim("adamw", lr=0.01, fused=True))
     whole = fine(run_ranks(2, stop_after(fused, 5), train, tmp_path))
     again = resumed(2, fused, tmp_path, 5)
@@ -117,7 +130,9 @@ def test_a_fused_optimizer_resumes_bitwise_and_its_state_fits_one_that_is_not(tm
     alone = replace(fused, optim=replace(fused.optim, fused=False))
     plain = fine(run_ranks(2, alone, train, tmp_path / "third", begin))
     assert plain[0].losses == pytest.approx(whole[0].losses[5:], abs=1e-4)
-    assert not last_optimizer(tmp_path / "third")["fused"]  # losses tell nothing: on some CPUs both are bitwise equal
+    assert not last_optimizer(tmp_path / "third")[
+        "fused"
+    ]  # losses tell nothing: on some CPUs both are bitwise equal
 
 
 def last_optimizer(run_dir: Path) -> Any:
@@ -136,7 +151,14 @@ def test_resume_of_three_ranks_is_bitwise_too(tmp_path: Path) -> None:
 
 
 def wide_model() -> nn.Module:
-    layers = [nn.Linear(FEATURES, 301), nn.Tanh(), nn.Linear(301, 203), nn.Tanh(), nn.Linear(203, 307), nn.Tanh()]
+    layers = [
+        nn.Linear(FEATURES, 301),
+        nn.Tanh(),
+        nn.Linear(301, 203),
+        nn.Tanh(),
+        nn.Linear(203, 307),
+        nn.Tanh(),
+    ]
     return nn.Sequential(*layers, nn.Linear(307, 2))
 
 
@@ -155,7 +177,9 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
     assert [e["step"] for e in again[0].kind("report")] == list(range(6, 17))
 
 
-def test_an_epoch_sees_every_sample_once_and_epochs_differ(unbroken: tuple[Path, list[Told]]) -> None:
+def test_an_epoch_sees_every_sample_once_and_epochs_differ(
+    unbroken: tuple[Path, list[Told]],
+) -> None:
     seen = [told.value[1] for told in unbroken[1]]
     first, second = (sorted(index for one in seen for index in one[at : at + 48]) for at in (0, 48))
     assert first == second == list(range(SIZE))
@@ -175,7 +199,12 @@ def test_the_events_of_a_training(unbroken: tuple[Path, list[Told]]) -> None:
     last = first.kind("report")[-1]
     assert last["step"] == 16
     values = last["values"]
-    assert (values["steps"], values["epoch"], values["epochs"], values["samples"]) == (16, 2, 2, 192)
+    assert (values["steps"], values["epoch"], values["epochs"], values["samples"]) == (
+        16,
+        2,
+        2,
+        192,
+    )
     assert 0 < values["lr"] < 0.01
     (done,) = first.kind("done")
     assert done["samples"] == 192 - 12  # without the first step
@@ -201,45 +230,63 @@ def test_parameters_begin_alike_from_the_seed(tmp_path: Path) -> None:
 
     values = {told.value for told in fine(run_ranks(2, BASE, first, tmp_path))}
     assert len(values) == 1
-    assert values != {told.value for told in fine(run_ranks(1, replace(BASE, seed=6), first, tmp_path))}
+    assert values != {
+        told.value for told in fine(run_ranks(1, replace(BASE, seed=6), first, tmp_path))
+    }
 
 
 def plain(job: Job) -> tuple[list[torch.Tensor], int]:
-    """A training without anything random; the parameters, and how many collectives the steps cost."""
+    """A training without anything random; the parameters, and how many collectives the steps
+    cost."""
     net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 2))
     group: Any = torch.distributed.group.WORLD
     before = group._get_sequence_number_for_group()
     raydist.fit(job, model=net, train=samples(), loss=F.cross_entropy)
-    return [value.detach().clone() for value in net.parameters()], group._get_sequence_number_for_group() - before
+    return [
+        value.detach().clone() for value in net.parameters()
+    ], group._get_sequence_number_for_group() - before
 
 
 def with_train(**words: Any) -> Job:
-    return replace(BASE, train=Train(**words), optim=Optim(lr=0.1), checkpoint=Checkpoint(every=999))
+    return replace(
+        BASE, train=Train(**words), optim=Optim(lr=0.1), checkpoint=Checkpoint(every=999)
+    )
 
 
 def test_accumulation_is_the_big_batch_and_gradients_travel_once(tmp_path: Path) -> None:
-    small, big = (fine(run_ranks(2, with_train(epochs=1, accumulate=a), plain, tmp_path / str(a))) for a in (3, 1))
+    small, big = (
+        fine(run_ranks(2, with_train(epochs=1, accumulate=a), plain, tmp_path / str(a)))
+        for a in (3, 1)
+    )
     for value, other in zip(small[0].value[0], big[0].value[0], strict=True):
         torch.testing.assert_close(value, other)
     assert small[0].value[1] == big[0].value[1]
 
 
 def test_accumulation_of_two_in_one_process(tmp_path: Path) -> None:
-    small, big = (fine(run_ranks(1, with_train(epochs=1, accumulate=a), plain, tmp_path / str(a))) for a in (2, 1))
+    small, big = (
+        fine(run_ranks(1, with_train(epochs=1, accumulate=a), plain, tmp_path / str(a)))
+        for a in (2, 1)
+    )
     for value, other in zip(small[0].value[0], big[0].value[0], strict=True):
         torch.testing.assert_close(value, other)
     assert small[0].losses == pytest.approx(big[0].losses)
 
 
 def test_the_loss_is_the_mean_over_all_samples_on_every_rank(tmp_path: Path) -> None:
-    """Three ranks have 1 or 2 samples of each pass: the loss of one rank, or a mean by ranks, is another number."""
+    """Three ranks have 1 or 2 samples of each pass: the loss of one rank, or a mean by ranks, is
+    another number."""
 
     def learn(job: Job) -> float:
         net = nn.Linear(FEATURES, 2)
         return raydist.fit(job, model=net, train=samples(), loss=F.cross_entropy)["loss"]
 
-    job = replace(with_train(epochs=1, accumulate=2), data=Data(global_batch=10), scale=Scale(max_nodes=2))
-    whole, *three = fine(run_ranks(1, job, learn, tmp_path / "1") + run_ranks(3, job, learn, tmp_path / "3"))
+    job = replace(
+        with_train(epochs=1, accumulate=2), data=Data(global_batch=10), scale=Scale(max_nodes=2)
+    )
+    whole, *three = fine(
+        run_ranks(1, job, learn, tmp_path / "1") + run_ranks(3, job, learn, tmp_path / "3")
+    )
     assert [told.losses for told in three] == [three[0].losses] * 3
     assert three[0].losses == pytest.approx(whole.losses, abs=1e-5)
     assert [told.value for told in three] == [three[0].losses[-1]] * 3
@@ -256,16 +303,21 @@ def test_clipping_bounds_the_step(tmp_path: Path, precision: str) -> None:
         net = nn.Linear(FEATURES, 2)
         before = torch.cat([value.detach().flatten() for value in net.parameters()])
         raydist.fit(job, model=net, train=samples(), loss=F.cross_entropy)
-        return float((torch.cat([value.detach().flatten() for value in net.parameters()]) - before).norm())
+        return float(
+            (torch.cat([value.detach().flatten() for value in net.parameters()]) - before).norm()
+        )
 
     job = replace(with_train(steps=1, clip=0.01, precision=precision), data=Data(global_batch=12))
     (told,) = fine(run_ranks(1, job, moved, tmp_path))
-    # plain SGD: the step is the rate (0.1) times the gradient's norm, which the clipping holds at 0.01
+    # plain SGD: the step is the rate (0.1) times the gradient's norm, which the clipping holds at
+    # 0.01
     assert told.value == pytest.approx(0.001, rel=1e-3)
 
 
 @pytest.mark.parametrize("writer", ["the rank", "another process"])
-def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(tmp_path: Path, writer: str) -> None:
+def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(
+    tmp_path: Path, writer: str
+) -> None:
     """The other ranks waited in the next all-reduce, until its timeout ended the run."""
     turns = tmp_path / "turns"
 
@@ -317,7 +369,9 @@ def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(tmp_pa
     assert len(turns.read_text()) >= 3
 
 
-def test_a_resumed_state_is_read_from_its_file_without_a_copy_and_not_needed_after_that(tmp_path: Path) -> None:
+def test_a_resumed_state_is_read_from_its_file_without_a_copy_and_not_needed_after_that(
+    tmp_path: Path,
+) -> None:
     """Each rank of a node read all of it into its own memory."""
 
     def maps() -> bool:
@@ -342,13 +396,19 @@ def test_a_resumed_state_is_read_from_its_file_without_a_copy_and_not_needed_aft
     job = replace(BASE, optim=Optim("adamw"))
     fine(run_ranks(1, replace(job, train=Train(steps=2)), learn, tmp_path))
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    (told,) = fine(run_ranks(1, replace(job, train=Train(steps=4)), learn, tmp_path, {"RAYDIST_RESUME": str(saved)}))
+    (told,) = fine(
+        run_ranks(
+            1, replace(job, train=Train(steps=4)), learn, tmp_path, {"RAYDIST_RESUME": str(saved)}
+        )
+    )
     loading, training = told.value
     assert loading == [True]
     assert training[-1] is False
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
+)
 def test_precision_of_the_forward_pass(tmp_path: Path, precision: str, dtype: str) -> None:
     seen: set[str] = set()
 
@@ -363,7 +423,9 @@ def test_precision_of_the_forward_pass(tmp_path: Path, precision: str, dtype: st
         assert saved is not None
         return seen, str(net[0].weight.dtype), sorted(saved.state["scaler"])
 
-    (told,) = fine(run_ranks(1, replace(BASE, train=Train(epochs=4, precision=precision)), learn, tmp_path))
+    (told,) = fine(
+        run_ranks(1, replace(BASE, train=Train(epochs=4, precision=precision)), learn, tmp_path)
+    )
     seen, weights, scaler = told.value
     assert seen == {f"torch.{dtype}"}
     assert weights == "torch.float32"
@@ -377,7 +439,10 @@ def steep(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def test_fp16_resumes_with_its_scaler(tmp_path: Path) -> None:
-    job, learn = replace(BASE, train=Train(epochs=2, precision="fp16")), functools.partial(train, loss=steep)
+    job, learn = (
+        replace(BASE, train=Train(epochs=2, precision="fp16")),
+        functools.partial(train, loss=steep),
+    )
     (whole,) = fine(run_ranks(1, stop_after(job, 5), learn, tmp_path))
     saved = checkpoint_files.verify(tmp_path / "checkpoints" / "step-00000005")
     assert saved.state["scaler"]["scale"] < 65536
@@ -390,7 +455,12 @@ def test_evaluation_counts_each_sample_once(tmp_path: Path) -> None:
     def learn(job: Job) -> tuple[dict[str, float], dict[str, float]]:
         net, test = model(), samples(29, 1)
         given = raydist.fit(
-            job, model=net, train=samples(), test=test, loss=F.cross_entropy, metrics={"accuracy": accuracy}
+            job,
+            model=net,
+            train=samples(),
+            test=test,
+            loss=F.cross_entropy,
+            metrics={"accuracy": accuracy},
         )
         assert net.training
         net.eval()
@@ -411,7 +481,12 @@ def test_evaluation_counts_each_sample_once(tmp_path: Path) -> None:
 
 def learn_and_test(job: Job) -> dict[str, float]:
     return raydist.fit(
-        job, model=model(), train=samples(), test=samples(20, 1), loss=F.cross_entropy, metrics={"accuracy": accuracy}
+        job,
+        model=model(),
+        train=samples(),
+        test=samples(20, 1),
+        loss=F.cross_entropy,
+        metrics={"accuracy": accuracy},
     )
 
 
@@ -436,7 +511,11 @@ def test_a_checkpoint_knows_its_metrics_and_the_best_is_kept(tmp_path: Path) -> 
     job = replace(BASE, train=Train(epochs=6), checkpoint=Checkpoint(keep=1, best="min:test_loss"))
     (told,) = fine(run_ranks(1, job, learn_and_test, tmp_path))
     kept = sorted((tmp_path / "checkpoints").iterdir())
-    losses = {e["step"]: e["values"]["test_loss"] for e in told.kind("report") if "test_loss" in e["values"]}
+    losses = {
+        e["step"]: e["values"]["test_loss"]
+        for e in told.kind("report")
+        if "test_loss" in e["values"]
+    }
     best = min(losses, key=lambda step: losses[step])
     assert {path.name for path in kept} == {f"step-{step:08d}" for step in (best, 48)}
     newest = checkpoint_files.newest(tmp_path / "checkpoints")
@@ -448,10 +527,14 @@ def test_a_checkpoint_knows_its_metrics_and_the_best_is_kept(tmp_path: Path) -> 
 
 def test_settings_override_a_checkpoint(unbroken: tuple[Path, list[Told]]) -> None:
     run_dir, whole = unbroken
-    half = replace(BASE, optim=replace(BASE.optim, lr=BASE.optim.lr / 2, args={"weight_decay": 0.5}))
+    half = replace(
+        BASE, optim=replace(BASE.optim, lr=BASE.optim.lr / 2, args={"weight_decay": 0.5})
+    )
     again = resumed(2, half, run_dir, 10)
     before = [e["values"]["lr"] for e in whole[0].kind("report")][10:]
-    assert [e["values"]["lr"] for e in again[0].kind("report")] == pytest.approx([rate / 2 for rate in before])
+    assert [e["values"]["lr"] for e in again[0].kind("report")] == pytest.approx(
+        [rate / 2 for rate in before]
+    )
     newest = checkpoint_files.newest(run_dir / "second" / "checkpoints")
     assert newest is not None
     assert newest.state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
@@ -474,15 +557,23 @@ def test_further_epochs_continue_at_the_end(unbroken: tuple[Path, list[Told]]) -
     assert [e["step"] for e in again[0].kind("report")] == list(range(17, 25))
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_its_path(unbroken: tuple[Path, list[Told]]) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_its_path(
+    unbroken: tuple[Path, list[Told]],
+) -> None:
     path = unbroken[0] / "checkpoints" / "step-00000010"
     told = run_ranks(
-        2, BASE, functools.partial(train, made=wide_model), unbroken[0] / "third", {"RAYDIST_RESUME": str(path)}
+        2,
+        BASE,
+        functools.partial(train, made=wide_model),
+        unbroken[0] / "third",
+        {"RAYDIST_RESUME": str(path)},
     )
     assert all("ConfigError" in one.error and "step-00000010" in one.error for one in told)
 
 
-def test_ranks_that_find_different_checkpoints_are_an_error(unbroken: tuple[Path, list[Told]]) -> None:
+def test_ranks_that_find_different_checkpoints_are_an_error(
+    unbroken: tuple[Path, list[Told]],
+) -> None:
     def blind(job: Job) -> Any:
         if raydist.rank().rank == 1:
             import os
@@ -496,7 +587,8 @@ def test_ranks_that_find_different_checkpoints_are_an_error(unbroken: tuple[Path
 
 
 def switched(job: Job) -> tuple[str, bool]:
-    """What torch has after an earlier fit with the opposite settings, and one with these. It needs no GPU."""
+    """What torch has after an earlier fit with the opposite settings, and one with these. It needs
+    no GPU."""
     speed_up_gpu(replace(job, train=Train(fast=not job.train.fast)), torch.device("cuda"))
     speed_up_gpu(job, torch.device("cuda"))
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
@@ -530,7 +622,9 @@ def test_channels_last_reaches_the_model(tmp_path: Path) -> None:
         raydist.fit(job, model=net, train=images, test=images, loss=F.cross_entropy)
         return all(seen), layer.weight.is_contiguous(memory_format=torch.channels_last)
 
-    (told,) = fine(run_ranks(1, replace(BASE, train=Train(epochs=1, channels_last=True)), learn, tmp_path))
+    (told,) = fine(
+        run_ranks(1, replace(BASE, train=Train(epochs=1, channels_last=True)), learn, tmp_path)
+    )
     assert told.value == (True, True)
 
 
@@ -549,14 +643,23 @@ def test_compile_gives_the_same_numbers(tmp_path: Path) -> None:
 
 def test_compile_by_blocks_gives_the_same_numbers_under_fsdp(tmp_path: Path) -> None:
     def compiled_frames(job: Job) -> int:
-        aot = functools.partial(torch.compile, backend="aot_eager")  # inductor would call a compiler
+        aot = functools.partial(
+            torch.compile, backend="aot_eager"
+        )  # inductor would call a compiler
         pytest.MonkeyPatch().setattr(torch, "compile", aot)
         plain(job)
         return int(torch._dynamo.utils.counters["frames"]["ok"])
 
     job = replace(with_train(steps=3), parallel=Parallel("fsdp", blocks="Linear"))
     compiled, eager = (
-        fine(run_ranks(2, replace(job, train=replace(job.train, compile=flag)), compiled_frames, tmp_path / str(flag)))
+        fine(
+            run_ranks(
+                2,
+                replace(job, train=replace(job.train, compile=flag)),
+                compiled_frames,
+                tmp_path / str(flag),
+            )
+        )
         for flag in (True, False)
     )
     assert compiled[0].losses == pytest.approx(eager[0].losses, rel=1e-5)
@@ -567,7 +670,8 @@ def test_an_unknown_best_is_refused_with_the_nearest(tmp_path: Path) -> None:
     job = replace(BASE, checkpoint=Checkpoint(best="max:acuracy"))
     (told,) = run_ranks(1, job, learn_and_test, tmp_path)
     assert (
-        "checkpoint.best=max:acuracy: there is no such metric; did you mean checkpoint.best=max:accuracy?" in told.error
+        "checkpoint.best=max:acuracy: there is no such metric; did you mean "
+        "checkpoint.best=max:accuracy?" in told.error
     )
 
 

@@ -1,4 +1,5 @@
-"""A model on meta: the same values wherever they are made, and on all ranks that have the same part."""
+"""A model on meta: the same values wherever they are made, and on all ranks that have the same
+part."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_a_module_that_cannot_make_its_values_is_named() -> None:
 
 
 class Draws(nn.Linear):
-    """It seeds by itself, by the rank: as GPUs of another kind, it draws other numbers than the same seed elsewhere."""
+    """It seeds by itself, by the rank: as GPUs of another kind, it draws other numbers than the
+    same seed elsewhere."""
 
     def reset_parameters(self) -> None:
         torch.manual_seed(raydist.rank().rank)
@@ -93,14 +95,30 @@ def test_ranks_with_the_same_part_have_the_same_values(settings: Parallel, tmp_p
             model: Any = nn.Sequential(*(Draws(8, 8) for _ in range(4)))
         model.tp_plan = {"1": "colwise_rep"}
         data = TensorDataset(torch.zeros(8, 8), torch.zeros(8, 8))
-        raydist.fit(job, model=model, train=data, loss=lambda given, wanted: (given - wanted).square().mean())
+        raydist.fit(
+            job,
+            model=model,
+            train=data,
+            loss=lambda given, wanted: (given - wanted).square().mean(),
+        )
         own = [(name, value) for name, value in model.named_parameters() if not value.is_meta]
-        return {name: (value.full_tensor().detach(), value.to_local().detach()) for name, value in own}
+        return {
+            name: (value.full_tensor().detach(), value.to_local().detach()) for name, value in own
+        }
 
-    job = Job(backend=Backend("gloo"), data=Data(global_batch=4), optim=Optim("sgd", lr=1e-30), train=Train(steps=1))
+    job = Job(
+        backend=Backend("gloo"),
+        data=Data(global_batch=4),
+        optim=Optim("sgd", lr=1e-30),
+        train=Train(steps=1),
+    )
     job = replace(job, checkpoint=Checkpoint(every=100), parallel=settings)
     values = [one.value for one in fine(run_ranks(4, job, made, tmp_path))]
-    assert {*values[0]} | {*values[-1]} == {f"{index}.{kind}" for index in range(4) for kind in ("weight", "bias")}
+    assert {*values[0]} | {*values[-1]} == {
+        f"{index}.{kind}" for index in range(4) for kind in ("weight", "bias")
+    }
     for name in values[0]:
         # what a rank has of the whole, and the whole as each rank puts it together
-        assert all(torch.equal(values[0][name][0], each[name][0]) for each in values if name in each)
+        assert all(
+            torch.equal(values[0][name][0], each[name][0]) for each in values if name in each
+        )

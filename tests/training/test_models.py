@@ -22,7 +22,12 @@ def test_mlp_takes_flattened_images() -> None:
 
 def test_build_by_target_with_nested_targets() -> None:
     gelu = {"_target_": "torch.nn.GELU"}
-    layer = {"_target_": "torch.nn.TransformerEncoderLayer", "d_model": 8, "nhead": 2, "activation": gelu}
+    layer = {
+        "_target_": "torch.nn.TransformerEncoderLayer",
+        "d_model": 8,
+        "nhead": 2,
+        "activation": gelu,
+    }
     made = models.build_model(layer)
     assert isinstance(made, nn.TransformerEncoderLayer)
     assert isinstance(made.activation, nn.GELU)
@@ -39,12 +44,16 @@ def scores(model: nn.Module) -> int:
 
 
 def test_a_model_without_that_argument_is_not_given_it() -> None:
-    made = models.build_model({"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}, num_classes=10)
+    made = models.build_model(
+        {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}, num_classes=10
+    )
     assert isinstance(made, nn.Linear)
 
 
 def test_torchvisions_models_take_the_number_of_classes() -> None:
-    made = models.build_model({"_target_": "torchvision.models.squeezenet1_1", "weights": None}, num_classes=3)
+    made = models.build_model(
+        {"_target_": "torchvision.models.squeezenet1_1", "weights": None}, num_classes=3
+    )
     assert made(torch.rand(1, 3, 64, 64)).shape == (1, 3)
 
 
@@ -58,7 +67,10 @@ def test_torchvisions_models_take_the_number_of_classes() -> None:
             "raydist.training.models.SmalCNN: it cannot be constructed",
         ),
         ({"_target_": "no.such.thing"}, "no.such.thing: it cannot be constructed"),
-        ({"_target_": "raydist.training.models.SmallCNN", "widht": 3}, "unexpected keyword argument 'widht'"),
+        (
+            {"_target_": "raydist.training.models.SmallCNN", "widht": 3},
+            "unexpected keyword argument 'widht'",
+        ),
         ({"_target_": "fractions.Fraction"}, "a Fraction, not a torch.nn.Module"),
     ],
 )

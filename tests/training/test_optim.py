@@ -29,7 +29,9 @@ def test_each_name_is_torchs_own_class(name: str) -> None:
 
 
 def test_arguments_reach_it() -> None:
-    made = optim.optimizer(Optim(name="sgd", args={"momentum": 0.9, "nesterov": True}), [parameter()], 0.1)
+    made = optim.optimizer(
+        Optim(name="sgd", args={"momentum": 0.9, "nesterov": True}), [parameter()], 0.1
+    )
     assert (made.param_groups[0]["momentum"], made.param_groups[0]["nesterov"]) == (0.9, True)
 
 
@@ -38,8 +40,16 @@ def test_arguments_reach_it() -> None:
     [
         ("sgd", {"momentom": 0.9}, "optim.args.momentum=0.9"),
         ("adam", {"momentum": 0.9}, "optim.args.momentum=0.9: Adam has no such argument"),
-        ("adamw", {"weight_decay": -1}, "optim.args.weight_decay=-1: AdamW refuses it: Invalid weight_decay"),
-        ("sgd", {"nesterov": True}, "optim.args.nesterov=True: SGD refuses it: Nesterov momentum requires"),
+        (
+            "adamw",
+            {"weight_decay": -1},
+            "optim.args.weight_decay=-1: AdamW refuses it: Invalid weight_decay",
+        ),
+        (
+            "sgd",
+            {"nesterov": True},
+            "optim.args.nesterov=True: SGD refuses it: Nesterov momentum requires",
+        ),
         ("sgd", {"lr": 0.5}, "optim.lr=0.5"),
         ("adamw", {"fused": True}, "optim.fused=true"),
         ("sgd", {"params": []}, "has no such argument"),
@@ -53,7 +63,9 @@ def test_wrong_arguments_are_named(name: str, args: dict[str, Any], say: str) ->
 
 @pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
 def test_the_rate_grows_with_the_batch(rule: str, rate: float) -> None:
-    assert optim.learning_rate(Optim(lr=0.1, scaling=rule, scaling_batch=64), 256) == pytest.approx(rate)
+    assert optim.learning_rate(Optim(lr=0.1, scaling=rule, scaling_batch=64), 256) == pytest.approx(
+        rate
+    )
 
 
 def rates(**words: Any) -> list[float]:
@@ -78,11 +90,15 @@ def test_warm_up_climbs_to_the_full_rate() -> None:
 
 
 def test_cosine() -> None:
-    assert rates(schedule="cosine") == pytest.approx([(1 + math.cos(math.pi * step / 12)) / 2 for step in range(12)])
+    assert rates(schedule="cosine") == pytest.approx(
+        [(1 + math.cos(math.pi * step / 12)) / 2 for step in range(12)]
+    )
 
 
 def test_linear_after_a_warm_up() -> None:
-    assert rates(schedule="linear", warmup=2) == pytest.approx([0.5, 1.0] + [1 - step / 10 for step in range(10)])
+    assert rates(schedule="linear", warmup=2) == pytest.approx(
+        [0.5, 1.0] + [1 - step / 10 for step in range(10)]
+    )
 
 
 def test_step_is_a_tenth_at_each_third() -> None:
@@ -103,7 +119,9 @@ def stepped(
     """(the optimizer, all parameters) after six steps with gradients that are drawn."""
     drawn = torch.Generator().manual_seed(3)
     made = [torch.nn.Parameter(torch.randn(shape, generator=drawn)) for shape in shapes]
-    own = optim.optimizer(job.optim, made, 0.037, optim.fused(job, made) if fused is None else fused)
+    own = optim.optimizer(
+        job.optim, made, 0.037, optim.fused(job, made) if fused is None else fused
+    )
     for _ in range(6):
         for each in made:
             each.grad = torch.randn(each.shape, generator=drawn)
@@ -126,7 +144,9 @@ MOMENTUM = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
         ({"foreach": True}, WHOLE, False),
     ],
 )
-def test_sgd_is_fused_where_each_bit_stays(args: dict[str, Any], shapes: list[tuple[int, ...]], on: bool) -> None:
+def test_sgd_is_fused_where_each_bit_stays(
+    args: dict[str, Any], shapes: list[tuple[int, ...]], on: bool
+) -> None:
     job = Job(optim=Optim(name="sgd", args=args))
     own, weights = stepped(job, shapes)
     assert bool(own.param_groups[0]["fused"]) == on
@@ -141,7 +161,9 @@ def test_the_others_are_fused_with_train_fast_and_differ_in_their_last_bits(name
     fast, close = stepped(replace(job, train=Train(fast=True)), BROKEN)
     assert fast.param_groups[0]["fused"]
     torch.testing.assert_close(close, weights, rtol=1e-6, atol=1e-6)
-    off, _ = stepped(replace(job, train=Train(fast=True), optim=replace(job.optim, fused=False)), BROKEN)
+    off, _ = stepped(
+        replace(job, train=Train(fast=True), optim=replace(job.optim, fused=False)), BROKEN
+    )
     assert not off.param_groups[0]["fused"]
 
 
@@ -149,8 +171,17 @@ def test_the_others_are_fused_with_train_fast_and_differ_in_their_last_bits(name
     ("job", "say"),
     [
         (Job(optim=Optim("rmsprop", fused=True)), "optim.fused=true: torch has no fused RMSprop"),
-        (Job(optim=Optim("sgd", fused=True), parallel=Parallel("fsdp")), "no fused sgd for a model in shards"),
-        (Job(optim=Optim("sgd", fused=True, args={"momentum": 0.9}), train=Train(precision="fp16")), "overflows"),
+        (
+            Job(optim=Optim("sgd", fused=True), parallel=Parallel("fsdp")),
+            "no fused sgd for a model in shards",
+        ),
+        (
+            Job(
+                optim=Optim("sgd", fused=True, args={"momentum": 0.9}),
+                train=Train(precision="fp16"),
+            ),
+            "overflows",
+        ),
         (Job(optim=Optim("sgd", fused="yes")), "optim.fused=yes"),
     ],
 )
@@ -158,7 +189,9 @@ def test_what_torch_cannot_fuse_is_refused(job: Job, say: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(job)
     assert say in str(caught.value)
-    validate(replace(job, optim=replace(job.optim, fused="auto"), train=replace(job.train, fast=True)))
+    validate(
+        replace(job, optim=replace(job.optim, fused="auto"), train=replace(job.train, fast=True))
+    )
 
 
 def test_gradients_that_the_fused_kernels_would_misread_switch_them_off() -> None:
@@ -178,7 +211,9 @@ def test_gradients_that_the_fused_kernels_would_misread_switch_them_off() -> Non
 
 def test_a_state_of_channels_last_weights_goes_on_in_others() -> None:
     def made(layout: torch.memory_format) -> torch.optim.Optimizer:
-        weights = torch.nn.Parameter(torch.arange(1024.0).view(16, 4, 4, 4).clone(memory_format=layout))
+        weights = torch.nn.Parameter(
+            torch.arange(1024.0).view(16, 4, 4, 4).clone(memory_format=layout)
+        )
         own = optim.optimizer(Optim("adamw"), [weights], 0.1, fused=True)
         weights.grad = weights.detach().clone()
         return own

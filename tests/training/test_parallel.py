@@ -1,4 +1,5 @@
-"""A model divided among ranks: the same training under every `parallel=`, and from one division to another."""
+"""A model divided among ranks: the same training under every `parallel=`, and from one division to
+another."""
 
 from __future__ import annotations
 
@@ -28,8 +29,24 @@ from torch.utils.data import TensorDataset
 
 import raydist
 from raydist.settings.compose import compose
-from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Target, Train
-from raydist.settings.mesh import MeshShape, check_microbatches, check_words, mesh_shape, microbatches
+from raydist.settings.config import (
+    Backend,
+    Checkpoint,
+    Data,
+    Job,
+    Optim,
+    Parallel,
+    Snapshot,
+    Target,
+    Train,
+)
+from raydist.settings.mesh import (
+    MeshShape,
+    check_microbatches,
+    check_words,
+    mesh_shape,
+    microbatches,
+)
 from raydist.shared.errors import ConfigError
 from raydist.state.checkpoint_files import saved_at
 from raydist.tools import plan
@@ -84,7 +101,9 @@ PP = Parallel(pp=2, microbatches=2)
         (Parallel("pp"), 1, 1, (1, 1, 1, 1)),
     ],
 )
-def test_the_shape_follows_from_the_scale(settings: Parallel, ranks: int, per_node: int, shape: Any) -> None:
+def test_the_shape_follows_from_the_scale(
+    settings: Parallel, ranks: int, per_node: int, shape: Any
+) -> None:
     assert mesh_shape(settings, ranks, per_node) == MeshShape(*shape)
 
 
@@ -101,7 +120,9 @@ def test_the_shape_follows_from_the_scale(settings: Parallel, ranks: int, per_no
         (Parallel("fsdp", pp=2, shard=16), 16, 8, "parallel.shard=8"),
     ],
 )
-def test_a_shape_that_does_not_fit_is_refused(settings: Parallel, ranks: int, per_node: int, right: str) -> None:
+def test_a_shape_that_does_not_fit_is_refused(
+    settings: Parallel, ranks: int, per_node: int, right: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         mesh_shape(settings, ranks, per_node)
     assert refused.value.suggestion == right
@@ -113,7 +134,10 @@ def test_a_shape_that_does_not_fit_is_refused(settings: Parallel, ranks: int, pe
         ("scale=1x4 parallel.shard=3", "parallel.shard=2"),
         ("parallel=fsdp scale=2x8 parallel.tp=16", "parallel.tp=8"),
         ("parallel=pp parallel.pp=3 scale=2x2", "parallel.pp=2"),
-        ("scale=1x8 parallel.shard=2 parallel.replicate=2 parallel.tp=4", "parallel.replicate=null"),
+        (
+            "scale=1x8 parallel.shard=2 parallel.replicate=2 parallel.tp=4",
+            "parallel.replicate=null",
+        ),
         # with these a file, or what follows from the rest, decides
         ("scale=1x8 parallel.shard=2 parallel.tp=2", ""),
         ("scale=1x4 parallel.shard=3 scale.per_node=3", ""),
@@ -122,7 +146,9 @@ def test_a_shape_that_does_not_fit_is_refused(settings: Parallel, ranks: int, pe
         ("parallel.shard=0 scale=1x4", ""),
     ],
 )
-def test_words_that_cannot_fit_are_refused_before_the_job_is_composed(words: str, right: str) -> None:
+def test_words_that_cannot_fit_are_refused_before_the_job_is_composed(
+    words: str, right: str
+) -> None:
     if not right:
         check_words(words.split())
         return
@@ -134,11 +160,16 @@ def test_words_that_cannot_fit_are_refused_before_the_job_is_composed(words: str
 
 
 def test_a_wrong_product_is_refused_without_composing() -> None:
-    told = "import sys; from raydist import train; print(train.main(sys.argv[1:]), 'hydra' in sys.modules)"
+    told = (
+        "import sys; from raydist import train; print(train.main(sys.argv[1:]), 'hydra' in "
+        "sys.modules)"
+    )
     command = [sys.executable, "-c", told, "parallel.shard=3", "scale=1x4"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout == "2 False\n"
-    assert ended.stderr.startswith("error: parallel.shard=3: replicate 1 x shard 3 x tp 1 are not the 4 ranks")
+    assert ended.stderr.startswith(
+        "error: parallel.shard=3: replicate 1 x shard 3 x tp 1 are not the 4 ranks"
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +183,9 @@ def test_a_wrong_product_is_refused_without_composing() -> None:
         (Parallel("fsdp", microbatches=2), Data(batch_size=7), ""),
     ],
 )
-def test_a_batch_that_cannot_be_split_into_microbatches_is_refused(settings: Parallel, data: Data, right: str) -> None:
+def test_a_batch_that_cannot_be_split_into_microbatches_is_refused(
+    settings: Parallel, data: Data, right: str
+) -> None:
     job, shape = replace(BASE, parallel=settings, data=data), mesh_shape(settings, 8, 8)
     if not right:
         check_microbatches(job, shape)
@@ -175,7 +208,9 @@ def test_a_batch_that_cannot_be_split_into_microbatches_is_refused(settings: Par
         (Parallel(pp=4, microbatches=4), Data(batch_size=64), 1, 4),
     ],
 )
-def test_microbatches_by_default(settings: Parallel, data: Data, accumulate: int, count: int) -> None:
+def test_microbatches_by_default(
+    settings: Parallel, data: Data, accumulate: int, count: int
+) -> None:
     job = replace(BASE, parallel=settings, data=data, train=Train(accumulate=accumulate))
     shape = mesh_shape(settings, 8, 8)
     assert microbatches(job, shape) == count
@@ -185,13 +220,29 @@ def test_microbatches_by_default(settings: Parallel, data: Data, accumulate: int
 @pytest.mark.parametrize(
     ("settings", "optim", "trained", "frozen", "states"),
     [
-        (Parallel("fsdp"), Optim("adamw"), 2 * 2 * 5 + 3, 3 * 8, 2),  # of 8 rows 2 each, of 9 rows 3
+        (
+            Parallel("fsdp"),
+            Optim("adamw"),
+            2 * 2 * 5 + 3,
+            3 * 8,
+            2,
+        ),  # of 8 rows 2 each, of 9 rows 3
         (Parallel("hsdp", shard=2), Optim("sgd"), 2 * 4 * 5 + 5, 5 * 8, 0),
-        (Parallel("fsdp", tp=2), Optim("sgd", args={"momentum": 0.9}), 2 * (4 * 5) // 2 + 5, 5 * 8, 1),
+        (
+            Parallel("fsdp", tp=2),
+            Optim("sgd", args={"momentum": 0.9}),
+            2 * (4 * 5) // 2 + 5,
+            5 * 8,
+            1,
+        ),
     ],
 )
-def test_the_memory_of_a_rank(settings: Parallel, optim: Optim, trained: int, frozen: int, states: int) -> None:
-    model: Any = nn.Sequential(nn.Linear(5, 8, bias=False), nn.Linear(8, 9), nn.Linear(5, 8, bias=False))
+def test_the_memory_of_a_rank(
+    settings: Parallel, optim: Optim, trained: int, frozen: int, states: int
+) -> None:
+    model: Any = nn.Sequential(
+        nn.Linear(5, 8, bias=False), nn.Linear(8, 9), nn.Linear(5, 8, bias=False)
+    )
     model[1].weight.requires_grad = False
     model.tp_plan = {"0": "colwise", "2": "colwise"}
     shape = mesh_shape(settings, 4, 4)
@@ -207,7 +258,9 @@ def test_the_memory_of_the_largest_stage() -> None:
     with torch.device("meta"):
         model = GPT(layers=3, width=16, heads=2, kv_heads=1, hidden=40)
     block = sum(value.nbytes for value in model.blocks[0].parameters())
-    largest = 2 * block + 4 * (16 + 256 * 16)  # two blocks of three, the last norm and the tied embedding
+    largest = 2 * block + 4 * (
+        16 + 256 * 16
+    )  # two blocks of three, the last norm and the tied embedding
     job = replace(BASE, parallel=Parallel("fsdp", pp=2), optim=Optim("adamw"))
     found = memory_of(model, job, mesh_shape(job.parallel, 8, 8))
     # for all micro-batches of a step a rank has the stage and its gradients whole
@@ -216,7 +269,9 @@ def test_the_memory_of_the_largest_stage() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [Parallel("fsdp"), Parallel(shard=2, tp=2), Parallel("fsdp", pp=2)])
+@pytest.mark.parametrize(
+    "settings", [Parallel("fsdp"), Parallel(shard=2, tp=2), Parallel("fsdp", pp=2)]
+)
 def test_the_memory_is_that_of_real_ranks(settings: Parallel, tmp_path: Path) -> None:
     sizes: Any = {
         "layers": 3,
@@ -234,8 +289,12 @@ def test_the_memory_is_that_of_real_ranks(settings: Parallel, tmp_path: Path) ->
             own = [value for group in optimizer.param_groups for value in group["params"]]
             found["parameters"] = sum(local(value).nbytes for value in own)
             found["gradients"] = sum(local(value.grad).nbytes for value in own)
-            states = [local(each) for of_one in optimizer.state.values() for each in of_one.values()]
-            found["adamw"] = sum(each.nbytes for each in states if each.dim())  # not the count of steps
+            states = [
+                local(each) for of_one in optimizer.state.values() for each in of_one.values()
+            ]
+            found["adamw"] = sum(
+                each.nbytes for each in states if each.dim()
+            )  # not the count of steps
 
         register_optimizer_step_post_hook(look)
         text = torch.arange(24 * 8, dtype=torch.uint8).view(24, 8)
@@ -260,12 +319,16 @@ def between_passes(model: nn.Module) -> int:
             groups += [state._fsdp_param_group] if several is None else several
     whole = [each.unsharded_accumulated_grad for group in groups for each in group.fsdp_params]
     shards = [local(value.grad) for value in model.parameters() if value.grad is not None]
-    partial = [group._partial_reduce_output for group in groups]  # of a copy, before copies are averaged
+    partial = [
+        group._partial_reduce_output for group in groups
+    ]  # of a copy, before copies are averaged
     return sum(each.nbytes for each in (*whole, *shards, *partial) if each is not None)
 
 
 @pytest.mark.parametrize("settings", [Parallel("fsdp"), Parallel("hsdp", shard=2)])
-def test_gradients_stay_in_shards_between_the_passes_of_a_step(settings: Parallel, tmp_path: Path) -> None:
+def test_gradients_stay_in_shards_between_the_passes_of_a_step(
+    settings: Parallel, tmp_path: Path
+) -> None:
     sizes: Any = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "hidden": 90}
     job = replace(BASE, parallel=settings, train=Train(steps=2, accumulate=3, precision="bf16"))
 
@@ -307,24 +370,41 @@ def test_the_activations_are_those_that_forward_passes_keep() -> None:
     real = sum(value.untyped_storage().nbytes() for at, value in kept.items() if at not in own)
 
     def planned(settings: Parallel, precision: str = "fp32") -> int:
-        job = replace(BASE, parallel=settings, train=Train(precision=precision), job=Target(args={"context": 16}))
+        job = replace(
+            BASE,
+            parallel=settings,
+            train=Train(precision=precision),
+            job=Target(args={"context": 16}),
+        )
         with fake_tensors():
             model = GPT(layers=4, width=32, heads=4, kv_heads=2, hidden=96)
             return memory_of(model, job, mesh_shape(settings, 4, 4))["activations"]
 
     assert planned(Parallel("fsdp")) == real  # of 24 samples 6 are this rank's
     assert real / 2 < planned(Parallel("fsdp"), "bf16") < real
-    one_of_four = planned(Parallel(pp=4, microbatches=12))  # 4 of 12 parts of 24 samples are on their way
+    one_of_four = planned(
+        Parallel(pp=4, microbatches=12)
+    )  # 4 of 12 parts of 24 samples are on their way
     assert real / 4 / 6 * 8 == pytest.approx(one_of_four, rel=0.3)
     assert planned(Parallel(pp=4, microbatches=12, schedule="gpipe")) == 3 * one_of_four
 
 
 def test_the_plan_says_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["job=gpt", "model.size=8b", "model.vocab=128256", "model.tied=false", "parallel=fsdp", "scale=1x8"]
+    words = [
+        "job=gpt",
+        "model.size=8b",
+        "model.vocab=128256",
+        "model.tied=false",
+        "parallel=fsdp",
+        "scale=1x8",
+    ]
     assert plan.main([*words, "group=inline", "backend=gloo", "train.precision=bf16"]) == 0
     # 8.03e9 parameters in fp32 on 8 ranks; a block and what is outside of blocks in bf16
     said = capsys.readouterr().out
-    assert "memory parameters 3.74 + gradients 3.74 + adamw 7.48 = 14.96 GiB on each rank, 2.36" in said
+    assert (
+        "memory parameters 3.74 + gradients 3.74 + adamw 7.48 = 14.96 GiB on each rank, 2.36"
+        in said
+    )
     assert re.search(r"gathered, and at most \d+\.\d\d GiB of activations before the loss", said)
 
 
@@ -333,7 +413,11 @@ class Named(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.more = Layer(), Layer(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.first, self.second, self.more = (
+            Layer(),
+            Layer(),
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        )
 
 
 class Layer(nn.Module):
@@ -360,10 +444,13 @@ def test_the_blocks_of_a_model(model: nn.Module, named: str, blocks: list[str]) 
 
 def test_a_model_without_blocks_or_plan_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"no class repeats .* set parallel\.blocks=CLASS or parallel=ddp \(known: Lin"
+        ConfigError,
+        match=r"no class repeats .* set parallel\.blocks=CLASS or parallel=ddp \(known: Lin",
     ):
         find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    with pytest.raises(ConfigError, match=r"parallel\.blocks=Linaer: .* did you mean parallel\.blocks=Linear"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.blocks=Linaer: .* did you mean parallel\.blocks=Linear"
+    ):
         find_blocks(MLP(), "Linaer")
     with pytest.raises(ConfigError, match=r"parallel\.tp: MLP has no plan"):
         styles(MLP())
@@ -379,7 +466,12 @@ def test_a_model_without_blocks_or_plan_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tp", "right"),
-    [(8, 4, 4, ""), (8, 2, 4, "parallel.tp=2"), (6, 6, 4, "parallel.tp=2"), (9, 3, 2, "parallel.tp=1")],
+    [
+        (8, 4, 4, ""),
+        (8, 2, 4, "parallel.tp=2"),
+        (6, 6, 4, "parallel.tp=2"),
+        (9, 3, 2, "parallel.tp=1"),
+    ],
 )
 def test_heads_that_the_ranks_of_a_tp_group_cannot_share_are_refused(
     heads: int, kv_heads: int, tp: int, right: str
@@ -392,13 +484,19 @@ def test_heads_that_the_ranks_of_a_tp_group_cannot_share_are_refused(
             continue
         with pytest.raises(ConfigError) as refused:
             check_heads(model, tp)
-        assert (refused.value.key, refused.value.value, refused.value.suggestion) == ("parallel.tp", tp, right)
+        assert (refused.value.key, refused.value.value, refused.value.suggestion) == (
+            "parallel.tp",
+            tp,
+            right,
+        )
     own: Any = GPT(layers=2, width=16 * heads, heads=heads, kv_heads=kv_heads)
     own.tp_plan = {"blocks.*.feed_forward.up": "colwise", "blocks.*.feed_forward.down": "rowwise"}
     check_heads(own, tp)  # its attention stays whole
 
 
-@pytest.mark.parametrize(("settings", "ranks"), [(Parallel("pp"), 3), (Parallel("tp", tp=2, pp=2), 4)])
+@pytest.mark.parametrize(
+    ("settings", "ranks"), [(Parallel("pp"), 3), (Parallel("tp", tp=2, pp=2), 4)]
+)
 def test_every_rank_makes_every_group_with_the_timeout_of_the_backend(
     settings: Parallel, ranks: int, tmp_path: Path
 ) -> None:
@@ -414,8 +512,12 @@ def test_every_rank_makes_every_group_with_the_timeout_of_the_backend(
         backends = [group._get_backend(torch.device("cpu")) for group in world.pg_map]
         return world.group_count, [each.options._timeout.total_seconds() for each in backends]
 
-    job = replace(BASE, backend=Backend("gloo", timeout_s=77), parallel=settings, data=Data(batch_size=6))
-    told = fine(run_ranks(ranks, replace(job, snapshot=Snapshot(1), train=Train(steps=2)), groups, tmp_path))
+    job = replace(
+        BASE, backend=Backend("gloo", timeout_s=77), parallel=settings, data=Data(batch_size=6)
+    )
+    told = fine(
+        run_ranks(ranks, replace(job, snapshot=Snapshot(1), train=Train(steps=2)), groups, tmp_path)
+    )
     assert len({made for made, _ in (one.value for one in told)}) == 1
     for one in told:
         limits = one.value[1]
@@ -426,16 +528,30 @@ def test_every_rank_makes_every_group_with_the_timeout_of_the_backend(
 def digits(job: Job) -> dict[str, float]:
     """The first layers of the digits; 43 test samples are not the same number on each rank."""
     found = load_digits()
-    images, labels = torch.tensor(found.images / 16, dtype=torch.float32).unsqueeze(1), torch.tensor(found.target)
+    images, labels = (
+        torch.tensor(found.images / 16, dtype=torch.float32).unsqueeze(1),
+        torch.tensor(found.target),
+    )
     torch.manual_seed(raydist.rank().rank)  # the parameters are rank 0's
     model: Any = SmallCNN(width=8)
     model.tp_plan = {"classify.2": "colwise_rep"}
-    train, test = (TensorDataset(images[part], labels[part]) for part in (slice(400), slice(1000, 1043)))
-    return raydist.fit(job, model=model, train=train, test=test, loss=F.cross_entropy, metrics={"accuracy": accuracy})
+    train, test = (
+        TensorDataset(images[part], labels[part]) for part in (slice(400), slice(1000, 1043))
+    )
+    return raydist.fit(
+        job,
+        model=model,
+        train=train,
+        test=test,
+        loss=F.cross_entropy,
+        metrics={"accuracy": accuracy},
+    )
 
 
 def gpt(job: Job) -> dict[str, float]:
-    text = torch.randint(256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    text = torch.randint(
+        256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8
+    )
     train = TensorDataset(text[:2048].view(64, 32), text[1:].view(64, 32))
     torch.manual_seed(0)
     model = GPT(layers=2, width=32, heads=4, kv_heads=2, hidden=96)
@@ -474,7 +590,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def trained(folder: Path, name: str, settings: Parallel, ranks: int = 4) -> tuple[list[Any], list[list[float]]]:
+def trained(
+    folder: Path, name: str, settings: Parallel, ranks: int = 4
+) -> tuple[list[Any], list[list[float]]]:
     """What the ranks come to: what each model's fit returned, and the losses of each."""
 
     def both(job: Job) -> list[Any]:
@@ -496,10 +614,16 @@ def trained(folder: Path, name: str, settings: Parallel, ranks: int = 4) -> tupl
         ("fsdp", Parallel("fsdp"), 4),
         ("hsdp", Parallel("hsdp", shard=2), 4),
         ("pp", PP, 4),  # two micro-batches of a rank are the batches of two ranks
-        ("tp", Parallel(tp=2), 2),  # with two ranks to a sample, batch norm sees the samples of two ranks of ddp
+        (
+            "tp",
+            Parallel(tp=2),
+            2,
+        ),  # with two ranks to a sample, batch norm sees the samples of two ranks of ddp
     ],
 )
-def test_the_losses_are_those_of_ddp(folder: Path, tmp_path: Path, name: str, settings: Parallel, alone: int) -> None:
+def test_the_losses_are_those_of_ddp(
+    folder: Path, tmp_path: Path, name: str, settings: Parallel, alone: int
+) -> None:
     figures, wanted = trained(folder, f"ddp{alone}", Parallel(), alone)
     found, losses = trained(folder, name, settings)
     for one, other in zip(losses, wanted, strict=True):
@@ -508,7 +632,10 @@ def test_the_losses_are_those_of_ddp(folder: Path, tmp_path: Path, name: str, se
         assert one == pytest.approx(other, abs=1e-6)
     at = folder / name / "digits" / "checkpoints" / f"step-{STEPS:08d}"
     assert saved_at(at).reported["loss"] == saved_at(at).metrics["loss"]
-    if name == "pp":  # its batch norm averages over two batches a step: what evaluates its checkpoint has the same
+    if (
+        name == "pp"
+        # its batch norm averages over two batches a step: what evaluates its checkpoint has the same
+    ):
         (alone_told,) = fine(run_ranks(1, BASE, digits, tmp_path, {"RAYDIST_RESUME": str(at)}))
         figures = [alone_told.value]
     assert found[0]["accuracy"] == figures[0]["accuracy"]
@@ -520,20 +647,28 @@ def test_a_fused_optimizer_takes_shards(folder: Path, tmp_path: Path, settings: 
     _, (_, wanted) = trained(folder, "ddp4", Parallel(), 4)
     fused = replace(BASE.optim, fused=True)
     job = replace(BASE, parallel=settings, optim=fused, train=replace(BASE.train, steps=8))
-    assert mean_losses(fine(run_ranks(4, job, gpt, tmp_path))) == pytest.approx(wanted[:8], abs=1e-5)
+    assert mean_losses(fine(run_ranks(4, job, gpt, tmp_path))) == pytest.approx(
+        wanted[:8], abs=1e-5
+    )
 
 
 LEVERS = {
     # the steps of sgd depend on the norm of the gradients; those of adamw do not
-    "clip": replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10, clip=0.1, accumulate=2)),
+    "clip": replace(
+        BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10, clip=0.1, accumulate=2)
+    ),
     "unclipped": replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10)),
     # these gradients are far below the limit
-    "bf16": replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10, clip=1e3, precision="bf16")),
+    "bf16": replace(
+        BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=10, clip=1e3, precision="bf16")
+    ),
 }
 
 
 @cache
-def levered(folder: Path, name: str, settings: Parallel, levers: tuple[str, ...]) -> dict[str, tuple[list[float], Any]]:
+def levered(
+    folder: Path, name: str, settings: Parallel, levers: tuple[str, ...]
+) -> dict[str, tuple[list[float], Any]]:
     """The losses of gpt on four ranks with each lever, and the types that its layers gave."""
 
     def each(job: Job) -> list[Any]:
@@ -566,9 +701,12 @@ def noted(kinds: set[Any]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [("fsdp", Parallel("fsdp")), ("tp", Parallel(tp=2)), ("pp", Parallel(pp=2))]
+    ("name", "settings"),
+    [("fsdp", Parallel("fsdp")), ("tp", Parallel(tp=2)), ("pp", Parallel(pp=2))],
 )
-def test_clip_accumulate_and_bf16_do_what_they_do_under_ddp(folder: Path, name: str, settings: Parallel) -> None:
+def test_clip_accumulate_and_bf16_do_what_they_do_under_ddp(
+    folder: Path, name: str, settings: Parallel
+) -> None:
     wanted = levered(folder, "ddp-levers", Parallel(), ("clip", "unclipped", "bf16"))
     found = levered(folder, f"{name}-levers", settings, ("clip", "bf16"))
     assert found["clip"][0] == pytest.approx(wanted["clip"][0], abs=1e-6)
@@ -587,7 +725,9 @@ def test_blocks_are_compiled_one_by_one_in_a_stage_too(folder: Path, tmp_path: P
         gpt(job)
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-    job = replace(BASE, parallel=Parallel("fsdp", pp=2), train=replace(BASE.train, steps=4, compile=True))
+    job = replace(
+        BASE, parallel=Parallel("fsdp", pp=2), train=replace(BASE.train, steps=4, compile=True)
+    )
     told = fine(run_ranks(4, job, compiled, tmp_path))
     assert all(one.value for one in told)
     _, (_, wanted) = trained(folder, "ddp4", Parallel(), 4)
@@ -611,7 +751,9 @@ for path in sys.argv[1:]:
 """
 
 
-def resumed(ranks: int, settings: Parallel, checkpoint: Path, to: Path, steps: int = STEPS) -> list[float]:
+def resumed(
+    ranks: int, settings: Parallel, checkpoint: Path, to: Path, steps: int = STEPS
+) -> list[float]:
     job = replace(BASE, parallel=settings, train=replace(BASE.train, steps=steps))
     return mean_losses(fine(run_ranks(ranks, job, gpt, to, {"RAYDIST_RESUME": str(checkpoint)})))
 
@@ -621,7 +763,9 @@ def test_a_state_in_shards_goes_on_with_any_number_of_ranks(folder: Path, tmp_pa
     at, losses = folder / "fsdp" / "gpt", whole[:4]
     for begin, ranks, end in ((4, 3, 8), (8, 2, 12), (12, 4, STEPS)):
         to = tmp_path / str(ranks)
-        losses = losses + resumed(ranks, Parallel("fsdp"), at / "checkpoints" / f"step-{begin:08d}", to, end)
+        losses = losses + resumed(
+            ranks, Parallel("fsdp"), at / "checkpoints" / f"step-{begin:08d}", to, end
+        )
         at = to
     assert len(losses) == STEPS
     assert losses == pytest.approx(whole, abs=1e-5)
@@ -643,7 +787,9 @@ def in_memory(
         here = context.current()
         me = here.rank.rank
         here.memory = os.open(f"/proc/{pid}/fd/{memories[me]}", os.O_RDWR), -1
-        here.rank = context.Rank(me, me % per_node, me // per_node, here.rank.world_size, per_node, run_dir=to)
+        here.rank = context.Rank(
+            me, me % per_node, me // per_node, here.rank.world_size, per_node, run_dir=to
+        )
         return train(job)
 
     pid, job = os.getpid(), replace(BASE, parallel=settings, snapshot=Snapshot(1), optim=optim)
@@ -652,18 +798,26 @@ def in_memory(
     return mean_losses(fine(run_ranks(len(memories), job, attempt, to, env)))
 
 
-def test_a_state_in_shards_goes_on_from_memory_with_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
+def test_a_state_in_shards_goes_on_from_memory_with_any_number_of_ranks(
+    folder: Path, tmp_path: Path
+) -> None:
     _, (_, whole) = trained(folder, "fsdp", Parallel("fsdp"))
     a, b, c, d, e, f = (memory() for _ in range(6))
     losses = in_memory([a, b, c, d], tmp_path / "four", 4, 0)
-    for restart, (memories, end) in enumerate((([a, c, d], 8), ([c, d], 12), ([e, c, f, d], STEPS)), 1):
+    for restart, (memories, end) in enumerate(
+        (([a, c, d], 8), ([c, d], 12), ([e, c, f, d], STEPS)), 1
+    ):
         losses = losses + in_memory(memories, tmp_path / str(end), end, restart)
     assert len(losses) == STEPS
     assert losses == pytest.approx(whole, abs=1e-5)
 
 
-@pytest.mark.parametrize(("name", "settings"), [("hsdp", Parallel("hsdp", shard=2)), ("tp", Parallel(tp=2))])
-def test_the_other_divisions_go_on_from_memory_too(folder: Path, tmp_path: Path, name: str, settings: Parallel) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"), [("hsdp", Parallel("hsdp", shard=2)), ("tp", Parallel(tp=2))]
+)
+def test_the_other_divisions_go_on_from_memory_too(
+    folder: Path, tmp_path: Path, name: str, settings: Parallel
+) -> None:
     _, (_, whole) = trained(folder, name, settings)
     memories = [memory() for _ in range(4)]
     losses = in_memory(memories, tmp_path / "begin", 6, 0, settings, 4)
@@ -679,7 +833,9 @@ class Unused(GPT):
 
 
 def unused(job: Job) -> dict[str, float]:
-    text = torch.randint(256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    text = torch.randint(
+        256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8
+    )
     train = TensorDataset(text[:2048].view(64, 32), text[1:].view(64, 32))
     torch.manual_seed(0)
     return raydist.fit(job, model=Unused(), train=train, loss=next_token)
@@ -687,7 +843,11 @@ def unused(job: Job) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("train", "optim"),
-    [(gpt, Optim("sgd", lr=0.5)), (unused, Optim("adamw", lr=0.005)), (unused, Optim("sgd", 0.1, {"momentum": 0.9}))],
+    [
+        (gpt, Optim("sgd", lr=0.5)),
+        (unused, Optim("adamw", lr=0.005)),
+        (unused, Optim("sgd", 0.1, {"momentum": 0.9})),
+    ],
     ids=["no-state", "adamw", "momentum"],
 )
 def test_what_has_no_state_in_the_optimizer_goes_on_too(
@@ -695,14 +855,20 @@ def test_what_has_no_state_in_the_optimizer_goes_on_too(
 ) -> None:
     """From the memory of as many ranks, and of fewer; from the disk, in shards and whole."""
     job = replace(
-        BASE, optim=optim, parallel=FSDP, train=replace(BASE.train, steps=12), checkpoint=Checkpoint(every=4, keep=9)
+        BASE,
+        optim=optim,
+        parallel=FSDP,
+        train=replace(BASE.train, steps=12),
+        checkpoint=Checkpoint(every=4, keep=9),
     )
     whole = mean_losses(fine(run_ranks(2, job, train, tmp_path / "whole")))
     a, b = memory(), memory()
     losses = in_memory([a, b], tmp_path / "begin", 4, 0, train=train, optim=optim)
     losses += in_memory([a, b], tmp_path / "same", 8, 1, train=train, optim=optim)
     assert losses == whole[:8]
-    assert in_memory([b], tmp_path / "one", 12, 2, train=train, optim=optim) == pytest.approx(whole[8:], abs=1e-5)
+    assert in_memory([b], tmp_path / "one", 12, 2, train=train, optim=optim) == pytest.approx(
+        whole[8:], abs=1e-5
+    )
     at = {"RAYDIST_RESUME": str(tmp_path / "whole" / "checkpoints" / "step-00000008")}
     for name, ranks, settings in (("shards", 2, FSDP), ("alone", 1, Parallel())):
         told = fine(run_ranks(ranks, replace(job, parallel=settings), train, tmp_path / name, at))
@@ -716,7 +882,9 @@ def test_a_state_in_shards_goes_on_under_another_division(folder: Path, tmp_path
     assert resumed(4, Parallel("fsdp"), at, tmp_path / "same") == whole[16:]
     assert resumed(1, Parallel(), at, tmp_path / "one") == pytest.approx(whole[16:], abs=1e-5)
     at = folder / "tp" / "gpt" / "checkpoints" / "step-00000016"
-    assert resumed(4, Parallel("fsdp"), at, tmp_path / "from-tp") == pytest.approx(divided[16:], abs=1e-5)
+    assert resumed(4, Parallel("fsdp"), at, tmp_path / "from-tp") == pytest.approx(
+        divided[16:], abs=1e-5
+    )
 
 
 def test_a_pipeline_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:
@@ -728,7 +896,9 @@ def test_a_pipeline_goes_on_under_another_division(folder: Path, tmp_path: Path)
         ("fsdp", 2, Parallel("fsdp")),
     ):
         assert resumed(ranks, settings, at, tmp_path / name) == pytest.approx(whole[16:], abs=1e-5)
-    told = run_ranks(2, replace(BASE, parallel=Parallel("pp")), digits, tmp_path, {"RAYDIST_RESUME": str(at)})
+    told = run_ranks(
+        2, replace(BASE, parallel=Parallel("pp")), digits, tmp_path, {"RAYDIST_RESUME": str(at)}
+    )
     assert all("this state does not fit the model" in one.error for one in told)
 
 
@@ -736,8 +906,13 @@ def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
     trained(folder, "tp", Parallel(tp=2))
     trained(folder, "pp", PP)
     trained(folder, "fsdp", Parallel("fsdp"))
-    saved = [str(folder / name / "gpt" / "checkpoints" / "step-00000020") for name in ("fsdp", "tp", "pp")]
-    ended = subprocess.run([sys.executable, "-c", PLAIN, *saved], cwd=ROOT, capture_output=True, text=True)
+    saved = [
+        str(folder / name / "gpt" / "checkpoints" / "step-00000020")
+        for name in ("fsdp", "tp", "pp")
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", PLAIN, *saved], cwd=ROOT, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     (one, steps), *others = map(json.loads, ended.stdout.splitlines())
     assert steps == STEPS
@@ -745,7 +920,8 @@ def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
 
 
 def whole_blocks(model: GPT) -> list[int]:
-    """How many blocks are made and not divided, each time that one has been made: noted in this rank from now on."""
+    """How many blocks are made and not divided, each time that one has been made: noted in this
+    rank from now on."""
     reset, whole = Block.reset_parameters, list[int]()
 
     def counted(block: Block) -> None:
@@ -772,10 +948,15 @@ def test_a_model_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
     (most, values), (_, others) = one.value, two.value
     assert most == 1
     assert all(torch.equal(values[name], others[name]) for name in values)
-    for name, spread in (("embedding.weight", 0.02), ("blocks.2.attention.out.weight", 0.02 / 6**0.5)):
+    for name, spread in (
+        ("embedding.weight", 0.02),
+        ("blocks.2.attention.out.weight", 0.02 / 6**0.5),
+    ):
         assert float(values[name].std()) == pytest.approx(spread, rel=0.1)
     assert float(values["norm.weight"].mean()) == 1
-    assert not torch.equal(values["blocks.0.attention.out.weight"], values["blocks.1.attention.out.weight"])
+    assert not torch.equal(
+        values["blocks.0.attention.out.weight"], values["blocks.1.attention.out.weight"]
+    )
 
 
 def test_a_whole_state_goes_on_in_shards(folder: Path, tmp_path: Path) -> None:
@@ -783,4 +964,6 @@ def test_a_whole_state_goes_on_in_shards(folder: Path, tmp_path: Path) -> None:
     for name, ranks, settings in (("ddp4", 4, Parallel("fsdp")), ("ddp2", 2, Parallel(tp=2))):
         _, (_, whole) = trained(folder, name, Parallel(), ranks)
         at = folder / name / "gpt" / "checkpoints" / "step-00000012"
-        assert resumed(4, settings, at, tmp_path / name, 16) == pytest.approx(whole[12:16], abs=1e-5)
+        assert resumed(4, settings, at, tmp_path / name, 16) == pytest.approx(
+            whole[12:16], abs=1e-5
+        )

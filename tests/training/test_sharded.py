@@ -69,14 +69,24 @@ def test_the_next_node_holds_the_copies(nodes: list[int], held_by: list[int] | N
         ([[], []], [[], []], -1),
     ],
 )
-def test_the_newest_step_that_is_there_whole(own: list[list[int]], guests: list[list[int]], step: int) -> None:
+def test_the_newest_step_that_is_there_whole(
+    own: list[list[int]], guests: list[list[int]], step: int
+) -> None:
     assert sharded.common(own, guests, [1, 0]) == step
 
 
 def test_what_does_not_fit_is_refused() -> None:
     for into, kept, word in (
-        ({"a": torch.ones(2)}, {"a": torch.ones(3)}, r"state\['a'\] is \(2,\) on this rank, and was kept as \(3,\)"),
-        ({"a": {}}, {"a": {"b": torch.ones(1)}}, r"state\['a'\] and the kept state differ in b: .*get_state_dict"),
+        (
+            {"a": torch.ones(2)},
+            {"a": torch.ones(3)},
+            r"state\['a'\] is \(2,\) on this rank, and was kept as \(3,\)",
+        ),
+        (
+            {"a": {}},
+            {"a": {"b": torch.ones(1)}},
+            r"state\['a'\] and the kept state differ in b: .*get_state_dict",
+        ),
     ):
         with pytest.raises(RaydistError, match=word):
             sharded.put_into(into, kept, "state")
@@ -119,11 +129,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 
 
 def full(model: nn.Module) -> list[float]:
-    return [value for parameter in model.parameters() for value in parameter.full_tensor().flatten().tolist()]  # type: ignore[attr-defined]
+    return [
+        value
+        for parameter in model.parameters()
+        for value in parameter.full_tensor().flatten().tolist()  # type: ignore[attr-defined]
+    ]
 
 
 def loses(lost: tuple[int, ...]) -> Any:
-    """6 steps on ranks that are nodes of their own; then the memory of some is gone, and all go on from step 4."""
+    """6 steps on ranks that are nodes of their own; then the memory of some is gone, and all go on
+    from step 4."""
 
     def job(job: Job) -> Any:
         from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -148,7 +163,12 @@ def loses(lost: tuple[int, ...]) -> Any:
         state = everything(model, optimizer)
         begin = sharded.load(state)
         if begin:
-            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
         for step in range(begin + 1, 7):
             train(model, optimizer, step)
         return begin, full(model) == unbroken, sorted(SnapshotBuffer(here.memory[0]).steps)
@@ -157,11 +177,17 @@ def loses(lost: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize(("lost", "begin"), [((), 4), ((1,), 4), ((2,), 4), ((0, 1), 0)])
-def test_a_lost_part_comes_back_from_the_next_node(tmp_path: Path, lost: tuple[int, ...], begin: int) -> None:
+def test_a_lost_part_comes_back_from_the_next_node(
+    tmp_path: Path, lost: tuple[int, ...], begin: int
+) -> None:
     told = run_ranks(3, GLOO, loses(lost), tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"})
     assert [each.error for each in told] == [""] * 3
     assert [each.value[:2] for each in told] == [(begin, True)] * 3
-    assert [len(each.kind("warning")) for each in told] == [0 if begin else 1, 0, 0]  # not all shards are left
+    assert [len(each.kind("warning")) for each in told] == [
+        0 if begin else 1,
+        0,
+        0,
+    ]  # not all shards are left
     if begin:
         assert all(4 in each.value[2] for each in told)
 
@@ -169,7 +195,8 @@ def test_a_lost_part_comes_back_from_the_next_node(tmp_path: Path, lost: tuple[i
 def until_the_end(steps: int = 30, strike: int = 0, wrong: int = 0) -> tuple[int, list[float]]:
     """The step that it went on from, and the last weights.
 
-    After step `strike` Ray loses the node of the last rank; after step `wrong` the job raises on rank 0.
+    After step `strike` Ray loses the node of the last rank; after step `wrong` the job raises on
+    rank 0.
     """
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
@@ -177,7 +204,9 @@ def until_the_end(steps: int = 30, strike: int = 0, wrong: int = 0) -> tuple[int
     state = everything(model, optimizer)
     begin = sharded.load(state)
     if begin:
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
     for step in range(begin + 1, steps + 1):
         train(model, optimizer, step)
         sharded.keep(step, everything(model, optimizer))
@@ -226,22 +255,29 @@ made.shutdown()
 def test_the_loss_of_a_node_does_not_lose_its_part_in_the_run_nor_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (QUICK_DEATH | {"PYTHONPATH": str(ROOT), "RAYDIST_LEDGER": str(tmp_path / "nodes")}).items():
+    for name, value in (
+        QUICK_DEATH | {"PYTHONPATH": str(ROOT), "RAYDIST_LEDGER": str(tmp_path / "nodes")}
+    ).items():
         monkeypatch.setenv(name, value)
-    ended = subprocess.run([sys.executable, "-c", NODES], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    ended = subprocess.run(
+        [sys.executable, "-c", NODES], cwd=tmp_path, capture_output=True, text=True, timeout=250
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
     values = told["struck"]
     unbroken = run_ranks(4, GLOO, lambda job: until_the_end(), tmp_path)
     assert [each.error for each in unbroken] == [""] * 4
-    # what was kept last when the node went: its own step, or the one after which it had told the others
+    # what was kept last when the node went: its own step, or the one after which it had told the
+    # others
     (begin,) = {begin for begin, _ in values}
     assert begin in (19, 20)
     assert [weights for _, weights in values] == [each.value[1] for each in unbroken]
     (restart,) = json.loads((tmp_path / "run" / "result.json").read_text())["restarts"]
     assert restart["how"] == "lost"
     (back,) = [
-        happened for happened in read_events(tmp_path / "run" / "events.jsonl") if happened["kind"] == "restarted"
+        happened
+        for happened in read_events(tmp_path / "run" / "events.jsonl")
+        if happened["kind"] == "restarted"
     ]
     assert back["repeated"] <= 1
 
@@ -261,18 +297,26 @@ def test_the_loss_of_a_node_does_not_lose_its_part_in_the_run_nor_after_it(
     assert begin in (19, 20)
 
 
-def test_the_last_step_of_a_run_that_failed_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_step_of_a_run_that_failed_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("group=inline", "backend=gloo", "watch.progress=none", "restart=none")
     with pytest.raises(RunFailed, match="ValueError: wrong") as failed:
         raydist.run(until_the_end, *words, "scale=1x2", "hydra.run.dir=failed", steps=8, wrong=5)
     saved = checkpoint_files.newest(tmp_path / "failed" / "checkpoints")
     assert saved is not None
-    assert (saved.sharded, saved.meta.world_size, saved.path) == (True, 2, failed.value.result.checkpoint)
+    assert (saved.sharded, saved.meta.world_size, saved.path) == (
+        True,
+        2,
+        failed.value.result.checkpoint,
+    )
     assert saved.step in (4, 5)
     with pytest.raises(RaydistError, match=r"load it with raydist\.sharded\.load"):
         _ = saved.state
-    done = raydist.run(until_the_end, *words, "scale=1x2", "hydra.run.dir=resumed", "resume=failed", steps=8)
+    done = raydist.run(
+        until_the_end, *words, "scale=1x2", "hydra.run.dir=resumed", "resume=failed", steps=8
+    )
     unbroken = run_ranks(2, GLOO, lambda job: until_the_end(8), tmp_path)
     assert done.values == tuple((saved.step, each.value[1]) for each in unbroken)
     damaged = Path(str(saved.path)) / "__1_0.distcp"
@@ -296,9 +340,13 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
     full = {
-        name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in planner.state_dict.items()
+        name: getattr(value, "full_tensor", lambda value=value: value)()
+        for name, value in planner.state_dict.items()
     }
-    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in full.items()}
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in full.items()
+    }
 
 
 def trained(steps: int) -> dict[str, Any]:
@@ -327,7 +375,9 @@ print(json.dumps(whole(state)))
 """
 
 
-def test_another_number_of_ranks_loads_what_killed_ranks_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_ranks_loads_what_killed_ranks_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("group=inline", "backend=gloo", "watch.progress=none", "restart=none")
     with pytest.raises(RunFailed) as failed:
@@ -351,20 +401,26 @@ def a_node(rank: int, folder: StoragePath, steps: dict[int, float]) -> launch_fl
     mine = memory()
     for step, value in steps.items():
         state = {f"x{rank}": torch.full((3,), value), "n": 7}
-        plan = distributed_checkpoint.RankPlanner(0).plan(state)  # each as if it were to write all that it has
+        plan = distributed_checkpoint.RankPlanner(0).plan(
+            state
+        )  # each as if it were to write all that it has
         part = distributed_checkpoint.RankPart(rank, 2, state, plan)
         SnapshotBuffer(mine).write(step, {"own": vars(part)})
 
     def ask(request: Any) -> Future[Any]:
         reply: Future[Any] = Future()
-        reply.set_result([] if isinstance(request, Flush) else shards.answer_request({0: mine}, folder, request))
+        reply.set_result(
+            [] if isinstance(request, Flush) else shards.answer_request({0: mine}, folder, request)
+        )
         return reply
 
     return launch_flush.FlushNode(f"host-{rank}", ask)
 
 
 @pytest.mark.parametrize("where", ["shared", "url", "apart"])
-def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(tmp_path: Path, where: str) -> None:
+def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(
+    tmp_path: Path, where: str
+) -> None:
     folders: dict[str, list[StoragePath]] = {
         "shared": [tmp_path / "runs"] * 2,
         "url": [parse_path(f"memory://bucket/{tmp_path.name}")] * 2,
@@ -375,13 +431,21 @@ def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(tmp
     launch_flush.flush(nodes, Checkpoint(keep=1), told.append)
     if where == "apart":
         (warning,) = told
-        assert f"step 4 is not on the disk: host-0 does not see what host-1 wrote to {first}; set" in warning["text"]
+        assert (
+            f"step 4 is not on the disk: host-0 does not see what host-1 wrote to {first}; set"
+            in warning["text"]
+        )
         assert [*first.glob("*"), *second.glob("*"), *first.glob(".*"), *second.glob(".*")] == []
         return
     (saved,) = told
     found = checkpoint_files.newest(first)
     assert found is not None
-    assert (saved["kind"], saved["path"], found.step, found.sharded) == ("saved", str(found.path), 4, True)
+    assert (saved["kind"], saved["path"], found.step, found.sharded) == (
+        "saved",
+        str(found.path),
+        4,
+        True,
+    )
     loaded: dict[str, Any] = {"x0": torch.zeros(3), "x1": torch.zeros(3), "n": 0}
     distributed_checkpoint.load_into(found.path, loaded)
     assert [round(float(loaded[name].sum()), 3) for name in ("x0", "x1")] == [1.2, 4.2]
@@ -391,11 +455,15 @@ def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(tmp
 
 
 @pytest.mark.parametrize(("step", "whole"), [(4, True), (5, False)])
-def test_only_the_step_that_was_asked_for_becomes_a_checkpoint(tmp_path: Path, step: int, whole: bool) -> None:
+def test_only_the_step_that_was_asked_for_becomes_a_checkpoint(
+    tmp_path: Path, step: int, whole: bool
+) -> None:
     """The ranks of a later attempt may have saved another one: the memories hold step 4."""
     mine, told = memory(), list[Any]()
     state = {"x": torch.full((3,), 0.4)}
-    part = distributed_checkpoint.RankPart(0, 1, state, distributed_checkpoint.RankPlanner(0).plan(state))
+    part = distributed_checkpoint.RankPart(
+        0, 1, state, distributed_checkpoint.RankPlanner(0).plan(state)
+    )
     SnapshotBuffer(mine).keep_to_save(4, {"own": vars(part)})
 
     def ask(request: Any) -> Future[Any]:
@@ -408,10 +476,16 @@ def test_only_the_step_that_was_asked_for_becomes_a_checkpoint(tmp_path: Path, s
 
     description = launch_flush.Description(3, None, str(tmp_path), {"loss": 0.5}, {"epoch": 2})
     asked = WholeShards(step, 1, {0: (0,)})
-    launch_flush.have_shards_written([launch_flush.FlushNode("host", ask)], asked, description, told.append)
+    launch_flush.have_shards_written(
+        [launch_flush.FlushNode("host", ask)], asked, description, told.append
+    )
     found = checkpoint_files.newest(tmp_path)
     assert (found is not None) == whole
-    assert found is None or (found.step, found.metrics, dict(found.reported)) == (4, {"loss": 0.5}, {"epoch": 2})
+    assert found is None or (found.step, found.metrics, dict(found.reported)) == (
+        4,
+        {"loss": 0.5},
+        {"epoch": 2},
+    )
     assert [each["kind"] for each in told] == (["saved"] if whole else ["warning"] * 2)
     assert not list(tmp_path.glob(".*"))
 
@@ -419,7 +493,10 @@ def test_only_the_step_that_was_asked_for_becomes_a_checkpoint(tmp_path: Path, s
 def held(own: str, copies: str = "", disk: int = -1, world: int = 3) -> HeldShards:
     """Of words like `0@20`: a rank's shards of a step."""
     mine, others = (
-        [(int(rank), world, int(step)) for rank, _, step in (word.partition("@") for word in words.split())]
+        [
+            (int(rank), world, int(step))
+            for rank, _, step in (word.partition("@") for word in words.split())
+        ]
         for words in (own, copies)
     )
     return HeldShards(mine, others, disk)
@@ -428,9 +505,21 @@ def held(own: str, copies: str = "", disk: int = -1, world: int = 3) -> HeldShar
 @pytest.mark.parametrize(
     ("held", "step", "of"),
     [
-        ({0: held("0@5 0@4"), 1: held("1@5 1@4"), 2: held("2@5 2@4")}, 5, {0: (0,), 1: (1,), 2: (2,)}),
-        ({0: held("0@5 0@4"), 1: held("1@4 1@3"), 2: held("2@5 2@4")}, 4, {0: (0,), 1: (1,), 2: (2,)}),
-        ({0: held("0@5 0@4", "2@5"), 1: held("1@5 1@4", "0@5")}, 5, {0: (0, 2), 1: (1,)}),  # node 2 is gone
+        (
+            {0: held("0@5 0@4"), 1: held("1@5 1@4"), 2: held("2@5 2@4")},
+            5,
+            {0: (0,), 1: (1,), 2: (2,)},
+        ),
+        (
+            {0: held("0@5 0@4"), 1: held("1@4 1@3"), 2: held("2@5 2@4")},
+            4,
+            {0: (0,), 1: (1,), 2: (2,)},
+        ),
+        (
+            {0: held("0@5 0@4", "2@5"), 1: held("1@5 1@4", "0@5")},
+            5,
+            {0: (0, 2), 1: (1,)},
+        ),  # node 2 is gone
         ({0: held("0@5 1@5", "2@5"), 1: held("2@4")}, 5, {0: (0, 1, 2)}),
         ({0: held("0@5 0@4", "2@5")}, None, "no step has the shards of all ranks in memory"),
         ({0: held("0@5 1@5 2@5", disk=5)}, None, "^$"),  # the disk has it
@@ -439,7 +528,9 @@ def held(own: str, copies: str = "", disk: int = -1, world: int = 3) -> HeldShar
         ({0: held("")}, None, "^$"),
     ],
 )
-def test_which_node_writes_which_shards(held: dict[int, HeldShards], step: int | None, of: Any) -> None:
+def test_which_node_writes_which_shards(
+    held: dict[int, HeldShards], step: int | None, of: Any
+) -> None:
     chosen = launch_flush.choose_shards(held)
     if isinstance(chosen, str):
         assert step is None
@@ -469,7 +560,8 @@ def test_a_state_of_another_number_of_ranks_is_read_as_from_the_disk(tmp_path: P
 
 
 def slow_network(job: Job) -> Any:
-    """Two nodes, between which a copy travels as long as some ten steps; the newest step that was kept of 60."""
+    """Two nodes, between which a copy travels as long as some ten steps; the newest step that was
+    kept of 60."""
     here = context.current()
     me = here.rank.rank
     here.rank, here.memory = context.Rank(me, 0, me, 2), (memory(), -1)
@@ -491,7 +583,9 @@ def slow_network(job: Job) -> Any:
     return len({*kept})
 
 
-def test_the_way_of_a_copy_to_the_next_node_is_not_taken_for_the_cost_of_a_snapshot(tmp_path: Path) -> None:
+def test_the_way_of_a_copy_to_the_next_node_is_not_taken_for_the_cost_of_a_snapshot(
+    tmp_path: Path,
+) -> None:
     """Only the first steps waited for it, and then one in a thousand was kept."""
     one, other = run_ranks(2, GLOO, slow_network, tmp_path)
     assert (one.error, other.error) == ("", "")
@@ -513,7 +607,8 @@ def no_room(job: Job) -> Any:
 
 
 def lagging(job: Job) -> Any:
-    """Two ranks keep the state of a device that lags; its next step changes the state before the copy has begun."""
+    """Two ranks keep the state of a device that lags; its next step changes the state before the
+    copy has begun."""
     here = context.current()
     me = here.rank.rank
     here.rank, here.memory = context.Rank(me, 0, me, 2), (memory(), -1)
@@ -531,14 +626,25 @@ def lagging(job: Job) -> Any:
     state = {"x": torch.zeros(4)}
     copy = own.read(own.replicas[7])["own"]["state"]["x"]
     assert reports_sent == [*range(8)], "a restart from a step does not repeat its report"
-    return sharded.load(state), state["x"].tolist(), copy.tolist(), len(own.steps), len(device.registered)
+    return (
+        sharded.load(state),
+        state["x"].tolist(),
+        copy.tolist(),
+        len(own.steps),
+        len(device.registered),
+    )
 
 
-def test_shards_of_a_device_that_lags_are_those_of_their_step_here_and_on_the_next_node(tmp_path: Path) -> None:
+def test_shards_of_a_device_that_lags_are_those_of_their_step_here_and_on_the_next_node(
+    tmp_path: Path,
+) -> None:
     told = run_ranks(2, GLOO, lagging, tmp_path)
     assert [each.error for each in told] == ["", ""]
-    # two slots take turns, as all ranks wait for each other; the copy of another rank's state never meets the device
-    assert [each.value for each in told] == [(7, [70.0 + me] * 4, [71.0 - me] * 4, 2, 3) for me in range(2)]
+    # two slots take turns, as all ranks wait for each other; the copy of another rank's state never
+    # meets the device
+    assert [each.value for each in told] == [
+        (7, [70.0 + me] * 4, [71.0 - me] * 4, 2, 3) for me in range(2)
+    ]
 
 
 def test_without_room_on_one_rank_all_go_on_without(tmp_path: Path) -> None:

@@ -47,28 +47,41 @@ def offers(*steps: int, whole: bool = True) -> list[Offer]:
         ([offers(9, 8), offers(5, 4)], None),
     ],
 )
-def test_the_newest_state_that_will_do(told: list[list[Offer]], chosen: tuple[int, int] | None) -> None:
+def test_the_newest_state_that_will_do(
+    told: list[list[Offer]], chosen: tuple[int, int] | None
+) -> None:
     assert choose_snapshot(told) == chosen
 
 
 def state(step: int, rank: int) -> dict[str, Any]:
-    return {"own": {"rank": torch.tensor([rank]), "world_size": 2}, "model": torch.arange(1001) * step, "name": "x"}
+    return {
+        "own": {"rank": torch.tensor([rank]), "world_size": 2},
+        "model": torch.arange(1001) * step,
+        "name": "x",
+    }
 
 
 def find(holders: dict[int, tuple[int, ...]], nodes: int) -> Any:
-    """A function for ranks: rank r has kept whole states of the steps holders[r]; gives what it finds."""
+    """A function for ranks: rank r has kept whole states of the steps holders[r]; gives what it
+    finds."""
 
     def job(job: Job) -> Any:
         here = context.current()
         me = here.rank.rank
-        here.rank = context.Rank(me, 0 if nodes > 1 else me, me if nodes > 1 else 0, here.rank.world_size)
+        here.rank = context.Rank(
+            me, 0 if nodes > 1 else me, me if nodes > 1 else 0, here.rank.world_size
+        )
         descriptor = os.memfd_create("test")
         os.pwrite(descriptor, blank_page(), 0)
         for step in holders.get(me, ()):
             SnapshotBuffer(descriptor).write(step, state(step, me))
         here.memory = descriptor, descriptor
         kept = Snapshotter(job, here.comm).find()
-        return kept and (kept.step, kept.state["model"].tolist(), kept.own and kept.own["rank"].tolist())
+        return kept and (
+            kept.step,
+            kept.state["model"].tolist(),
+            kept.own and kept.own["rank"].tolist(),
+        )
 
     return job
 
@@ -77,7 +90,9 @@ def test_every_rank_finds_the_same_step_and_its_own_part(tmp_path: Path) -> None
     env = {"TORCHELASTIC_RESTART_COUNT": "1"}
     told = run_ranks(2, GLOO, find({0: (3, 4), 1: (2, 3)}, nodes=2), tmp_path, env)
     assert [each.error for each in told] == ["", ""]
-    assert [each.value for each in told] == [(3, [3 * i for i in range(1001)], [rank]) for rank in range(2)]
+    assert [each.value for each in told] == [
+        (3, [3 * i for i in range(1001)], [rank]) for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("holder", [0, 1])
@@ -89,7 +104,9 @@ def test_a_new_node_gets_the_state_of_one_that_has_it(tmp_path: Path, holder: in
 
 
 @pytest.mark.parametrize(("kind", "same"), [("cuda", True), ("cpu", False)])
-def test_a_rank_with_a_gpu_reads_the_memory_of_its_node_without_a_copy(tmp_path: Path, kind: str, same: bool) -> None:
+def test_a_rank_with_a_gpu_reads_the_memory_of_its_node_without_a_copy(
+    tmp_path: Path, kind: str, same: bool
+) -> None:
     """Each of eight ranks copied the whole state before it went to its GPU."""
 
     def job(job: Job) -> bool:
@@ -110,13 +127,19 @@ def test_a_rank_with_a_gpu_reads_the_memory_of_its_node_without_a_copy(tmp_path:
     assert (told.error, told.value) == ("", same)
 
 
-def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(tmp_path: Path) -> None:
-    """The optimizer leaves `step` on the host as it gets it: it was the memory that all of them read."""
+def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(
+    tmp_path: Path,
+) -> None:
+    """The optimizer leaves `step` on the host as it gets it: it was the memory that all of them
+    read."""
 
     def trained(job: Job, steps: int, device: str = "cpu", kept: Restored | None = None) -> Stepper:
-        """After so many steps, from this state on. A tensor on `meta` is on another device, as on a GPU."""
+        """After so many steps, from this state on. A tensor on `meta` is on another device, as on a
+        GPU."""
         comm, given = context.current().comm, torch.ones(2, 4, device=device)
-        made = Stepper(job, nn.Linear(4, 3), lambda output, _: output.sum(), comm, torch.device(device), 0.1)
+        made = Stepper(
+            job, nn.Linear(4, 3), lambda output, _: output.sum(), comm, torch.device(device), 0.1
+        )
         made.plan(job.optim, Course(10))
         if kept is not None:
             made.load(kept.state, kept.path)
@@ -148,7 +171,8 @@ def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(tmp
 
 
 def on_new_node(room: int) -> Any:
-    """A function for 4 ranks of two nodes: rank 0 has a state of step 4, the second node is new and has this room."""
+    """A function for 4 ranks of two nodes: rank 0 has a state of step 4, the second node is new and
+    has this room."""
 
     def job(job: Job, folder: Path) -> Any:
         here = context.current()
@@ -174,7 +198,14 @@ def on_new_node(room: int) -> Any:
             snapshot.memory_left = lambda root=Path("/"): room
         kept = Snapshotter(job, here.comm).find()
         held = SnapshotBuffer(own).steps
-        return kept and (kept.step, kept.state["model"].tolist(), kept.own, max(sizes), len(sizes) > 8, sorted(held))
+        return kept and (
+            kept.step,
+            kept.state["model"].tolist(),
+            kept.own,
+            max(sizes),
+            len(sizes) > 8,
+            sorted(held),
+        )
 
     return job
 
@@ -192,7 +223,9 @@ def test_a_state_reaches_a_new_node_in_pieces_and_is_there_once(tmp_path: Path, 
 
 
 def test_a_first_attempt_looks_for_nothing(tmp_path: Path) -> None:
-    told = run_ranks(2, GLOO, find({0: (3,), 1: (3,)}, nodes=2), tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    told = run_ranks(
+        2, GLOO, find({0: (3,), 1: (3,)}, nodes=2), tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"}
+    )
     assert [each.value for each in told] == [None, None]
 
 
@@ -241,7 +274,8 @@ def test_each_step_is_kept_if_that_takes_a_percent_of_it_at_most(
 
 
 def scarce(last: int) -> Any:
-    """8 steps; no more memory is free after the `last`. One is on its way to the disk from the 3rd to the 6th."""
+    """8 steps; no more memory is free after the `last`. One is on its way to the disk from the 3rd
+    to the 6th."""
 
     def job(job: Job) -> Any:
         here = context.current()
@@ -263,7 +297,9 @@ def scarce(last: int) -> Any:
     return job
 
 
-def test_without_memory_for_a_third_state_none_is_kept_while_one_gets_to_the_disk(tmp_path: Path) -> None:
+def test_without_memory_for_a_third_state_none_is_kept_while_one_gets_to_the_disk(
+    tmp_path: Path,
+) -> None:
     (told,) = run_ranks(1, GLOO, scarce(2), tmp_path)
     assert (told.error, told.kind("warning")) == ("", [])
     assert told.value[0] == [1, 2, 3, 3, 3, 6, 7, 8]

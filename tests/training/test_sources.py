@@ -1,4 +1,5 @@
-"""Sources without an index: exact resume, each sample once, uneven ends; each with the real library."""
+"""Sources without an index: exact resume, each sample once, uneven ends; each with the real
+library."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class Net(nn.Module):
 
 
 class Shuffled(IterableDataset[Any]):
-    """A stream in an order drawn by torch, with noise: nothing of it is seeded, and it has no state."""
+    """A stream in an order drawn by torch, with noise: nothing of it is seeded, and it has no
+    state."""
 
     def __iter__(self) -> Iterator[Any]:
         x, y = tensors()
@@ -96,7 +98,9 @@ class OwnLoader:
 
     def __iter__(self) -> Iterator[Any]:
         x, y = tensors()
-        numbers = torch.split(torch.arange(SIZE)[raydist.rank().rank :: raydist.rank().world_size], 6)
+        numbers = torch.split(
+            torch.arange(SIZE)[raydist.rank().rank :: raydist.rank().world_size], 6
+        )
         while self.at < len(numbers):
             self.at += 1
             yield x[numbers[self.at - 1]], y[numbers[self.at - 1]]
@@ -179,15 +183,21 @@ def fit_all(
     job: Job, step: int = 0, names: Collection[str] = SOURCES
 ) -> dict[str, tuple[list[float], list[list[int]], list[str], int]]:
     """A training with each source, in folders of their own; from the checkpoint of `step` on."""
-    multiprocessing.set_start_method("fork", force=True)  # as in a rank; a child of tests.ranks has "forkserver"
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # as in a rank; a child of tests.ranks has "forkserver"
     here, home, done = context.current(), context.rank().run_dir, {}
     for name, made in ((name, SOURCES[name]) for name in names):
         here.rank = replace(here.rank, run_dir=home / name / str(step))
         here.newest = here.fits = 0  # each training is the first of its run
         said: list[str] = []
         here.emit = functools.partial(note_warning, said)
-        os.environ["RAYDIST_RESUME"] = str(home / name / "0" / "checkpoints" / f"step-{step:08d}") if step else ""
-        words = replace(job, data=replace(job.data, workers=int(name == "datasets streamed in 3 shards")))
+        os.environ["RAYDIST_RESUME"] = (
+            str(home / name / "0" / "checkpoints" / f"step-{step:08d}") if step else ""
+        )
+        words = replace(
+            job, data=replace(job.data, workers=int(name == "datasets streamed in 3 shards"))
+        )
         source = made()
         done[name] = (*fit(words, source), said, getattr(source, "loads", 0))
     return done
@@ -208,32 +218,42 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_run_that_was_stopped_in_mid_epoch_goes_on_with_the_same_samples(name: str, trained: Any) -> None:
+def test_a_run_that_was_stopped_in_mid_epoch_goes_on_with_the_same_samples(
+    name: str, trained: Any
+) -> None:
     for whole, again in zip(*trained, strict=True):
         losses, seen, *_ = whole[name]
         assert len(losses) == STEPS
         # the first step is looked at twice: once before the state is loaded
         assert again[name][1][1:] == seen[STOP:]
         assert again[name][0][1:] == losses[STOP:]
-        assert again[name][3] == (name in ("stateful iterable", "own loader"))  # by their state, not read again
+        assert again[name][3] == (
+            name in ("stateful iterable", "own loader")
+        )  # by their state, not read again
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_an_epoch_has_each_sample_once(name: str, trained: Any) -> None:
     for epoch in (0, 1):
         parts = [told[name][1][8 * epoch : 8 * epoch + 8] for told in trained[0]]
-        assert sorted(number for part in parts for step in part for number in step) == list(range(SIZE))
+        assert sorted(number for part in parts for step in part for number in step) == list(
+            range(SIZE)
+        )
 
 
 SHARDED = replace(JOB, parallel=Parallel("fsdp", blocks="Linear"), snapshot=Snapshot(1))
 IN_SHARDS = [
-    name for name in ("stateful iterable", "DataLoader", "own loader", "datasets streamed in shards") if name in SOURCES
+    name
+    for name in ("stateful iterable", "DataLoader", "own loader", "datasets streamed in shards")
+    if name in SOURCES
 ]
 
 
 def test_a_source_goes_on_in_mid_epoch_with_a_model_in_shards(tmp_path: Path) -> None:
     whole = fine(run_ranks(2, SHARDED, functools.partial(fit_all, names=IN_SHARDS), tmp_path))
-    again = fine(run_ranks(2, SHARDED, functools.partial(fit_all, step=STOP, names=IN_SHARDS), tmp_path))
+    again = fine(
+        run_ranks(2, SHARDED, functools.partial(fit_all, step=STOP, names=IN_SHARDS), tmp_path)
+    )
     for name in IN_SHARDS:
         for first, second in zip(whole, again, strict=True):
             losses, seen, *_ = first.value[name]
@@ -242,7 +262,9 @@ def test_a_source_goes_on_in_mid_epoch_with_a_model_in_shards(tmp_path: Path) ->
             assert second.value[name][3] == (name in ("stateful iterable", "own loader"))
 
 
-def test_each_rank_of_a_model_in_shards_has_the_place_of_its_own_loader_in_memory(tmp_path: Path) -> None:
+def test_each_rank_of_a_model_in_shards_has_the_place_of_its_own_loader_in_memory(
+    tmp_path: Path,
+) -> None:
     def struck(job: Job) -> Any:
         here, source = context.current(), OwnLoader()
         here.memory = memory(), -1
@@ -338,7 +360,9 @@ def test_a_loader_begins_the_epoch_anew_with_another_number_of_ranks(tmp_path: P
     fine(run_ranks(2, JOB, learn, tmp_path))
     (told,) = fine(run_ranks(1, JOB, learn, tmp_path / "again", path))
     (text,) = [e["text"] for e in told.kind("warning") if "anew" in e["text"]]
-    assert text.startswith("train=DataLoader: the parts of 2 ranks do not fit these: epoch 2 begins anew")
+    assert text.startswith(
+        "train=DataLoader: the parts of 2 ranks do not fit these: epoch 2 begins anew"
+    )
     assert sorted(number for step in told.value[1:] for number in step)[: 6 * 10] == sorted(
         number for step in told.value[1:11] for number in step
     )
@@ -356,8 +380,13 @@ def test_ranks_that_end_at_different_steps_stop_together(accumulate: int, tmp_pa
     for told in (first, second):
         epochs = [e["values"]["epoch"] for e in told.kind("report")]
         assert epochs == [1 + step * accumulate // each for step in range(8)]
-        assert [step[0] for step in told.value] == [step * 6 % (6 * each) for step in range(8 * accumulate)]
-    left = "train=DataLoader has more batches here than on other ranks: each epoch ends with the shortest"
+        assert [step[0] for step in told.value] == [
+            step * 6 % (6 * each) for step in range(8 * accumulate)
+        ]
+    left = (
+        "train=DataLoader has more batches here than on other ranks: each epoch ends with the "
+        "shortest"
+    )
     assert left in [e["text"] for e in first.kind("warning")]
     assert left not in [e["text"] for e in second.kind("warning")]
 
@@ -368,14 +397,23 @@ def test_a_length_makes_epochs(tmp_path: Path) -> None:
 
     first, _ = fine(run_ranks(2, replace(JOB, train=Train(epochs=2)), learn, tmp_path))
     (begin,) = first.kind("begin")
-    assert (begin["steps"], begin["epochs"], begin["samples"], len(first.value)) == (16, 2, SIZE, 16)
+    assert (begin["steps"], begin["epochs"], begin["samples"], len(first.value)) == (
+        16,
+        2,
+        SIZE,
+        16,
+    )
 
 
 class Divided(Placed):
     """Each rank has samples of its own."""
 
     def __iter__(self) -> Iterator[Any]:
-        return (pair for index, pair in enumerate(super().__iter__()) if index % 2 == raydist.rank().rank)
+        return (
+            pair
+            for index, pair in enumerate(super().__iter__())
+            if index % 2 == raydist.rank().rank
+        )
 
 
 class Short(IterableDataset[Any]):
@@ -393,7 +431,11 @@ class Short(IterableDataset[Any]):
         ),
         (Divided, JOB, "train=Divided gives other samples on other ranks"),
         (Short, JOB, "ended before the first step of epoch 1: a step takes 12 samples"),
-        (lambda: iter(Placed()), JOB, "train=generator is an iterator, which can be read only once"),
+        (
+            lambda: iter(Placed()),
+            JOB,
+            "train=generator is an iterator, which can be read only once",
+        ),
         (lambda: 3, JOB, "train=int has no length or no index"),
         (plain_loader, replace(JOB, data=Data(global_batch=24)), "set data.global_batch=12"),
         (
@@ -416,17 +458,23 @@ class Odd(Placed):
         return {"at": Path(str(self.at))}
 
 
-def test_a_state_that_would_run_code_is_not_kept_and_the_source_is_read_again(tmp_path: Path) -> None:
+def test_a_state_that_would_run_code_is_not_kept_and_the_source_is_read_again(
+    tmp_path: Path,
+) -> None:
     def learn(job: Job) -> list[float]:
         return fit(job, Odd())[0]
 
     path = {"RAYDIST_RESUME": str(tmp_path / "checkpoints" / f"step-{STOP:08d}")}
     (whole,), (again,) = (
-        fine(run_ranks(1, JOB, learn, folder, env)) for folder, env in ((tmp_path, {}), (tmp_path / "again", path))
+        fine(run_ranks(1, JOB, learn, folder, env))
+        for folder, env in ((tmp_path, {}), (tmp_path / "again", path))
     )
     assert again.value[1:] == whole.value[STOP:]
     (text,) = [e["text"] for e in whole.kind("warning")]
-    assert "the state of train=Odd['at'] is a pathlib.PosixPath, which can't be loaded without running code" in text
+    assert (
+        "the state of train=Odd['at'] is a pathlib.PosixPath, which can't be loaded without "
+        "running code" in text
+    )
     assert text.endswith("a resumed run reads the epoch again up to its place")
 
 
@@ -435,14 +483,24 @@ def test_a_state_that_would_run_code_is_not_kept_and_the_source_is_read_again(tm
     [
         ([(1.0, 20.0)], "map", 0, ""),
         ([(5.0, 9.0)], "map", 0, ""),
-        ([(4.0, 20.0)], "map", 0, "the training waits for data more than 10% of the time: data.workers=2 loads"),
+        (
+            [(4.0, 20.0)],
+            "map",
+            0,
+            "the training waits for data more than 10% of the time: data.workers=2 loads",
+        ),
         (
             [(1.0, 20.0), (4.0, 20.0)],
             "map",
             2,
             "rank 1 waits for data more than 10% of the time: data.workers=4 loads",
         ),
-        ([(4.0, 20.0)], "stream", 0, "the training waits for data more than 10% of the time: data.workers=1 reads"),
+        (
+            [(4.0, 20.0)],
+            "stream",
+            0,
+            "the training waits for data more than 10% of the time: data.workers=1 reads",
+        ),
         (
             [(4.0, 20.0)],
             "loader",
@@ -451,7 +509,9 @@ def test_a_state_that_would_run_code_is_not_kept_and_the_source_is_read_again(tm
         ),
     ],
 )
-def test_when_a_wait_for_data_is_said(rows: list[tuple[float, float]], kind: str, workers: int, say: str) -> None:
+def test_when_a_wait_for_data_is_said(
+    rows: list[tuple[float, float]], kind: str, workers: int, say: str
+) -> None:
     found = waits.finding(rows, kind, workers)
     assert (found is not None) == bool(say)
     if found:

@@ -56,7 +56,9 @@ TOKENS = torch.arange(20).view(2, 10)
     ],
     ids=["gpt", "untied", "mlp", "cnn", "skips"],
 )
-def test_the_stages_make_the_output_of_the_model(model: nn.Module, batch: Any, stages: int, tied: Any) -> None:
+def test_the_stages_make_the_output_of_the_model(
+    model: nn.Module, batch: Any, stages: int, tied: Any
+) -> None:
     wanted, names = model.eval()(batch), model.state_dict().keys()
     parts = cut_model(model, find_blocks(model), stages)
     assert {name for part in parts for name in part.state_dict()} == names
@@ -71,7 +73,9 @@ def test_a_stage_keeps_its_own_parameters_only() -> None:
     model = small()
     parts = cut_model(model, find_blocks(model), 3)
     forget_others(model, parts[2])
-    assert {name for name, value in model.named_parameters() if value.is_meta} >= {"blocks.0.attention.out.weight"}
+    assert {name for name, value in model.named_parameters() if value.is_meta} >= {
+        "blocks.0.attention.out.weight"
+    }
     assert not any(value.is_meta for value in parts[2].parameters())
     assert {name for name, _ in parts[2].named_parameters()} >= {"embedding.weight", "norm.weight"}
 
@@ -116,15 +120,24 @@ def test_after_fit_the_model_answers_on_all_ranks(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = small()
         text = torch.arange(160).view(16, 10)
-        figures = raydist.fit(job, model=model, train=TensorDataset(text, text), loss=in_double_precision)
+        figures = raydist.fit(
+            job, model=model, train=TensorDataset(text, text), loss=in_double_precision
+        )
         return figures["loss"], model(TOKENS).tolist(), model(TOKENS[:1, :7]).shape
 
-    job = Job(backend=Backend("gloo"), data=Data(batch_size=8), train=Train(steps=2, precision="bf16", accumulate=2))
+    job = Job(
+        backend=Backend("gloo"),
+        data=Data(batch_size=8),
+        train=Train(steps=2, precision="bf16", accumulate=2),
+    )
     one, two, whole = (
         each
         for ranks, name, batch in ((2, "pp", 8), (1, "ddp", 8))
         for each in run_ranks(
-            ranks, replace(job, parallel=Parallel(name), data=Data(batch_size=batch)), asked, tmp_path / name
+            ranks,
+            replace(job, parallel=Parallel(name), data=Data(batch_size=batch)),
+            asked,
+            tmp_path / name,
         )
     )
     assert (one.error, two.error, whole.error) == ("", "", "")
@@ -144,13 +157,24 @@ def test_a_stage_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
         raydist.fit(job, model=model, train=TensorDataset(text, text), loss=next_token)
         part = model.forward.__self__.part  # type: ignore[attr-defined]
         values = {name: value.full_tensor().detach() for name, value in part.named_parameters()}
-        held = {name for name, value in model.named_parameters() if not value.is_meta and name not in values}
+        held = {
+            name
+            for name, value in model.named_parameters()
+            if not value.is_meta and name not in values
+        }
         return whole, values, held, model(TOKENS)
 
-    job = Job(backend=Backend("gloo"), data=Data(batch_size=4), train=Train(steps=1), parallel=Parallel("fsdp", pp=2))
+    job = Job(
+        backend=Backend("gloo"),
+        data=Data(batch_size=4),
+        train=Train(steps=1),
+        parallel=Parallel("fsdp", pp=2),
+    )
     told = run_ranks(4, replace(job, optim=Optim("sgd", 1e-9)), made, tmp_path)
     assert [one.error for one in told] == [""] * 4
-    (first, begin, held, output), (_, same, _, _), (second, end, beside, _), _ = (one.value for one in told)
+    (first, begin, held, output), (_, same, _, _), (second, end, beside, _), _ = (
+        one.value for one in told
+    )
     assert [first, second] == [[1], [1, 1]]
     assert (held, beside) == (set(), set())  # nothing but the stage is on this rank
     assert {*begin, *end} == {*small().state_dict()}

@@ -1,4 +1,5 @@
-"""Byte pairs: one vocabulary for all ranks, any bytes there and back, the same when a run continues."""
+"""Byte pairs: one vocabulary for all ranks, any bytes there and back, the same when a run
+continues."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from tests.ranks import run_ranks
 
 JOB = Job(backend=Backend("gloo"))
 NOISE = random.Random(0).randbytes(3000)
-TEXT = b"\0".join([b"def first(value):\n    return value + 1\n" * 40, NOISE, "höher, 更高\n".encode() * 30]) + b"\0end"
+TEXT = (
+    b"\0".join(
+        [b"def first(value):\n    return value + 1\n" * 40, NOISE, "höher, 更高\n".encode() * 30]
+    )
+    + b"\0end"
+)
 OTHER = b"class Other:\n    pass\n" * 200
 
 
@@ -33,7 +39,9 @@ def test_ranks_share_a_vocabulary_and_any_bytes_come_back(tmp_path: Path) -> Non
     two = run_ranks(2, JOB, encoded(TEXT), tmp_path / "run")
     (one,) = run_ranks(1, JOB, encoded(TEXT), tmp_path / "alone")
     assert [told.error for told in (*two, one)] == [""] * 3
-    assert two[0].value == two[1].value == one.value  # also of another number of ranks, trained anew
+    assert (
+        two[0].value == two[1].value == one.value
+    )  # also of another number of ranks, trained anew
     vocabulary, tokens, back = one.value
     assert back == TEXT
     assert len(tokens) < len(TEXT) * 0.8
@@ -47,13 +55,18 @@ def test_a_run_that_continues_keeps_its_vocabulary(tmp_path: Path) -> None:
     saved = str(tmp_path / "first" / "checkpoints" / "step-00000010")
     resumed = run_ranks(2, JOB, encoded(OTHER), tmp_path / "second", {"RAYDIST_RESUME": saved})
     assert [told.value for told in resumed] == [first.value] * 2
-    (restarted,) = run_ranks(1, JOB, encoded(OTHER), tmp_path / "second", {"TORCHELASTIC_RESTART_COUNT": "1"})
+    (restarted,) = run_ranks(
+        1, JOB, encoded(OTHER), tmp_path / "second", {"TORCHELASTIC_RESTART_COUNT": "1"}
+    )
     assert restarted.value == first.value
     (fresh,) = run_ranks(1, JOB, encoded(OTHER), tmp_path / "second")
     assert fresh.value[0] != first.value[0]
-    (smaller,) = run_ranks(1, JOB, encoded(OTHER, 300), tmp_path / "third", {"RAYDIST_RESUME": saved})
-    assert "model.vocab=300: the run that is continued has a vocabulary of 400 tokens; set model.vocab=400" in (
-        smaller.error
+    (smaller,) = run_ranks(
+        1, JOB, encoded(OTHER, 300), tmp_path / "third", {"RAYDIST_RESUME": saved}
+    )
+    assert (
+        "model.vocab=300: the run that is continued has a vocabulary of 400 tokens; set "
+        "model.vocab=400" in (smaller.error)
     )
 
 

@@ -31,13 +31,17 @@ def test_sequences_follow_each_other_and_never_cross_files(tmp_path: Path) -> No
     found = TokenFiles(tmp_path, 4)
     begins = [0, 4, 8, 12, 17, 21, 25, 30, 34]
     assert len(found) == len(begins)
-    for (tokens, target), begin in zip((found[index] for index in range(len(found))), begins, strict=True):
+    for (tokens, target), begin in zip(
+        (found[index] for index in range(len(found))), begins, strict=True
+    ):
         assert tokens.tolist() == list(range(begin, begin + 4))
         assert target.tolist() == list(range(begin + 1, begin + 5))
         assert tokens.dtype == target.dtype == torch.int64
 
 
-def test_files_are_taken_in_the_given_order_and_pickled_without_their_tokens(tmp_path: Path) -> None:
+def test_files_are_taken_in_the_given_order_and_pickled_without_their_tokens(
+    tmp_path: Path,
+) -> None:
     files = written(tmp_path)
     found = TokenFiles([files[2], files[0]], 5)
     assert [found[index][0][0].item() for index in range(len(found))] == [30, 35, 0, 5, 10]
@@ -58,15 +62,27 @@ def test_the_whole_range_of_uint32(tmp_path: Path) -> None:
     ("made", "length", "dtype", "say"),
     [
         (lambda folder: folder / "none", 4, "uint16", "not found on this node"),
-        (lambda folder: [folder / "a.bin", folder / "z.bin"], 4, "uint16", "z.bin not found on this node"),
+        (
+            lambda folder: [folder / "a.bin", folder / "z.bin"],
+            4,
+            "uint16",
+            "z.bin not found on this node",
+        ),
         (lambda folder: folder / "a.bin", 17, "uint16", "no file in it has the 18 tokens"),
-        (lambda folder: folder / "a.bin", 4, "uint32", "its 34 bytes are no whole number of tokens in uint32"),
+        (
+            lambda folder: folder / "a.bin",
+            4,
+            "uint32",
+            "its 34 bytes are no whole number of tokens in uint32",
+        ),
         (lambda folder: folder / "two.npy", 4, "uint16", r"it holds float64 of shape \[2, 2\]"),
         (lambda folder: folder / "a.bin", 4, "int8", "dtype=int8"),
         (lambda folder: folder / "a.bin", 0, "uint16", "length=0"),
     ],
 )
-def test_what_holds_no_tokens_is_refused(made: Any, length: int, dtype: str, say: str, tmp_path: Path) -> None:
+def test_what_holds_no_tokens_is_refused(
+    made: Any, length: int, dtype: str, say: str, tmp_path: Path
+) -> None:
     written(tmp_path)
     np.save(tmp_path / "two.npy", np.zeros((2, 2)))
     with pytest.raises(ConfigError, match=say):

@@ -1,4 +1,5 @@
-"""A run that is read over a network: connections that break, are slow or silent, and logs that nobody shows."""
+"""A run that is read over a network: connections that break, are slow or silent, and logs that
+nobody shows."""
 
 from __future__ import annotations
 
@@ -37,16 +38,24 @@ def write_run(folder: Path, steps: int = STEPS, ranks: int = 2) -> Path:
     plan = event("plan", backend="gloo", world_size=ranks, slots=slots)
     begun = [event("run", name="mine", dir="x", target="x", pages=0), plan]
     saved = json.dumps(event("saved", rank=0, step=steps, path="x", s=0.1)) + "\n"
-    lines = [json.dumps(each) + "\n" for each in begun] + [report(step) for step in range(1, steps + 1)] + [saved]
+    lines = (
+        [json.dumps(each) + "\n" for each in begun]
+        + [report(step) for step in range(1, steps + 1)]
+        + [saved]
+    )
     (folder / "events.jsonl").write_text("".join(lines))
     for rank in range(ranks):
-        (folder / f"logs/rank-{rank}.log").write_text("" if rank else "it begins\n" * 1000 + "it ends\n")
+        (folder / f"logs/rank-{rank}.log").write_text(
+            "" if rank else "it begins\n" * 1000 + "it ends\n"
+        )
     return folder
 
 
 def exported(path: Path) -> dict[str, Any]:
     """The data of an exported page."""
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', path.read_text())
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*)</script>', path.read_text()
+    )
     return dict(json.loads(data))
 
 
@@ -82,14 +91,20 @@ def test_an_export_of_a_run_whose_last_line_was_cut_off_ends(tmp_path: Path) -> 
     with (folder / "events.jsonl").open("a") as file:
         file.write(report(STEPS + 1)[:30])
     in_time(export(FollowedRun(folder), tmp_path / "a.html"))
-    assert exported(tmp_path / "a.html")["sections"]["curves"]["loss"][1][0] == [*range(1, STEPS + 1)]
+    assert exported(tmp_path / "a.html")["sections"]["curves"]["loss"][1][0] == [
+        *range(1, STEPS + 1)
+    ]
 
 
-def test_a_stream_that_broke_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_broke_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mirror, "AGAIN_S", 0.05)
     folder = write_run(tmp_path / "run")
     with Dashboard(folder, cuts={"stream events.jsonl": 5000}) as dashboard:
-        copies = Mirror(tmp_path / "copy", watch.files_of_job(dashboard.job, dashboard.address), grows=True)
+        copies = Mirror(
+            tmp_path / "copy", watch.files_of_job(dashboard.job, dashboard.address), grows=True
+        )
         run = FollowedRun(copies.folder, copies.fetch)
 
         async def look() -> None:
@@ -107,7 +122,11 @@ def test_a_stream_that_broke_is_opened_again(tmp_path: Path, monkeypatch: pytest
 def test_a_search_opens_no_stream(tmp_path: Path) -> None:
     ranks = 24
     with Dashboard(write_run(tmp_path / "run", steps=1, ranks=ranks)) as dashboard:
-        copies = Mirror(tmp_path / "copies/watched", watch.files_of_job(dashboard.job, dashboard.address), grows=True)
+        copies = Mirror(
+            tmp_path / "copies/watched",
+            watch.files_of_job(dashboard.job, dashboard.address),
+            grows=True,
+        )
         server = PageServer(tmp_path / "copies", "watched", "token", copies.fetch)
 
         async def look() -> None:
@@ -129,10 +148,14 @@ def test_a_search_opens_no_stream(tmp_path: Path) -> None:
         }
 
 
-def test_a_log_that_nobody_shows_is_no_longer_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_nobody_shows_is_no_longer_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mirror, "IDLE_S", 0.5)
     with Dashboard(write_run(tmp_path / "run")) as dashboard:
-        copies = Mirror(tmp_path / "copy", watch.files_of_job(dashboard.job, dashboard.address), grows=True)
+        copies = Mirror(
+            tmp_path / "copy", watch.files_of_job(dashboard.job, dashboard.address), grows=True
+        )
         run = FollowedRun(copies.folder, copies.fetch)
 
         async def look() -> None:

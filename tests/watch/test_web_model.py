@@ -28,7 +28,10 @@ def happened(t: float, kind: str, **facts: Any) -> Event:
 
 
 def slots(*hosts: str) -> list[dict[str, Any]]:
-    return [{"rank": rank, "host": host, "ip": "10.0.0.1", "node": host} for rank, host in enumerate(hosts)]
+    return [
+        {"rank": rank, "host": host, "ip": "10.0.0.1", "node": host}
+        for rank, host in enumerate(hosts)
+    ]
 
 
 def report(t: float, step: int | str, rank: int = 0, **values: Any) -> Event:
@@ -80,7 +83,13 @@ def test_a_run_that_goes_on_in_its_folder_goes_on_with_its_curves() -> None:
 
 
 def test_what_is_no_number_is_a_gap() -> None:
-    model = fold([report(1, 1, loss=1.0), report(2, 2, loss=math.nan), report(3, 3, loss=math.inf, note="text")])
+    model = fold(
+        [
+            report(1, 1, loss=1.0),
+            report(2, 2, loss=math.nan),
+            report(3, 3, loss=math.inf, note="text"),
+        ]
+    )
     assert model.curves["loss"].piece() == ([1, 2, 3], [1, 2, 3], [1.0, None, None])
     assert "note" not in model.curves
 
@@ -116,16 +125,34 @@ def test_lanes_stay_small_and_keep_the_greatest() -> None:
 
 
 def test_the_sections_of_a_run_that_was_restarted() -> None:
-    sections = fold([*RUN, happened(11, "pace", ranks={"0": [8, 0.2, 0.5], "1": [8, 0.4, 0.5]})]).sections()
+    sections = fold(
+        [*RUN, happened(11, "pace", ranks={"0": [8, 0.2, 0.5], "1": [8, 0.4, 0.5]})]
+    ).sections()
     state = sections["state"]
-    assert (state["status"], state["attempt"], state["step"], state["steps"]) == ("running", 2, 8, 100)
-    assert list(sections["ranks"]["ranks"]) == [1, 0]  # the one with the most own work first… and it has failed
+    assert (state["status"], state["attempt"], state["step"], state["steps"]) == (
+        "running",
+        2,
+        8,
+        100,
+    )
+    assert list(sections["ranks"]["ranks"]) == [
+        1,
+        0,
+    ]  # the one with the most own work first… and it has failed
     assert sections["ranks"]["ranks"][1] == (8, "node-b", 12, 0.4, 0.5, "failed: killed")
     assert sections["lanes"]["shares"] == {1: [80], 0: [40]}
     (failure,) = sections["failures"]["failures"]
-    assert (failure["rank"], failure["host"], failure["step"], failure["how"]) == (1, "node-b", 5, "killed")
+    assert (failure["rank"], failure["host"], failure["step"], failure["how"]) == (
+        1,
+        "node-b",
+        5,
+        "killed",
+    )
     assert (failure["page"], failure["text"]) == ("blame-1.txt", "rank 1 on node-b: killed")
-    assert [(mark["kind"], mark["step"]) for mark in sections["marks"]["marks"]] == [("save", 4), ("restart", 5)]
+    assert [(mark["kind"], mark["step"]) for mark in sections["marks"]["marks"]] == [
+        ("save", 4),
+        ("restart", 5),
+    ]
     assert sections["launch"]["launch"] == {"connect": 1.0}
 
 
@@ -143,7 +170,10 @@ def test_a_rank_that_goes_on_hangs_no_more() -> None:
         (RUN[0], "for Ray"),
         (happened(1, "wait", text="2 nodes with 8 GPUs"), "2 nodes with 8 GPUs"),
         (happened(1, "phase", name="warm-up", s=1.0), "until all ranks have met"),
-        (happened(1, "hang", text="rank 3 sleeps", ranks=[3], certain=False, s=9.0), "rank 3 sleeps"),
+        (
+            happened(1, "hang", text="rank 3 sleeps", ranks=[3], certain=False, s=9.0),
+            "rank 3 sleeps",
+        ),
         (happened(1, "stop", reason="a rank failed"), "until all ranks have ended: a rank failed"),
         (report(1, 1), ""),
     ],
@@ -159,7 +189,9 @@ def test_bytes_become_rates() -> None:
 
 def write(folder: Path, events: list[Event], torn: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + torn)
+    (folder / "events.jsonl").write_text(
+        "".join(json.dumps(event) + "\n" for event in events) + torn
+    )
     return folder
 
 
@@ -188,11 +220,20 @@ def test_a_folder_that_is_made_anew_is_another_run(tmp_path: Path) -> None:
     asyncio.run(run.catch_up())
     viewer = Viewer(run)
     assert dict(viewer.news(1.0)).keys() >= {"curves"}
-    again = [happened(30, "run", name="other", dir="x", target="x", pages=0), report(31, 1, accuracy=1.0)]
-    for count in (2, 200):  # shorter than what was read, and longer: in a file that may have the same inode
+    again = [
+        happened(30, "run", name="other", dir="x", target="x", pages=0),
+        report(31, 1, accuracy=1.0),
+    ]
+    for count in (
+        2,
+        200,
+    ):  # shorter than what was read, and longer: in a file that may have the same inode
         (run.folder / "events.jsonl").unlink()
         asyncio.run(run.catch_up())  # it is not there: nothing is forgotten yet
-        write(run.folder, [{**each, "t": each["t"] + count} for each in again] + [happened(60, "x")] * count)
+        write(
+            run.folder,
+            [{**each, "t": each["t"] + count} for each in again] + [happened(60, "x")] * count,
+        )
         asyncio.run(run.catch_up())
         assert (run.model.run["name"], [*run.model.curves]) == ("other", ["accuracy"])
         assert run.read == (run.folder / "events.jsonl").stat().st_size
@@ -236,13 +277,19 @@ def test_silence_does_not_go_by_the_clock_of_the_driver(monkeypatch: pytest.Monk
 
 
 def test_a_line_that_a_crash_cut_off_hides_nothing(tmp_path: Path) -> None:
-    run = FollowedRun(write(tmp_path / "r", RUN, torn='{"t": 1, "ki{"t": 9, "kind": "warning", "text": "x"}\n'))
+    run = FollowedRun(
+        write(tmp_path / "r", RUN, torn='{"t": 1, "ki{"t": 9, "kind": "warning", "text": "x"}\n')
+    )
     assert asyncio.run(run.catch_up()) == 1.0
     assert list(run.model.curves["loss"].steps)[-1] == 8
 
 
 def test_an_event_that_the_page_cannot_read_hides_no_other_and_is_read_once(tmp_path: Path) -> None:
-    broken = [report(20, "nine", loss=1.0), happened(21, "report", rank=0), report(22, 10, loss=0.1)]
+    broken = [
+        report(20, "nine", loss=1.0),
+        happened(21, "report", rank=0),
+        report(22, 10, loss=0.1),
+    ]
     run = FollowedRun(write(tmp_path / "r", RUN + broken))
     for _ in range(2):
         assert asyncio.run(run.catch_up()) == 1.0
@@ -269,24 +316,34 @@ def test_the_end_of_a_log_then_what_is_added(tmp_path: Path) -> None:
 
 def test_runs_are_found_by_folder_and_by_age(tmp_path: Path) -> None:
     old = write(tmp_path / "runs/a/old", RUN)
-    new = write(tmp_path / "runs/b/new", [*RUN, happened(20, "result", status="failed", failure="it broke\nmore")])
+    new = write(
+        tmp_path / "runs/b/new",
+        [*RUN, happened(20, "result", status="failed", failure="it broke\nmore")],
+    )
     os.utime(old / "events.jsonl", (1, 1))
     assert find_place("newest", tmp_path / "runs") == (new.parent, "new")
     assert find_place(str(old), tmp_path) == (old.parent, "old")
     assert find_place(str(tmp_path / "runs"), tmp_path) == (tmp_path / "runs", "")
-    assert (run_row("b/new", new)["status"], run_row("b/new", new)["text"]) == ("failed", "it broke")
+    assert (run_row("b/new", new)["status"], run_row("b/new", new)["text"]) == (
+        "failed",
+        "it broke",
+    )
     assert run_row("a/old", old)["status"] == "no news"
     os.utime(old / "events.jsonl")
     assert run_row("a/old", old)["status"] == "running"
     work = {str(rank): [0.123456789, 0.23456789] for rank in range(4096)}
-    large = write(tmp_path / "runs/c/large", [*RUN, happened(20, "result", status="finished", work=work)])
+    large = write(
+        tmp_path / "runs/c/large", [*RUN, happened(20, "result", status="finished", work=work)]
+    )
     assert (large / "events.jsonl").stat().st_size > 2 * TAIL
     assert run_row("c/large", large)["status"] == "finished"
     write(large, [happened(20, "result", status="finished"), happened(21, "run", name="mine")])
     assert run_row("c/large", large)["status"] == "running"
 
 
-def test_files_from_elsewhere_come_when_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_from_elsewhere_come_when_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there, asked = write(tmp_path / "store/run", RUN), []
     read_stored, late = stored(there), asyncio.Event()
 

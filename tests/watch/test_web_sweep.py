@@ -14,12 +14,16 @@ from raydist.watch.web.runs import find_place, list_rows
 from raydist.watch.web.sweep import Axis, FollowedSweep, SweepViewer, axes, trials_shown
 
 
-def record(number: int, state: str, values: dict[str, Any], step: int = 10, **settings: str) -> dict[str, Any]:
+def record(
+    number: int, state: str, values: dict[str, Any], step: int = 10, **settings: str
+) -> dict[str, Any]:
     return {"number": number, "settings": settings, "state": state, "step": step, "values": values, "why": "",
             "wall_s": 1.0, "dir": str(number)}  # fmt: skip
 
 
-def sweep_json(folder: Path, trials: list[dict[str, Any]], space: dict[str, str], **facts: Any) -> Path:
+def sweep_json(
+    folder: Path, trials: list[dict[str, Any]], space: dict[str, str], **facts: Any
+) -> Path:
     """A folder as a sweep leaves it."""
     folder.mkdir(parents=True, exist_ok=True)
     summary = {"state": "running", "space": space, "objectives": [{"name": "loss", "direction": "minimize"}],
@@ -33,9 +37,18 @@ def section(sweep: FollowedSweep) -> Any:
 
 
 def test_the_best_is_first_and_what_has_no_value_last(tmp_path: Path) -> None:
-    values: list[dict[str, Any]] = [{"loss": 0.1}, {"loss": 0.3}, {"loss": "nan"}, {}, {"loss": 0.2}]
+    values: list[dict[str, Any]] = [
+        {"loss": 0.1},
+        {"loss": 0.3},
+        {"loss": "nan"},
+        {},
+        {"loss": 0.2},
+    ]
     states = ["paused", "finished", "failed", "waiting", "finished"]
-    trials = [record(n, state, one, lr="0.1") for n, (state, one) in enumerate(zip(states, values, strict=True))]
+    trials = [
+        record(n, state, one, lr="0.1")
+        for n, (state, one) in enumerate(zip(states, values, strict=True))
+    ]
     sweep = FollowedSweep(sweep_json(tmp_path / "s", trials, {"lr": "0.1,0.2"}, best=[4]))
     assert [each["trial"] for each in section(sweep)["trials"]] == [4, 0, 1, 2, 3]
     assert section(sweep)["trials"][3]["values"] == {"loss": None}
@@ -65,11 +78,17 @@ def test_the_axis_of_a_setting(typed: str, values: list[str], axis: Axis) -> Non
                "trials": trials}  # fmt: skip
     assert list(axes(trials_shown(summary), summary)) == [axis]
     trials[0]["values"] = {"loss": 2}
-    assert list(axes(trials_shown(summary), summary)) == [axis, Axis("loss", "linear", [2.0, 2.0], objective=True)]
+    assert list(axes(trials_shown(summary), summary)) == [
+        axis,
+        Axis("loss", "linear", [2.0, 2.0], objective=True),
+    ]
 
 
 def test_a_trial_under_way_is_as_far_as_its_events_say(tmp_path: Path) -> None:
-    trials = [record(0, "finished", {"loss": 0.5}, lr="1"), record(1, "running", {}, step=0, lr="2")]
+    trials = [
+        record(0, "finished", {"loss": 0.5}, lr="1"),
+        record(1, "running", {}, step=0, lr="2"),
+    ]
     sweep = FollowedSweep(sweep_json(tmp_path / "s", trials, {"lr": "1,2"}, best=[0]))
     assert [each["step"] for each in section(sweep)["trials"]] == [10, 0]  # it has no events yet
     with Events(tmp_path / "s/1/events.jsonl") as events:
@@ -85,7 +104,9 @@ def test_a_trial_under_way_is_as_far_as_its_events_say(tmp_path: Path) -> None:
     assert (steps[0], steps[-1], values[-1]) == (1, 500, 0.002)
 
 
-def test_a_page_gets_the_curves_of_one_name_and_again_only_those_that_changed(tmp_path: Path) -> None:
+def test_a_page_gets_the_curves_of_one_name_and_again_only_those_that_changed(
+    tmp_path: Path,
+) -> None:
     trials = [record(n, "running", {}, lr=str(n)) for n in range(3)]
     sweep = FollowedSweep(sweep_json(tmp_path / "s", trials, {"lr": "0,1,2"}))
     viewer = SweepViewer(sweep)
@@ -104,7 +125,11 @@ def test_a_page_gets_the_curves_of_one_name_and_again_only_those_that_changed(tm
     say(tmp_path / "s/2", 2)  # a step again, after a restart: as many points as before
     assert news(viewer)["trials"].keys() == {2}
     share, found = asyncio.run(SweepViewer(sweep, "accuracy").news(section(sweep)["trials"], -1.0))
-    assert (share, found["name"], found["trials"].keys()) == (0, "accuracy", {0, 1, 2})  # without time: what is there
+    assert (share, found["name"], found["trials"].keys()) == (
+        0,
+        "accuracy",
+        {0, 1, 2},
+    )  # without time: what is there
 
 
 def say(folder: Path, *steps: int) -> None:

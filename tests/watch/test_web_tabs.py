@@ -1,4 +1,5 @@
-"""The pages in a real browser: many tabs, folders that are made anew, keys, stacks, the curves of a sweep."""
+"""The pages in a real browser: many tabs, folders that are made anew, keys, stacks, the curves of a
+sweep."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ AHEAD = "const before = Date.now; Date.now = () => before() + 3600e3;"
 """A browser whose clock is an hour ahead."""
 
 
-def write_run(folder: Path, name: str, metric: str = "loss", steps: int = 100, **facts: str) -> Path:
+def write_run(
+    folder: Path, name: str, metric: str = "loss", steps: int = 100, **facts: str
+) -> Path:
     """The folder of a run of two ranks that goes on: all in it has happened just now."""
     (folder / "logs").mkdir(parents=True)
     slots = [{"rank": rank, "host": "h", "ip": "10.0.0.1", "node": "n"} for rank in range(2)]
@@ -47,15 +50,22 @@ def see_log(browser: Browser, text: str) -> None:
 def streams(link: str) -> int:
     """Connections that the server of a page holds."""
     port = int(link.split(":")[2].split("/")[0])
-    (server,) = [each for each in psutil.Process().children() if "raydist.tools.watch" in each.cmdline()]
+    (server,) = [
+        each for each in psutil.Process().children() if "raydist.tools.watch" in each.cmdline()
+    ]
     connections = server.net_connections("tcp")
     return sum(each.laddr.port == port and each.status == "ESTABLISHED" for each in connections)
 
 
 def test_seven_tabs_each_with_a_log(tmp_path: Path) -> None:
-    """A browser opens six connections to a server. The title of a hidden tab follows its run all the same."""
+    """A browser opens six connections to a server. The title of a hidden tab follows its run all
+    the same."""
     run = write_run(tmp_path / "runs/job/one", "one")
-    with watching(tmp_path, str(run)) as link, Browser() as browser, Events(run / "events.jsonl") as events:
+    with (
+        watching(tmp_path, str(run)) as link,
+        Browser() as browser,
+        Events(run / "events.jsonl") as events,
+    ):
         browser.call("Page.addScriptToEvaluateOnNewDocument", source=AHEAD)
         for number in range(7):
             if number:
@@ -64,9 +74,9 @@ def test_seven_tabs_each_with_a_log(tmp_path: Path) -> None:
                 browser.open(link)
             browser.until(DRAWN)
             see_log(browser, "one begins")
-            assert browser.value("fetch('search?text=BEGINS').then((reply) => reply.json())")["lines"] == [
-                [0, 1, "one begins"]
-            ]
+            assert browser.value("fetch('search?text=BEGINS').then((reply) => reply.json())")[
+                "lines"
+            ] == [[0, 1, "one begins"]]
         assert streams(link) <= 6
         browser.value("document.querySelector('#follow').click()")
         browser.value("document.querySelector('#log').scrollTop = 7")
@@ -76,15 +86,25 @@ def test_seven_tabs_each_with_a_log(tmp_path: Path) -> None:
         browser.show_tab(0)
         browser.until(f"{LOSS}.at(-1) == 102")
         see_log(browser, "one goes on")
-        assert browser.value("document.querySelector('#log').innerText.split('one begins').length") == 2
+        assert (
+            browser.value("document.querySelector('#log').innerText.split('one begins').length")
+            == 2
+        )
         assert browser.text("#status") == "running"  # in spite of its clock
         assert_only_local(browser)
         with (run / "logs/rank-0.log").open("a") as log:
             log.write("one ends\n")
         browser.show_tab(6)
-        browser.until("document.querySelector('#log').innerText.endsWith('one goes on\\none ends\\n')")
-        assert browser.value("document.querySelector('#log').innerText.split('one begins').length") == 2
-        assert browser.value("document.querySelector('#log').scrollTop") == 7  # where the reader was
+        browser.until(
+            "document.querySelector('#log').innerText.endsWith('one goes on\\none ends\\n')"
+        )
+        assert (
+            browser.value("document.querySelector('#log').innerText.split('one begins').length")
+            == 2
+        )
+        assert (
+            browser.value("document.querySelector('#log').scrollTop") == 7
+        )  # where the reader was
         events.say("result", status="failed", failure="it broke", metrics={})
         browser.drive_tab(3)
         assert browser.value("document.visibilityState") == "hidden"
@@ -105,7 +125,10 @@ def test_a_folder_that_is_made_anew_is_read_from_its_beginning(tmp_path: Path) -
             browser.until(f"Object.keys(raydist.charts).sort().join() == 'accuracy,{name}_loss'")
             see_log(browser, f"{name} begins")
             assert browser.value("raydist.curves.accuracy.steps.length") == steps
-            assert browser.value("document.querySelector('#log').innerText.split('begins').length") == 2
+            assert (
+                browser.value("document.querySelector('#log').innerText.split('begins').length")
+                == 2
+            )
         assert_only_local(browser)
 
 
@@ -141,7 +164,11 @@ def test_keys_can_be_switched_off_for_all_pages(tmp_path: Path) -> None:
 def test_the_stacks_of_a_hang_are_a_click_away(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs/job/one", "one", stacks="all_reduce <here>\n", nccl="NET/IB\n")
     shown = "document.querySelector('dialog[open] pre').innerText"
-    with watching(tmp_path, str(run)) as link, Browser() as browser, Events(run / "events.jsonl") as events:
+    with (
+        watching(tmp_path, str(run)) as link,
+        Browser() as browser,
+        Events(run / "events.jsonl") as events,
+    ):
         browser.open(link)
         browser.until("document.querySelectorAll('#ranks tbody tr').length == 2")
         events.say("hang", text="rank 1 sleeps", ranks=[1], certain=False, s=9.0)
@@ -158,18 +185,30 @@ def test_the_stacks_of_a_hang_are_a_click_away(tmp_path: Path) -> None:
         assert [error for error in browser.errors if "404" not in error] == []
 
 
-def test_the_page_of_a_sweep_gets_one_curve_of_each_trial_and_then_what_is_new(tmp_path: Path) -> None:
+def test_the_page_of_a_sweep_gets_one_curve_of_each_trial_and_then_what_is_new(
+    tmp_path: Path,
+) -> None:
     states = ["finished", "running", "running"]
     trials = [record(n, state, {}, lr=str(n)) for n, state in enumerate(states)]
     sweep = sweep_json(tmp_path / "runs/job/many", trials, {"lr": "0,1,2"})
     for n in range(3):
         write_run(sweep / str(n), f"trial {n}")
     data = "raydist.plot.data.map((column) => Array.from(column).at(-1))"
-    with watching(tmp_path, str(sweep)) as link, Browser() as browser, Events(sweep / "1/events.jsonl") as events:
+    with (
+        watching(tmp_path, str(sweep)) as link,
+        Browser() as browser,
+        Events(sweep / "1/events.jsonl") as events,
+    ):
         with urllib.request.urlopen(f"{link}trials?name=accuracy", timeout=30) as reply:
             lines = [reply.readline().decode() for _ in range(10)]
-            (first,) = [json.loads(line[6:]) for line in lines if line.startswith('data: {"name":"accuracy"')]
-            assert {n: values[-1] for n, (_, values) in first["trials"].items()} == dict.fromkeys("012", 0.1)
+            (first,) = [
+                json.loads(line[6:])
+                for line in lines
+                if line.startswith('data: {"name":"accuracy"')
+            ]
+            assert {n: values[-1] for n, (_, values) in first["trials"].items()} == dict.fromkeys(
+                "012", 0.1
+            )
             report(events, 101)
             while not (line := reply.readline().decode()).startswith('data: {"name":"accuracy"'):
                 pass

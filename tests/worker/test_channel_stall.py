@@ -1,4 +1,5 @@
-"""A rank does not depend on its agent: one that takes nothing, as a stopped one, holds up no step and no handler."""
+"""A rank does not depend on its agent: one that takes nothing, as a stopped one, holds up no step
+and no handler."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, socket.socket]:
     return Channel(rank, page), agent
 
 
-def test_an_agent_that_takes_nothing_holds_up_no_rank_and_then_gets_all(ends: tuple[Channel, socket.socket]) -> None:
+def test_an_agent_that_takes_nothing_holds_up_no_rank_and_then_gets_all(
+    ends: tuple[Channel, socket.socket],
+) -> None:
     rank, agent = ends
     began = time.monotonic()
     for step in range(5000):
@@ -41,14 +44,18 @@ def test_an_agent_that_takes_nothing_holds_up_no_rank_and_then_gets_all(ends: tu
     assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(5001))
 
 
-def test_a_signal_handler_may_report_while_its_thread_sends(ends: tuple[Channel, socket.socket]) -> None:
+def test_a_signal_handler_may_report_while_its_thread_sends(
+    ends: tuple[Channel, socket.socket],
+) -> None:
     rank, agent = ends
     agent.setblocking(False)
     signal.signal(signal.SIGALRM, lambda *_: rank.emit(event("warning", text="from the handler")))
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
         for _ in range(4):
-            rank.emit(event("raised", text="x" * 300_000))  # more than the socket takes: it waits there
+            rank.emit(
+                event("raised", text="x" * 300_000)
+            )  # more than the socket takes: it waits there
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -56,4 +63,6 @@ def test_a_signal_handler_may_report_while_its_thread_sends(ends: tuple[Channel,
     text = b""
     while text.count(b"\n") < 5:
         text += agent.recv(1 << 20)
-    assert sorted(json.loads(line)["kind"] for line in text.splitlines()) == ["raised"] * 4 + ["warning"]
+    assert sorted(json.loads(line)["kind"] for line in text.splitlines()) == ["raised"] * 4 + [
+        "warning"
+    ]

@@ -23,7 +23,9 @@ def told() -> Iterator[list[Event]]:
     """A context of rank 1 whose events land in a list."""
     seen: list[Event] = []
     beats: list[tuple[int, int]] = []
-    here = Context(Rank(rank=1, world_size=2), emit=seen.append, beat=lambda *beat: beats.append(beat))
+    here = Context(
+        Rank(rank=1, world_size=2), emit=seen.append, beat=lambda *beat: beats.append(beat)
+    )
     context.enter(here)
     seen_beats = beats
     here.beats = seen_beats  # type: ignore[attr-defined]
@@ -32,7 +34,13 @@ def told() -> Iterator[list[Event]]:
 
 
 def test_a_rank_is_read_from_torchruns_variables() -> None:
-    env = {"RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "2", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}
+    env = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "2",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     found = Rank.from_env({**env, "RAYDIST_RUN_DIR": "/runs/x"})
     assert found == Rank(5, 1, 2, 8, 2, Path("/runs/x"))
 
@@ -53,12 +61,15 @@ def test_a_rank_whose_gpus_torch_does_not_find_fails_rather_than_train_on_the_cp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert Rank().device == torch.device("cpu")  # under torchrun it is the user's own affair
     monkeypatch.setenv("RAYDIST_SCRATCH", "/tmp/node")
-    with pytest.raises(RaydistError, match="finds no GPU, and this rank has CUDA_VISIBLE_DEVICES=2,3: install"):
+    with pytest.raises(
+        RaydistError, match="finds no GPU, and this rank has CUDA_VISIBLE_DEVICES=2,3: install"
+    ):
         _ = Rank().device
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "ranks", "gpus", "index"), [(0, 2, 2, 0), (1, 2, 2, 1), (1, 2, 4, 1), (3, 4, 2, 1), (1, 2, 1, 0)]
+    ("local_rank", "ranks", "gpus", "index"),
+    [(0, 2, 2, 0), (1, 2, 2, 1), (1, 2, 4, 1), (3, 4, 2, 1), (1, 2, 1, 0)],
 )
 def test_the_device_is_that_of_the_local_rank_as_torch_takes_it(
     monkeypatch: pytest.MonkeyPatch, local_rank: int, ranks: int, gpus: int, index: int

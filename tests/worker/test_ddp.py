@@ -38,15 +38,23 @@ def test_ranks_meet(tmp_path: Path, init_method: str) -> None:
         store: Any = dist.distributed_c10d._get_default_store()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
-        return float(comm().sum(torch.tensor(1.0 + dist.get_rank()))), dist.get_world_size(), type(store).__name__
+        return (
+            float(comm().sum(torch.tensor(1.0 + dist.get_rank()))),
+            dist.get_world_size(),
+            type(store).__name__,
+        )
 
     env = {"RAYDIST_RENDEZVOUS_FILE": str(tmp_path / "meet")} if init_method == "file" else {}
     kind = "FileStore" if init_method == "file" else "TCPStore"
-    assert fine(run_ranks(3, replace(GLOO, init_method=init_method), total, tmp_path, env)) == [(6.0, 3, kind)] * 3
+    assert (
+        fine(run_ranks(3, replace(GLOO, init_method=init_method), total, tmp_path, env))
+        == [(6.0, 3, kind)] * 3
+    )
 
 
 def test_tcp_ranks_are_clients_of_the_store_that_is_held(tmp_path: Path) -> None:
-    # The port belongs to another process; a rank 0 that opened a store there would fail, or be alone with it.
+    # The port belongs to another process; a rank 0 that opened a store there would fail, or be
+    # alone with it.
     def address(job: Job) -> Any:
         return ddp.init_arguments("tcp", 0, 2, os.environ)["init_method"], dist.get_world_size()
 
@@ -56,7 +64,11 @@ def test_tcp_ranks_are_clients_of_the_store_that_is_held(tmp_path: Path) -> None
 
 def test_an_ipv6_address_is_bracketed() -> None:
     env = {"MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"}
-    assert ddp.init_arguments("tcp", 1, 2, env) == {"init_method": "tcp://[fd00::1]:29500", "rank": 1, "world_size": 2}
+    assert ddp.init_arguments("tcp", 1, 2, env) == {
+        "init_method": "tcp://[fd00::1]:29500",
+        "rank": 1,
+        "world_size": 2,
+    }
 
 
 def test_init_method_file_without_a_file_names_the_variable() -> None:
@@ -157,7 +169,10 @@ def test_settings_reach_ddp(tmp_path: Path) -> None:
         )
 
     backend = Backend(name="gloo", bucket_mb=3, find_unused_parameters=True, static_graph=True)
-    assert fine(run_ranks(2, Job(backend=backend), words, tmp_path)) == [(True, 3 << 20, True, True)] * 2
+    assert (
+        fine(run_ranks(2, Job(backend=backend), words, tmp_path))
+        == [(True, 3 << 20, True, True)] * 2
+    )
 
 
 def test_a_model_without_trainable_parameters_is_not_wrapped(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The pauses of Python's collector, and its collections at the same step; in a process of its own."""
+"""The pauses of Python's collector, and its collections at the same step; in a process of its
+own."""
 
 from __future__ import annotations
 

@@ -31,13 +31,18 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def run(script: str, *words: str, scale: str = "1x2") -> Result[Any]:
     """Run a program of tests/scripts on ranks without Ray."""
     where = script if not script.endswith(".py") or "/" in script else str(SCRIPTS / script)
-    return run_job(compose.compose([f"script={where}", f"scale={scale}", *INLINE, *words], claim=True))
+    return run_job(
+        compose.compose([f"script={where}", f"scale={scale}", *INLINE, *words], claim=True)
+    )
 
 
 def logs(done: Result[Any]) -> list[str]:
     """What each rank wrote, without what the gloo of torch 2.8 says."""
     files = [done.dir / "logs" / f"rank-{rank}.log" for rank in range(done.world_size)]
-    return [re.sub(r"^\[Gloo\] .*\n", "", each.read_text(errors="surrogateescape"), flags=re.M) for each in files]
+    return [
+        re.sub(r"^\[Gloo\] .*\n", "", each.read_text(errors="surrogateescape"), flags=re.M)
+        for each in files
+    ]
 
 
 def failure(script: str, *words: str, scale: str = "1x2") -> RunFailed:
@@ -49,10 +54,14 @@ def failure(script: str, *words: str, scale: str = "1x2") -> RunFailed:
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_torchrun_program_runs_unchanged(start: str) -> None:
     done = run("env_ddp.py", "backend=script", "args=--epochs 3", f"start={start}", scale="1x3")
-    assert logs(done) == [f"rank {rank} local {rank} of 3: same weights True\n" for rank in range(3)]
+    assert logs(done) == [
+        f"rank {rank} local {rank} of 3: same weights True\n" for rank in range(3)
+    ]
 
 
-@pytest.mark.parametrize(("how", "says"), [("raise", "ValueError: the loss"), ("kill", "SIGKILL"), ("5", "code 5")])
+@pytest.mark.parametrize(
+    ("how", "says"), [("raise", "ValueError: the loss"), ("kill", "SIGKILL"), ("5", "code 5")]
+)
 def test_the_rank_of_a_program_that_fails_is_named(how: str, says: str) -> None:
     failed = failure("env_ddp.py", f"args=--fail {how}", scale="1x3")
     assert failed.result.cause.rank == 1
@@ -65,7 +74,9 @@ def under_python(words: list[str], folder: Path, **env: str) -> dict[str, Any]:
     facts = folder / "plain"
     env = {**os.environ, "PYTHONPATH": "", **env, "FACTS": str(facts)}
     env.pop("RANK", None)
-    subprocess.run([sys.executable, *words], check=True, cwd=folder, env=env, stdin=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, *words], check=True, cwd=folder, env=env, stdin=subprocess.DEVNULL
+    )
     return dict(json.loads(facts.read_text()))
 
 
@@ -76,7 +87,13 @@ def test_a_file_sees_what_it_sees_under_python(tmp_path: Path, start: str, below
     for name in ("facts.py", "helper_beside.py"):
         (tmp_path / below / name).write_text((SCRIPTS / name).read_text())
     plain = under_python([f"{below}facts.py", "--a b", "-c"], tmp_path)
-    run(f"./{below}facts.py", "args=['--a b',-c]", f"env.FACTS={tmp_path}/rank", "env.PYTHONPATH=", f"start={start}")
+    run(
+        f"./{below}facts.py",
+        "args=['--a b',-c]",
+        f"env.FACTS={tmp_path}/rank",
+        "env.PYTHONPATH=",
+        f"start={start}",
+    )
     for rank in range(2):
         assert json.loads((tmp_path / f"rank{rank}").read_text()) == plain
 
@@ -103,7 +120,9 @@ def test_processes_of_a_program(method: str) -> None:
         ("executor", "spawn", "fork"), ("executor", "forkserver", "fork"), ("loader", "spawn", "fork"),
     ],
 )  # fmt: skip
-def test_processes_of_a_program_return_objects_of_its_classes(how: str, method: str, start: str) -> None:
+def test_processes_of_a_program_return_objects_of_its_classes(
+    how: str, method: str, start: str
+) -> None:
     done = run("own_classes.py", f"args={how} {method}", f"start={start}", scale="1x1")
     assert logs(done) == [f"{how} {method}: 0 1 4 9\n"]
 
@@ -114,13 +133,19 @@ def test_so_they_may_where_the_program_is_a_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["end", "code", "text", "raise", "hook", "terminated"])
-def test_all_that_an_interpreter_does_last_is_done_however_it_ends(tmp_path: Path, how: str) -> None:
+def test_all_that_an_interpreter_does_last_is_done_however_it_ends(
+    tmp_path: Path, how: str
+) -> None:
     words = ("ends.py", f"args={how} {tmp_path}")
     if how == "end":
         run(*words, scale="1x1")
     else:
         failed = failure(*words, scale="1x1")
-        says = {"code": "exited with code 3", "text": "no data under /nowhere", "terminated": "exited with code 9"}
+        says = {
+            "code": "exited with code 3",
+            "text": "no data under /nowhere",
+            "terminated": "exited with code 9",
+        }
         assert says.get(how, "RuntimeError: as it is") in str(failed)
     assert (tmp_path / f"{how}-0.unwritten").read_text() == "written at the end"
     assert (tmp_path / f"{how}-0.atexit").exists()
@@ -149,39 +174,60 @@ def test_bytes_and_long_lines_arrive_as_they_are() -> None:
 
 
 def test_a_programs_signal_handlers_are_called() -> None:
-    assert logs(run("signals.py", scale="1x1")) == ["heard SIGALRM SIGCHLD SIGTERM SIGUSR1 SIGUSR2\n"]
+    assert logs(run("signals.py", scale="1x1")) == [
+        "heard SIGALRM SIGCHLD SIGTERM SIGUSR1 SIGUSR2\n"
+    ]
 
 
 def test_ranks_draw_random_numbers_as_fresh_interpreters_do() -> None:
-    drawn = [line.split() for line in logs(run("random_numbers.py")) + logs(run("random_numbers.py"))]
+    drawn = [
+        line.split() for line in logs(run("random_numbers.py")) + logs(run("random_numbers.py"))
+    ]
     for column in range(4):
         assert len({line[column] for line in drawn}) == 4
 
 
 @pytest.mark.parametrize("init_method", ["env", "tcp", "file"])
 def test_a_rank_on_the_command_line(init_method: str) -> None:
-    args = "--rank {rank} --world-size={world_size} --local_rank {local_rank} --init-method {init_method}"
+    args = (
+        "--rank {rank} --world-size={world_size} --local_rank {local_rank} --init-method "
+        "{init_method}"
+    )
     done = run(
         "by_flags.py",
         f"init_method={init_method}",
         f'args={args} --backend {{backend}} --hparams \'{{"a":{{"b":1}}}}\'',
     )
     store = "FileStore" if init_method == "file" else "TCPStore"
-    assert logs(done) == [f"{store} {init_method} gloo {rank} 1.0 {{'a': {{'b': 1}}}}\n" for rank in range(2)]
+    assert logs(done) == [
+        f"{store} {init_method} gloo {rank} 1.0 {{'a': {{'b': 1}}}}\n" for rank in range(2)
+    ]
 
 
-@pytest.mark.parametrize(("how", "says"), [("assert", "rank 1 was told"), ("kill", "SIGABRT"), ("exit", "code 9")])
+@pytest.mark.parametrize(
+    ("how", "says"), [("assert", "rank 1 was told"), ("kill", "SIGABRT"), ("exit", "code 9")]
+)
 def test_a_rank_on_the_command_line_that_fails(how: str, says: str) -> None:
-    args = "--rank {rank} --world-size 2 --local_rank 0 --init-method tcp://{master_addr}:{master_port} --backend gloo"
+    args = (
+        "--rank {rank} --world-size 2 --local_rank 0 --init-method "
+        "tcp://{master_addr}:{master_port} --backend gloo"
+    )
     failed = failure("by_flags.py", f"args={args} --fail-rank 1 --fail {how}")
     assert failed.result.cause.rank == 1
     assert says in str(failed)
 
 
 def test_errors_that_record_wrote_are_reported() -> None:
-    failed = failure(sys.executable, f"args='{SCRIPTS / 'recorded.py'}'")  # a process of its own: only the file tells
+    failed = failure(
+        sys.executable, f"args='{SCRIPTS / 'recorded.py'}'"
+    )  # a process of its own: only the file tells
     cause = failed.result.cause
-    assert (cause.rank, cause.how, cause.type, cause.message) == (1, "raised", "KeyError", "'no such layer'")
+    assert (cause.rank, cause.how, cause.type, cause.message) == (
+        1,
+        "raised",
+        "KeyError",
+        "'no such layer'",
+    )
     assert 'raise KeyError("no such layer")' in cause.traceback
     assert "KeyError: 'no such layer'" in str(failure("recorded.py"))
 
@@ -206,7 +252,9 @@ def test_a_program_that_a_host_lacks(tmp_path: Path) -> None:
     job = compose.compose([f"script={gone}", "scale=1x2", *INLINE], claim=True)
     assert arguments.seen_from(os.getcwd(), job.script) == "gone.py"
     gone.unlink()
-    with pytest.raises(RunFailed, match=r"ProgramNotFound: there is no .*gone\.py on .*working_dir=\."):
+    with pytest.raises(
+        RunFailed, match=r"ProgramNotFound: there is no .*gone\.py on .*working_dir=\."
+    ):
         run_job(job)
 
 
@@ -214,7 +262,10 @@ def test_a_command_that_is_not_there_and_one_that_is_none(tmp_path: Path) -> Non
     failed = failure("no-such-command", "name=x")
     assert "there is no program no-such-command on" in str(failed)
     cause = failed.result.cause
-    assert (cause.type, cause.code or 127) == ("ProgramNotFound", 127)  # 0: it was ended while it exited
+    assert (cause.type, cause.code or 127) == (
+        "ProgramNotFound",
+        127,
+    )  # 0: it was ended while it exited
     (tmp_path / "text").write_text("not a program")
     assert "is not executable: chmod +x ./text" in str(failure("./text"))
 
@@ -222,11 +273,15 @@ def test_a_command_that_is_not_there_and_one_that_is_none(tmp_path: Path) -> Non
 @pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed")
 def test_a_horovodrun_program_runs_unchanged() -> None:
     done = run("horovod_mnist.py", "backend=horovod", "args=--epochs 2", scale="1x3")
-    assert [line.split("\n")[-2] for line in logs(done)] == [f"rank {i} of 3, local {i}: same True" for i in range(3)]
+    assert [line.split("\n")[-2] for line in logs(done)] == [
+        f"rank {i} of 3, local {i}: same True" for i in range(3)
+    ]
 
 
 @pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed")
-@pytest.mark.parametrize(("how", "says"), [("raise", "a digit too many"), ("kill", "SIGSEGV"), ("exit", "code 4")])
+@pytest.mark.parametrize(
+    ("how", "says"), [("raise", "a digit too many"), ("kill", "SIGSEGV"), ("exit", "code 4")]
+)
 def test_the_failed_rank_of_horovod_is_named(how: str, says: str) -> None:
     failed = failure("horovod_mnist.py", "backend=horovod", f"args=--fail {how}", scale="1x3")
     assert failed.result.cause.rank == 1
@@ -235,7 +290,9 @@ def test_the_failed_rank_of_horovod_is_named(how: str, says: str) -> None:
 
 def test_reports_of_a_script_are_received() -> None:
     script = Path("reports.py")
-    script.write_text("import raydist\nfor step in range(1, 4):\n    raydist.report(step=step, loss=1 / step)\n")
+    script.write_text(
+        "import raydist\nfor step in range(1, 4):\n    raydist.report(step=step, loss=1 / step)\n"
+    )
     assert run(f"./{script}").metrics == {"loss": 1 / 3}
 
 
@@ -244,11 +301,17 @@ def test_a_command_has_the_signals_that_a_shell_gives_it(tmp_path: Path) -> None
     ask = ["sh", "-c", "grep SigIgn /proc/self/status"]
     direct = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
     code = f"from raydist.worker import program; program.execute({ask})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == direct
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == direct
+    )
     (log := tmp_path / "log").touch()
     spec = f"ProgramSpec({tuple(ask)}, dict(os.environ), '/')"
     code = (
-        "import os; from raydist.worker import main; from raydist.messages.server import ProgramSpec;"
+        "import os; from raydist.worker import main; from raydist.messages.server import "
+        "ProgramSpec;"
         f"os.fork() or main.run_program({spec}, os.open({str(log)!r}, os.O_WRONLY)); os.wait()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

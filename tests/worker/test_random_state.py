@@ -17,7 +17,13 @@ CPU = torch.device("cpu")
 
 
 def draw() -> tuple[float, float, float, float, float]:
-    return random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), float(torch.rand(()))
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(torch.rand(())),
+    )
 
 
 def test_the_seed_decides_everything() -> None:
@@ -92,7 +98,8 @@ def test_derived_seeds_differ_and_stay() -> None:
     seeds = {random_state.derive(seed, epoch) for seed in range(20) for epoch in range(20)}
     assert len(seeds) == 400
     assert all(0 <= seed < 2**63 for seed in seeds)
-    # Orders of samples are made from these: another number here is another order for every checkpoint in the world.
+    # Orders of samples are made from these: another number here is another order for every
+    # checkpoint in the world.
     assert random_state.derive(0, 0) == 7896617691693857887
     assert random_state.derive(5, 1, 7) == 5564180176904846203
 
@@ -114,6 +121,12 @@ def test_another_process_draws_the_same() -> None:
         "from raydist.worker.random_state import *; seed_everything(4); "
         "print(random.random(), np.random.rand(), torch.rand(()).item())"
     )
-    told = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout.split()
+    told = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    ).stdout.split()
     random_state.seed_everything(4)
-    assert [float(word) for word in told] == [random.random(), np.random.rand(), torch.rand(()).item()]
+    assert [float(word) for word in told] == [
+        random.random(),
+        np.random.rand(),
+        torch.rand(()).item(),
+    ]

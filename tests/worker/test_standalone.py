@@ -24,7 +24,14 @@ from tests.ranks import run_ranks
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's variables, an empty folder, no words."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "RAYDIST_RUN_DIR", "RAYDIST_RESUME", "RAYDIST_RUNS"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "RAYDIST_RUN_DIR",
+        "RAYDIST_RESUME",
+        "RAYDIST_RUNS",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["job.py"])
@@ -131,7 +138,9 @@ def test_any_other_exception_keeps_its_traceback() -> None:
     assert context.current().comm is None
 
 
-def test_steps_are_printed_at_a_sane_rate_and_all_else_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_printed_at_a_sane_rate_and_all_else_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     show = standalone.printer(every_s=1000.0)
     for step in range(1, 6):
         show(event("report", rank=0, step=step, values={"steps": 5, "loss": 0.5}))
@@ -192,9 +201,19 @@ if __name__ == "__main__":
 
 
 def test_gloos_threads_end_with_the_process_group(tmp_path: Path) -> None:
-    """One that lives while its process exits may abort it; torchrun then calls the run a failure."""
+    """One that lives while its process exits may abort it; torchrun then calls the run a
+    failure."""
     (tmp_path / "train.py").write_text(TRAINING)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", "train.steps=2"]
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "train.py",
+        "train.steps=2",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("left: []") == 2, done.stdout

@@ -20,7 +20,9 @@ def same_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_function_of_a_file_finds_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_job.py").write_text("answer = 42")
-    (tmp_path / "my_job_file.py").write_text("from neighbour_of_job import answer\ndef job(): return answer")
+    (tmp_path / "my_job_file.py").write_text(
+        "from neighbour_of_job import answer\ndef job(): return answer"
+    )
     assert target.load_target(f"{tmp_path}/my_job_file.py:job")() == 42
     assert "my_job_file" in sys.modules  # loader workers and pickle look it up there
 
@@ -49,7 +51,8 @@ def test_arguments_of_a_function_that_travelled() -> None:
 def test_what_a_file_imports_is_read_without_running_it(tmp_path: Path) -> None:
     file = tmp_path / "job.py"
     file.write_text(
-        "from __future__ import annotations\nimport os, json as j\nfrom sklearn.datasets import load_digits\n"
+        "from __future__ import annotations\nimport os, json as j\nfrom sklearn.datasets import "
+        "load_digits\n"
         "from . import near\nraise SystemExit\ndef job():\n    import inside\n"
     )
     assert preload.imported_modules(file.read_text()) == ["os", "json", "sklearn.datasets"]

@@ -1,4 +1,5 @@
-"""torch's private parts, as this torch has them; and what a rank says where a torch has them no longer."""
+"""torch's private parts, as this torch has them; and what a rank says where a torch has them no
+longer."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def without_recorder(job: Job) -> Any:
 
 
 def read_each_torch(job: Job) -> dict[str, Any]:
-    """What the reader finds where another torch keeps this rank's collectives: the prefix and the shape of each."""
+    """What the reader finds where another torch keeps this rank's collectives: the prefix and the
+    shape of each."""
     import torch
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
@@ -57,15 +59,20 @@ def read_each_torch(job: Job) -> dict[str, Any]:
         for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
             setattr(c10d, name, functions.get(name))
         entries = torch_private.flight_recorder("nccl")
-        found[torch_of] = entries and [(each["profiling_name"], each["input_sizes"]) for each in entries]
+        found[torch_of] = entries and [
+            (each["profiling_name"], each["input_sizes"]) for each in entries
+        ]
         found[torch_of + ", gloo"] = len(torch_private.flight_recorder("gloo") or [])
 
     read("2.14", _dump_fr_trace_json=one_instance, _dump_nccl_trace_json=legacy)
     read("without NCCL", _dump_fr_trace_json=one_instance)
     for instance in ("nccl2", "nccl-lazy"):
 
-        def several(includeCollectives: bool, onlyActive: bool, backend: str = "gloo", own: str = instance) -> bytes:
-            """_dump_fr_trace_json(includeCollectives=None, onlyActive=None, backend: str = 'gloo') -> bytes"""
+        def several(
+            includeCollectives: bool, onlyActive: bool, backend: str = "gloo", own: str = instance
+        ) -> bytes:
+            """_dump_fr_trace_json(includeCollectives=None, onlyActive=None, backend: str = 'gloo')
+            -> bytes"""
             return under(backend) if backend in ("gloo", own) else b"{}"
 
         read(instance, _dump_fr_trace_json=several, _dump_nccl_trace_json=lambda **_: b"{}")
@@ -73,12 +80,15 @@ def read_each_torch(job: Job) -> dict[str, Any]:
 
 
 def test_every_instance_of_the_recorder_is_read(tmp_path: Path) -> None:
-    """torch 2.15's NCCL records elsewhere than 2.14's, and an older torch has no names for its instances."""
+    """torch 2.15's NCCL records elsewhere than 2.14's, and an older torch has no names for its
+    instances."""
     (told,) = run_ranks(1, GLOO, read_each_torch, tmp_path, {"TORCH_FR_BUFFER_SIZE": "2000"})
     assert told.error == ""
     found = told.value
     for torch_of, prefix in (("2.14", "nccl"), ("nccl2", "nccl2"), ("nccl-lazy", "nccl-lazy")):
-        reduced = [(name, sizes) for name, sizes in found[torch_of] if name == f"{prefix}:all_reduce"]
+        reduced = [
+            (name, sizes) for name, sizes in found[torch_of] if name == f"{prefix}:all_reduce"
+        ]
         assert reduced[-2:] == [(f"{prefix}:all_reduce", [[3]]), (f"{prefix}:all_reduce", [[4]])]
         assert found[f"{torch_of}, gloo"] >= 2
     assert found["without NCCL"] is None
@@ -126,7 +136,10 @@ def test_rank_0_warns_once_of_a_missing_recorder(
         context.enter(None)
         line.channel.shut()
     assert isinstance(line.channel, Channel)
-    assert [each["collectives"] for each in received if each.get("protocol") == "Activity"] == [[], []]
+    assert [each["collectives"] for each in received if each.get("protocol") == "Activity"] == [
+        [],
+        [],
+    ]
     warnings = [each["text"] for each in received if each.get("kind") == "warning"]
     assert len(warnings) == said
     assert all("TypeError: _dump_fr_trace_json()" in text for text in warnings)

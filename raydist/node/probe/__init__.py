@@ -38,7 +38,8 @@ WHEELS = {
 def read_facts(
     ip: str, interface: str | None = None, gpus: Sequence[str] | None = None, root: Path = Path("/")
 ) -> Facts:
-    """The facts of this machine. `ip`: its address in Ray; `interface`: used instead of the one that owns `ip`.
+    """The facts of this machine. `ip`: its address in Ray; `interface`: used instead of the one
+    that owns `ip`.
 
     ConfigError: the interface does not exist. LaunchError: no interface has that address.
     """
@@ -67,9 +68,12 @@ def read_facts(
 
 
 def site_environment(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
-    """The variables of network, devices and compilers that were set before raydist started, and not by Ray."""
+    """The variables of network, devices and compilers that were set before raydist started, and not
+    by Ray."""
     found = {name: value for name, value in sorted(environ.items()) if SITE.fullmatch(name)}
-    if "RAY_RAYLET_PID" in environ:  # Ray sets OMP_NUM_THREADS in its workers (set_omp_num_threads_if_unset)
+    if (
+        "RAY_RAYLET_PID" in environ
+    ):  # Ray sets OMP_NUM_THREADS in its workers (set_omp_num_threads_if_unset)
         first = sysfs.read_text(root / "proc/self/environ").split("\0")
         if not any(each.startswith("OMP_NUM_THREADS=") for each in first):
             found.pop("OMP_NUM_THREADS", None)
@@ -83,13 +87,19 @@ def interfaces() -> dict[str, tuple[str, ...]]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found: dict[str, tuple[str, ...]] = {}
     for name, own in psutil.net_if_addrs().items():
-        plain = [one.address.partition("%")[0] for one in own if one.family in (socket.AF_INET, socket.AF_INET6)]
+        plain = [
+            one.address.partition("%")[0]
+            for one in own
+            if one.family in (socket.AF_INET, socket.AF_INET6)
+        ]
         if plain and name in up:
             found[name] = tuple(sorted(plain, key=lambda address: ":" in address))
     return found
 
 
-def choose_interface(known: Mapping[str, Sequence[str]], ip: str, interface: str | None) -> tuple[str, str]:
+def choose_interface(
+    known: Mapping[str, Sequence[str]], ip: str, interface: str | None
+) -> tuple[str, str]:
     """The training interface and its address: the requested one, else the one that owns `ip`."""
     if interface is not None:
         if interface not in known:
@@ -101,7 +111,8 @@ def choose_interface(known: Mapping[str, Sequence[str]], ip: str, interface: str
         if numeric in own:
             return name, numeric
     raise LaunchError(
-        f"no interface of {socket.gethostname()} has the address {ip} that Ray knows it by; there is "
+        f"no interface of {socket.gethostname()} has the address {ip} that Ray knows it by; "
+        "there is "
         f"{known_settings(known)}. Start Ray with --node-ip-address=<one of these>, or say "
         f"fabric.interface={next(iter(known))}"
     )
@@ -160,7 +171,8 @@ def nccl_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, t
 
 
 def own_nccl_conf() -> str:
-    """NCCL's file in the user's home, as the password database has it, not HOME; empty for a uid without an entry."""
+    """NCCL's file in the user's home, as the password database has it, not HOME; empty for a uid
+    without an entry."""
     try:
         return f"{pwd.getpwuid(os.getuid()).pw_dir}/.nccl.conf"
     except KeyError:
@@ -168,16 +180,24 @@ def own_nccl_conf() -> str:
 
 
 def parse_nccl_conf(text: str) -> list[tuple[str, str]]:
-    """The NAME=VALUE lines of an nccl.conf. Only a # in the first column begins a comment; blanks are kept."""
+    """The NAME=VALUE lines of an nccl.conf. Only a # in the first column begins a comment; blanks
+    are kept."""
     lines = [line.partition("=") for line in text.split("\n") if not line.startswith("#")]
     return [(name, value) for name, equals, value in lines if equals]
 
 
 def gpus_of_driver(root: Path = Path("/")) -> int:
-    """The GPUs of this machine that CUDA_VISIBLE_DEVICES allows, counted as Ray does, without CUDA."""
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES allows, counted as Ray does, without
+    CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([one for one in visible.split(",") if one.strip() and one.strip() not in ("-1", "NoDevFiles")])
+        return len(
+            [
+                one
+                for one in visible.split(",")
+                if one.strip() and one.strip() not in ("-1", "NoDevFiles")
+            ]
+        )
     try:
         return len(list((root / "proc/driver/nvidia/gpus").iterdir()))
     except OSError:

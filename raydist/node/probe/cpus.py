@@ -1,6 +1,8 @@
-"""The CPUs that this process may use: NUMA nodes, sockets, cores, caches, the quota of its cgroup. (actor)
+"""The CPUs that this process may use: NUMA nodes, sockets, cores, caches, the quota of its cgroup.
+(actor)
 
-Source: Documentation/ABI/stable/sysfs-devices-system-cpu, sysfs-devices-node, Documentation/admin-guide/cgroup-v2.rst.
+Source: Documentation/ABI/stable/sysfs-devices-system-cpu, sysfs-devices-node,
+Documentation/admin-guide/cgroup-v2.rst.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ from raydist.shared import cgroup, sysfs
 
 def allowed_cpus(root: Path = Path("/")) -> set[int]:
     """The CPUs of this process's affinity."""
-    told = re.search(r"^Cpus_allowed_list:\s*(\S+)$", sysfs.read_text(root / "proc/self/status"), re.MULTILINE)
+    told = re.search(
+        r"^Cpus_allowed_list:\s*(\S+)$", sysfs.read_text(root / "proc/self/status"), re.MULTILINE
+    )
     return set(sysfs.cpu_list(told[1])) if told else set(range(os.cpu_count() or 1))
 
 
 def count_cpus(allowed: AbstractSet[int], root: Path = Path("/")) -> int:
     """The number of these CPUs, or the quota of a cgroup of this process, if that is less.
 
-    A container has its limit at the root of the mount; a service or a batch job has it in a cgroup below.
+    A container has its limit at the root of the mount; a service or a batch job has it in a cgroup
+    below.
     """
     mount = root / "sys/fs/cgroup"
     groups = {mount, mount / "cpu", *cgroup.lineage("self", root, "cpu")}
@@ -41,7 +46,8 @@ def cpu_quota(group: Path) -> int | None:
 
 
 def read_numa(allowed: AbstractSet[int], root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """The NUMA nodes that have some of these CPUs; one node 0 with all of them if the kernel names none."""
+    """The NUMA nodes that have some of these CPUs; one node 0 with all of them if the kernel names
+    none."""
     system = root / "sys/devices/system"
     found = [
         (int(name[4:]), sysfs.cpu_list(sysfs.read_text(system / "node" / name / "cpulist")))
@@ -49,14 +55,19 @@ def read_numa(allowed: AbstractSet[int], root: Path = Path("/")) -> tuple[NumaNo
         if name.startswith("node") and name[4:].isdigit()
     ]
     own = [(number, allowed & set(listed)) for number, listed in found]
-    return tuple(_node(number, cpus, system / "cpu") for number, cpus in own or [(0, allowed)] if cpus)
+    return tuple(
+        _node(number, cpus, system / "cpu") for number, cpus in own or [(0, allowed)] if cpus
+    )
 
 
 def _node(number: int, cpus: AbstractSet[int], folder: Path) -> NumaNode:
     cores = _groups(cpus, lambda cpu: folder / f"cpu{cpu}/topology/thread_siblings_list")
     caches = _groups(cpus, lambda cpu: _last_cache(folder / f"cpu{cpu}/cache") / "shared_cpu_list")
     return NumaNode(
-        number, sysfs.read_number(folder / f"cpu{min(cpus)}/topology/physical_package_id", 0), cores, caches
+        number,
+        sysfs.read_number(folder / f"cpu{min(cpus)}/topology/physical_package_id", 0),
+        cores,
+        caches,
     )
 
 

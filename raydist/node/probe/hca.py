@@ -1,4 +1,5 @@
-"""The RDMA devices and GPUs, and their user-space libraries, read from files; nvidia-smi tells MIG instances. (actor)
+"""The RDMA devices and GPUs, and their user-space libraries, read from files; nvidia-smi tells MIG
+instances. (actor)
 
 Source: Documentation/ABI/stable/sysfs-class-infiniband, drivers/infiniband/core/sysfs.c.
 """
@@ -18,9 +19,17 @@ from raydist.shared import sysfs
 RATE = re.compile(r"^(\d+(?:\.5)?) Gb/sec")
 EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
 GAP = 16
-"""A GID table has 256 entries, used from the first one: after this many empty entries the rest is empty too."""
-LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib", "lib64", "lib",
-             "usr/local/lib")  # fmt: skip
+"""A GID table has 256 entries, used from the first one: after this many empty entries the rest is
+empty too."""
+LIBRARIES = (
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
+    "usr/lib64",
+    "usr/lib",
+    "lib64",
+    "lib",
+    "usr/local/lib",
+)
 LISTING_S = 10.0
 """Longest wait for nvidia-smi: a driver without persistence takes seconds."""
 DMABUF_KERNEL = (5, 12)
@@ -36,7 +45,11 @@ def _hca(own: Path, uverb: str, root: Path) -> Hca:
     device = own / "device"
     return Hca(
         name=own.name,
-        ports=tuple(_port(own / "ports" / number) for number in sysfs.names(own / "ports") if number.isdigit()),
+        ports=tuple(
+            _port(own / "ports" / number)
+            for number in sysfs.names(own / "ports")
+            if number.isdigit()
+        ),
         pci=sysfs.pci_path(device, root),
         numa=sysfs.read_number(device / "numa_node", -1),
         vendor=sysfs.read_text(device / "vendor"),
@@ -84,7 +97,10 @@ def _gids(port: Path, most: int) -> Iterator[Gid]:
             continue
         empty = 0
         yield Gid(
-            i, gid, sysfs.read_text(port / f"gid_attrs/types/{i}"), sysfs.read_text(port / f"gid_attrs/ndevs/{i}")
+            i,
+            gid,
+            sysfs.read_text(port / f"gid_attrs/types/{i}"),
+            sysfs.read_text(port / f"gid_attrs/ndevs/{i}"),
         )
 
 
@@ -99,7 +115,8 @@ def uverbs(root: Path) -> dict[str, str]:
 
 
 def opens(node: Path) -> bool:
-    """Whether the device node opens for reading and writing: the device cgroup may refuse what its mode allows."""
+    """Whether the device node opens for reading and writing: the device cgroup may refuse what its
+    mode allows."""
     try:
         os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
     except OSError:
@@ -125,10 +142,13 @@ def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
 
 
 def read_instances(root: Path = Path("/")) -> dict[str, tuple[str, ...]]:
-    """The MIG instances of each GPU, by its uuid. Only nvidia-smi tells them, which is asked where there are any."""
+    """The MIG instances of each GPU, by its uuid. Only nvidia-smi tells them, which is asked where
+    there are any."""
     if not any(root.glob("proc/driver/nvidia/capabilities/gpu*/mig/gi*")):
         return {}
-    folders = [root / folder.lstrip("/") for folder in os.environ.get("PATH", os.defpath).split(os.pathsep)]
+    folders = [
+        root / folder.lstrip("/") for folder in os.environ.get("PATH", os.defpath).split(os.pathsep)
+    ]
     tool = shutil.which("nvidia-smi", path=os.pathsep.join(map(str, folders)))
     if tool is None:
         return {}
@@ -138,7 +158,9 @@ def read_instances(root: Path = Path("/")) -> dict[str, tuple[str, ...]]:
         return {}
     instances: dict[str, tuple[str, ...]] = {}
     gpu = ""
-    for name in re.findall(r"\(UUID: ([^)]+)\)", listed.stdout):  # each GPU, followed by its instances
+    for name in re.findall(
+        r"\(UUID: ([^)]+)\)", listed.stdout
+    ):  # each GPU, followed by its instances
         if name.startswith("MIG-"):
             instances[gpu] = (*instances.get(gpu, ()), name)
         else:
@@ -154,15 +176,22 @@ def _field(information: str, name: str) -> str:
 def read_rdma(environ: Mapping[str, str], root: Path = Path("/")) -> Rdma:
     """Libraries, user-space drivers and GPUDirect."""
     folders = library_folders(environ, root)
-    found = next((path for folder in folders if (path := folder / "libibverbs.so.1").exists()), None)
+    found = next(
+        (path for folder in folders if (path := folder / "libibverbs.so.1").exists()), None
+    )
     release = re.match(r"(\d+)\.(\d+)", sysfs.read_text(root / "proc/sys/kernel/osrelease"))
     recent = release is not None and (int(release[1]), int(release[2])) >= DMABUF_KERNEL
-    peers = ("kernel/mm/memory_peers/nv_mem", "kernel/mm/memory_peers/nv_mem_nc", "module/nvidia_peermem")
+    peers = (
+        "kernel/mm/memory_peers/nv_mem",
+        "kernel/mm/memory_peers/nv_mem_nc",
+        "module/nvidia_peermem",
+    )
     return Rdma(
         libibverbs="" if found is None else f"/{found.relative_to(root)}",
         providers=tuple(sorted(set(_providers(folders, root)))),
         peermem=any((root / "sys" / peer / "version").exists() for peer in peers),
-        dmabuf=recent and "Open Kernel Module" in sysfs.read_text(root / "proc/driver/nvidia/version"),
+        dmabuf=recent
+        and "Open Kernel Module" in sysfs.read_text(root / "proc/driver/nvidia/version"),
     )
 
 
@@ -175,5 +204,9 @@ def _providers(folders: list[Path], root: Path) -> Iterator[str]:
 
 def library_folders(environ: Mapping[str, str], root: Path) -> list[Path]:
     """Where the loader looks for libraries, LD_LIBRARY_PATH first."""
-    said = [folder.lstrip("/") for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder.startswith("/")]
+    said = [
+        folder.lstrip("/")
+        for folder in environ.get("LD_LIBRARY_PATH", "").split(":")
+        if folder.startswith("/")
+    ]
     return [root / folder for folder in (*said, *LIBRARIES)]

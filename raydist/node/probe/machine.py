@@ -12,13 +12,19 @@ from raydist.node.probe.hca import library_folders
 from raydist.shared import sysfs
 
 CAP_IPC_LOCK = 14
-PLUGINS = ("opt/amazon/ofi-nccl/lib", "opt/aws-ofi-nccl/lib", "usr/local/nvidia/lib64", "var/lib/tcpx/lib64",
-           "opt/hpcx/nccl_rdma_sharp_plugin/lib")  # fmt: skip
+PLUGINS = (
+    "opt/amazon/ofi-nccl/lib",
+    "opt/aws-ofi-nccl/lib",
+    "usr/local/nvidia/lib64",
+    "var/lib/tcpx/lib64",
+    "opt/hpcx/nccl_rdma_sharp_plugin/lib",
+)
 """Folders of NCCL plug-ins in vendors' images."""
 NETWORKS = ("AWS Libfabric",)
-"""Names with which NCCL_NET selects a plug-in; they are in its file. Every version of aws-ofi-nccl accepts this one
-(nvidia_plugin_name_fixup). HPC-X's plug-in has none: its name before it is initialised (NCCL RDMA Plugin v11) is not
-that after (IBext_v11), and NCCL compares before each communicator."""
+"""Names with which NCCL_NET selects a plug-in; they are in its file. Every version of aws-ofi-nccl
+accepts this one (nvidia_plugin_name_fixup). HPC-X's plug-in has none: its name before it is
+initialised (NCCL RDMA Plugin v11) is not that after (IBext_v11), and NCCL compares before each
+communicator."""
 LARGEST = 64 << 20
 """Bytes of a plug-in that are searched; plug-ins have one to twenty million."""
 
@@ -26,7 +32,9 @@ LARGEST = 64 << 20
 def read_limits(root: Path = Path("/")) -> Limits:
     """The limits of this process; its ranks have the same."""
     told = sysfs.read_text(root / "proc/self/limits")
-    powers = re.search(r"^CapEff:\s*([0-9a-f]+)$", sysfs.read_text(root / "proc/self/status"), re.MULTILINE)
+    powers = re.search(
+        r"^CapEff:\s*([0-9a-f]+)$", sysfs.read_text(root / "proc/self/status"), re.MULTILINE
+    )
     return Limits(
         memlock=_limit(told, "Max locked memory"),
         nofile=_limit(told, "Max open files"),
@@ -51,7 +59,9 @@ def _size(folder: Path) -> int | None:
 
 def machine(hostname: str, environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
     """Kernel, container, cloud, mounts and plug-ins; nothing here uses the network."""
-    driver = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", sysfs.read_text(root / "proc/driver/nvidia/version"))
+    driver = re.search(
+        r"\s(\d+\.\d+(?:\.\d+)?)\s", sysfs.read_text(root / "proc/driver/nvidia/version")
+    )
     found = tuple(dict.fromkeys(plugins(environ, root)))
     return Machine(
         boot_id=sysfs.read_text(root / "proc/sys/kernel/random/boot_id"),
@@ -63,12 +73,15 @@ def machine(hostname: str, environ: Mapping[str, str], root: Path = Path("/")) -
         own_name=tuple(own_name(sysfs.read_text(root / "etc/hosts"), hostname)),
         storage=tuple(dict.fromkeys(slow_mounts(sysfs.read_text(root / "proc/mounts")))),
         plugins=found,
-        networks=tuple(dict.fromkeys(name for own in found for name in networks(root / own.lstrip("/")))),
+        networks=tuple(
+            dict.fromkeys(name for own in found for name in networks(root / own.lstrip("/")))
+        ),
     )
 
 
 def own_name(hosts: str, hostname: str) -> Iterator[str]:
-    """The addresses of a name in /etc/hosts. Only the file: a name server may take seconds to answer."""
+    """The addresses of a name in /etc/hosts. Only the file: a name server may take seconds to
+    answer."""
     for line in hosts.splitlines():
         address, *names = line.partition("#")[0].split() or [""]
         if hostname in names:
@@ -76,7 +89,8 @@ def own_name(hosts: str, hostname: str) -> Iterator[str]:
 
 
 def slow_mounts(mounts: str) -> Iterator[str]:
-    """Addresses of the file servers in /proc/mounts: Lustre's `10.1.0.5@o2ib:/fs`, NFS's addr= option."""
+    """Addresses of the file servers in /proc/mounts: Lustre's `10.1.0.5@o2ib:/fs`, NFS's addr=
+    option."""
     for line in mounts.splitlines():
         source, _, kind, options, *_ = (*line.split(), "", "", "", "")
         if kind == "lustre":

@@ -41,7 +41,8 @@ def _nic(own: Path, root: Path, subnets: tuple[str, ...], default_route: bool) -
 
 
 def routes(root: Path = Path("/")) -> tuple[dict[str, list[str]], set[str]]:
-    """(the IPv4 networks that each interface reaches directly, the interfaces with a default route)."""
+    """(the IPv4 networks that each interface reaches directly, the interfaces with a default
+    route)."""
     direct: dict[str, list[str]] = defaultdict(list)
     default: set[str] = set()
     for line in sysfs.read_text(root / "proc/net/route").splitlines()[1:]:
@@ -49,9 +50,13 @@ def routes(root: Path = Path("/")) -> tuple[dict[str, list[str]], set[str]]:
         if int(mask, 16) == 0:
             default.add(name)
         elif not int(flags, 16) & RTF_GATEWAY:
-            direct[name].append(str(ipaddress.ip_network(f"{_dotted(target)}/{_dotted(mask)}", strict=False)))
+            direct[name].append(
+                str(ipaddress.ip_network(f"{_dotted(target)}/{_dotted(mask)}", strict=False))
+            )
     return dict(direct), default
 
 
 def _dotted(word: str) -> str:
-    return socket.inet_ntoa(struct.pack("=I", int(word, 16)))  # the kernel prints the bytes in its own order
+    return socket.inet_ntoa(
+        struct.pack("=I", int(word, 16))
+    )  # the kernel prints the bytes in its own order

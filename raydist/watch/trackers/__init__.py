@@ -1,13 +1,15 @@
-"""The process that writes to one tracker what the events of a run say: main loop and trackers. (driver)
+"""The process that writes to one tracker what the events of a run say: main loop and trackers.
+(driver)
 
-track.py starts it. It belongs to no rank: it outlives them all, sees all attempts, and knows how the run ended.
+track.py starts it. It belongs to no rank: it outlives them all, sees all attempts, and knows how
+the run ended.
 
-    child.py              The main loop: follows events.jsonl, retries, and tells the truth at the end
-    kubeflow.py           Progress to Kubeflow Trainer: what `kubectl describe trainjob` shows as Trainer Status
-    mlflow.py             MLflow: a server, or a database
-    tensorboard.py        TensorBoard: event files in the run folder
-    trackio.py            Trackio: a database of the user, a server, or a Space of Hugging Face
-    wandb.py              Weights & Biases: its cloud, a server, or a folder for `wandb sync`
+    child.py       The main loop: follows events.jsonl, retries, and tells the truth at the end
+    kubeflow.py    Kubeflow Trainer: the Trainer Status that `kubectl describe trainjob` shows
+    mlflow.py      MLflow: a server, or a database
+    tensorboard.py TensorBoard: event files in the run folder
+    trackio.py     Trackio: a database of the user, a server, or a Space of Hugging Face
+    wandb.py       Weights & Biases: its cloud, a server, or a folder for `wandb sync`
 """
 
 from __future__ import annotations
@@ -39,11 +41,14 @@ class Task:
     repeats: bool
     """Whether a restart can repeat steps."""
     program: bool
-    """script=: its own tracker may write to the same run, so this one opens it only when the program reports."""
+    """script=: its own tracker may write to the same run, so this one opens it only when the
+    program reports."""
     begin: int
-    """Where the events of this run begin in events.jsonl, in bytes: an earlier one may have had the same folder."""
+    """Where the events of this run begin in events.jsonl, in bytes: an earlier one may have had the
+    same folder."""
     sweep: str = ""
-    """The name of the sweep's folder, if the run is one of its trials: trackers show them as a group."""
+    """The name of the sweep's folder, if the run is one of its trials: trackers show them as a
+    group."""
     differs: Mapping[str, str] = field(default_factory=dict)
     """Of a trial the settings that differ from the other trials'."""
 
@@ -60,7 +65,8 @@ class Task:
 
 @dataclass
 class Ledger:
-    """What one tracker has been told: track/NAME.json in the run folder. A run that resumes this one goes on there."""
+    """What one tracker has been told: track/NAME.json in the run folder. A run that resumes this
+    one goes on there."""
 
     FOLDER: ClassVar[str] = "track"
     id: str = ""
@@ -104,7 +110,8 @@ class Ending(NamedTuple):
 
 
 class Tracker(Protocol):
-    """One tracker; whatever it raises is tried again. Its constructor takes a Task and the id of a run to go on in."""
+    """One tracker; whatever it raises is tried again. Its constructor takes a Task and the id of a
+    run to go on in."""
 
     id: str
     link: str
@@ -126,6 +133,10 @@ def by_full_name(settings: Mapping[str, Any], prefix: str = "") -> dict[str, obj
     """Settings by their full names, as `optim.lr`."""
     found: dict[str, object] = {}
     for name, value in settings.items():
-        inside = by_full_name(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else None
+        inside = (
+            by_full_name(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping) and value
+            else None
+        )
         found |= inside if inside is not None else {f"{prefix}{name}": value}
     return found

@@ -1,9 +1,9 @@
 """The main loop: follows events.jsonl, retries, and tells the truth at the end. (driver)
 
-    python -m raydist.watch.trackers.child    its input: a Task as a line of JSON; it ends when the run is over
+    python -m raydist.watch.trackers.child    reads a Task as a line of JSON; ends with the run
 
-It says lines of JSON: `warning`, `track` (where a person finds the run), `variables`, `ready`. What libraries print
-goes to logs/track-NAME.log of the run folder.
+It says lines of JSON: `warning`, `track` (where a person finds the run), `variables`, `ready`. What
+libraries print goes to logs/track-NAME.log of the run folder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ from raydist.reporting.progress import Progress
 from raydist.shared.events import Event, parse_event
 from raydist.watch.trackers import END_S, Ending, Ledger, Measured, Task, Tracker
 
-CLASSES = {"tensorboard": "TensorBoard", "mlflow": "Mlflow", "wandb": "Wandb", "trackio": "Trackio",
-           "kubeflow": "Kubeflow"}  # fmt: skip
+CLASSES = {
+    "tensorboard": "TensorBoard",
+    "mlflow": "Mlflow",
+    "wandb": "Wandb",
+    "trackio": "Trackio",
+    "kubeflow": "Kubeflow",
+}
 LOOK_S = 0.5
 """Seconds between two looks at the events."""
 AGAIN_S = 10.0
@@ -43,9 +48,11 @@ Say = Callable[..., None]
 
 
 class Life(threading.Thread):
-    """Knows when the run is over: the driver has closed our input, or is gone. Then there is an end to all of this.
+    """Knows when the run is over: the driver has closed our input, or is gone. Then there is an end
+    to all of this.
 
-    A driver's forked processes may keep the other end of our input open, so its process id counts too.
+    A driver's forked processes may keep the other end of our input open, so its process id counts
+    too.
     """
 
     def __init__(self, name: str, say: Say) -> None:
@@ -60,7 +67,10 @@ class Life(threading.Thread):
         while os.getppid() == self._driver and not select.select([0], [], [], LOOK_S)[0]:
             if self.called and time.monotonic() - self.called > HANG_S and not told:
                 told = True
-                self._say(warning=f"{self._name} has not answered for {HANG_S:g} s; the run goes on without it")
+                self._say(
+                    warning=f"{self._name} has not answered for {HANG_S:g} s; the run goes on "
+                    "without it"
+                )
         self.over.set()
         time.sleep(END_S + LOOK_S)  # the driver, if it lives, ends this process before
         os.killpg(0, signal.SIGKILL)
@@ -158,8 +168,11 @@ class Follower:
             self._tracker.write(())
         while self._rows:
             some = self._rows[:ROWS]
-            # noted first: if this process is killed in between, a step is missing rather than there twice
-            self._ledger.told = max([self._ledger.told, *(row.step for row in some if row.step is not None)])
+            # noted first: if this process is killed in between, a step is missing rather than there
+            # twice
+            self._ledger.told = max(
+                [self._ledger.told, *(row.step for row in some if row.step is not None)]
+            )
             self._ledger.write(self._folder, self._task.name)
             self._life.called = time.monotonic()
             self._tracker.write(some)
@@ -170,7 +183,8 @@ class Follower:
             self._pages.add(page)
 
     def _wanted(self) -> bool:
-        """Whether it is time for the tracker's run: not before the ranks have a place, nor for a program's own one.
+        """Whether it is time for the tracker's run: not before the ranks have a place, nor for a
+        program's own one.
 
         MLflow's makes the id that the program needs.
         """
@@ -180,24 +194,36 @@ class Follower:
 
     def _open(self) -> Tracker:
         kind = import_module(f"raydist.watch.trackers.{self._task.name}")
-        tracker = cast("Tracker", getattr(kind, CLASSES[self._task.name])(self._task, self._ledger.id))
+        tracker = cast(
+            "Tracker", getattr(kind, CLASSES[self._task.name])(self._task, self._ledger.id)
+        )
         if self._task.name == "kubeflow":
             vars(tracker)["progress"] = self._progress
         self._ledger.id = tracker.id
         self._ledger.write(self._folder, self._task.name)
-        self._say(variables=dict(tracker.variables), ready=True, track=f"{self._task.name}  {tracker.link}")
+        self._say(
+            variables=dict(tracker.variables),
+            ready=True,
+            track=f"{self._task.name}  {tracker.link}",
+        )
         if why := getattr(tracker, "why_offline", ""):
-            self._say(warning=f"{self._task.name} writes to the run folder ({why}); to upload it: {tracker.link}")
+            self._say(
+                warning=f"{self._task.name} writes to the run folder ({why}); to upload it: "
+                f"{tracker.link}"
+            )
         return tracker
 
     def _finish(self) -> None:
         self._bring_up_to_date()
         if self._tracker is not None:
-            self._tracker.close(self._ending or Ending("killed", "the driver ended without a result"))
+            self._tracker.close(
+                self._ending or Ending("killed", "the driver ended without a result")
+            )
 
 
 def read_on(path: Path, begin: int) -> Iterator[list[Event]]:
-    """At each call the events that were added; a line that is still being written comes with the next ones."""
+    """At each call the events that were added; a line that is still being written comes with the
+    next ones."""
     cut = b""
     with path.open("rb") as file:
         file.seek(begin)
@@ -210,7 +236,9 @@ def read_on(path: Path, begin: int) -> Iterator[list[Event]]:
 def main() -> None:
     """Track one run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to a whole job: the run's own end comes first
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # sent to a whole job: the run's own end comes first
     os.nice(10)
     task = Task(**json.loads(sys.stdin.readline()))
     said = os.fdopen(os.dup(1), "w", buffering=1)

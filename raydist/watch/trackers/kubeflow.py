@@ -1,8 +1,8 @@
 """Progress to Kubeflow Trainer: what `kubectl describe trainjob` shows as Trainer Status. (driver)
 
-A TrainJob's pods get the three variables if its controller has the feature gate TrainJobStatus (alpha in 2.2). The
-request is that of its documentation, docs/user-guides/trainjob-progress.md: POST {"trainerStatus": {…}} with the token
-of a file, which is replaced now and then.
+A TrainJob's pods get the three variables if its controller has the feature gate TrainJobStatus
+(alpha in 2.2). The request is that of its documentation, docs/user-guides/trainjob-progress.md:
+POST {"trainerStatus": {…}} with the token of a file, which is replaced now and then.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ class Kubeflow:
     def _send(self, most: int) -> None:
         """Send the progress; 100 percent is for a run that has finished."""
         body = json.dumps({"trainerStatus": status(self.progress, most)}).encode()
-        headers = {"Authorization": f"Bearer {Path(os.environ[TOKEN]).read_text().strip()}",
-                   "Content-Type": "application/json"}  # fmt: skip
+        headers = {
+            "Authorization": f"Bearer {Path(os.environ[TOKEN]).read_text().strip()}",
+            "Content-Type": "application/json",
+        }
         request = urllib.request.Request(os.environ[URL], body, headers)
         trusted = ssl.create_default_context(cafile=os.environ.get(CA))
         urllib.request.urlopen(request, timeout=ANSWER_S, context=trusted).close()
@@ -70,5 +72,8 @@ def status(progress: Progress, most: int) -> Mapping[str, object]:
             found["estimatedRemainingSeconds"] = max(0, round((steps - step) / rate))
     values = numbers({**progress.values, **progress.evaluated})
     if values:
-        found["metrics"] = [{"name": name, "value": f"{value:.6g}"} for name, value in list(values.items())[:METRICS]]
+        found["metrics"] = [
+            {"name": name, "value": f"{value:.6g}"}
+            for name, value in list(values.items())[:METRICS]
+        ]
     return found

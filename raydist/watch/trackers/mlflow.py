@@ -15,11 +15,13 @@ from raydist.watch.trackers import Ending, Measured, Task, by_full_name
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 METRICS, PARAMS, LONGEST = 1000, 100, 6000
-"""The most metrics and params of one request, and characters of a param (mlflow.utils.validation)."""
+"""The most metrics and params of one request, and characters of a param
+(mlflow.utils.validation)."""
 
 
 class Mlflow:
-    """The user's MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME count; the run has the name of its folder."""
+    """The user's MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME count; the run has the name of its
+    folder."""
 
     def __init__(self, task: Task, run: str) -> None:
         # its own retries last minutes; a call that raised is made again anyway
@@ -51,7 +53,10 @@ class Mlflow:
     def _log_settings(self, run: str, task: Task) -> None:
         from mlflow.entities import Param
 
-        params = (Param(plain(name), str(value)[:LONGEST]) for name, value in by_full_name(task.settings).items())
+        params = (
+            Param(plain(name), str(value)[:LONGEST])
+            for name, value in by_full_name(task.settings).items()
+        )
         while some := list(islice(params, PARAMS)):
             self._client.log_batch(run, params=some)
 
@@ -63,7 +68,9 @@ class Mlflow:
             for t, step, values in rows
             for name, value in values.items()
         )
-        while some := list(islice(metrics, METRICS)):  # one that it has already is left out by the server
+        while some := list(
+            islice(metrics, METRICS)
+        ):  # one that it has already is left out by the server
             self._client.log_batch(self.id, metrics=some)
 
     def page(self, path: Path) -> None:
@@ -78,7 +85,8 @@ class Mlflow:
 
 @contextmanager
 def one_at_a_time(task: Task) -> Iterator[None]:
-    """Trials of a sweep begin together: of two that make a database or an experiment at once, one would fail."""
+    """Trials of a sweep begin together: of two that make a database or an experiment at once, one
+    would fail."""
     if not task.sweep:
         yield
         return

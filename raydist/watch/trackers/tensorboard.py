@@ -10,9 +10,11 @@ from raydist.watch.trackers import Ending, Measured, Task, by_full_name
 
 
 class TensorBoard:
-    """Written by tensorboardX, which needs no torch. A run that resumes adds a file to the folder of the first.
+    """Written by tensorboardX, which needs no torch. A run that resumes adds a file to the folder
+    of the first.
 
-    Trials are beside each other in the folder of their sweep, with what TensorBoard's tab HPARAMS needs.
+    Trials are beside each other in the folder of their sweep, with what TensorBoard's tab HPARAMS
+    needs.
     """
 
     def __init__(self, task: Task, run: str) -> None:
@@ -20,7 +22,9 @@ class TensorBoard:
         from tensorboardX.summary import hparams
 
         folder = Path(task.folder)
-        self.id = run or str(folder.parent / "tensorboard" / folder.name if task.sweep else folder / "tensorboard")
+        self.id = run or str(
+            folder.parent / "tensorboard" / folder.name if task.sweep else folder / "tensorboard"
+        )
         shown = Path(self.id).parent if task.sweep else self.id
         self.link, self.variables = f"tensorboard --logdir {shown}", dict[str, str]()
         self._writer = SummaryWriter(self.id)

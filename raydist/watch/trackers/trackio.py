@@ -9,16 +9,23 @@ from raydist.watch.trackers import Ending, Measured, Task, by_full_name
 
 
 class Trackio:
-    """The user's TRACKIO_… variables count; the run has the name of its folder, which is its id as well."""
+    """The user's TRACKIO_… variables count; the run has the name of its folder, which is its id as
+    well."""
 
     def __init__(self, task: Task, run: str) -> None:
         import trackio
 
         self.id = run or task.run
         self._run = trackio.init(
-            project=task.project, name=self.id, config=by_full_name(task.settings), resume="allow" if run else "never",
-            group=task.sweep or None, embed=False, auto_log_gpu=False, auto_log_cpu=False,
-        )  # fmt: skip
+            project=task.project,
+            name=self.id,
+            config=by_full_name(task.settings),
+            resume="allow" if run else "never",
+            group=task.sweep or None,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
         self.link, self.variables = f"trackio show --project {task.project}", dict[str, str]()
 
     def write(self, rows: Sequence[Measured]) -> None:

@@ -16,20 +16,36 @@ INIT_S = 20.0
 class Wandb:
     """The user's WANDB_… variables count; the run has the name of its folder.
 
-    `step` is a value of its own: W&B's internal step must grow with each call, and the nodes' metrics have none.
+    `step` is a value of its own: W&B's internal step must grow with each call, and the nodes'
+    metrics have none.
     """
 
     def __init__(self, task: Task, run: str) -> None:
         import wandb
 
         quiet = wandb.Settings(
-            console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True, init_timeout=INIT_S
+            console="off",
+            silent=True,
+            x_disable_stats=True,
+            disable_git=True,
+            disable_code=True,
+            init_timeout=INIT_S,
         )
         facts: Any = {
-            "project": os.environ.get("WANDB_PROJECT", task.project), "name": task.run, "id": run, "resume": "allow",
-            "dir": task.folder, "config": dict(task.settings), "settings": quiet, "allow_val_change": True,
-            **({"group": os.environ.get("WANDB_RUN_GROUP", task.sweep), "notes": task.trial} if task.sweep else {}),
-        }  # fmt: skip
+            "project": os.environ.get("WANDB_PROJECT", task.project),
+            "name": task.run,
+            "id": run,
+            "resume": "allow",
+            "dir": task.folder,
+            "config": dict(task.settings),
+            "settings": quiet,
+            "allow_val_change": True,
+            **(
+                {"group": os.environ.get("WANDB_RUN_GROUP", task.sweep), "notes": task.trial}
+                if task.sweep
+                else {}
+            ),
+        }
         try:
             self._run = wandb.init(**facts)
         except (wandb.errors.Error, OSError) as error:  # no key, no network, no such server

@@ -1,4 +1,5 @@
-"""watch.page=true: the page beside a run or a sweep, by a process that starts with the first visit. (driver)"""
+"""watch.page=true: the page beside a run or a sweep, by a process that starts with the first visit.
+(driver)"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ END_S = 3.0
 
 
 class PageBeside(AbstractContextManager["PageBeside"]):
-    """Inside the `with` block the page of a run is served. While nobody has opened it, that costs nothing."""
+    """Inside the `with` block the page of a run is served. While nobody has opened it, that costs
+    nothing."""
 
     def __init__(self, folder: Path, wanted: bool) -> None:
         """`folder`: of a run or of a sweep."""
@@ -32,7 +34,11 @@ class PageBeside(AbstractContextManager["PageBeside"]):
     @property
     def link(self) -> str:
         """The address of the page; empty if it is not wanted."""
-        return "" if self._socket is None else f"http://127.0.0.1:{self._socket.getsockname()[1]}/{self._token}/"
+        return (
+            ""
+            if self._socket is None
+            else f"http://127.0.0.1:{self._socket.getsockname()[1]}/{self._token}/"
+        )
 
     def __enter__(self) -> PageBeside:
         if self._socket is not None:
@@ -54,7 +60,8 @@ class PageBeside(AbstractContextManager["PageBeside"]):
                 self._child.wait()
 
     def _wait(self) -> None:
-        """Start the process at the first connection, which stays in the socket's queue until then."""
+        """Start the process at the first connection, which stays in the socket's queue until
+        then."""
         assert self._socket is not None
         waiting = select.poll()
         for descriptor in (self._socket.fileno(), self._end):
@@ -66,12 +73,17 @@ class PageBeside(AbstractContextManager["PageBeside"]):
         os.close(self._end)
 
     def _start(self, sock: socket.socket) -> subprocess.Popen[bytes]:
-        """It ends when its standard input does, also after a SIGKILL of the driver; no Ctrl-C reaches it."""
+        """It ends when its standard input does, also after a SIGKILL of the driver; no Ctrl-C
+        reaches it."""
         number = str(sock.fileno())
         child = subprocess.Popen(
-            [sys.executable, "-m", "raydist.watch.web", str(self._folder.absolute()), number], pass_fds=[sock.fileno()],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "raydist.watch.web", str(self._folder.absolute()), number],
+            pass_fds=[sock.fileno()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         assert child.stdin is not None
         child.stdin.write(self._token.encode() + b"\n")
         child.stdin.flush()

@@ -1,4 +1,5 @@
-"""The page of a run or a sweep as one file that opens from a disk: styles, scripts, curves, logs inside. (driver)"""
+"""The page of a run or a sweep as one file that opens from a disk: styles, scripts, curves, logs
+inside. (driver)"""
 
 from __future__ import annotations
 
@@ -17,19 +18,24 @@ LOGS = 32
 
 
 async def export(run: FollowedRun, to: Path) -> None:
-    """Write the page of a run as it is now. OSError: it can't be written; ConnectionError: the run can't be read."""
+    """Write the page of a run as it is now. OSError: it can't be written; ConnectionError: the run
+    can't be read."""
     await run.fetch("events.jsonl", whole=True)
     while await run.catch_up() < 1:
         pass
     failures = run.model.figures.failures.found
-    ranks = list(dict.fromkeys([*(failure.cause["rank"] for failure in failures), *sorted(run.model.ranks)]))[:LOGS]
+    ranks = list(
+        dict.fromkeys([*(failure.cause["rank"] for failure in failures), *sorted(run.model.ranks)])
+    )[:LOGS]
     texts = [log_name(rank, of) for rank in ranks for of in ("stacks", "nccl")]
     names = [*(failure.page for failure in failures), *texts]
     await asyncio.gather(*(run.fetch(name, whole=True) for name in [*names, *map(log_name, ranks)]))
     pages = {name: run.folder / name for name in names}
     data = {
         "sections": {name: json.loads(text) for name, text in Viewer(run).news(1.0)},
-        "pages": {name: path.read_text(errors="replace") for name, path in pages.items() if path.exists()},
+        "pages": {
+            name: path.read_text(errors="replace") for name, path in pages.items() if path.exists()
+        },
         "logs": {rank: read_from(run.folder / log_name(rank), -1)[0] for rank in ranks},
     }
     to.write_text(one_file("index.html", data), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Follows a run folder while somebody looks: folds new events, gives what a viewer has not seen yet. (driver)"""
+"""Follows a run folder while somebody looks: folds new events, gives what a viewer has not seen
+yet. (driver)"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ MOST_SHOWN = 4 * SHOWN
 HEAD = 256
 """Bytes at the beginning of a file that tell it from a later file of the same name."""
 LOOKED_S = 30.0
-"""If nobody has looked for longer than this, it is not known when in that time something new came."""
+"""If nobody has looked for longer than this, it is not known when in that time something new
+came."""
 FOUND = 300
 """Most lines that a search gives."""
 SHARED = re.compile(r"blame-\d+\.txt|logs/rank-\d+\.(log|nccl|stacks)")
@@ -35,7 +37,8 @@ SHARED = re.compile(r"blame-\d+\.txt|logs/rank-\d+\.(log|nccl|stacks)")
 
 
 class Fetch(Protocol):
-    """Brings a file into the run folder before it is read: its beginning, or the whole of it as it is now."""
+    """Brings a file into the run folder before it is read: its beginning, or the whole of it as it
+    is now."""
 
     async def __call__(self, name: str, whole: bool = False) -> None: ...
 
@@ -46,7 +49,8 @@ async def is_here(name: str, whole: bool = False) -> None:
 
 @dataclass
 class SameFile:
-    """Tells whether a name still stands for the file that was read so far: a run folder may be made anew."""
+    """Tells whether a name still stands for the file that was read so far: a run folder may be made
+    anew."""
 
     _inode: int = 0
     """0: no file was seen so far."""
@@ -55,7 +59,8 @@ class SameFile:
     def is_another(self, path: Path, read: int) -> bool:
         """Whether it is another file than at the last call, or has fewer bytes than were read.
 
-        The number of an inode is soon used again, so the first bytes are compared too: an event has its time there.
+        The number of an inode is soon used again, so the first bytes are compared too: an event has
+        its time there.
         """
         try:
             with path.open("rb") as file:
@@ -150,18 +155,22 @@ class FollowedRun:
         return sum(len(line) + 1 for line in whole)
 
     def _fold_line(self, line: bytes) -> None:
-        """Fold one line. An event that the page does not understand is a warning: it must not hide all later ones."""
+        """Fold one line. An event that the page does not understand is a warning: it must not hide
+        all later ones."""
         event = parse_event(line)
         if event is None:
             return
         try:
             self.model.add(event)
         except Exception as error:
-            text = f"the page cannot show an event `{event['kind']}`: {type(error).__name__}: {error}"
+            text = (
+                f"the page cannot show an event `{event['kind']}`: {type(error).__name__}: {error}"
+            )
             self.model.warn(text)
 
     async def log(self, rank: int, poll_s: float, at: int = -1) -> AsyncIterator[LogPiece]:
-        """A rank's log after byte `at`, else its end; then its new lines; an empty text each time there are none."""
+        """A rank's log after byte `at`, else its end; then its new lines; an empty text each time
+        there are none."""
         path, file = self.folder / log_name(rank), SameFile()
         while True:
             await self.fetch(log_name(rank))
@@ -174,8 +183,12 @@ class FollowedRun:
                 await asyncio.sleep(poll_s)
 
     async def fetch_logs(self, limit_s: float) -> int:
-        """Bring the logs of all ranks into the folder; the number of those that did not come in so many seconds."""
-        tasks = [asyncio.ensure_future(self.fetch(log_name(rank), whole=True)) for rank in self.model.ranks]
+        """Bring the logs of all ranks into the folder; the number of those that did not come in so
+        many seconds."""
+        tasks = [
+            asyncio.ensure_future(self.fetch(log_name(rank), whole=True))
+            for rank in self.model.ranks
+        ]
         if not tasks:
             return 0
         done, late = await asyncio.wait(tasks, timeout=limit_s)
@@ -184,7 +197,8 @@ class FollowedRun:
         return len(late) + sum(task.exception() is not None for task in done)
 
     def search(self, text: str) -> list[tuple[int, int, str]]:
-        """(rank, number of the line, line) of the lines in all logs that contain this text, in any case."""
+        """(rank, number of the line, line) of the lines in all logs that contain this text, in any
+        case."""
         found: list[tuple[int, int, str]] = []
         paths = {int(path.stem[5:]): path for path in self.folder.glob("logs/rank-*.log")}
         for rank, path in sorted(paths.items()):
@@ -193,7 +207,8 @@ class FollowedRun:
 
 
 def log_name(rank: int, of: str = "log") -> str:
-    """A rank's log in the run folder. `of`: `stacks` for its stacks at the last hang, `nccl` for NCCL's log."""
+    """A rank's log in the run folder. `of`: `stacks` for its stacks at the last hang, `nccl` for
+    NCCL's log."""
     return f"logs/rank-{rank}.{of}"
 
 
@@ -206,7 +221,8 @@ def file_size(path: Path) -> int:
 
 
 def read_from(path: Path, at: int) -> tuple[str, int]:
-    """The whole lines of a log after byte `at`, and where they end; below 0: of its last TAIL bytes."""
+    """The whole lines of a log after byte `at`, and where they end; below 0: of its last TAIL
+    bytes."""
     size = file_size(path)
     begin = max(0, size - TAIL) if at < 0 else at
     if size <= begin:
@@ -251,14 +267,20 @@ class Viewer:
     """By the name of a curve."""
 
     def news(self, share: float) -> Iterator[tuple[str, str]]:
-        """(name, JSON) of each section that has changed; of curves only what was added, where nothing was replaced."""
-        for name, section in {**self.run.model.sections(), "read": {"share": round(share, 3)}}.items():
+        """(name, JSON) of each section that has changed; of curves only what was added, where
+        nothing was replaced."""
+        for name, section in {
+            **self.run.model.sections(),
+            "read": {"share": round(share, 3)},
+        }.items():
             text = json.dumps(section, separators=(",", ":"))
             if self.sent.get(name) != text:
                 self.sent[name] = text
                 yield name, text
         if curves := {
-            name: piece for name, curve in self.run.model.curves.items() if (piece := self._new(name, curve))
+            name: piece
+            for name, curve in self.run.model.curves.items()
+            if (piece := self._new(name, curve))
         }:
             yield "curves", json.dumps(curves, separators=(",", ":"))
 
@@ -266,7 +288,12 @@ class Viewer:
         """(whether it takes the place of all before, the points); None without new ones."""
         known, count = self.points.get(name), len(curve.steps)
         added = count - known.read if known else 0
-        if known is None or known.curve is not curve or known.cuts != curve.cuts or known.points + added > MOST_SHOWN:
+        if (
+            known is None
+            or known.curve is not curve
+            or known.cuts != curve.cuts
+            or known.points + added > MOST_SHOWN
+        ):
             piece = curve.piece()
             self.points[name] = Shown(curve, curve.cuts, count, len(piece.steps))
             return True, piece

@@ -1,4 +1,5 @@
-"""Events `pace` -> a lane per rank over time: the share of each step that is its own work. (pure)"""
+"""Events `pace` -> a lane per rank over time: the share of each step that is its own work.
+(pure)"""
 
 from __future__ import annotations
 

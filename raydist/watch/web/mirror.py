@@ -1,4 +1,5 @@
-"""A run folder on this machine whose files come from elsewhere when they are read: a URL, a cluster's logs. (driver)"""
+"""A run folder on this machine whose files come from elsewhere when they are read: a URL, a
+cluster's logs. (driver)"""
 
 from __future__ import annotations
 
@@ -12,20 +13,24 @@ from pathlib import Path
 from raydist.state.object_store import StoragePath
 
 FIRST_S = 3.0
-"""Limit on the wait for the first bytes of a file that is followed; what comes later is read later."""
+"""Limit on the wait for the first bytes of a file that is followed; what comes later is read
+later."""
 AGAIN_S = 5.0
 """Seconds until a file that was not there, or whose connection broke, is requested again."""
 IDLE_S = 60.0
 """Seconds after which a file that nobody reads is no longer followed."""
 AT_ONCE = 16
-"""Maximum number of whole files that are read at a time. Ray's log API refuses more than 100 requests at a time."""
+"""Maximum number of whole files that are read at a time. Ray's log API refuses more than 100
+requests at a time."""
 TRIES = 3
 """How often a whole file is requested if the connection breaks."""
 
 Read = Callable[[str, bool], AsyncIterator[bytes]]
-"""Gives the bytes of a file (its name) of the run; with True also those that are added to it, without an end.
+"""Gives the bytes of a file (its name) of the run; with True also those that are added to it,
+without an end.
 
-FileNotFoundError: it is not there. Another OSError: the connection broke, and the file has more bytes.
+FileNotFoundError: it is not there. Another OSError: the connection broke, and the file has more
+bytes.
 """
 
 
@@ -58,8 +63,8 @@ class Mirror:
     async def fetch(self, name: str, whole: bool = False) -> None:
         """Return when the file is in the folder, or not to be had.
 
-        `whole`: with all that it has now; OSError: the connection broke, again and again. Otherwise its beginning is
-        enough: it is followed for as long as it is asked for.
+        `whole`: with all that it has now; OSError: the connection broke, again and again. Otherwise
+        its beginning is enough: it is followed for as long as it is asked for.
         """
         await asyncio.sleep(0)  # a caller that asks in a loop must not keep the bytes from coming
         if whole or not self.grows:
@@ -75,7 +80,9 @@ class Mirror:
         if name not in self._reading:
             task = self._reading[name] = asyncio.create_task(self._read_whole(name))
             task.add_done_callback(lambda done: self._read_ended(name, done))
-        await asyncio.shield(self._reading[name])  # whoever gives up leaves it to those who still wait
+        await asyncio.shield(
+            self._reading[name]
+        )  # whoever gives up leaves it to those who still wait
 
     def _read_ended(self, name: str, task: asyncio.Task[None]) -> None:
         del self._reading[name]
@@ -117,7 +124,8 @@ class Mirror:
                 del self._following[name]
 
     async def _follow(self, name: str, begun: asyncio.Event) -> None:
-        """Copy what is added to a file. Whatever ends the stream (a laptop that sleeps, ssh), it is opened again."""
+        """Copy what is added to a file. Whatever ends the stream (a laptop that sleeps, ssh), it is
+        opened again."""
         while True:
             with contextlib.suppress(OSError):
                 await self._copy(name, follow=True, begun=begun)
@@ -125,7 +133,8 @@ class Mirror:
             await asyncio.sleep(AGAIN_S)
 
     async def _copy(self, name: str, follow: bool, begun: asyncio.Event) -> None:
-        """Read a file from its beginning, as Ray's log API gives it, and add what the copy lacks."""
+        """Read a file from its beginning, as Ray's log API gives it, and add what the copy
+        lacks."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         before, at = path.stat().st_size if path.exists() else 0, 0
@@ -139,7 +148,8 @@ class Mirror:
 
 
 def add(path: Path, at: int, block: bytes) -> None:
-    """Have the copy hold these bytes at this position. Several readers may add to it, each in its turn."""
+    """Have the copy hold these bytes at this position. Several readers may add to it, each in its
+    turn."""
     path.touch()
     with path.open("r+b") as file:
         file.seek(at)
@@ -151,7 +161,8 @@ def add(path: Path, at: int, block: bytes) -> None:
 
 
 def begin_anew(path: Path, content: bytes) -> None:
-    """Put a new file in the place of a copy: the name now belongs to another file, as in the folder of a new trial."""
+    """Put a new file in the place of a copy: the name now belongs to another file, as in the folder
+    of a new trial."""
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(content)
     new.replace(path)

@@ -80,7 +80,9 @@ class Model:
         """Take in one event."""
         kind, rank = event["kind"], event.get("rank")
         if kind == "run":  # another run in the same folder goes on with its curves
-            vars(self).update(vars(Model(run=event, curves=self.curves, lanes=self.lanes, waits="for Ray")))
+            vars(self).update(
+                vars(Model(run=event, curves=self.curves, lanes=self.lanes, waits="for Ray"))
+            )
         if kind == "report" and rank:  # most events of a large run: only the step counts
             self.steps[rank] = event.get("step") or 0
             return
@@ -125,8 +127,13 @@ class Model:
             self._note(rank, host=slot.get("host", ""))
 
     def _on_phase(self, event: Event) -> None:
-        after = {"connect": "for a place on the nodes", "place": "for the actors", "actors": "until torch is imported",
-                 "warm-up": "until all ranks have met", "rendezvous": "for the first step"}  # fmt: skip
+        after = {
+            "connect": "for a place on the nodes",
+            "place": "for the actors",
+            "actors": "until torch is imported",
+            "warm-up": "until all ranks have met",
+            "rendezvous": "for the first step",
+        }
         self.waits = after.get(event["name"], "")
 
     def _on_began(self, event: Event) -> None:
@@ -155,10 +162,17 @@ class Model:
 
     def _on_spent(self, event: Event) -> None:
         if event.get("rank") == 0 and event["what"] == "evaluate":
-            self._mark("evaluation", self.progress.step or 0, event["t"], f"evaluated in {event['s']:.2f} s")
+            self._mark(
+                "evaluation",
+                self.progress.step or 0,
+                event["t"],
+                f"evaluated in {event['s']:.2f} s",
+            )
 
     def _on_saved(self, event: Event) -> None:
-        self._mark("save", event["step"], event["t"], f"saved in {event['s']:.2f} s: {event['path']}")
+        self._mark(
+            "save", event["step"], event["t"], f"saved in {event['s']:.2f} s: {event['path']}"
+        )
 
     def _on_pace(self, event: Event) -> None:
         self.lanes.add(event["t"], event["ranks"])
@@ -176,7 +190,10 @@ class Model:
         for host, load in event["nodes"].items():
             t, before = self._loads.get(host, (0.0, {}))
             self._loads[host] = (event["t"], load)
-            self.nodes[host] = {**load, "ports": port_rates(load["ports"], before.get("ports", {}), event["t"] - t)}
+            self.nodes[host] = {
+                **load,
+                "ports": port_rates(load["ports"], before.get("ports", {}), event["t"] - t),
+            }
 
     def _on_hang(self, event: Event) -> None:
         self.waits = event["text"]
@@ -224,13 +241,21 @@ class Model:
         shown = self._shown_ranks()
         return {
             "state": self._state(),
-            "ranks": {"ranks": {rank: (self.steps.get(rank, 0), *astuple(self.ranks[rank])) for rank in shown}},
+            "ranks": {
+                "ranks": {
+                    rank: (self.steps.get(rank, 0), *astuple(self.ranks[rank])) for rank in shown
+                }
+            },
             "lanes": {
                 "times": [round(t, 1) for t in self.lanes.times],
-                "shares": {rank: self.lanes.shares[rank] for rank in shown if rank in self.lanes.shares},
+                "shares": {
+                    rank: self.lanes.shares[rank] for rank in shown if rank in self.lanes.shares
+                },
             },
             "marks": {"marks": [mark for marks in self.marks.values() for mark in marks]},
-            "failures": {"failures": [failure_row(failure) for failure in self.figures.failures.found]},
+            "failures": {
+                "failures": [failure_row(failure) for failure in self.figures.failures.found]
+            },
             "nodes": {"nodes": self.nodes},
             "launch": {
                 "launch": {name: round(s, 3) for name, s in self.figures.launch.items()},
@@ -240,7 +265,8 @@ class Model:
         }
 
     def _shown_ranks(self) -> list[int]:
-        """The ranks that the page shows: those in trouble first, then those with the most own work."""
+        """The ranks that the page shows: those in trouble first, then those with the most own
+        work."""
         rows = self.ranks
 
         def order(rank: int) -> tuple[bool, float, int]:
@@ -257,26 +283,44 @@ class Model:
     def _state(self) -> Section:
         figures, progress, over = self.figures, self.progress, bool(self.result)
         return {
-            "name": self.run.get("name", ""), "dir": self.run.get("dir", ""), "began": figures.began,
-            "status": self.result.get("status", "running"), "attempt": self.attempt,
-            "step": progress.step, "steps": progress.totals.get("steps"), "position": progress.position(),
-            "health": progress.health(), "evaluation": progress.evaluation(),
-            "left": [] if over else progress.left(), "waits": self.waits, "world_size": figures.world_size,
-            "goodput": round(self.result.get("goodput", figures.goodput), 4), "wall_s": round(figures.wall_s, 1),
-            "checkpoint": figures.saved, "failure": self.result.get("failure", ""),
-            "slow": figures.slow.get("text", ""), "network": figures.network, "quiet_s": self.quiet_s,
-        }  # fmt: skip
+            "name": self.run.get("name", ""),
+            "dir": self.run.get("dir", ""),
+            "began": figures.began,
+            "status": self.result.get("status", "running"),
+            "attempt": self.attempt,
+            "step": progress.step,
+            "steps": progress.totals.get("steps"),
+            "position": progress.position(),
+            "health": progress.health(),
+            "evaluation": progress.evaluation(),
+            "left": [] if over else progress.left(),
+            "waits": self.waits,
+            "world_size": figures.world_size,
+            "goodput": round(self.result.get("goodput", figures.goodput), 4),
+            "wall_s": round(figures.wall_s, 1),
+            "checkpoint": figures.saved,
+            "failure": self.result.get("failure", ""),
+            "slow": figures.slow.get("text", ""),
+            "network": figures.network,
+            "quiet_s": self.quiet_s,
+        }
 
     @property
     def quiet_s(self) -> float:
-        """Seconds without an event after which the page says so: three times the longest silence, at least QUIET_S."""
+        """Seconds without an event after which the page says so: three times the longest silence,
+        at least QUIET_S."""
         return max(QUIET_S, 3 * self.longest_s)
 
 
-def port_rates(now: Mapping[str, Any], before: Mapping[str, Any], s: float) -> dict[str, list[float] | None]:
-    """Of each port the bytes per second [received, sent] over the last `s` seconds; None where they are not known."""
+def port_rates(
+    now: Mapping[str, Any], before: Mapping[str, Any], s: float
+) -> dict[str, list[float] | None]:
+    """Of each port the bytes per second [received, sent] over the last `s` seconds; None where they
+    are not known."""
     return {
-        name: [max(0.0, round((new - old) / s)) for new, old in zip(counts, before[name], strict=True)]
+        name: [
+            max(0.0, round((new - old) / s)) for new, old in zip(counts, before[name], strict=True)
+        ]
         if name in before and s > 0
         else None
         for name, counts in now.items()
@@ -287,11 +331,19 @@ def failure_row(failure: Failure) -> Section:
     """What the page shows of a failure; its own page has the rest."""
     cause = failure.cause
     return {
-        "number": failure.number, "page": failure.page, "at": failure.at, "rank": cause["rank"],
-        "host": cause.get("host", ""), "step": cause.get("step", 0), "how": cause["how"],
-        "text": failure.text.partition("\n")[0], "reason": failure.reason, "status": failure.status,
-        "s": failure.s, "repeated": failure.repeated,
-    }  # fmt: skip
+        "number": failure.number,
+        "page": failure.page,
+        "at": failure.at,
+        "rank": cause["rank"],
+        "host": cause.get("host", ""),
+        "step": cause.get("step", 0),
+        "how": cause["how"],
+        "text": failure.text.partition("\n")[0],
+        "reason": failure.reason,
+        "status": failure.status,
+        "s": failure.s,
+        "repeated": failure.repeated,
+    }
 
 
 def _pass(event: Event) -> None:

@@ -1,4 +1,5 @@
-"""Finds folders of runs and of sweeps: the one that a person names, the newest, those beside it. (driver)"""
+"""Finds folders of runs and of sweeps: the one that a person names, the newest, those beside it.
+(driver)"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from raydist.watch.web.sweep import SUMMARY, FollowedSweep, is_sweep, trials_sho
 
 EVENTS = "events.jsonl"
 TAIL = 1 << 16
-"""Bytes at the end of a run's events in which its result is looked for; more, if its last line is longer."""
+"""Bytes at the end of a run's events in which its result is looked for; more, if its last line is
+longer."""
 MOST = 500
 """Most runs of a list, the newest first."""
 
@@ -35,7 +37,8 @@ class RunRow(TypedDict):
 
 
 def runs_below(root: Path, file: str = EVENTS) -> dict[str, Path]:
-    """The run folders at most three levels below `root`, itself included, the newest first; by their paths below it.
+    """The run folders at most three levels below `root`, itself included, the newest first; by
+    their paths below it.
 
     `file`: what makes a folder one that is looked for.
     """
@@ -50,24 +53,30 @@ def sweeps_below(root: Path) -> dict[str, Path]:
 
 
 def list_rows(root: Path) -> list[RunRow]:
-    """The list: a line for each run, and one for each sweep below `root` with all its trials, the newest first."""
+    """The list: a line for each run, and one for each sweep below `root` with all its trials, the
+    newest first."""
     sweeps = {name: path for name, path in sweeps_below(root).items() if path != root}
-    runs = {name: path for name, path in runs_below(root).items() if path.parent not in sweeps.values()}
+    runs = {
+        name: path for name, path in runs_below(root).items() if path.parent not in sweeps.values()
+    }
     rows = [sweep_row(name, path) for name, path in sweeps.items()]
     rows += [run_row(name, path) for name, path in runs.items()]
     return sorted(rows, key=lambda row: row["changed"], reverse=True)
 
 
 def find_place(place: str, here: Path) -> tuple[Path, str]:
-    """(the folder of a list of runs, the run in it or "" for the list) of what a person typed: a folder, `newest`.
+    """(the folder of a list of runs, the run in it or "" for the list) of what a person typed: a
+    folder, `newest`.
 
-    The folder of a sweep is the list of its trials. `here`: the folder in which `newest` is looked for; if the newest
-    run is a trial, its sweep is meant.
+    The folder of a sweep is the list of its trials. `here`: the folder in which `newest` is looked
+    for; if the newest run is a trial, its sweep is meant.
     """
     if place == "newest":
         runs = runs_below(here)
         if not runs:
-            raise no_run(place, f"no run is below {here.absolute()}", "a run folder, or a folder of runs")
+            raise no_run(
+                place, f"no run is below {here.absolute()}", "a run folder, or a folder of runs"
+            )
         newest = next(iter(runs.values()))
         return newest.parent, "" if is_sweep(newest.parent) else newest.name
     folder = Path(place).absolute()
@@ -89,25 +98,34 @@ def no_run(place: str, why: str, instead: str) -> ConfigError:
 def run_row(name: str, folder: Path) -> RunRow:
     """One line of the list, from the end of the run's events."""
     path = folder / EVENTS
-    kinds = (b'"kind": "result"', b'"kind": "run"')  # after a result, another run may have begun in the folder
-    last = next((line for line in reversed(last_lines(path)) if any(kind in line for kind in kinds)), b"{}")
+    kinds = (
+        b'"kind": "result"',
+        b'"kind": "run"',
+    )  # after a result, another run may have begun in the folder
+    last = next(
+        (line for line in reversed(last_lines(path)) if any(kind in line for kind in kinds)), b"{}"
+    )
     try:
         event = json.loads(last)
     except ValueError:
         event = {}
     result = event if event.get("kind") == "result" else {}
-    numbers = [(name, value) for name, value in result.get("metrics", {}).items() if isinstance(value, float)]
+    numbers = [
+        (name, value)
+        for name, value in result.get("metrics", {}).items()
+        if isinstance(value, float)
+    ]
     text = result.get("failure", "").partition("\n")[0] or ", ".join(
         f"{name} {value:.4g}" for name, value in numbers[:6]
     )
     changed = path.stat().st_mtime
     status = result.get("status") or ("running" if time.time() - changed < QUIET_S else "no news")
-    return {"run": name, "changed": changed, "status": status, "text": text,
-            "sweep": False}  # fmt: skip
+    return {"run": name, "changed": changed, "status": status, "text": text, "sweep": False}
 
 
 def last_lines(path: Path) -> list[bytes]:
-    """The lines at the end of a file: at least the last one whole, which of 2048 ranks has 75 kB."""
+    """The lines at the end of a file: at least the last one whole, which of 2048 ranks has 75
+    kB."""
     size, wanted = path.stat().st_size, TAIL
     with path.open("rb") as file:
         while True:
@@ -124,7 +142,19 @@ def sweep_row(name: str, folder: Path) -> RunRow:
     trials, summary = trials_shown(sweep.summary), sweep.summary
     states = dict.fromkeys(trial.state for trial in trials)
     parts = [f"{sum(trial.state == state for trial in trials)} {state}" for state in states]
-    best = [f"{key} {value:.4g}" for trial in trials if trial.best for key, value in trial.values.items() if value]
+    best = [
+        f"{key} {value:.4g}"
+        for trial in trials
+        if trial.best
+        for key, value in trial.values.items()
+        if value
+    ]
     text = ", ".join([counted(len(trials), "trial"), *parts, *best[: len(summary["objectives"])]])
     changed = (folder / SUMMARY).stat().st_mtime
-    return {"run": name, "changed": changed, "status": summary["state"], "text": text, "sweep": True}
+    return {
+        "run": name,
+        "changed": changed,
+        "status": summary["state"],
+        "text": text,
+        "sweep": True,
+    }

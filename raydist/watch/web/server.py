@@ -1,4 +1,5 @@
-"""Serves the page on 127.0.0.1 to whoever has its token: static files, a stream of news, logs, other runs. (driver)"""
+"""Serves the page on 127.0.0.1 to whoever has its token: static files, a stream of news, logs,
+other runs. (driver)"""
 
 from __future__ import annotations
 
@@ -22,17 +23,24 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 STATIC = Path(__file__).parent / "static"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".LICENSE": "text/plain"}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".LICENSE": "text/plain",
+}
 POLL_S = 0.5
 """Seconds between two looks at a run folder while somebody watches."""
 PING_S = 15.0
-"""Seconds of silence after which a stream says that it is alive: proxies close silent connections."""
+"""Seconds of silence after which a stream says that it is alive: proxies close silent
+connections."""
 CURVES_S = 2.0
 """Seconds between two looks for new points of a sweep's curves."""
 SEARCH_S = 20.0
 """Limit on the wait of a search for logs from elsewhere; browsers give up after minutes."""
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -47,7 +55,8 @@ class PageServer:
 
     root: Path
     first: str
-    """The run that the page shows if its address names none; empty: the list of runs, or the sweep that `root` is."""
+    """The run that the page shows if its address names none; empty: the list of runs, or the sweep
+    that `root` is."""
     token: str
     fetch: Fetch = is_here
     """Brings files of the first run into its folder."""
@@ -64,9 +73,14 @@ class PageServer:
                 return web.Response(status=308, headers={"Location": f"{name}/"})
             return web.Response(status=404)
         calls: dict[str, Handler] = {
-            "runs": self.runs, "stream": self.stream, "curves": self.curves, "file": self.file, "log": self.log,
-            "search": self.search, "trials": self.trials,
-        }  # fmt: skip
+            "runs": self.runs,
+            "stream": self.stream,
+            "curves": self.curves,
+            "file": self.file,
+            "log": self.log,
+            "search": self.search,
+            "trials": self.trials,
+        }
         if request.method != "GET":
             return web.Response(status=405, headers=HEADERS)
         if name in calls:
@@ -75,7 +89,12 @@ class PageServer:
         file = STATIC / (name or ("sweep.html" if whole_sweep else "index.html"))
         if file.parent != STATIC or file.suffix not in TYPES or not file.is_file():
             return web.Response(status=404, headers=HEADERS)
-        return web.Response(body=file.read_bytes(), content_type=TYPES[file.suffix], charset="utf-8", headers=HEADERS)
+        return web.Response(
+            body=file.read_bytes(),
+            content_type=TYPES[file.suffix],
+            charset="utf-8",
+            headers=HEADERS,
+        )
 
     def run(self, request: web.Request) -> FollowedRun:
         """The run that the request names, else the first; HTTPNotFound if it is not there."""
@@ -89,7 +108,9 @@ class PageServer:
     def follow(self, name: str) -> FollowedRun:
         """A run of the list, with all that was read of it."""
         if name not in self.followed:
-            self.followed[name] = FollowedRun(self.root / name, self.fetch if name == self.first else is_here)
+            self.followed[name] = FollowedRun(
+                self.root / name, self.fetch if name == self.first else is_here
+            )
         return self.followed[name]
 
     async def read_first(self) -> None:
@@ -101,10 +122,13 @@ class PageServer:
         """The runs below the folder."""
         rows = await asyncio.to_thread(list_rows, self.root)
         sweep = is_sweep(self.root)
-        return as_json({"folder": str(self.root), "first": self.first, "runs": rows, "sweep": sweep})
+        return as_json(
+            {"folder": str(self.root), "first": self.first, "runs": rows, "sweep": sweep}
+        )
 
     def sweep(self, request: web.Request) -> FollowedSweep:
-        """The sweep that the request names, else that of the folder; HTTPNotFound if it is not there."""
+        """The sweep that the request names, else that of the folder; HTTPNotFound if it is not
+        there."""
         from aiohttp import web
 
         name = request.query.get("sweep") or "."
@@ -115,7 +139,8 @@ class PageServer:
         return self.sweeps[name]
 
     async def trials(self, request: web.Request) -> web.StreamResponse:
-        """News of a sweep and of the curves of one reported name, as server-sent events, until the viewer leaves."""
+        """News of a sweep and of the curves of one reported name, as server-sent events, until the
+        viewer leaves."""
         viewer = SweepViewer(self.sweep(request), request.query.get("name", ""))
         return await send_events(request, self._sweep_news(viewer))
 
@@ -150,7 +175,10 @@ class PageServer:
             has_news = (read := (run.files, run.read)) != before or share < 1
             if has_news or time.monotonic() - said > PING_S:
                 said = time.monotonic()
-                yield "file", json.dumps({"silent_s": round(run.silent_s(), 1), "number": run.files})
+                yield (
+                    "file",
+                    json.dumps({"silent_s": round(run.silent_s(), 1), "number": run.files}),
+                )
             if has_news:
                 for name, text in viewer.news(share):
                     yield name, text
@@ -160,13 +188,16 @@ class PageServer:
                 await asyncio.sleep(POLL_S)
 
     async def curves(self, request: web.Request) -> web.Response:
-        """All curves of a run, or between `from` and `to` of `by` (step or time), thinned to a screen."""
+        """All curves of a run, or between `from` and `to` of `by` (step or time), thinned to a
+        screen."""
         run = self.run(request)
         while await run.catch_up() < 1:
             pass
         low, high = query_number(request, "from", -math.inf), query_number(request, "to", math.inf)
         by = request.query.get("by", "step")
-        pieces = {name: (True, curve.piece(low, high, by)) for name, curve in run.model.curves.items()}
+        pieces = {
+            name: (True, curve.piece(low, high, by)) for name, curve in run.model.curves.items()
+        }
         return as_json({"began": run.model.figures.began, "curves": pieces})
 
     async def file(self, request: web.Request) -> web.Response:
@@ -195,7 +226,8 @@ class PageServer:
         return await send_events(request, lines())
 
     async def search(self, request: web.Request) -> web.Response:
-        """The lines of all logs that contain a text, and how many logs are not here after SEARCH_S."""
+        """The lines of all logs that contain a text, and how many logs are not here after
+        SEARCH_S."""
         run, text = self.run(request), request.query.get("text", "")
         absent = await run.fetch_logs(SEARCH_S) if text else 0
         lines = await asyncio.to_thread(run.search, text) if text else []
@@ -221,17 +253,24 @@ def query_number(request: web.Request, name: str, default: float) -> float:
     return number
 
 
-async def send_events(request: web.Request, news: AsyncIterator[tuple[str, str]]) -> web.StreamResponse:
-    """Send (name, JSON) pairs as server-sent events until the viewer leaves; without a name only a sign of life."""
+async def send_events(
+    request: web.Request, news: AsyncIterator[tuple[str, str]]
+) -> web.StreamResponse:
+    """Send (name, JSON) pairs as server-sent events until the viewer leaves; without a name only a
+    sign of life."""
     from aiohttp import web
 
-    response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+    response = web.StreamResponse(
+        headers={**HEADERS, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+    )
     await response.prepare(request)
     sent = time.monotonic()
     with contextlib.suppress(ConnectionError):
         async for name, text in news:
             if name or time.monotonic() - sent > PING_S:
-                await response.write(f"event: {name}\ndata: {text}\n\n".encode() if name else b":\n\n")
+                await response.write(
+                    f"event: {name}\ndata: {text}\n\n".encode() if name else b":\n\n"
+                )
                 sent = time.monotonic()
             if request.transport is None or request.transport.is_closing():
                 break

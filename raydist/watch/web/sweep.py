@@ -1,4 +1,5 @@
-"""The folder of a sweep -> what its page shows: trials, axes of their settings and results, curves. (driver)"""
+"""The folder of a sweep -> what its page shows: trials, axes of their settings and results, curves.
+(driver)"""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from raydist.watch.web.follow import FollowedRun, file_size
 from raydist.watch.web.model import Section
 
 SUMMARY, RECORD = "sweep.json", "trial.json"
-"""The file that makes a folder that of a sweep, and the one that makes a run folder that of a trial."""
+"""The file that makes a folder that of a sweep, and the one that makes a run folder that of a
+trial."""
 TRIALS = 100
 """Most trials whose curves a page gets: those under way, then the best."""
 POINTS = 240
@@ -80,11 +82,17 @@ class FollowedSweep:
         trials = [await self._with_news(trial, names) for trial in trials_shown(summary)]
         trials = best_first(trials, objectives)
         return {
-            "name": self.folder.parent.name, "dir": self.folder.name, "state": summary["state"],
-            "objectives": objectives, "sampler": summary["sampler"], "prune": summary["prune"],
-            "importance": summary["importance"], "keys": [*summary["space"]],
-            "trials": [vars(trial) for trial in trials], "axes": [vars(axis) for axis in axes(trials, summary)],
-        }  # fmt: skip
+            "name": self.folder.parent.name,
+            "dir": self.folder.name,
+            "state": summary["state"],
+            "objectives": objectives,
+            "sampler": summary["sampler"],
+            "prune": summary["prune"],
+            "importance": summary["importance"],
+            "keys": [*summary["space"]],
+            "trials": [vars(trial) for trial in trials],
+            "axes": [vars(axis) for axis in axes(trials, summary)],
+        }
 
     async def curves(self) -> Section:
         """By reported name and trial: [steps, values] of the trials that are shown."""
@@ -99,12 +107,14 @@ class FollowedSweep:
         return found
 
     def first_curve(self, names: Collection[str]) -> str:
-        """The name whose curves are shown first: of an objective, else the loss; empty without names."""
+        """The name whose curves are shown first: of an objective, else the loss; empty without
+        names."""
         wanted = [*(each["name"] for each in self.summary["objectives"]), "loss", *sorted(names)]
         return next((name for name in wanted if name in names), "")
 
     def silent_s(self) -> float:
-        """Seconds without a change of sweep.json, and without a new event of a trial that is followed."""
+        """Seconds without a change of sweep.json, and without a new event of a trial that is
+        followed."""
         runs = (run.silent_s() for run in self.runs.values())
         return min([max(0.0, time.time() - self._read[0]), *runs])
 
@@ -121,7 +131,10 @@ class FollowedSweep:
         run = self.run(trial.run)
         await run.catch_up()
         metrics = run.model.figures.metrics
-        values = {**trial.values, **{name: finite(metrics[name]) for name in names if name in metrics}}
+        values = {
+            **trial.values,
+            **{name: finite(metrics[name]) for name in names if name in metrics},
+        }
         return replace(trial, step=max(trial.step, run.model.progress.step or 0), values=values)
 
 
@@ -136,8 +149,11 @@ class SweepViewer:
     """By trial: the curve, how often points of it were replaced, and how many it had."""
     _head: Section = field(default_factory=dict)
 
-    async def news(self, trials: Sequence[Mapping[str, Any]], turn_s: float) -> tuple[float, Section]:
-        """(share of the trials that were read, the curves that have changed); reads for at most so many seconds."""
+    async def news(
+        self, trials: Sequence[Mapping[str, Any]], turn_s: float
+    ) -> tuple[float, Section]:
+        """(share of the trials that were read, the curves that have changed); reads for at most so
+        many seconds."""
         shown, until, read = with_curves(trials), time.monotonic() + turn_s, 0
         for trial in shown:
             if time.monotonic() > until or await self.sweep.run(trial["run"]).catch_up() < 1:
@@ -147,7 +163,11 @@ class SweepViewer:
         names = sorted({name for run in runs.values() for name in run.model.curves})
         self.name = self.name or self.sweep.first_curve(names)
         head = {"name": self.name, "names": names, "shown": [*runs]}
-        curves = {number: curve for number, run in runs.items() if (curve := run.model.curves.get(self.name))}
+        curves = {
+            number: curve
+            for number, run in runs.items()
+            if (curve := run.model.curves.get(self.name))
+        }
         changed = {number: curve for number, curve in curves.items() if self._is_new(number, curve)}
         if not changed and head == self._head:
             return read / max(1, len(shown)), {}
@@ -180,15 +200,23 @@ def trials_shown(summary: Mapping[str, Any]) -> list[TrialShown]:
     names, best = [each["name"] for each in summary["objectives"]], summary["best"]
     return [
         TrialShown(
-            each["number"], each["dir"], each["state"], each["step"], each["settings"],
-            {name: finite(each["values"].get(name)) for name in names}, round(each["wall_s"], 1), each["why"],
+            each["number"],
+            each["dir"],
+            each["state"],
+            each["step"],
+            each["settings"],
+            {name: finite(each["values"].get(name)) for name in names},
+            round(each["wall_s"], 1),
+            each["why"],
             each["number"] in best,
         )
         for each in summary["trials"]
-    ]  # fmt: skip
+    ]
 
 
-def best_first(trials: Sequence[TrialShown], objectives: Sequence[Mapping[str, str]]) -> list[TrialShown]:
+def best_first(
+    trials: Sequence[TrialShown], objectives: Sequence[Mapping[str, str]]
+) -> list[TrialShown]:
     """The best, then by the first objective, then those that have no value of it."""
     first = objectives[0] if objectives else {"name": "", "direction": "minimize"}
     name, sign = first["name"], 1 if first["direction"] == "minimize" else -1
@@ -201,13 +229,22 @@ def best_first(trials: Sequence[TrialShown], objectives: Sequence[Mapping[str, s
 
 
 def axes(trials: Sequence[TrialShown], summary: Mapping[str, Any]) -> Iterator[Axis]:
-    """An axis for each setting that differs, then one for each objective of which a trial has a value."""
+    """An axis for each setting that differs, then one for each objective of which a trial has a
+    value."""
     for key, typed in summary["space"].items():
-        texts = list(dict.fromkeys(trial.settings[key] for trial in trials if key in trial.settings))
+        texts = list(
+            dict.fromkeys(trial.settings[key] for trial in trials if key in trial.settings)
+        )
         numbers = [number_of(text) for text in texts]
         known = [number for number in numbers if number is not None]
-        if len(known) < len(texts) or not known or (len(known) <= CHOICES and "interval(" not in typed):
-            yield Axis(key, "choice", sorted(texts, key=float) if len(known) == len(texts) else texts)
+        if (
+            len(known) < len(texts)
+            or not known
+            or (len(known) <= CHOICES and "interval(" not in typed)
+        ):
+            yield Axis(
+                key, "choice", sorted(texts, key=float) if len(known) == len(texts) else texts
+            )
         else:
             yield _axis(key, known, "tag(log" in typed.replace(" ", ""))
     for each in summary["objectives"]:

@@ -27,7 +27,8 @@ BACKENDS = {
     "ucc": "raydist.worker.backends.ddp",
     "horovod": "raydist.worker.backends.horovod",
 }
-"""By backend: a module with a function `join(job, env)`, a context manager that gives this rank's `Comm`."""
+"""By backend: a module with a function `join(job, env)`, a context manager that gives this rank's
+`Comm`."""
 
 SHARDED = "raydist.training.parallel"
 PIPELINE = "raydist.training.pipeline"
@@ -49,9 +50,12 @@ class Comm(Protocol):
     """Whether `wrap` gives a Pipeline, with some of the model's blocks."""
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap a model so that its gradients are averaged; parameters and buffers become those of rank 0."""
+        """Wrap a model so that its gradients are averaged; parameters and buffers become those of
+        rank 0."""
 
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
+    ) -> torch.optim.Optimizer:
         """Wrap its optimizer; the state becomes that of rank 0."""
 
     def accumulating(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -61,13 +65,15 @@ class Comm(Protocol):
         """Wait until every gradient is the average over all ranks (before clipping)."""
 
     def clip(self, model: torch.nn.Module, norm: float) -> None:
-        """Scale the gradients down so that their norm, that of the whole model, is at most `norm`."""
+        """Scale the gradients down so that their norm, that of the whole model, is at most
+        `norm`."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Enclose optimizer.step() after finish_gradients."""
 
     def start_mean(self, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to average a loss over all ranks in the background; the function that is returned waits for it."""
+        """Start to average a loss over all ranks in the background; the function that is returned
+        waits for it."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elementwise sum over all ranks, on every rank."""
@@ -77,14 +83,22 @@ class Comm(Protocol):
 
 
 def check_installed(name: str, script: str = "") -> None:
-    """Raise ConfigError for an unknown or missing backend. `script`: the program, if the job is one."""
+    """Raise ConfigError for an unknown or missing backend. `script`: the program, if the job is
+    one."""
     if name == "script" and not script:
-        raise ConfigError.of("backend", "script", "no script is set", "script=train.py", "backend=auto")
+        raise ConfigError.of(
+            "backend", "script", "no script is set", "script=train.py", "backend=auto"
+        )
     if name not in ("auto", "script", *BACKENDS):
         raise ConfigError.unknown("backend", name, BACKENDS)
     if name == "horovod" and find_spec("horovod") is None:
         build = "raydist horovod build"
-        raise ConfigError(f"backend=horovod: Horovod is not installed here; run {build}", "backend", "horovod", build)
+        raise ConfigError(
+            f"backend=horovod: Horovod is not installed here; run {build}",
+            "backend",
+            "horovod",
+            build,
+        )
     if name in ("mpi", "ucc") and not (name == "mpi" and script) and not torch_has(name):
         cause = f"torch {version('torch')} was built without {name.upper()}, as on PyPI"
         cause += " (an MPI program runs with backend=mpi script=FILE)" if name == "mpi" else ""
@@ -92,7 +106,8 @@ def check_installed(name: str, script: str = "") -> None:
 
 
 def process_set(*ranks: int) -> Any:
-    """The Horovod process set of these ranks, for `hvd.allreduce(x, process_set=raydist.process_set(0, 1))`.
+    """The Horovod process set of these ranks, for `hvd.allreduce(x,
+    process_set=raydist.process_set(0, 1))`.
 
     - `ranks`: the ranks of one of `backend.horovod.process_sets`, in any order.
 
@@ -102,9 +117,15 @@ def process_set(*ranks: int) -> Any:
 
 
 def torch_has(name: str) -> bool:
-    """Whether this torch was built with mpi or ucc; checked in another process, as the driver never imports torch."""
+    """Whether this torch was built with mpi or ucc; checked in another process, as the driver never
+    imports torch."""
     code = f"import torch.distributed as d; raise SystemExit(not d.is_{name}_available())"
-    return subprocess.run([sys.executable, "-c", code], check=False, stderr=subprocess.DEVNULL).returncode == 0
+    return (
+        subprocess.run(
+            [sys.executable, "-c", code], check=False, stderr=subprocess.DEVNULL
+        ).returncode
+        == 0
+    )
 
 
 @contextmanager

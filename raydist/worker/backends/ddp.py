@@ -1,4 +1,5 @@
-"""DDP over torch.distributed's backends: joins the process group, averages gradients in backward. (rank side)"""
+"""DDP over torch.distributed's backends: joins the process group, averages gradients in backward.
+(rank side)"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class DDPComm:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        # One rank has no other to average with, and DDP refuses a model without trainable parameters.
+        # One rank has no other to average with, and DDP refuses a model without trainable
+        # parameters.
         if dist.get_world_size() == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         return DistributedDataParallel(
@@ -46,7 +48,9 @@ class DDPComm:
             gradient_as_bucket_view=True,
         )
 
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
+    ) -> torch.optim.Optimizer:
         return optimizer
 
     def accumulating(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -100,20 +104,24 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
         **init_arguments(job.init_method, int(env.get("RANK", "0")), world_size, env),
     )
     if world_size > 1 and job.backend.name == "gloo":
-        # Gloo connects each pair by itself. Without this barrier, a rank whose job ends at once closes the connections
-        # that a slower rank is still opening, and that rank fails in init_process_group.
+        # Gloo connects each pair by itself. Without this barrier, a rank whose job ends at once
+        # closes the connections that a slower rank is still opening, and that rank fails in
+        # init_process_group.
         dist.barrier()
     failed = True
     try:
         yield DDPComm(job.backend, device)
         failed = False
     finally:
-        # destroy_process_group waits for other ranks. A failed rank must not wait: its end makes the driver end them.
+        # destroy_process_group waits for other ranks. A failed rank must not wait: its end makes
+        # the driver end them.
         if world_size == 1 or not failed:
             dist.destroy_process_group()
 
 
-def init_arguments(init_method: str, rank: int, world_size: int, env: Mapping[str, str]) -> dict[str, Any]:
+def init_arguments(
+    init_method: str, rank: int, world_size: int, env: Mapping[str, str]
+) -> dict[str, Any]:
     """The arguments of init_process_group for a rendezvous method."""
     position = {"rank": rank, "world_size": world_size}
     if world_size == 1 and "MASTER_ADDR" not in env:
@@ -122,8 +130,14 @@ def init_arguments(init_method: str, rank: int, world_size: int, env: Mapping[st
         return {"init_method": "env://", **position}
     if init_method == "tcp":
         host = env["MASTER_ADDR"]
-        return {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{env['MASTER_PORT']}", **position}
+        return {
+            "init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{env['MASTER_PORT']}",
+            **position,
+        }
     if env_names.RENDEZVOUS_FILE not in env:
-        cause, right = "it needs a new file that all nodes see", f"{env_names.RENDEZVOUS_FILE}=/shared/folder/new-file"
+        cause, right = (
+            "it needs a new file that all nodes see",
+            f"{env_names.RENDEZVOUS_FILE}=/shared/folder/new-file",
+        )
         raise ConfigError.of("init_method", "file", cause, right, "init_method=env")
     return {"init_method": f"file://{env[env_names.RENDEZVOUS_FILE]}", **position}

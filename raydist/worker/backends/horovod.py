@@ -1,8 +1,8 @@
 """The Horovod backend: a background thread averages gradients. (rank side)
 
-Of the seven steps in Horovod's documentation a job needs none: init, pinning the device, wrapping the optimizer and
-broadcasting from rank 0 are here; scaling the rate (optim.py), saving on rank 0 only (checkpoint.py) and sharding the
-data (data.py) are the same for every backend.
+Of the seven steps in Horovod's documentation a job needs none: init, pinning the device, wrapping
+the optimizer and broadcasting from rank 0 are here; scaling the rate (optim.py), saving on rank 0
+only (checkpoint.py) and sharding the data (data.py) are the same for every backend.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from raydist.worker import context
 OPS = {"average": hvd.Average, "sum": hvd.Sum}
 COMPRESSIONS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 
-# For groups, Horovod would broadcast rank 0's parameter names as a pickle. Every rank has the same names already.
+# For groups, Horovod would broadcast rank 0's parameter names as a pickle. Every rank has the same
+# names already.
 horovod.torch.optimizer.broadcast_object = lambda names, **_: names
 
 _process_sets: dict[tuple[int, ...], hvd.ProcessSet] = {}
@@ -32,7 +33,8 @@ _process_sets: dict[tuple[int, ...], hvd.ProcessSet] = {}
 
 @dataclass(frozen=True)
 class Contiguous:
-    """A compression of Horovod for gradients in any memory format: Horovod refuses channels-last tensors."""
+    """A compression of Horovod for gradients in any memory format: Horovod refuses channels-last
+    tensors."""
 
     inner: Any
 
@@ -54,19 +56,29 @@ class HorovodComm:
     pipelined: ClassVar[bool] = False
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+        tensors = {
+            name: value
+            for name, value in model.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
         packed = {name: value.contiguous() for name, value in tensors.items()}
         hvd.broadcast_parameters(packed, root_rank=0)
         with torch.no_grad():
             for name, value in tensors.items():
-                value.copy_(packed[name])  # a no-op, except for tensors that had to be copied to be contiguous
+                value.copy_(
+                    packed[name]
+                )  # a no-op, except for tensors that had to be copied to be contiguous
         return model
 
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
+    ) -> torch.optim.Optimizer:
         settings = self.job.backend.horovod
         wrapped: torch.optim.Optimizer = hvd.DistributedOptimizer(
             optimizer,
-            named_parameters=[(name, each) for name, each in model.named_parameters() if each.requires_grad],
+            named_parameters=[
+                (name, each) for name, each in model.named_parameters() if each.requires_grad
+            ],
             compression=Contiguous(COMPRESSIONS[settings.compression]),
             backward_passes_per_step=self.job.train.accumulate,
             op=OPS[settings.op],
@@ -78,7 +90,8 @@ class HorovodComm:
         return wrapped
 
     def accumulating(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Do nothing: the optimizer counts backward passes, and sends gradients in the last one of a step."""
+        """Do nothing: the optimizer counts backward passes, and sends gradients in the last one of
+        a step."""
         return nullcontext()
 
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -91,13 +104,17 @@ class HorovodComm:
         return optimizer.skip_synchronize()  # type: ignore[attr-defined, no-any-return]
 
     def start_mean(self, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
-        handle = hvd.allreduce_async(loss.to(torch.promote_types(loss.dtype, torch.float32)), name="raydist.loss")
+        handle = hvd.allreduce_async(
+            loss.to(torch.promote_types(loss.dtype, torch.float32)), name="raydist.loss"
+        )
         return lambda: hvd.synchronize(handle)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         # Horovod can't sum integers of less than 32 bits.
         small = tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.bool)
-        total: torch.Tensor = hvd.allreduce((tensor.int() if small else tensor).contiguous(), op=hvd.Sum)
+        total: torch.Tensor = hvd.allreduce(
+            (tensor.int() if small else tensor).contiguous(), op=hvd.Sum
+        )
         return total.to(tensor.dtype)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -114,10 +131,12 @@ def gradient_groups(model: torch.nn.Module, number: int | None) -> list[list[tor
 
 
 def broadcast_state(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:
-    """Give every rank's wrapped optimizer the state that rank 0's optimizer had before the wrapping, which drops it.
+    """Give every rank's wrapped optimizer the state that rank 0's optimizer had before the
+    wrapping, which drops it.
 
-    Horovod's broadcast_optimizer_state unpickles data from the network, and fills an empty state by a step with zero
-    gradients, which Adam would count and in which weight decay would change the parameters.
+    Horovod's broadcast_optimizer_state unpickles data from the network, and fills an empty state by
+    a step with zero gradients, which Adam would count and in which weight decay would change the
+    parameters.
     """
     packed = io.BytesIO()
     torch.save(optimizer.state_dict(), packed)
@@ -147,15 +166,20 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[HorovodComm]:
     device = context.rank().device
     if device.type == "cuda":
         if not hvd.nccl_built():
-            cause = "Horovod was built for CPUs, and the ranks have GPUs; run raydist horovod build --cuda"
+            cause = (
+                "Horovod was built for CPUs, and the ranks have GPUs; run raydist horovod "
+                "build --cuda"
+            )
             raise ConfigError.of("backend", "horovod", cause, "scale.gpus=0")
         torch.cuda.set_device(device)
     sets = [hvd.ProcessSet(ranks) for ranks in job.backend.horovod.process_sets]
     hvd.init(process_sets=sets)
     _process_sets.update({tuple(each.ranks): each for each in sets})
     yield HorovodComm(job)
-    # Not in a `finally`: shutdown waits for other ranks, and a failed rank must end, so that the driver ends them.
+    # Not in a `finally`: shutdown waits for other ranks, and a failed rank must end, so that the
+    # driver ends them.
     if hvd.is_initialized():
-        hvd.barrier()  # one rank's shutdown aborts the collectives that others still run in a process set
+        # one rank's shutdown aborts the collectives that others still run in a process set
+        hvd.barrier()
         hvd.shutdown()
     _process_sets.clear()
