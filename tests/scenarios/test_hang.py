@@ -70,8 +70,8 @@ def hangs(folder: Path) -> list[Event]:
         (
             another,
             [
-                "ranks 0, 2 wait in all_reduce of [[3]], number 60",
-                "waits in broadcast of [[4]], number 60",
+                "ranks 0, 2 wait in all_reduce of [[3]], number 61",
+                "waits in broadcast of [[4]], number 61",
             ],
         ),
         (larger, ["wait in all_reduce of [[3]]", "waits in all_reduce of [[5]]"]),
@@ -168,7 +168,7 @@ def test_who_only_takes_long_is_named_once_and_let_go_on(on_ray: Path) -> None:
     assert done.values == (80, 80, 80)
     (told,) = hangs(done.dir)
     assert (told["ranks"], told["certain"]) == ([1], False)
-    assert "ranks 0, 2 wait in all_reduce of [[3]], number 60, but rank 1 on" in told["text"]
+    assert "ranks 0, 2 wait in all_reduce of [[3]], number 61, but rank 1 on" in told["text"]
 
 
 def test_the_limit_ends_it_whatever_the_reason(on_ray: Path) -> None:
