@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from raydist.shared.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from raydist.background import Run as Run
+    from raydist.background import submit as submit
     from raydist.flow import run as run
     from raydist.reporting.result import Result as Result
     from raydist.settings.config import Job as Job
@@ -37,6 +39,7 @@ _HOME = {
     "LaunchError": "shared.errors",
     "RaydistError": "shared.errors",
     "Result": "reporting.result",
+    "Run": "background",
     "RunFailed": "shared.errors",
     "Stopped": "shared.errors",
     "accuracy": "training.evaluation",
@@ -50,6 +53,7 @@ _HOME = {
     "report": "worker.context",
     "run": "flow",
     "sharded": "training.sharded",
+    "submit": "background",
     "sweep": "sweeps.flow",
 }
 """Where each public name is defined."""

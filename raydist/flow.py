@@ -127,7 +127,7 @@ def attempt_job(
     if job.group == "inline":
         events.say("cluster", address="", asked=asked)
         check.refuse()
-        return attempt_inline(job, call, events)
+        return attempt_inline(job, call, events, alone=many is None)
     warm_server.prepare(job)  # while Ray answers
     connection.enter_context(connect.connect(job, events))
     check.refuse()
@@ -152,13 +152,14 @@ def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany
         attempts.cut_short(as_raydist_error(error))
 
 
-def attempt_inline(job: Job, call: RemoteCall | None, events: Events) -> Attempt:
-    """Without Ray, on this machine."""
+def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: bool) -> Attempt:
+    """Without Ray, on this machine. `alone`: this is the main run of the process, which can be the
+    only rank itself."""
     node = inline.inline_node(job)
     plan = placement.assign_ranks(
         request := placement.resources_for(job, [node]), [node] * len(request.bundles)
     )
-    if plan.world_size == 1 and not job.script:
+    if alone and plan.world_size == 1 and not job.script:
         return explained(inline.run_here(settled(job, plan), plan, call, events), events)
     attempts = Attempts(job, call, events)
     with inline.in_thread(plan, events) as group:

@@ -35,7 +35,7 @@ MEMBERS = {
 RETURNED = {"Rank": "worker.context", "End": "shared.outcome"}
 """Types that public functions return and that have no public name of their own."""
 GROUPS = {
-    "Run a job": ("run", "sweep", "main", "Result", "End", "Job"),
+    "Run a job": ("run", "submit", "Run", "sweep", "main", "Result", "End", "Job"),
     "Inside a job": ("fit", "rank", "Rank", "report", "models", "data", "accuracy", "process_set"),
     "Keep a state": ("checkpoint", "sharded"),
     "Errors": ("RaydistError", "ConfigError", "LaunchError", "RunFailed", "Stopped"),

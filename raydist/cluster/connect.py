@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,12 @@ CONNECT_S = 0.5
 CONNECT_AT_ONCE = 16
 """Nodes to which this process connects at the same time."""
 
+_lock = threading.Lock()
+"""Held while a run connects or leaves: the runs of several threads share the connection."""
+_runs = 0
+"""Runs that use the connection now; the last one leaves Ray."""
+_leave = False
+"""Whether it has to: the program itself was not connected, and the cluster is not its own."""
 _local_cpus = 0
 """CPUs of the Ray that this process has started; 0 if it has started none."""
 _reaper: subprocess.Popen[bytes] | None = None
@@ -46,16 +53,7 @@ def connect(job: Job, events: Events) -> Iterator[None]:
     import ray
 
     began = time.time()
-    ending.tidied()  # of an earlier run of this process
-    if _local_cpus and not (
-        _local_cpus >= cpus_needed(job) and answers(ray.get_runtime_context().gcs_address)
-    ):
-        end_local_ray()
-    connected = ray.is_initialized()
-    if ending.is_command():
-        ray_private.skip_serializers()
-    started = False if connected else start_or_join(job)
-    signals.take()  # ray.init has installed a SIGTERM handler that exits without a message
+    started = _enter(job)
     try:
         signals.raise_again()
         address = ray.get_runtime_context().gcs_address
@@ -65,7 +63,40 @@ def connect(job: Job, events: Events) -> Iterator[None]:
         events.say("phase", name="connect", s=time.time() - began)
         yield
     finally:
-        if not connected and not started:
+        _exit()
+
+
+def _enter(job: Job) -> bool:
+    """Connect this process unless it is connected; return whether that started a Ray here."""
+    global _runs, _leave
+    import ray
+
+    with _lock:
+        started = False
+        if _runs == 0:
+            ending.tidied()  # of an earlier run of this process
+            if _local_cpus and not (
+                _local_cpus >= cpus_needed(job) and answers(ray.get_runtime_context().gcs_address)
+            ):
+                end_local_ray()
+            connected = ray.is_initialized()
+            if ending.is_command():
+                ray_private.skip_serializers()
+            started = False if connected else start_or_join(job)
+            _leave = not connected and not started
+            signals.take()  # ray.init has installed a SIGTERM handler that exits without a message
+        _runs += 1
+    return started
+
+
+def _exit() -> None:
+    """Leave Ray if this was the last run that used the connection, and a run has made it."""
+    global _runs
+    import ray
+
+    with _lock:
+        _runs -= 1
+        if _runs == 0 and _leave:
             ending.tidy_up(ray.shutdown)
 
 
@@ -145,7 +176,7 @@ def start_or_join(job: Job) -> bool:
     os.environ.setdefault(
         "RUNTIME_ENV_RETRY_TIMES", "1"
     )  # retries don't help where a package does not exist
-    ray_private.keep_quiet_about_token()
+    ray_private.quiet_loggers()
     quiet: dict[str, Any] = {
         "logging_level": "ERROR",
         "log_to_driver": False,

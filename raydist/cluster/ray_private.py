@@ -255,10 +255,11 @@ def kill_on_shutdown(node: Any) -> None:
     node.kill_all_processes = lambda **_: end(check_alive=False, allow_graceful=False)
 
 
-def keep_quiet_about_token() -> None:
-    """Have Ray not say at each start how to switch off its token, without which others could run
-    programs here."""
-    logging.getLogger(TOKEN_SETUP).setLevel(logging.ERROR)
+def quiet_loggers() -> None:
+    """Silence two warnings of ray.init: how to switch off its token, without which others could run
+    programs here, and that it installs no SIGTERM handler in a thread (raydist has its own)."""
+    for name in (TOKEN_SETUP, "ray._private.worker"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def refused_token(message: str) -> bool:

@@ -110,4 +110,5 @@ class OneOfMany:
     reader: Reader
     """Gets the events."""
     halt: Halt
-    gangs: Gangs
+    gangs: Gangs | None = None
+    """What its gang is left to, and taken from; None: it ends with the run."""

@@ -8,6 +8,7 @@ A config file is searched in ./conf, then in raydist's own conf/, then made from
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -320,6 +321,8 @@ class Loader(ConfigLoaderImpl):
 
 
 def _name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 

@@ -115,7 +115,7 @@ def test_what_is_needed_and_missing_is_named() -> None:
 
 
 def test_ray_does_not_say_how_to_switch_its_token_off(caplog: pytest.LogCaptureFixture) -> None:
-    ray_private.keep_quiet_about_token()
+    ray_private.quiet_loggers()
     say = ray_private.find_part(f"{ray_private.TOKEN_SETUP}:_warn_token_auth_enabled")
     if say is None:
         pytest.skip("this Ray does not say it")

@@ -1,0 +1,138 @@
+"""raydist.submit: runs in the background, several at a time, on real Ray and without it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raydist
+from raydist.shared.events import read_events
+
+pytestmark = pytest.mark.ray
+QUIET = "watch.progress=none"
+GROUPS = ["group=ray", "group=inline"]
+
+
+def report_until(file: str, most: int = 100_000) -> int:
+    """Report steps until a file exists."""
+    for step in range(most):
+        raydist.report(step=step, loss=1.0)
+        if Path(file).exists():
+            return step
+        time.sleep(0.01)
+    raise AssertionError(file)
+
+
+def raise_at_first_report(run: raydist.Run[int]) -> None:
+    for event in run.events():
+        if event["kind"] == "report":
+            raise KeyError
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_goes_on_while_its_program_does_and_shows_its_events(
+    on_ray: Path, group: str, ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    go = on_ray / "go"
+    run = raydist.submit(report_until, f"scale=1x{ranks}", group, args=(str(go),))
+    kinds = []
+    for event in run.events():
+        kinds.append(event["kind"])
+        if event["kind"] == "report" and not go.exists():
+            assert not run.done()
+            with pytest.raises(TimeoutError, match=r"is not over after 0\.01 s"):
+                run.result(timeout=0.01)
+            go.touch()
+    done = run.result(timeout=60)
+    assert run.done()
+    assert done.status == "finished"
+    assert len(done.values) == ranks
+    assert kinds == [event["kind"] for event in read_events(done.dir / "events.jsonl")]
+    assert (kinds[0], kinds[-1]) == ("run", "result")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_run_is_stopped_in_order_and_raises_stopped(on_ray: Path, group: str) -> None:
+    run = raydist.submit(report_until, "scale=1x2", group, args=(str(on_ray / "never"),))
+    for event in run.events():
+        if event["kind"] == "report":
+            run.stop()
+    with pytest.raises(raydist.Stopped, match="SIGTERM"):
+        run.result()
+    run.stop()  # it is over: nothing happens
+
+
+def test_a_failure_and_a_wrong_setting_are_those_of_run(on_ray: Path) -> None:
+    def fail() -> None:
+        raise ValueError("not today")
+
+    with pytest.raises(raydist.RunFailed, match="not today"):
+        raydist.submit(fail, "scale=1x2", QUIET).result()
+    before = threading.active_count()
+    with pytest.raises(raydist.ConfigError, match="scale=nonsense"):
+        raydist.submit(fail, "scale=nonsense")
+    assert threading.active_count() == before
+
+
+def test_a_block_waits_for_its_run_and_stops_it_if_it_raises(on_ray: Path) -> None:
+    go = on_ray / "go"
+    with raydist.submit(report_until, "scale=1x2", args=(str(go),)) as run:
+        go.touch()
+    assert run.done()
+    run = raydist.submit(report_until, "scale=1x2", args=(str(on_ray / "never"),))
+    with pytest.raises(KeyError), run:
+        raise_at_first_report(run)
+    assert run.done()
+    with pytest.raises(raydist.Stopped):
+        run.result()
+
+
+PROGRAM = """
+import functools, pathlib, sys, time
+import raydist
+
+def wait_for(file, mine):
+    pathlib.Path(mine).touch()
+    while not pathlib.Path(file).exists():
+        time.sleep(0.01)
+    return mine
+
+if __name__ == "__main__":
+    one = raydist.submit(functools.partial(wait_for, "b", "a"), "scale=1x1", sys.argv[1])
+    two = raydist.submit(wait_for, "scale=1x1", sys.argv[1], file="a", mine="b")
+    print(one.result().values, two.result().values, one.dir.parent.name)
+    import ray
+    print(ray.is_initialized())
+"""
+
+
+@pytest.mark.parametrize(("group", "joins"), [("group=ray", True), ("group=inline", False)])
+def test_two_runs_of_a_program_share_its_connection(
+    ray_address: str, tmp_path: Path, group: str, joins: bool
+) -> None:
+    """Each waits for the other, so both run at a time; the first to end does not leave Ray."""
+    (tmp_path / "both.py").write_text(PROGRAM)
+    env: dict[str, Any] = {**os.environ, "RAYDIST_RUNS": str(tmp_path / "runs")}
+    env |= {"RAY_ADDRESS": ray_address} if joins else {}
+    words = [sys.executable, "both.py", group]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=env, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "('a',) ('b',) wait_for\nFalse\n"
+
+
+def test_a_partial_has_the_name_of_its_function(on_ray: Path) -> None:
+    done = raydist.run(functools.partial(report_until, str(on_ray)), "scale=1x1", QUIET)
+    assert done.values == (0,)
+    assert done.dir.parent.name == "report_until"
