@@ -40,6 +40,7 @@ TWICE = {
     "entry_point": "of `raydist` and of `python -m raydist.train`",
     "parse_arguments": "of each command",
     "join": "of each backend: it joins the other ranks, and leaves with them",
+    "submit": "raydist.submit runs in the background, `raydist submit` sends a job to a cluster",
     "load": "raydist.checkpoint.load gives a state, raydist.sharded.load fills one",
     "save": "raydist.checkpoint.save is of rank 0, raydist.sharded.save of all ranks",
 }
