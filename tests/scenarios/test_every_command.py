@@ -1,0 +1,120 @@
+"""Every command of the pages, with 1 to 4 ranks, as a person types it.
+
+Each runs to its end, or is refused with exit code 2 before a rank is started.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import commands
+from tests.horovod_ranks import requires_horovod
+from tests.mpi_programs import requires_openmpi
+from tests.scenarios.test_every_choice import (
+    RANKS,
+    assert_ends,
+    choices,
+    expected_code,
+    home,
+    run,
+    short,
+)
+from tests.watch.test_web_mirror import write_run
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, requires_horovod, requires_openmpi]
+__all__ = ["home"]
+
+NOT_HERE = {
+    r"s3://": "no bucket; tests/scenarios/test_storage_rig.py has one",
+    r"tools\.submit|--job|--address": "no dashboard; tests/scenarios/test_submit_rig.py and "
+    "test_watch_rig.py have one",
+    r"_sweep$": "the folder of a sweep; tests/scenarios/test_sweep.py resumes one, "
+    "test_sweep_watched.py shows one",
+    r"-m bench": "the figures of a whole machine; tests/test_bench.py",
+}
+"""Commands of the pages that can't be typed here: a pattern, why, and which test types one like
+it."""
+
+MADE_SMALL = {
+    r"'?scale(\.nodes)?=\d*\.\.\d+(x\d+)?'?": "scale=1..2x{ranks}",
+    r"scale=(\d+x\d+|cluster)(?![\w,])": "scale=1x{ranks}",
+    r"--nnodes 2 --nproc-per-node 8|--nproc-per-node [28]": "--nproc-per-node {ranks}",
+    r"scale\.per_node=1": "scale.per_node={ranks}",
+    r"/mnt/shared/runs": "shared",
+    r"model\.size=1b": "model.size=1m",
+    r"context=2048": "context=64 job.args.sample=1",
+    r"=(COMMAND|nvidia-smi)$": "=./command",
+    r"train\.(epochs=5|steps=10000)": "train.steps=2",
+    r"FOLDER": "runs",
+    r"sweep\.trials=\d+": "sweep.trials=2",
+    r"sweep\.min_steps=\d+": "sweep.min_steps=1",
+    r"optim\.lr=0\.1,0\.03,0\.01": "optim.lr=0.1",
+    r"tools\.bandwidth(?= |$)": "tools.bandwidth --max 64K",
+    r"--max 1G": "--max 2M",
+}
+"""What a command has on one node with 4 CPUs in place of what it has on a page."""
+NO_RANKS = r"tools\.plan|--cfg|trian|backend=nccl"
+"""Commands that start no ranks, though they have `scale=`."""
+SERVES = r"tools\.watch(?!.*--(export|trace))"
+"""A command that goes on until Ctrl-C."""
+
+
+def typed() -> Iterator[tuple[tuple[str, ...], int]]:
+    """The commands of the pages that can be typed here, each with each number of ranks; one without
+    ranks once."""
+    seen = {frozenset(short("raydist.train", *words)) for words in choices()}
+    for shown in commands.shown():
+        if any(re.search(pattern, shlex.join(shown)) for pattern in NOT_HERE):
+            continue
+        words = short(*small(shown))
+        if frozenset(words) not in seen:
+            seen.add(frozenset(words))
+            has_ranks = "{ranks}" in str(words) and not re.search(NO_RANKS, " ".join(words))
+            yield from ((words, ranks) for ranks in (RANKS if has_ranks else (3,)))
+
+
+def small(words: tuple[str, ...]) -> tuple[str, ...]:
+    """What follows `python -m`: the command as it is typed here, with {ranks} for the number of
+    ranks."""
+    text = shlex.join(words)
+    for pattern, instead in MADE_SMALL.items():
+        text = re.sub(pattern, instead, text)
+    match shlex.split(text):
+        case ["python", "-m", *rest]:
+            return tuple(rest)
+        case ["python", script, *rest]:
+            return (script.removesuffix(".py"), *rest)
+        case ["torchrun", *rest]:
+            return ("torch.distributed.run", *rest)
+    raise AssertionError(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [*typed()],
+    ids=lambda value: value if isinstance(value, int) else "_".join(value),
+)
+def test_a_command_of_the_pages(
+    words: tuple[str, ...], ranks: int, tmp_path: Path, ray_address: str
+) -> None:
+    if "raydist.tools.watch" in words:
+        write_run(tmp_path / "runs/digits/2026-11-22_18-57-42")
+    program = run(tmp_path, ray_address, words, ranks)
+    if re.search(SERVES, " ".join(words)):
+        program.until(lambda: "http://" in program.screen, "link")
+        program.signal(signal.SIGINT)
+    assert_ends(program, expected_code(words, ranks))
+
+
+def test_what_is_left_out_or_made_small_is_on_the_pages() -> None:
+    shown = [shlex.join(words) for words in commands.shown()]
+    patterns = [*NOT_HERE, *MADE_SMALL, SERVES]
+    assert [
+        pattern for pattern in patterns if not any(re.search(pattern, text) for text in shown)
+    ] == []
