@@ -13,12 +13,12 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, named: str = "") -> list[nn.Module]:
-    """The blocks, in the order of the model; none is inside another one.
+    """Return the blocks, in the order of the model; none is inside another one.
 
-    By class: `named` (parallel.blocks), else what the model itself names (`_no_split_modules`, as
-    Hugging Face's models do), else the class that repeats in a ModuleList or Sequential.
-    ConfigError: there is none. Sharding only the whole model would gather all of it at once, and
-    save next to nothing.
+    Blocks are found by class: `named` (parallel.blocks), otherwise what the model itself names
+    (`_no_split_modules`, as Hugging Face's models do), otherwise the class that repeats in a
+    ModuleList or Sequential. ConfigError: there is none. Sharding only the whole model would gather
+    all of it at once, and save next to nothing.
     """
     names = {named} if named else {*(getattr(model, "_no_split_modules", None) or ())}
     found = list(_outermost(model, names) if names else _repeated(model))
@@ -41,7 +41,7 @@ def find_blocks(model: nn.Module, named: str = "") -> list[nn.Module]:
 
 
 def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
-    """The modules of these classes, without those inside of others."""
+    """Yield the modules of these classes, without those inside of others."""
     for child in module.children():
         if type(child).__name__ in names:
             yield child
@@ -50,8 +50,10 @@ def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """In each container, the class that repeats in it; of several the one with the most
-    parameters."""
+    """Yield the modules of the class that repeats in a container.
+
+    If several repeat, it is the one with the most parameters.
+    """
     kinds = (
         Counter(type(each) for each in module.children() if _has_own(each))
         if _is_container(module)
@@ -77,7 +79,7 @@ def _has_own(module: nn.Module) -> bool:
 
 
 def _size(module: nn.Module, kind: type) -> int:
-    """Parameters of all children of this class."""
+    """Return the number of parameters of all children of this class."""
     return sum(
         value.numel()
         for each in module.children()

@@ -41,19 +41,17 @@ class Portion(NamedTuple):
     """The samples that one rank loads at once."""
 
     indices: np.ndarray
-    """Their indices, int64, of shape [B], in memory of their own.
+    """Their indices, int64, of shape [B], in separate memory.
 
     Not a tensor: torch.multiprocessing would move its whole storage, here the order of all samples,
-    to /dev/shm.
-    """
+    to /dev/shm."""
     seed_key: tuple[int, ...] | None
-    """The seed of random augmentation is derived from it; None: no augmentation."""
+    """The key from which the seed of random augmentation is derived; None: no augmentation."""
 
 
 @dataclass
 class Order:
-    """A rank's portions of the training samples from a position on; a DataLoader's
-    batch_sampler."""
+    """A rank's portions of the training samples from a position on, a DataLoader batch_sampler."""
 
     size: int
     global_batch: int
@@ -82,13 +80,13 @@ class Order:
         return [(last - first) * self.world_size / self.global_batch for first, last in self.cuts()]
 
     def cuts(self) -> Iterator[tuple[int, int]]:
-        """The begin and end of each portion of this rank in the global batch."""
+        """Yield the begin and end of each portion of this rank in the global batch."""
         parts = self.accumulate * self.world_size
         for micro in range(self.accumulate):
             part = micro * self.world_size + self.rank
             yield self.global_batch * part // parts, self.global_batch * (part + 1) // parts
 
-    kind = "map"  # of the source: one of waits.ADVICE
+    kind = "map"  # kind of the source: one of waits.ADVICE
 
     @property
     def more(self) -> bool:
@@ -100,19 +98,19 @@ class Order:
         self.epoch, self.position = self.epoch + 1, 0
 
     def place(self) -> State:
-        """The position, which is equal on all ranks, for a state that is kept."""
+        """Return the position, which is equal on all ranks, for a kept state."""
         return {"epoch": self.epoch, "position": self.position}
 
     def own(self) -> State:
-        """What a kept state needs of this rank besides."""
+        """Return what a kept state needs from this rank in addition."""
         return {}
 
     def owns(self) -> State:
-        """What it needs of all ranks. A collective."""
+        """Return what a kept state needs from all ranks. A collective."""
         return {}
 
     def go_on(self, place: State, own: State | None) -> None:
-        """Continue at a place. `own`: what was kept of this rank; None: nothing was."""
+        """Continue at a position. `own`: what was kept of this rank; None: nothing."""
         self.epoch, self.position = place["epoch"], place["position"]
 
     @property
@@ -125,7 +123,7 @@ class Order:
         return (self.size - self.position) // self.global_batch
 
     def permutation(self) -> torch.Tensor:
-        """The indices of all samples, in this epoch's order."""
+        """Return the indices of all samples, in this epoch's order."""
         if not self.shuffle:
             return torch.arange(self.size)
         generator = torch.Generator().manual_seed(random_state.derive(self.seed, self.epoch))
@@ -151,12 +149,12 @@ class EvalSampler:
     rank: int
     world_size: int
     together: bool = False
-    """All ranks have as many portions as rank 0, since a forward pass needs all of them: more of
-    the first sample."""
+    """Whether all ranks have as many portions as rank 0, because a forward pass needs all ranks.
+    The extra portions repeat the first sample."""
 
     @property
     def counted(self) -> int:
-        """Portions of this rank's own samples; others come after them."""
+        """Portions of this rank's own samples; the extra portions come after them."""
         return math.ceil(len(range(self.rank, self.size, self.world_size)) / self.batch_size)
 
     def __iter__(self) -> Iterator[Portion]:
@@ -181,7 +179,7 @@ class Portions(Dataset[Any]):
         self.collate = collate
 
     def __getitems__(self, portion: Portion) -> Any:
-        # One gather makes the batch; one look-up for each sample and a stack would take 20 times as
+        # One gather makes the batch; a look-up for each sample and a stack would take 20 times as
         # long.
         if type(self.samples) is TensorDataset and self.collate is collate_samples:
             indices = torch.from_numpy(portion.indices)
@@ -204,18 +202,20 @@ class Portions(Dataset[Any]):
 
 
 def keep_batch(batch: Any) -> Any:
-    """Return a batch as it is: a portion is collated already."""
+    """Return a batch unchanged: a portion is already collated."""
     return batch
 
 
 def by_column(batch: Any) -> Any:
-    """A batch as (input, …, target): the values of a dict of columns in its order, anything else as
-    it is."""
+    """Return a batch as (input, …, target).
+
+    A dict of columns gives its values in order; anything else is returned unchanged.
+    """
     return list(batch.values()) if isinstance(batch, Mapping) else batch
 
 
 def collate_samples(samples: list[Any]) -> Any:
-    """A batch of samples, as torch makes it."""
+    """Collate samples into a batch, as torch does."""
     return by_column(default_collate(samples))
 
 
@@ -225,8 +225,7 @@ def loader(
     settings: Data,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """A DataLoader of `samples` in the order of `portions`; its workers stay from epoch to
-    epoch."""
+    """Return a DataLoader of `samples` in the order of `portions`, with persistent workers."""
     return DataLoader(
         Portions(samples, collate or collate_samples),
         batch_sampler=portions,  # type: ignore[arg-type]  # torch passes its items on, whatever their type
@@ -235,31 +234,33 @@ def loader(
         persistent_workers=settings.workers > 0,
         pin_memory=settings.pin_memory and torch.cuda.is_available(),
         multiprocessing_context=worker_start(settings.workers),
-        # Without its own generator each new iterator draws a number from the rank's: a resumed run
-        # would draw one more than an uninterrupted one.
+        # Without its own generator each new iterator would draw a number from the rank's generator,
+        # and a resumed run would draw one more than an uninterrupted one.
         generator=torch.Generator(),
     )
 
 
 def worker_start(workers: int) -> str | None:
-    """How loader workers start: forked, unless the program has chosen a way; None: as it has, or
-    there are no workers.
+    """Return how loader workers start: forked, unless the program has chosen a start method.
 
-    Python's own default is forkserver from 3.14 on, which only takes samples that can be pickled.
+    None: use the program's choice, or there are no workers. Python's default is forkserver from
+    3.14 on, which only takes samples that can be pickled.
     """
     return "fork" if workers and multiprocessing.get_start_method(allow_none=True) is None else None
 
 
 def indexed(samples: Any) -> bool:
-    """Whether it is a map-style data set: it has a length and an index."""
-    # torch's IterableDataset inherits an index that raises
+    """Report whether it is a map-style data set: it has a length and an index."""
+    # torch's IterableDataset inherits an index method that raises
     own_index = not isinstance(samples, IterableDataset) and hasattr(samples, "__getitem__")
     return own_index and hasattr(samples, "__len__")
 
 
 def size_of(samples: Any, name: str) -> int:
-    """The number of samples. ConfigError: the data set has no length or no index. `name`: as in
-    messages."""
+    """Return the number of samples. `name`: the data set's name in messages.
+
+    ConfigError: the data set has no length or no index.
+    """
     if not indexed(samples):
         raise ConfigError(
             f"{name}={type(samples).__name__} has no length or no index: it must be a map-style "
@@ -291,8 +292,10 @@ def on_disk(make: Callable[[], T], root: Path, files: str) -> T:
 
 
 def global_batch(settings: Data, accumulate: int, world_size: int, even: bool = True) -> int:
-    """Samples of one optimizer step over all ranks. `even`: ranks must have equal portions, else
-    ConfigError."""
+    """Return the samples of one optimizer step over all ranks.
+
+    `even`: ranks must have equal portions; otherwise ConfigError.
+    """
     each = accumulate * world_size
     if settings.global_batch is None:
         return settings.batch_size * each
@@ -316,7 +319,7 @@ def order(
     seed: int,
     even: bool = True,
 ) -> Order:
-    """The order of the training samples. ConfigError: they do not fill one step."""
+    """Return the order of the training samples. ConfigError: they do not fill one step."""
     size, batch = size_of(samples, "train"), global_batch(settings, accumulate, world_size, even)
     if size < batch:
         fits = size // (accumulate * world_size)

@@ -1,5 +1,4 @@
-"""Metrics over the test samples; each sample counts once, whatever the number of ranks. (rank
-side)"""
+"""Metrics over the test samples; each sample counts once, whatever the rank count. (rank side)"""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from raydist.worker import context
 from raydist.worker.backends import Comm
 
 Metric = Callable[[Any, Any], torch.Tensor]
-"""(output, target) -> one value per sample, or their mean as a tensor without dimensions."""
+"""(output, target) -> one value per sample, or their mean as a tensor of shape []."""
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -35,17 +34,17 @@ def evaluate(
     device: torch.device,
     counted: int,
 ) -> dict[str, float]:
-    """The mean of each metric over all samples of all ranks; each module has its mode again when it
-    returns.
+    """Return the mean of each metric over all samples of all ranks.
 
-    `counted`: how many of the batches have samples of this rank; the others are for the ranks that
-    have more.
+    `counted`: how many of the batches have samples of this rank; the others exist for the ranks
+    that have more. On return each module is in its previous mode.
     """
     total = torch.zeros(len(metrics) + 1, dtype=torch.float64, device=device)
     with in_mode(model, False), torch.no_grad():
         for number, (*inputs, target) in enumerate(batches):
+            # Otherwise another stage of the pipeline has the output.
             output, count = model(*inputs), len(target)
-            if number >= counted or output is None:  # another stage of the pipeline has it
+            if number >= counted or output is None:
                 continue
             for index, metric in enumerate(metrics.values()):
                 value = metric(output, target).double()
@@ -57,11 +56,10 @@ def evaluate(
 
 @contextmanager
 def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
-    """Inside the block the model is in training or evaluation mode; then each module has the mode
-    that it had.
+    """Set training or evaluation mode inside the block; restore each module's mode after it.
 
-    A job may have frozen some of them by `.eval()`, as batch norm when it trains a pretrained model
-    further.
+    A job may have frozen some modules by `.eval()`, such as batch norm in a pretrained model that
+    it fine-tunes.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
@@ -73,14 +71,16 @@ def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
 
 
 def sum_over_ranks(number: float) -> float:
-    """The sum of a number of each rank. A collective."""
+    """Sum a number over all ranks. A collective."""
     comm = cast("Comm", context.current().comm)
     return float(comm.sum(torch.tensor(number, dtype=torch.float64)))
 
 
 def same_buffers(model: torch.nn.Module, comm: Comm, rank: int) -> None:
-    """Copy rank 0's buffers, which a checkpoint holds, to every rank: batch norm's statistics
-    differ after a step."""
+    """Copy rank 0's buffers, which a checkpoint holds, to every rank.
+
+    Batch norm's statistics differ among ranks after a step.
+    """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in model.buffers():
         by_dtype.setdefault(buffer.dtype, []).append(buffer)

@@ -1,5 +1,4 @@
-"""Floating-point operations of a language model, and the most that a chip can do: model FLOPs
-utilization. (pure)"""
+"""Model FLOPs utilization: a language model's operations and the peaks of GPUs. (pure)"""
 
 from __future__ import annotations
 
@@ -22,16 +21,15 @@ PEAKS = {
     "L40": 181e12,
     "L4": 121e12,
 }
-"""Words of a GPU's name -> its most operations per second in bf16 with dense matrices, by NVIDIA's
-data sheets (half of what they give "with sparsity"). H100 and H200 without another word are those
+"""Words of a GPU's name -> its peak operations per second in bf16 with dense matrices, by NVIDIA's
+data sheets (half of the figures "with sparsity"). H100 and H200 without another word are those
 with SXM."""
 
 
 def peak_flops(device: str) -> float | None:
-    """The most operations per second of the GPU with this name, as torch.cuda.get_device_name says
-    it; None: unknown.
+    """Return the peak operations per second of a GPU; None: unknown.
 
-    A part of a GPU (MIG) has no peak of its own here.
+    `device`: its name, as from torch.cuda.get_device_name. A part of a GPU (MIG) has no peak here.
     """
     words = set(re.split(r"[\s-]+", device))
     fits = (peak for name, peak in PEAKS.items() if set(name.split()) <= words)
@@ -39,19 +37,22 @@ def peak_flops(device: str) -> float | None:
 
 
 def flops_per_token(parameters: int, layers: int, width: int, context: int) -> int:
-    """Operations of the forward and backward pass for one token: 6 N + 12 L H Q T (Chowdhery et al.
-    2022, arXiv:2204.02311, appendix B).
+    """Return the operations of the forward and backward pass for one token.
 
-    - `parameters`: N, those that are multiplied with; an embedding is not, unless it is the last
-      layer too.
+    6 N + 12 L H Q T (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+
+    - `parameters`: N, the parameters used in matrix products; an embedding is not, unless it is the
+      last layer too.
     - `width`: H x Q, heads times the size of each.
-    - `context`: T. As in the source, attention counts whole, though half of it is masked.
+    - `context`: T. As in the source, attention counts in full, though half of it is masked.
     """
     return 6 * parameters + 12 * layers * width * context
 
 
 def utilization(tokens_per_s: float, per_token: int, device: str, devices: int) -> float | None:
-    """Model FLOPs utilization, 0 to 1, of `devices` GPUs of this name; None if their peak is
-    unknown."""
+    """Return the model FLOPs utilization, 0 to 1, of `devices` GPUs of this name.
+
+    None: their peak is unknown.
+    """
     peak = peak_flops(device)
     return None if peak is None else tokens_per_s * per_token / (peak * devices)

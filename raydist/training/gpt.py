@@ -1,5 +1,7 @@
-"""A language model: RMSNorm, rotary positions, grouped queries, SwiGLU; 1 M to 8 B parameters.
-(rank side)"""
+"""A language model of 1 M to 8 B parameters. (rank side)
+
+It has RMSNorm, rotary positions, grouped queries and SwiGLU.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from raydist.training.flops import flops_per_token
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers that make a size."""
+    """The dimensions of a model size."""
 
     layers: int
     width: int
@@ -24,7 +26,7 @@ class Shape:
     """Heads of keys and values; each serves several heads of queries (Ainslie et al. 2023,
     arXiv:2305.13245)."""
     hidden: int
-    """Width inside of the feed-forward layer."""
+    """Inner width of the feed-forward layer."""
     theta: float = 10_000.0
     """Base of the rotary positions' wave lengths (Su et al. 2021, arXiv:2104.09864)."""
 
@@ -39,12 +41,13 @@ SIZES = {
     "3b": Shape(28, 3072, 24, 8, 8192, 500_000.0),
     "8b": Shape(32, 4096, 32, 8, 14336, 500_000.0),
 }
-"""By `model.size`. Those from 1b are the shapes of Llama 3 (arXiv:2407.21783), which reach their
-names with its 128,256 tokens; with bytes they have 0.3 B to 1 B parameters less."""
+"""The sizes by `model.size`. Those from 1b are the shapes of Llama 3 (arXiv:2407.21783), which
+reach the number of parameters in their names with its 128,256 tokens; with bytes they have 0.3 B
+to 1 B parameters less."""
 
 
 SPREAD = 0.02
-"""Standard deviation of weights at the start (Radford et al. 2019)."""
+"""Standard deviation of the initial weights (Radford et al. 2019)."""
 
 
 class Attention(nn.Module):
@@ -59,7 +62,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.heads * self.head, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # the number of heads is left open: under tensor parallelism this rank has a part of them
+        # the number of heads is left open, because under tensor parallelism this rank has only a
+        # part of them
         query, key, value = (
             part(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
             for part in (self.query, self.key, self.value)
@@ -74,8 +78,10 @@ class Attention(nn.Module):
 
 
 def turns(length: int, head: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angle of each position for each pair of values of a head: twice [T,
-    head / 2]."""
+    """Return the cosine and sine of each position's angle for each pair of values of a head.
+
+    Both are of shape [T, head / 2].
+    """
     half = head // 2
     waves = theta ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), waves)
@@ -83,8 +89,10 @@ def turns(length: int, head: int, theta: float, device: torch.device) -> tuple[T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of values of a head by an angle that grows with the position: [B, heads, T,
-    head] -> the same."""
+    """Rotate each pair of values of a head by an angle that grows with the position.
+
+    [B, heads, T, head] -> the same.
+    """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
@@ -104,7 +112,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the feed-forward layer, each added to what it gets."""
+    """One layer: attention, then the feed-forward layer, each added to its input."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -117,8 +125,10 @@ class Block(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, as GPT-2 does: smaller ones in more layers where the output is
-        added to the input."""
+        """Draw the weights anew, as GPT-2 does.
+
+        Where the output is added to the input, the weights are smaller the more layers there are.
+        """
         added = (self.attention.out, self.feed_forward.down)
         for layer in (each for each in self.modules() if isinstance(each, nn.Linear)):
             nn.init.normal_(
@@ -132,12 +142,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens of shape [B, T], integers below `vocab`, -> scores of the next token, [B, T, vocab].
+    """A language model: tokens [B, T] below `vocab` -> scores of the next token, [B, T, vocab].
 
     - `size`: a key of SIZES.
     - `vocab`: number of tokens; 256 for bytes.
     - `tied`: the last layer has the weights of the embedding.
-    - `changes`: other numbers than those of the size: `model.layers=2 model.width=64`, as in Shape.
+    - `changes`: dimensions that replace those of the size: `model.layers=2 model.width=64`, as in
+      Shape.
     """
 
     tp_plan: ClassVar = {
@@ -175,13 +186,13 @@ class GPT(nn.Module):
             nn.init.normal_(self.head.weight, std=SPREAD)
 
     def flops_per_token(self, context: int) -> int:
-        """Operations of the forward and backward pass for one of `context` tokens."""
+        """Return the operations of the forward and backward pass for one of `context` tokens."""
         unused = 0 if self.head is None else self.embedding.weight.numel()
         multiplied = sum(each.numel() for each in self.parameters()) - unused
         return flops_per_token(multiplied, self.shape.layers, self.shape.width, context)
 
     def example(self, samples: int, context: int = 128) -> Tensor:
-        """An input of so many samples, for the plan's memory."""
+        """Return an input of this many samples, for the plan's memory."""
         return torch.zeros(samples, context, dtype=torch.uint8)
 
     def forward(self, tokens: Tensor) -> Tensor:

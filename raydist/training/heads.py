@@ -1,5 +1,4 @@
-"""The attention heads of a model, which the ranks of a tp group must be able to share. (rank
-side)"""
+"""The attention heads of a model, which the ranks of a tp group must divide evenly. (rank side)"""
 
 from __future__ import annotations
 
@@ -14,16 +13,15 @@ NAMES = {
     "heads": ("heads", "num_attention_heads"),
     "heads of keys and values": ("kv_heads", "num_key_value_heads"),
 }
-"""By what they are, their names in `model.shape` of model=gpt and in `model.config` of Hugging
-Face's models."""
+"""The kinds of heads, and their names in `model.shape` of model=gpt and in `model.config` of
+Hugging Face's models."""
 
 
 def check_heads(model: nn.Module, tp: int) -> None:
-    """Raise ConfigError if tp does not divide the heads of a model: each rank computes with whole
-    heads.
+    """Raise ConfigError if tp does not divide the heads: each rank computes with whole heads.
 
-    A plan that the job itself has given the model may leave its attention whole, so that is not
-    looked at.
+    A model whose tp plan comes from the job is not checked: that plan may leave its attention
+    whole.
     """
     if tp == 1 or "tp_plan" in vars(model):
         return
@@ -37,7 +35,7 @@ def check_heads(model: nn.Module, tp: int) -> None:
 
 
 def _heads(model: nn.Module) -> dict[str, int]:
-    """By what they are the heads of a model, as far as it names them."""
+    """Return the numbers of heads of a model by kind, as far as it names them."""
     shape: Any = getattr(model, "shape", None) or getattr(model, "config", None)
     found: dict[str, int] = {}
     for what, names in NAMES.items():

@@ -120,7 +120,7 @@ def _fit(
 
 
 class Training:
-    """The training on one rank: its position, and its steps, evaluations and checkpoints."""
+    """The training on one rank: its position, steps, evaluations and checkpoints."""
 
     def __init__(self, job: Job, order: data.Order, metrics: dict[str, Metric]) -> None:
         self.job, self.order, self.metrics = job, order, metrics
@@ -129,18 +129,19 @@ class Training:
             context.rank().device,
             cast("Comm", context.current().comm),
         )
-        if self.comm.sharded:  # fit may have got other settings than the run has
+        if self.comm.sharded:  # the job may have passed fit other settings than those of the run
             self.comm = replace(cast("Any", self.comm), job=job)
         self.batches: Any = None
         self.tests: Any = None
-        self.counted = 0  # batches of `tests` with samples of this rank
+        self.counted = 0  # batches of `tests` that contain samples of this rank
         self.step = self.samples = 0
         self.results: dict[str, float] = {}
         self.spent = {"step": 0.0, "evaluate": 0.0, "save": 0.0}
+        # The step of the last evaluation, and of the last checkpoint.
         self.evaluated, self.saved = (
             -1,
             0,
-        )  # the step of the last evaluation, and of the last checkpoint
+        )
         self.told = MetricReporter(self.device)
         self.keeper = (shards.ShardSnapshotter if self.comm.sharded else Snapshotter)(
             job, self.comm
@@ -180,8 +181,8 @@ class Training:
         self.stepper.plan(
             self.job.optim, self._course(saved.state["position"] if saved is not None else {})
         )
-        # From here on ranks draw different random numbers: equal dropout on all would lose some of
-        # its regularization.
+        # From here on the ranks draw different random numbers: the same dropout on all ranks would
+        # lose some of its regularization.
         random_state.seed_everything(self._seed(), self.job.deterministic)
         if saved is not None:
             self._restore(saved)
@@ -195,21 +196,18 @@ class Training:
             samples=self.order.size,
             resumed=self.resumed,
         )
-        if (
-            self.step == self.steps and self.me.rank == 0 and hasattr(self, "loss")
-        ):  # no step will report it
+        # No step will report the loss.
+        if self.step == self.steps and self.me.rank == 0 and hasattr(self, "loss"):
             context.emit_event("recalled", step=self.step, values={"loss": self.loss.item()})
 
     def _course(self, position: State) -> optim.Course:
-        """The place in the schedule goes by samples: after a change of the global batch it is where
-        it was before.
+        """Return the schedule at its position in samples: a new global batch does not move it.
 
-        With `train.steps` it goes by steps, which stay as many.
+        With `train.steps` the schedule counts steps, whose number does not change.
         """
         batch, warmup = self.order.global_batch, self.job.optim.warmup
-        self.warmed = (
-            self.samples + (warmup - self.step) * batch
-        )  # the samples at the end of the warm-up
+        # The number of samples at the end of the warm-up.
+        self.warmed = self.samples + (warmup - self.step) * batch
         if self.step > warmup:
             self.warmed = position.get("warmed", self.warmed)
         if self.job.train.steps is not None:
@@ -218,13 +216,13 @@ class Training:
         return optim.Course(steps, steps - self.steps, self.warmed / batch)
 
     def _seed(self) -> int:
-        # other numbers on each stage than on those with the same samples; ranks of a tp group
-        # compute the same
+        # Stages that share samples draw different numbers; the ranks of a tp group compute the same
+        # and draw the same.
         shape = mesh_shape(self.job.parallel, self.me.world_size, self.me.local_world_size)
         return random_state.derive(self.job.seed, self.step, self.me.rank // shape.tp)
 
     def _find(self) -> Saved | Restored | shards.Found | None:
-        """The snapshot or checkpoint to resume from, whichever is newer; None to start anew."""
+        """Return the newer of snapshot and checkpoint to resume from; None for a new start."""
         if self.comm.sharded:
             return self._find_shards()
         kept = self.keeper.find()
@@ -243,8 +241,10 @@ class Training:
         return shards.find_shards(self.stepper)
 
     def _agree(self, found: Saved | None) -> Saved | None:
-        """The checkpoint, if all ranks found the same. RaydistError: they did not, as nodes see
-        different disks."""
+        """Return the checkpoint if all ranks found the same one.
+
+        RaydistError: they did not, because the nodes see different disks.
+        """
         own = torch.tensor([found.step if found else -1])
         steps = [int(each.item()) for each in self.comm.gather(own)]
         if len(set(steps)) > 1:
@@ -277,7 +277,7 @@ class Training:
         else:
             random_state.seed_everything(self._seed(), self.job.deterministic)
         if isinstance(saved, Restored):
-            self.loss = saved.mine["loss"].clone()  # the memory is that of a later step soon
+            self.loss = saved.mine["loss"].clone()  # a later step soon overwrites this memory
             for name, buffer in self.stepper.model.named_buffers():
                 buffer.copy_(saved.mine["buffers"][name])
 
@@ -292,7 +292,7 @@ class Training:
         self.order.position = position
 
     def run(self) -> dict[str, float]:
-        """Train from the current step to the end; the last loss and the last metrics."""
+        """Train from the current step to the end; return the last loss and the last metrics."""
         while self.step < self.steps:
             self._epoch()
         self.told.rest()
@@ -310,9 +310,8 @@ class Training:
         self.keeper.go_on()
         while self.step < self.steps and order.more:
             self._step(batches)
-            if (
-                self.step == self.resumed + 1
-            ):  # it compiles: the driver counts it as a part of the launch or restart
+            # The first step compiles: the driver counts it as a part of the launch or restart.
+            if self.step == self.resumed + 1:
                 began = time.perf_counter()
             if every and self.step % every == 0 and (order.kind != "map" or order.more):
                 self.spent["step"] += time.perf_counter() - began
@@ -346,7 +345,7 @@ class Training:
             self._leave()
 
     def _leave(self) -> None:
-        """The ranks are about to be others: keep the state of this step, and wait for the end."""
+        """Keep this step's state and wait to be stopped: the set of ranks is about to change."""
         self.told.rest()
         kept = self.keeper.hold(self.step, self._own, self._state)
         if not all(int(each.item()) for each in self.comm.gather(torch.tensor([int(kept)]))):
@@ -355,7 +354,7 @@ class Training:
         context.current().stop_request.stopped(self.step)
 
     def _state(self) -> State:
-        """The part of the state that is equal on all ranks; of a model in shards, all of it."""
+        """Return the state that is equal on all ranks; for a sharded model, the whole state."""
         if self.comm.sharded:
             return self._shards({**self.order.own(), "part": self.order.rank})
         return {**self.stepper.state(), "position": self._position()}
@@ -372,10 +371,9 @@ class Training:
         return {**self.order.place(), "samples": self.samples, "warmed": self.warmed}
 
     def _own(self) -> State:
-        """The part of the state that differs among ranks."""
-        buffers = dict(
-            self.stepper.model.named_buffers()
-        )  # running means differ among ranks with some backends
+        """Return the part of the state that differs among ranks."""
+        # With some backends the running means differ among ranks.
+        buffers = dict(self.stepper.model.named_buffers())
         return {
             "random": random_state.capture(self.device),
             "loss": self.loss,
@@ -385,7 +383,7 @@ class Training:
         }
 
     def _evaluate(self) -> None:
-        """Evaluate the model on the test samples, unless this step is evaluated already."""
+        """Evaluate the model on the test samples, unless this step has been evaluated already."""
         if self.tests is None or self.evaluated == self.step:
             return
         with self._spending("evaluate"):
@@ -404,7 +402,7 @@ class Training:
             context.report(step=self.step, **results)
 
     def _save(self) -> None:
-        """A checkpoint of the step that is done, if there is none yet."""
+        """Save a checkpoint of the current step, unless it has been saved already."""
         if self.saved == self.step:
             return
         with self._spending("save"):
@@ -421,8 +419,8 @@ class Training:
         self.saved = self.step
 
     def _save_whole(self, metrics: dict[str, float]) -> None:
-        """Rank 0 writes the whole state, or has it written."""
-        groups.wait_for_rank_0(self.comm, self.keeper.rest)  # the checkpoint before
+        """Save the whole state: rank 0 writes it, or has its snapshot written in the background."""
+        groups.wait_for_rank_0(self.comm, self.keeper.rest)  # the previous checkpoint
         drawn = torch.stack(self.comm.gather(random_state.capture(self.device)))
         beside = {"position": self._position(), "random": drawn, **self.order.owns()}
         if self.me.rank != 0 or self.keeper.to_disk(
@@ -433,13 +431,14 @@ class Training:
             self._write({**self._state(), **beside, "config": as_saved(self.job)}, metrics)
 
     def _write(self, state: State, metrics: dict[str, float]) -> None:
-        """Save on rank 0. Another thread does it: where no process writes for the rank, it takes
-        until all is saved."""
+        """Save on rank 0, in another thread, while all ranks wait.
+
+        If no process writes for the rank, this takes until everything is saved.
+        """
 
         def save() -> None:
-            if (
-                self.device.type == "cuda"
-            ):  # a thread begins with GPU 0, and would make a context there
+            # A new thread starts on GPU 0, and would create a context there.
+            if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             checkpoint.save(self.step, state, metrics, self.job.checkpoint)
 
@@ -464,7 +463,7 @@ class Training:
 
 
 class MetricReporter:
-    """Reports steps without making a GPU wait: it reports a step once the GPU has finished it."""
+    """Reports a step once the GPU has finished it, so that the GPU never waits for a report."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device_of(device)

@@ -1,7 +1,6 @@
-"""Bytes of a rank for a model, without a batch: parameters, gradients, the optimizer's state, a
-block. (rank side)
+"""Bytes that a model takes on a rank: weights, gradients, optimizer, a gathered block. (rank side)
 
-`python -m raydist.training.memory` answers tools.plan, which runs where there may be no torch.
+`python -m raydist.training.memory` answers tools.plan, which may run where torch is not installed.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ from raydist.training.stages import cut_model
 from raydist.worker.torch_private import fake_tensors
 
 STATES = {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}
-"""Tensors of the optimizer for each parameter; sgd has one with momentum."""
+"""Tensors that the optimizer keeps for each parameter; sgd has one with momentum."""
 
 
 def memory_of(model: nn.Module, job: config.Job, shape: MeshShape) -> dict[str, int]:
-    """Bytes by what they are for, on the rank with the most. ConfigError: the model cannot be
-    divided so.
+    """Return the bytes by their use, on the rank with the most.
 
-    `model`: on meta, or fake. `activations` are there if it is fake and has a method `example`,
-    which makes an input of so many samples. They are an upper bound: that of a tp group without its
-    layers' division.
+    `model`: on meta, or fake. `activations` are included if it is fake and has a method `example`,
+    which makes an input of a number of samples. They are an upper bound: in a tp group they do not
+    count the division of its layers. ConfigError: the model cannot be divided this way.
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     blocks = find_blocks(model, job.parallel.blocks)
@@ -54,8 +52,10 @@ def memory_of(model: nn.Module, job: config.Job, shape: MeshShape) -> dict[str, 
 def activations(
     model: nn.Module, parts: Sequence[nn.Module], job: config.Job, shape: MeshShape
 ) -> list[int]:
-    """Bytes that the forward passes of each part keep for the backward passes; empty if that cannot
-    be known here."""
+    """Return the bytes that each part's forward passes keep for the backward passes.
+
+    Empty if they cannot be determined here.
+    """
     example: Any = getattr(model, "example", None)
     if example is None or any(value.is_meta for value in model.parameters()):
         return []
@@ -89,22 +89,24 @@ def activations(
 
 
 def _storage(value: torch.Tensor) -> int:
-    """The same number for tensors that share their memory; those without values have no address."""
+    """Return a number that is the same for tensors that share memory.
+
+    Tensors without values have no address.
+    """
     return int(StorageWeakRef(value.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
 def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A parameter or a buffer in the type in which it is computed with."""
+    """Return a parameter or a buffer in the type used for computation."""
     made = value.detach().to(dtype if value.is_floating_point() else None)
     return made.requires_grad_(value.requires_grad)
 
 
 def check_model(settings: Mapping[str, Any], named: str, stages: int, tp: int) -> None:
-    """Raise ConfigError if the model that `model=` names cannot be divided: no blocks, too few of
-    them, or of heads.
+    """Raise ConfigError if `model=` cannot be divided: no blocks, or too few blocks or heads.
 
     `named`: parallel.blocks. A model that cannot be built here, without a GPU or a package of the
-    ranks, is theirs.
+    ranks, is left for the ranks to check.
     """
     try:
         with torch.device("meta"):
@@ -118,7 +120,7 @@ def check_model(settings: Mapping[str, Any], named: str, stages: int, tp: int) -
 
 
 def reply_to_check(request: LookAtModel, reply_fd: int) -> NoReturn:
-    """In a child of the fork server: write why the model cannot be divided, or nothing."""
+    """Write why the model cannot be divided, or nothing. Runs in a child of the fork server."""
     sys.path[:] = request.sys_path
     with os.fdopen(reply_fd, "w") as reply:
         try:
@@ -135,7 +137,7 @@ def _of_part(
     shape: MeshShape,
     plan: Iterable[str],
 ) -> dict[str, int]:
-    """As memory_of, of a stage or of the whole model."""
+    """Return the bytes as `memory_of` does, for a stage or the whole model."""
     states = STATES.get(job.optim.name, int(bool(job.optim.args.get("momentum"))))
     own = trained = 0
     for name, value in part.named_parameters():
@@ -156,8 +158,8 @@ def _of_part(
     gathered = whole if shape.pp > 1 else max(sizes) + shape.tp * (whole - sum(sizes))
     gathered //= shape.tp * (2 if job.train.precision == "bf16" else 1)
     if shape.pp > 1:
-        # a stage stays gathered for all micro-batches of a step, and so do its gradients, which are
-        # in fp32
+        # a stage stays gathered for all micro-batches of a step, as do its gradients, which are in
+        # fp32
         gathered += (
             sum(value.nbytes for value in part.parameters() if value.requires_grad) // shape.tp
         )
@@ -170,16 +172,16 @@ def _of_part(
 
 
 def part_bytes(value: torch.Tensor, shard: int, tp: int) -> int:
-    """Bytes of the first of `shard` parts of a tensor, which is cut along its first dimension."""
+    """Return the bytes of the first of `shard` parts of a tensor, cut along its first dimension."""
     rows = value.shape[0] if value.dim() else 1
     return value.nbytes // rows * math.ceil(rows / shard) // tp
 
 
 def main() -> None:
-    """Read {"job": …, "ranks": …, "per_node": …} from the standard input, and print what
-    `memory_of` returns.
+    """Answer a request from the standard input with what `memory_of` returns.
 
-    Or {"refused": the arguments of a ConfigError}.
+    The request is {"job": …, "ranks": …, "per_node": …}. If `memory_of` raises ConfigError, print
+    {"refused": the arguments of the error}.
     """
     asked = json.load(sys.stdin)
     job = config.from_dict(asked["job"])

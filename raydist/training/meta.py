@@ -1,5 +1,4 @@
-"""A model on meta gets its values here, the same wherever they are made: whole, by blocks, in a
-stage. (rank side)"""
+"""Creates the values of a model on meta: the same whole, by blocks, or in a stage. (rank side)"""
 
 from __future__ import annotations
 
@@ -14,20 +13,19 @@ from raydist.worker import random_state
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether any parameter of a model has no values yet."""
+    """Report whether any parameter of a model has no values yet."""
     return any(each.is_meta for each in model.parameters())
 
 
 def make_values(
     model: nn.Module, part: Sequence[nn.Module], device: torch.device, seed: int
 ) -> None:
-    """Make the parameters and buffers on meta of a part of a model by the modules' own
-    reset_parameters.
+    """Create the meta parameters and buffers of a part with the modules' own reset_parameters.
 
     Each module draws from a generator that is seeded by `seed` and the module's name in the model.
-    So the values do not depend on what else is made on this rank: with one seed a model begins with
-    the same values under every division. (Of a GPU, those of one kind of GPU.) Modules inside of
-    others draw first.
+    Therefore the values do not depend on what else is created on this rank: with one seed a model
+    begins with the same values under every division. (On GPUs, the same only on one kind of GPU.)
+    Modules inside of others draw first.
 
     - `part`: a block with all that is inside it, or the modules outside of the blocks; the
       outermost first.
@@ -53,8 +51,11 @@ def make_values(
 
 
 def _give_memory(module: nn.Module, device: torch.device, made: dict[int, nn.Parameter]) -> None:
-    """Take the module's own tensors off meta. `made`: by identity of one on meta; modules that
-    share one go on to."""
+    """Allocate the module's own tensors that are on meta.
+
+    `made`: the new parameters by the identity of the one on meta; modules that share one keep
+    sharing.
+    """
     before = dict(module.named_parameters(recurse=False))
     module.to_empty(device=device, recurse=False)
     for name, value in before.items():
@@ -63,8 +64,10 @@ def _give_memory(module: nn.Module, device: torch.device, made: dict[int, nn.Par
 
 
 def take_values(part: nn.Module, model: nn.Module) -> None:
-    """Give a stage the model's own tensors where it has one without the module that it belongs to,
-    as tied weights."""
+    """Give a stage the model's own tensors where it has a tensor without its module.
+
+    That is the case for tied weights.
+    """
     for name, module in part.named_modules():
         for key, value in (
             *module.named_parameters(recurse=False),

@@ -1,5 +1,4 @@
-"""The optimizer of a name, its learning rate for a global batch, and the schedule of the rate.
-(rank side)"""
+"""The optimizer by name, its learning rate for a global batch, the rate's schedule. (rank side)"""
 
 from __future__ import annotations
 
@@ -29,24 +28,26 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "step": lambda done: 0.1 ** math.floor(3 * done),
 }
-"""By schedule: the factor of the learning rate after the warm-up, from the share (0 to 1) of the
-training done."""
+"""The learning-rate factor after the warm-up by schedule, as a function of the fraction (0 to 1) of
+the training done."""
 
 
 def learning_rate(settings: Optim, global_batch: int) -> float:
-    """The learning rate for a global batch: linear (Goyal et al. 2017) or square root scaling
-    (Krizhevsky 2014)."""
+    """Return the learning rate for a global batch.
+
+    Linear scaling is that of Goyal et al. 2017, square root scaling that of Krizhevsky 2014.
+    """
     ratio = global_batch / settings.scaling_batch
     return settings.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[settings.scaling]
 
 
 def fused(job: Job, parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether the optimizer of these parameters is fused.
+    """Report whether the optimizer of these parameters is fused.
 
-    On a CPU fused SGD gives the bits of the loop over parameters: always without momentum; with
-    momentum where each parameter fills whole vectors of 64 bytes, as the fused kernel rounds what
-    is left over otherwise. That was compared on x86 for every combination of momentum, dampening,
-    Nesterov, weight decay and maximize, under each of torch's instruction sets.
+    On a CPU fused SGD gives the same bits as the loop over parameters: always without momentum;
+    with momentum if each parameter fills whole vectors of 64 bytes, because the fused kernel rounds
+    the remainder differently. That was compared on x86 for every combination of momentum,
+    dampening, Nesterov, weight decay and maximize, under each of torch's instruction sets.
     """
     choice = fused_choice(job, gpus=any(each.device.type != "cpu" for each in parameters))
     kinds = (
@@ -63,8 +64,10 @@ def fused(job: Job, parameters: Sequence[torch.nn.Parameter]) -> bool:
 def optimizer(
     settings: Optim, parameters: Iterable[torch.nn.Parameter], lr: float, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """Make the optimizer. ConfigError: it does not have an argument of `optim.args`, or refuses its
-    value."""
+    """Create the optimizer.
+
+    ConfigError: it does not have an argument of `optim.args`, or refuses its value.
+    """
     kind = getattr(torch.optim, OPTIMIZERS[settings.name])
     known = [
         name for name in inspect.signature(kind).parameters if name not in ("self", "params", "lr")
@@ -95,14 +98,13 @@ def optimizer(
 
 
 def check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Switch the fused implementation off where torch's would fail or go wrong with these
-    gradients.
+    """Switch the fused implementation off where torch's would fail or be wrong for these gradients.
 
-    Its kernels on a CPU walk through memory in one line, whatever the strides: they would update
-    the wrong weights without a word. Gradients of autograd and DDP have the strides of their
-    parameters. Those of Horovod are contiguous, also where the parameters are channels-last. It
-    takes no sparse gradients. SGD's takes a momentum for all parameters or for none, so none may
-    get its first gradient later than others.
+    On a CPU its kernels walk linearly through memory, whatever the strides: they would silently
+    update the wrong weights. Gradients of autograd and DDP have the strides of their parameters.
+    Those of Horovod are contiguous, even if the parameters are channels-last. The kernels take no
+    sparse gradients. SGD's takes a momentum for all parameters or for none, so no parameter may get
+    its first gradient later than the others.
     """
     for group in optimizer.param_groups:
         pairs = [(each, each.grad) for each in group["params"]]
@@ -110,8 +112,8 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
             grad is None or (not grad.is_sparse and grad.stride() == each.stride())
             for each, grad in pairs
         )
-        # get: the state of a parameter that has none must not begin to be, it would be kept and
-        # saved
+        # `get`, because a look-up would create the state of a parameter that has none, and it would
+        # be kept and saved
         begun = {
             optimizer.state.get(each, {}).get("momentum_buffer") is not None for each, _ in pairs
         }
@@ -121,8 +123,10 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def align_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give a state that was loaded the strides of its parameters; one that was saved may have been
-    channels-last."""
+    """Give a loaded state the strides of its parameters.
+
+    The saved parameters may have been channels-last.
+    """
     for value, state in optimizer.state.items():
         for name, each in state.items():
             if (
@@ -134,8 +138,7 @@ def align_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def copy_host_state(optimizer: torch.optim.Optimizer) -> None:
-    """Copy what of a loaded state is still in the file that it was read from: that file is deleted
-    one day."""
+    """Copy the parts of a loaded state that still map the file: it is deleted some day."""
     for state in optimizer.state.values():
         for name, each in state.items():
             if isinstance(each, torch.Tensor) and each.device.type == "cpu":
@@ -143,18 +146,20 @@ def copy_host_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Course(NamedTuple):
-    """The whole training in optimizer steps of the size that they have now; with
-    `data.resize=scale` it may change."""
+    """The whole training in optimizer steps of the current size.
+
+    With `data.resize=scale` that size may change.
+    """
 
     steps: int
     ahead: int = 0
-    """Added to the number of a step, it gives the place of the step among these."""
+    """The offset that converts the number of a step into its position in this course."""
     warmed: float | None = None
-    """The place at which the warm-up ends; None: its number of steps."""
+    """The position at which the warm-up ends; None: its number of steps."""
 
 
 def rate_factor(settings: Optim, step: int, course: Course) -> float:
-    """The factor of the learning rate at a step: a linear warm-up, then the schedule."""
+    """Return the factor of the learning rate at a step: a linear warm-up, then the schedule."""
     if step < settings.warmup:
         return (step + 1) / settings.warmup
     begin = settings.warmup if course.warmed is None else course.warmed
@@ -163,5 +168,5 @@ def rate_factor(settings: Optim, step: int, course: Course) -> float:
 
 
 def schedule(settings: Optim, optimizer: torch.optim.Optimizer, course: Course) -> LambdaLR:
-    """The schedule of the learning rate over a training."""
+    """Return the schedule of the learning rate over a training."""
     return LambdaLR(optimizer, lambda step: rate_factor(settings, step, course))

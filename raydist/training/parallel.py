@@ -1,5 +1,4 @@
-"""A model in shards over torch's DeviceMesh: fully_shard by blocks, tensor parallel by a plan.
-(rank side)"""
+"""Sharded models on a DeviceMesh: fully_shard by blocks, tensor parallelism by plan. (rank side)"""
 
 from __future__ import annotations
 
@@ -59,7 +58,10 @@ class ShardedComm(DDPComm):
         return model
 
     def prepare(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """The blocks of the model, whose parameters are rank 0's unless they are on meta."""
+        """Return the blocks of the model, after copying rank 0's parameters to all ranks.
+
+        Parameters on meta are not copied.
+        """
         blocks = find_blocks(model, self.job.parallel.blocks)
         same_as_rank0(model, self)
         check_heads(model, self.shape.tp)
@@ -75,14 +77,14 @@ class ShardedComm(DDPComm):
         model: torch.nn.Module,
         last: bool = True,
     ) -> None:
-        """Divide the parameters of a part of the model among the ranks of the mesh; those on meta
-        are made.
+        """Divide the parameters of a part of the model among the ranks of the mesh.
 
-        `blocks`: those of the whole model. `last`: this part gives the output.
+        Values on meta are created. `blocks`: those of the whole model. `last`: this part produces
+        the output.
         """
         here, inside = {*part.modules()}, {inner for block in blocks for inner in block.modules()}
         layers, empty = divided_layers(model) if self.shape.tp > 1 else {}, on_meta(model)
-        # of all ranks: torch 2.8 makes no submesh of a submesh
+        # over all ranks: torch 2.8 makes no submesh of a submesh
         data = (
             self.everyone["shard"]
             if self.shape.replicate == 1
@@ -90,7 +92,7 @@ class ShardedComm(DDPComm):
         )
         half = torch.bfloat16 if self.job.train.precision == "bf16" else None
         sums = torch.float32 if half else None
-        free = self.shape.pp == 1  # a stage is gathered once in a step, not for each micro-batch
+        free = self.shape.pp == 1  # a stage is gathered once per step, not for each micro-batch
         for block in (each for each in blocks if each in here):
             self._make(model, [*block.modules()], layers)
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums)
@@ -112,18 +114,17 @@ class ShardedComm(DDPComm):
         part: Sequence[torch.nn.Module],
         layers: Mapping[torch.nn.Module, ParallelStyle],
     ) -> None:
-        """Make the values of these modules that are on meta, and divide the layers among them as
-        tp's plan says."""
+        """Create the values of these modules that are on meta, and divide layers by the tp plan."""
         make_values(model, part, self.device, self.job.seed)
         for module in part:
             if module in layers:
                 parallelize_module(module, self.everyone["tp"], layers[module])
 
     def _same_on_copies(self, part: torch.nn.Module) -> None:
-        """Copy what was made to all ranks that have the same part of it, from the first of them.
+        """Copy the created values from the first rank with this part of the model to the others.
 
-        They have drawn the same numbers, unless their GPUs differ or a reset_parameters has a
-        generator of its own.
+        These ranks have drawn the same numbers, unless their GPUs differ or a reset_parameters has
+        a separate generator.
         """
         for value in (*part.parameters(), *part.buffers()):
             own, divided = value.detach(), set[str]()
@@ -137,9 +138,9 @@ class ShardedComm(DDPComm):
 
     @contextmanager
     def accumulating(self, model: torch.nn.Module) -> Iterator[None]:
-        # Each pass reduces its gradients among the ranks that share the parameters: else each rank
-        # would hold those of the whole model between passes. Copies of the model average theirs,
-        # which are in shards, in the last pass.
+        # Each pass reduces its gradients among the ranks that share the parameters: otherwise each
+        # rank would hold those of the whole model between passes. Copies of the model average their
+        # gradients, which are sharded, in the last pass.
         root = cast("FSDPModule", model)
         root.set_requires_all_reduce(False)
         try:
@@ -148,9 +149,9 @@ class ShardedComm(DDPComm):
             root.set_requires_all_reduce(True)
 
     def clip(self, model: torch.nn.Module, norm: float) -> None:
-        # One sum over all ranks, each with its parts of the gradients, and a part that several have
-        # divided by their number. torch's clip_grad_norm_ takes DTensors of one mesh only; layers
-        # that tp divides have another.
+        # One sum over all ranks: each adds its parts of the gradients, and divides a part that
+        # several ranks hold by their number. torch's clip_grad_norm_ takes only DTensors of one
+        # mesh; layers that tp divides have another mesh.
         alike: dict[int, list[torch.Tensor]] = {}
         trained = (
             (name, cast("DTensor", each.grad))
@@ -173,7 +174,7 @@ class ShardedComm(DDPComm):
         )
 
     def holders(self, name: str) -> int:
-        """Ranks that have this parameter, or a part of it."""
+        """Return the number of ranks that have this parameter, or a part of it."""
         return dist.get_world_size()
 
 
@@ -183,12 +184,12 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
-"""The words of a plan, as Hugging Face's models use them; `_rep`: it gives, or takes, whole
+"""The words of a plan, as in Hugging Face's models; with `_rep` the layer outputs, or takes, whole
 activations."""
 
 
 def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
-    """The model's plan: by name of a module, with * for any part of it, how its layer is divided.
+    """Return the model's plan: by module name, with * for any part of it, how to divide the layer.
 
     ConfigError: there is no plan, a name matches no module, or a word is unknown.
     """
@@ -211,8 +212,10 @@ def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
 
 
 def divided_layers(model: torch.nn.Module) -> dict[torch.nn.Module, ParallelStyle]:
-    """The layers that the model's plan names, with how each is divided. ConfigError: as of
-    `styles`."""
+    """Return the layers that the model's plan names, and how each is divided.
+
+    ConfigError: as in `styles`.
+    """
     found = {}
     for pattern, style in styles(model).items():
         words = pattern.split(".")
@@ -224,8 +227,10 @@ def divided_layers(model: torch.nn.Module) -> dict[torch.nn.Module, ParallelStyl
 
 
 def same_as_rank0(model: torch.nn.Module, comm: DDPComm) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, as DDP does: a job may have made others on
-    each rank."""
+    """Copy rank 0's parameters and buffers to all ranks, as DDP does.
+
+    A job may have created different ones on each rank.
+    """
     with torch.no_grad():
         for value in (each for each in (*model.parameters(), *model.buffers()) if not each.is_meta):
             sent = value.to(comm.comm_device).contiguous()
@@ -235,7 +240,10 @@ def same_as_rank0(model: torch.nn.Module, comm: DDPComm) -> None:
 
 @contextmanager
 def join(job: Job, env: Mapping[str, str]) -> Iterator[ShardedComm]:
-    """As ddp.join. ConfigError: `parallel=` does not fit the number of ranks."""
+    """Join the ranks as ddp.join does.
+
+    ConfigError: `parallel=` does not fit the number of ranks.
+    """
     me = context.rank()
     shape = mesh_shape(job.parallel, me.world_size, me.local_world_size)
     with ddp.join(job, env) as comm:

@@ -1,5 +1,7 @@
-"""A model in stages over torch.distributed.pipelining; the ranks of a stage share it as in
-sharded.py. (rank side)"""
+"""A model in pipeline stages, over torch.distributed.pipelining. (rank side)
+
+The ranks of a stage share it as the ranks of a sharded model do (parallel.py).
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ DTYPES = (
     torch.int32,
     torch.bool,
 )
-"""What a model may give, by the number that the ranks tell each other."""
+"""The dtypes that a model may output, by the number that the ranks exchange."""
 MOST_DIMS = 8
-"""The most dimensions of it."""
+"""Limit on the dimensions of the output."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,8 @@ class PipelineComm(ShardedComm):
             self._groups_of({*tied.values()}),
             {whole: name for name, whole in names.first.items()},
         )
-        for (
-            whole,
-            held,
-        ) in (
-            tied.items()
-        ):  # in the order of the model: stages that share a group use it in one order
+        # In the order of the model, so that stages that share a group use it in the same order.
+        for whole, held in tied.items():
             if whole in here and whole in names.trained:
                 self.tied[here[whole]] = Tied(part.get_parameter(here[whole]), held, groups[held])
         for each in self.tied.values() if empty else ():
@@ -92,8 +90,10 @@ class PipelineComm(ShardedComm):
         return pipeline
 
     def _groups_of(self, tied: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """By stages, the group of their ranks that have this rank's position in a stage. A
-        collective of all ranks."""
+        """Return by stages the group of their ranks that have this rank's position in a stage.
+
+        A collective of all ranks.
+        """
         size, found = self.mesh.size(), dict[tuple[int, ...], Any]()
         for held in sorted(tied):
             for position in range(size):
@@ -117,15 +117,15 @@ class PipelineComm(ShardedComm):
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter that several stages have: the sum of their gradients is its gradient."""
+    """A parameter that several stages have: its gradient is the sum of theirs."""
 
     parameter: nn.Parameter
     stages: tuple[int, ...]
     group: Any
-    """Of the ranks of these stages that have the same position in them."""
+    """The ranks of these stages that have the same position in their stage."""
 
     def take_from_first(self) -> None:
-        """Take the values that the first of these stages has made."""
+        """Take the values from the first of these stages."""
         dist.broadcast(
             cast("DTensor", self.parameter).to_local().detach(), group=self.group, group_src=0
         )
@@ -133,11 +133,12 @@ class Tied:
 
 @dataclass(frozen=True)
 class Names:
-    """The names of parameters in the whole model, in its order, of those that are trained."""
+    """The names that the trained parameters have in the whole model, in its order."""
 
     trained: list[str]
     first: dict[str, str]
-    """By its name in a stage the first name of a parameter: a tied one has several."""
+    """The first name of a parameter in the whole model (a tied one has several), by its name in a
+    stage."""
 
     @classmethod
     def of(cls, model: nn.Module, part: nn.Module) -> Names:
@@ -147,7 +148,7 @@ class Names:
 
 
 class Pipeline(nn.Module):
-    """This rank's stage, and the schedule by which it works with the others."""
+    """This rank's stage, and the schedule by which it works with the other stages."""
 
     def __init__(self, part: nn.Module, comm: PipelineComm, names: Names) -> None:
         super().__init__()
@@ -165,15 +166,15 @@ class Pipeline(nn.Module):
         loss: Callable[..., torch.Tensor],
         share: float,
     ) -> torch.Tensor:
-        """Forward and backward of a batch, in micro-batches; its loss x `share`, as the mean over
-        the pipeline's ranks.
+        """Run forward and backward of a batch in micro-batches; return its loss x `share`.
 
-        The ranks of the last stage, which have the loss, return a multiple of it, all others 0.
+        The loss is the mean over the pipeline's ranks: the ranks of the last stage, which have the
+        loss, return a multiple of it, all others 0.
         """
         if self._train is None:
             self._train = self._schedule(self._microbatches, loss, share)
         losses: list[torch.Tensor] = []
-        # where torch knows the word, outputs are not kept to the end of the step
+        # where torch has the argument, outputs are not kept to the end of the step
         quiet: Any = (
             {"return_outputs": False}
             if "return_outputs" in inspect.signature(self._train.step).parameters
@@ -213,21 +214,23 @@ class Pipeline(nn.Module):
         return self._stage == self._stages - 1
 
     def forward(self, *inputs: Any) -> Any:
-        """The model's output, on the ranks of the last stage; None on all others. All must call
-        it."""
+        """Return the model's output on the ranks of the last stage, None on all others.
+
+        All ranks must call it.
+        """
         shapes = [(each.shape, each.dtype) for each in inputs]
-        if self._evaluate is None or self._evaluate[0] != shapes:  # its buffers have these shapes
+        # The buffers of the schedule have these shapes.
+        if self._evaluate is None or self._evaluate[0] != shapes:
             count = self._microbatches if len(inputs[0]) % self._microbatches == 0 else 1
             self._evaluate = shapes, gpipe(self._new_stage(), count)
         with torch.no_grad():
             return self._evaluate[1].step(*self._given(inputs))
 
     def everywhere(self, *inputs: Any) -> torch.Tensor:
-        """The model's output, a tensor, on all ranks. All must call it."""
+        """Return the model's output, a tensor, on all ranks. All ranks must call it."""
         output = self(*inputs)
-        facts = torch.zeros(
-            2 + MOST_DIMS, dtype=torch.int64
-        )  # numbers: torch's collectives of objects unpickle them
+        # Numbers, because torch's collectives of objects unpickle them.
+        facts = torch.zeros(2 + MOST_DIMS, dtype=torch.int64)
         if self._last:
             facts[: 2 + output.dim()] = torch.tensor(
                 [DTYPES.index(output.dtype), output.dim(), *output.shape]
@@ -249,7 +252,10 @@ class Pipeline(nn.Module):
 
 @contextmanager
 def join(job: Job, env: Mapping[str, str]) -> Iterator[ShardedComm]:
-    """As ddp.join. ConfigError: `parallel=` or the batch does not fit the number of ranks."""
+    """Join the ranks as ddp.join does.
+
+    ConfigError: `parallel=` or the batch does not fit the number of ranks.
+    """
     me = context.rank()
     shape = mesh_shape(job.parallel, me.world_size, me.local_world_size)
     check_microbatches(job, shape)

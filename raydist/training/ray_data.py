@@ -1,7 +1,7 @@
 """A ray.data.Dataset for raydist.fit: each rank reads its part of streaming_split. (rank side)
 
-Ray is not imported here: a job that has made a ray.data.Dataset has imported Ray, and is connected
-to it.
+Ray is not imported here: a job that has created a ray.data.Dataset has imported Ray, and is
+connected to it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from raydist.worker import context
 from raydist.worker.backends import Comm
 
 NAMESPACE = "raydist"
-"""Ray's namespace of the actor that holds the parts: each rank is a driver of its own, with its own
-namespace."""
+"""The Ray namespace of the actor that holds the parts: each rank is a separate driver, with its own
+default namespace."""
 
 
 @dataclass
@@ -39,10 +39,10 @@ class RayBatches:
 def split_over_ray(
     dataset: Any, rank: int, world_size: int, batch_size: int, comm: Comm
 ) -> RayBatches:
-    """This rank's part of a Dataset, with blocks of its own node first; of a DataIterator all. A
-    collective.
+    """Return this rank's part of a Dataset, with blocks of its own node first.
 
-    All parts have as many rows (`equal`): what is left over in an epoch is left out.
+    All parts have equally many rows (`equal`): the remainder of an epoch is left out. A
+    DataIterator is not split. A collective.
     """
     if not hasattr(dataset, "streaming_split"):
         return RayBatches(dataset, batch_size)
@@ -74,8 +74,10 @@ def split_over_ray(
 
 
 def parts_class() -> type:
-    """The class of the actor that holds the parts. Made here, it travels as it is: a node needs no
-    raydist for it."""
+    """Return the class of the actor that holds the parts.
+
+    A class defined in a function travels by value: a node needs no raydist for it.
+    """
 
     class Parts:
         def __init__(self, dataset: Any, nodes: list[str]) -> None:

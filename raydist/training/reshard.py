@@ -1,9 +1,9 @@
-"""Shards, or a whole state, in the memories of ranks, read by any number of ranks: torch divides
-them. (rank side)
+"""Shards or a whole state in ranks' memories, read by any number of ranks with DCP. (rank side)
 
-It is a StorageReader of torch.distributed.checkpoint (DCP), as that of a checkpoint on the disk.
-Each rank plans what it needs, tells the ranks that have it, and gets it over gloo. Nothing is
-unpickled from them without a list of the classes that may be in it.
+The reader is a StorageReader of torch.distributed.checkpoint (DCP), like that of a checkpoint on
+the disk; torch divides the tensors. Each rank plans what it needs, requests it from the ranks that
+have it, and receives it over gloo. Nothing received is unpickled without a list of the classes that
+may be in it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ from raydist.state.snapshot_layout import State
 from raydist.worker.groups import new_group
 
 Piece = tuple[int, int, Sequence[int], Sequence[int]]
-"""A part of a shard: of which former rank, the number of the item in its plan, offsets and
-lengths."""
+"""A part of a shard: the former rank, the number of the item in its plan, offsets and lengths."""
 
 
 class PartsReader(FileSystemReader):
     """Reads the parts that the ranks of a group have in memory. Its reads are collectives."""
 
     def __init__(self, parts: Mapping[int, RankPart], group: Any) -> None:
-        """`parts`: those that this rank gives, by former rank; over all ranks each of them once."""
+        """Set up the reader. `parts`: those that this rank provides, by former rank.
+
+        Over all ranks each part is provided once.
+        """
         super().__init__("")
         self._parts, self._group = parts, group
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
@@ -67,7 +69,7 @@ class PartsReader(FileSystemReader):
                 self._values |= {(rank, number): text for number, text in each["values"].items()}
         plans = sorted(self._plans.items())
         metadata = joined_metadata([plan for _, plan in plans])
-        metadata.storage_data = {  # what several ranks have is that of the lowest
+        metadata.storage_data = {  # an item that several ranks have is read from the lowest
             item.index: (rank, number)
             for rank, plan in reversed(plans)
             for number, item in enumerate(plan.items)
@@ -76,7 +78,7 @@ class PartsReader(FileSystemReader):
         return metadata
 
     def _texts(self, rank: int, part: RankPart) -> dict[int, bytes]:
-        """What is no tensor in a part, as torch.save writes it, by the number of the item."""
+        """Return the non-tensors of a part, as torch.save writes them, by the item's number."""
         items = [*enumerate(read_plan(part.plan).items)]
         values = {
             number: item.index for number, item in items if item.type == WriteItemType.BYTE_IO
@@ -98,7 +100,7 @@ class PartsReader(FileSystemReader):
                 )
         told = self._gather(json.dumps([[piece for _, piece in each] for each in wanted]).encode())
         asked = [json.loads(each)[self._rank] for each in told]
-        for shift in range(self._world):  # with each rank once, with itself first
+        for shift in range(self._world):  # with each rank once, starting with itself
             to, source = (self._rank + shift) % self._world, (self._rank - shift) % self._world
             sent = [] if to == self._rank else [self._send(piece, to) for piece in asked[to]]
             for item, piece in wanted[source]:
@@ -114,7 +116,7 @@ class PartsReader(FileSystemReader):
         return done
 
     def _piece(self, piece: Piece) -> torch.Tensor:
-        """This part of a shard that this rank has."""
+        """Return this part of a shard, which this rank has."""
         rank, number, offsets, lengths = piece
         found: torch.Tensor = self._planners[rank].lookup_object(
             self._plans[rank].items[number].index
@@ -133,7 +135,7 @@ class PartsReader(FileSystemReader):
         return piece
 
     def _gather(self, own: bytes) -> list[bytes]:
-        """The bytes of all ranks, by rank."""
+        """Gather the bytes of all ranks, by rank."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world)]
         dist.all_gather(sizes, torch.tensor([len(own)]), group=self._group)
         longest = int(max(sizes))
@@ -152,27 +154,26 @@ def divide(
     source: str,
     part: bool = False,
 ) -> None:
-    """Load a state that only rank 0 has, whole, into the shards of all ranks; None on the others. A
-    collective.
+    """Load a whole state that only rank 0 has into the shards of all ranks. A collective.
 
-    `state` and all after it: as for `load_by`.
+    `whole`: None on the other ranks. `state` and the rest: as for `load_by`.
     """
     parts = {} if whole is None else {0: RankPart(0, 1, whole, RankPlanner(0).plan(whole))}
     load_by(PartsReader(parts, new_group(backend="gloo")), state, of_ranks, optional, source, part)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor, without a copy: gloo does not know every type."""
+    """Return the bytes of a dense tensor, without a copy: gloo does not support every type."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def to_bytes(value: Any) -> bytes:
-    """A value as torch.save writes it."""
+    """Return a value as torch.save writes it."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def from_bytes(text: bytes) -> Any:
-    """The reverse of `to_bytes`. pickle.UnpicklingError: it would run code."""
+    """Return the value of `to_bytes`. pickle.UnpicklingError: loading it would run code."""
     return torch.load(io.BytesIO(text), weights_only=True)

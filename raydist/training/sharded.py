@@ -58,11 +58,12 @@ from raydist.worker import checkpoint, context
 from raydist.worker.groups import new_group, wait_for_rank_0
 
 OFFERS = 2
-"""How many of its newest states a rank offers: it has two slots for its own, and two for copies."""
+"""Limit on the newest states that a rank offers: it has two slots for its own states and two for
+copies."""
 ROW = 3 * OFFERS
-"""Numbers for that: each is a rank, of how many, and a step."""
+"""The integers that encode the offers of a rank: a rank, a world size and a step for each offer."""
 LONGEST = 500
-"""Characters of an error of another rank that are told."""
+"""Limit on the characters of an error that a rank sends to the other ranks."""
 
 
 def keep(step: int, state: Mapping[str, Any]) -> None:
@@ -142,18 +143,19 @@ def save(
 
 
 def rest(within_s: float = math.inf) -> bool:
-    """Wait until the checkpoint that this rank, if it is rank 0, has asked for is on the disk;
-    whether it is."""
+    """Wait until the checkpoint that this rank has requested is on the disk; report whether it is.
+
+    Only rank 0 requests checkpoints.
+    """
     memory = checkpoint.own_memory()
     return memory is None or memory.rest(within_s)
 
 
 def _hand_over(request: SaveRequest, part: RankPart) -> bool:
-    """Have the nodes write a checkpoint of all ranks' parts while the training continues; whether
-    that is possible.
+    """Have the nodes write a checkpoint in the background; report whether that is possible.
 
-    The part of each rank waits in its memory. Rank 0's is locked until the checkpoint is complete,
-    or given up: only then do all ranks overwrite theirs.
+    The part of each rank stays in its memory. Rank 0's part is locked until the checkpoint is
+    complete or abandoned; only after that do the ranks overwrite their parts.
     """
     memory = checkpoint.own_memory()
     fits = memory is not None and next(unloadable(part.state, "state"), None) is None
@@ -183,15 +185,14 @@ def _hand_over(request: SaveRequest, part: RankPart) -> bool:
 
 
 def _write_together(request: SaveRequest, part: RankPart) -> str:
-    """Each rank writes its shards, and rank 0 makes a checkpoint of them; why that failed, on all
-    ranks alike."""
+    """Write each rank's shards and commit them on rank 0; return why that failed, on all ranks."""
     me, own = context.rank(), State()
     mark = _told_by_all({"mark": uuid.uuid4().hex[:8]})[0]["mark"]
     beside = beside_name(request.folder, request.step, mark)
     try:
         begin_writing(beside)
         own["files"] = {name: vars(facts) for name, facts in write_part(beside, part).items()}
-    except Exception as error:  # of the disk or of the store
+    except Exception as error:  # an error of the disk or of the object store
         own["why"] = f"rank {me.rank}: {object_store.reason(error)}"
     told = _told_by_all(own)
     why = "; ".join(each["why"] for each in told if "why" in each)
@@ -204,7 +205,7 @@ def _write_together(request: SaveRequest, part: RankPart) -> str:
 
 
 def _commit(request: SaveRequest, beside: StoragePath, told: Sequence[Mapping[str, Any]]) -> str:
-    """Make a checkpoint of what all ranks have written; why that failed."""
+    """Commit what all ranks have written as a checkpoint; return why that failed."""
     files = {name: FileFacts(**facts) for each in told for name, facts in each["files"].items()}
     metrics, reported = request.metrics, request.reported
     try:
@@ -222,7 +223,7 @@ def _commit(request: SaveRequest, beside: StoragePath, told: Sequence[Mapping[st
 
 
 def _told_by_all(facts: Mapping[str, Any]) -> list[State]:
-    """Small facts of all ranks, by rank, as JSON: nothing from the network is unpickled."""
+    """Gather small facts from all ranks, by rank, as JSON: nothing received is unpickled."""
     text = json.dumps(
         {
             name: value[:LONGEST] if isinstance(value, str) else value
@@ -269,8 +270,10 @@ def load(
 def load_from_disk(
     state: State, of_ranks: str = "", optional: Sequence[str] = (), part: bool = False
 ) -> int:
-    """As `load`, from the checkpoint that the run continues from only, if that is a sharded one. No
-    collective."""
+    """Load as `load` does, but only from the checkpoint that the run continues from.
+
+    Return 0 if there is none or it is not sharded. Not a collective.
+    """
     found = checkpoint.latest()
     if found is None or not found.sharded:
         return 0
@@ -280,15 +283,16 @@ def load_from_disk(
 
 
 def begin_fit() -> None:
-    """Keep the states of the raydist.fit that begins, in place of those of the one before. A
-    collective."""
+    """Keep the states of the raydist.fit that begins, and discard those of the previous one.
+
+    A collective.
+    """
     if (ring := _ring()) is not None:
         ring.begin_fit(context.current().fit)
 
 
 def copied() -> bool:
-    """Wait until the copy of the state that `keep` got last is complete; whether states are kept at
-    all."""
+    """Wait until the copy of the last kept state is complete; report whether states are kept."""
     ring: Ring | None = context.current().sharded
     if ring is not None:
         ring.rest()
@@ -296,7 +300,7 @@ def copied() -> bool:
 
 
 def copy_s() -> float:
-    """Seconds that the last copy took to the next node."""
+    """Return how many seconds the last copy to the next node took."""
     ring: Ring | None = context.current().sharded
     return 0.0 if ring is None else ring.copy_s
 
@@ -317,7 +321,7 @@ def _ring() -> Ring | None:
 
 
 class Ring:
-    """The nodes in a ring: each has copies of the shards of the one before it."""
+    """The nodes in a ring: each node holds copies of the shards of the previous node."""
 
     def __init__(self, descriptor: int, me: context.Rank) -> None:
         self._cuda = me.device if me.device.type == "cuda" else None
@@ -329,14 +333,16 @@ class Ring:
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
         self.copy_s = 0.0
-        """Seconds that the last copy took to the next node."""
+        """Seconds that the last copy to the next node took."""
         self.passed = False
-        """Whether the memory of a rank has states of a later raydist.fit: the one that runs now has
+        """Whether the memory of a rank has states of a later raydist.fit, so the current one has
         finished."""
 
     def begin_fit(self, number: int) -> None:
-        """As the module's `begin_fit`. Unless a later one has begun: its states stay, and this one
-        keeps none."""
+        """Begin a fit as the module's `begin_fit` does, unless a later one has begun.
+
+        In that case the states of the later one stay, and this one keeps none.
+        """
         self.rest()
         if self._memory is None:
             return
@@ -345,7 +351,7 @@ class Ring:
             self._memory.begin_fit(number)
 
     def keep(self, step: int, state: Mapping[str, Any]) -> None:
-        """As the module's `keep`."""
+        """Keep a state as the module's `keep` does."""
         self.rest()
         if self._memory is None or self.passed:
             return
@@ -361,11 +367,11 @@ class Ring:
 
     @property
     def keeps(self) -> bool:
-        """Whether no rank has given up for want of memory."""
+        """Whether snapshots are still kept: no rank has stopped for lack of memory."""
         return self._memory is not None
 
     def rest(self) -> None:
-        """Wait until the copy is complete; an error of it is raised here."""
+        """Wait until the background copy is complete, and raise its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -374,9 +380,8 @@ class Ring:
 
     def _copy_in_background(self, step: int, slot: int, why: str) -> None:
         try:
-            if (
-                self._cuda is not None
-            ):  # a thread begins with GPU 0, where a wait would make a context of 0.5 GB
+            # A new thread starts on GPU 0, where a wait would create a context of 0.5 GB.
+            if self._cuda is not None:
                 torch.cuda.set_device(self._cuda)
             began = time.perf_counter()
             self._copy(step, slot, why)
@@ -385,10 +390,9 @@ class Ring:
             self._failed = error
 
     def _copy(self, step: int, slot: int, why: str) -> None:
-        """Send the shards to the next node. Once it returns on a rank, all ranks have this step and
-        all copies exist.
+        """Send the shards to the next node; on return all ranks have this step and all copies.
 
-        So no rank overwrites the step before while another one may need it.
+        Therefore no rank overwrites the previous step while another rank may still need it.
         """
         assert self._memory is not None
         self._memory.settle()
@@ -413,7 +417,7 @@ class Ring:
         dist.barrier(group=self._group)
 
     def _give_up(self, why: str) -> None:
-        """Keep nothing more, on all ranks: one has too little memory. What was kept is freed."""
+        """Free the snapshots and keep no more, on all ranks: one has too little memory."""
         assert self._memory is not None
         self._memory.free()
         self._memory = None
@@ -421,7 +425,7 @@ class Ring:
             context.emit_event("warning", text=f"no more snapshots of the sharded state: {why}")
 
     def load(self, state: State, of_ranks: str, optional: Sequence[str], part: bool) -> int:
-        """As the module's `load`, from memory only."""
+        """Load as the module's `load` does, but only from memory."""
         assert self._memory is not None
         self.begin_fit(context.current().fit)
         if self.passed:
@@ -436,9 +440,8 @@ class Ring:
         step = self._common(own, copies)
         whole = newest_whole(dict(enumerate(own)), dict(enumerate(copies)))
         newest = max(step, whole.step if whole else -1)
-        if newest < max(
-            0, checkpoint.resumed_step()
-        ):  # there is none, or a newer one is on the disk
+        # No state is in memory, or a newer one is on the disk.
+        if newest < max(0, checkpoint.resumed_step()):
             if any((*own, *copies)) and whole is None and self._rank == 0:
                 text = (
                     "no step has the shards of all ranks in memory: the run continues from "
@@ -457,7 +460,7 @@ class Ring:
         return newest
 
     def _common(self, own: Sequence[Set[Shard]], copies: Sequence[Set[Shard]]) -> int:
-        """As `common`, of as many ranks as now, each with its own memory."""
+        """Return the newest step of which all shards of this world size are in memory."""
         after = self._holders or []
         mine = [self._steps_of(rank, shards) for rank, shards in enumerate(own)]
         others = (
@@ -471,7 +474,7 @@ class Ring:
         return [step for of, world_size, step in shards if (of, world_size) == (rank, self._world)]
 
     def _shards(self, slots: Mapping[int, int]) -> dict[Shard, int]:
-        """The slots of the newest shards among these."""
+        """Return the slots of the newest shards among `slots`."""
         assert self._memory is not None
         found = {}
         for step, slot in sorted(slots.items())[-OFFERS:]:
@@ -481,7 +484,7 @@ class Ring:
         return found
 
     def _given(self, whole: WholeShards) -> dict[int, RankPart]:
-        """The parts that this rank gives to all; their tensors share the memory."""
+        """Return the parts that this rank sends to all; their tensors share the memory."""
         assert self._memory is not None
         slots = self._shards(self._memory.replicas) | self._shards(self._memory.steps)
         named = {
@@ -496,7 +499,7 @@ class Ring:
     def _take_back(
         self, step: int, own: Sequence[Set[Shard]], state: State, optional: Sequence[str]
     ) -> None:
-        """Each rank takes its own shards, or gets them from the node with the copy."""
+        """Restore each rank's own shards, from its memory or from the node that holds the copy."""
         assert self._memory is not None
         for rank, shards in enumerate(own):
             if (rank, self._world, step) not in shards and self._holders is not None:
@@ -509,7 +512,7 @@ class Ring:
         put_into(state, kept, "state")
 
     def _send_back(self, step: int, rank: int, holder: int) -> None:
-        """A new rank gets its shards from the rank that has the copy."""
+        """Send a new rank its shards from the rank that holds the copy."""
         assert self._memory is not None
         if self._rank == holder:
             slot = self._memory.replicas[step]
@@ -523,7 +526,7 @@ class Ring:
             self._memory.complete(slot, step)
 
     def _gather(self, *numbers: int) -> list[list[int]]:
-        """The numbers of all ranks, by rank."""
+        """Gather the numbers of all ranks, by rank."""
         mine = torch.tensor(numbers)
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine, group=self._group)
@@ -531,8 +534,10 @@ class Ring:
 
 
 def holders(nodes: Sequence[int]) -> list[int] | None:
-    """By rank the rank with its copy: of the same local rank on the next node. None for one node,
-    or unequal ones."""
+    """Return for each rank the rank that holds its copy, of the same local rank on the next node.
+
+    None: there is one node, or the nodes have unequal numbers of ranks.
+    """
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
@@ -546,8 +551,10 @@ def holders(nodes: Sequence[int]) -> list[int] | None:
 def common(
     own: Sequence[Sequence[int]], copies: Sequence[Sequence[int]], held_by: Sequence[int] | None
 ) -> int:
-    """The newest step of which the shards of every rank exist, its own or the copy; -1 if there is
-    none."""
+    """Return the newest step of which the shards of every rank exist; -1 for none.
+
+    A rank's shards exist in its own memory or as the copy.
+    """
     exist = [
         {*steps, *(copies[held_by[rank]] if held_by else ())} for rank, steps in enumerate(own)
     ]
@@ -555,7 +562,7 @@ def common(
 
 
 def _as_row(shards: Iterable[Shard]) -> list[int]:
-    """The shards as so many numbers on every rank, for a collective."""
+    """Return the shards as a list of the same length on every rank, for a collective."""
     return [*(number for shard in shards for number in shard), *[-1] * ROW][:ROW]
 
 
@@ -565,7 +572,7 @@ def _from_row(row: Sequence[int]) -> set[Shard]:
 
 
 def local(value: Any) -> Any:
-    """The value with this rank's local tensor in place of each DTensor."""
+    """Return the value with this rank's local tensor in place of each DTensor."""
     return _part(value) if isinstance(value, torch.Tensor) else rebuilt(value, local)
 
 
@@ -575,10 +582,9 @@ def _part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_into(into: Any, kept: Any, where: str) -> Any:
-    """Load `kept` into `into`, and return the result: tensors are filled in place, other values are
-    replaced.
+    """Load `kept` into `into`, and return the result.
 
-    `where`: its name in errors.
+    Tensors are filled in place, other values are replaced. `where` names the value in errors.
     """
     if isinstance(into, torch.Tensor) and isinstance(kept, torch.Tensor):
         part = _part(into)
@@ -602,4 +608,5 @@ def put_into(into: Any, kept: Any, where: str) -> Any:
             for index, pair in enumerate(zip(into, kept, strict=True))
         ]
         return into
-    return kept.clone() if isinstance(kept, torch.Tensor) else kept  # it shares the memory
+    # The kept tensor shares the memory.
+    return kept.clone() if isinstance(kept, torch.Tensor) else kept

@@ -1,5 +1,4 @@
-"""The state of a model in shards: what of it is kept in memory and saved, and how a training finds
-it. (rank side)"""
+"""The sharded state of a model: what is kept and saved of it, and how to restore it. (rank side)"""
 
 from __future__ import annotations
 
@@ -26,32 +25,37 @@ if TYPE_CHECKING:
     from raydist.training.step import Stepper
 
 RANDOM = "random"
-"""The key of the random generators, a row for each rank."""
+"""The key of the random generators' states, one row per rank."""
 STATES = ("optimizer", "state")
-"""The keys of the optimizer's state by parameter: one that never got a gradient has none."""
+"""The keys of the optimizer's state by parameter: a parameter that never got a gradient has no
+state."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A state that was found. Its tensors are in the model and in the optimizer already."""
+    """A restored state. Its tensors are in the model and in the optimizer already."""
 
     step: int
     state: State
     """What is not a tensor: the position in the data, the schedule, the settings of the run that
-    saved it."""
+    saved the state."""
     loss: torch.Tensor
     generators: torch.Tensor | None
     path: StoragePath = Path("a state in shards")
 
     def random(self, rank: int, world_size: int) -> torch.Tensor | None:
-        """The state of this rank's random generators; None if another number of ranks has saved
-        them."""
+        """Return the state of this rank's random generators.
+
+        None: another number of ranks has saved them.
+        """
         return self.generators
 
 
 class ShardSnapshotter(Snapshotter):
-    """The snapshots of one rank of a model in shards: each rank keeps its own, and the next node a
-    copy of them."""
+    """The snapshots of one rank of a sharded model.
+
+    Each rank keeps its own shards, and the next node a copy of them.
+    """
 
     _kept = -1
 
@@ -81,11 +85,11 @@ class ShardSnapshotter(Snapshotter):
 
 
 def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
-    """The state for raydist.sharded, in the form of
-    torch.distributed.checkpoint.state_dict.get_state_dict.
+    """Return the state for raydist.sharded, in the form of get_state_dict of torch's DCP.
 
-    That function would make the state of a new optimizer by a step, which Adam counts. `facts`:
-    what is no tensor; as one value, of which DCP would make many, and expect as many when it loads.
+    `torch.distributed.checkpoint.state_dict.get_state_dict` itself would create the state of a new
+    optimizer by a step, which Adam counts. `facts`: what is not a tensor. They are stored as one
+    value: DCP would split them into many, and expect as many when it loads.
     """
     mesh = getattr(stepper.comm, "mesh", None)
     return {
@@ -100,28 +104,29 @@ def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
 
 
 def _by_name(stepper: Stepper, names: Sequence[str], kept: State) -> State:
-    """The state of an optimizer by names, in place of numbers, of its parameters. `names`: of
-    these, in its order."""
+    """Return an optimizer's state keyed by the names of its parameters, instead of by numbers.
+
+    `names`: the names of the parameters, in the optimizer's order.
+    """
     groups = [
         {**group, "params": [names[index] for index in group["params"]]}
         for group in kept["param_groups"]
     ]
     if stepper.pipeline is not None:
         (group,) = groups
-        group["params"] = [
-            *stepper.pipeline.names.trained
-        ]  # a checkpoint has the state of the whole model
+        # A checkpoint has the state of the whole model.
+        group["params"] = [*stepper.pipeline.names.trained]
     for group in groups:
-        group.pop("initial_lr", None)  # the schedule's
+        group.pop("initial_lr", None)  # belongs to the schedule
     state = {names[index]: of_one for index, of_one in kept["state"].items() if of_one}
     return {"state": state, "param_groups": groups}
 
 
 def _on_mesh(value: Any, mesh: Any) -> Any:
-    """The value with each DTensor on this mesh, of all ranks or of a stage: without tp a layer is
-    alike on its ranks.
+    """Return the value with each DTensor placed on this mesh, of all ranks or of a stage.
 
-    The tensors share their memory with those of the model and of the optimizer.
+    Without tp a layer is the same on the ranks of the mesh. The tensors share their memory with
+    those of the model and of the optimizer.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -140,7 +145,7 @@ def _on_mesh(value: Any, mesh: Any) -> Any:
 
 
 def _names(stepper: Stepper) -> list[str]:
-    """The names of the optimizer's parameters, in its order."""
+    """Return the names of the optimizer's parameters, in its order."""
     names = [name for name, value in stepper.model.named_parameters() if value.requires_grad]
     return (
         [stepper.pipeline.names.first[name] for name in names]
@@ -150,8 +155,10 @@ def _names(stepper: Stepper) -> list[str]:
 
 
 def _row_of_each(stepper: Stepper) -> torch.Tensor:
-    """The states of the random generators of all ranks, [ranks, n], of which each rank of a mesh
-    has its own row."""
+    """Return the states of all ranks' random generators, [ranks, n].
+
+    On a mesh each rank holds its own row.
+    """
     own, me = random_state.capture(stepper.device)[None], context.rank()
     mesh = getattr(stepper.comm, "everyone", None)
     if mesh is None:
@@ -162,10 +169,10 @@ def _row_of_each(stepper: Stepper) -> torch.Tensor:
 
 
 def find_shards(stepper: Stepper) -> Found | None:
-    """Fill the model and the optimizer with the newest state, from memory or from the disk; None
-    for none.
+    """Fill the model and the optimizer with the newest state; return None if there is none.
 
-    All ranks must call it. ConfigError: the state has other keys or shapes.
+    The state comes from memory or from the disk. All ranks must call it. ConfigError: the state has
+    other keys or shapes.
     """
     latest = checkpoint.latest()
     in_memory = stepper.comm.sharded and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -173,9 +180,8 @@ def find_shards(stepper: Stepper) -> Found | None:
         return None
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    get_optimizer_state_dict(
-        stepper.model, stepper.optimizer
-    )  # makes the optimizer's state, which is filled then
+    # Creates the optimizer's state, which is filled below.
+    get_optimizer_state_dict(stepper.model, stepper.optimizer)
     state = state_of(stepper, {}, torch.zeros((), device=stepper.device))
     load = sharded.load if stepper.comm.sharded else sharded.load_from_disk
     trained = state["optimizer"]["param_groups"][0]["params"]
@@ -195,7 +201,7 @@ def find_shards(stepper: Stepper) -> Found | None:
         stepper.optimizer.state.clear()
         return None
     _forget_unkept(stepper, state)
-    # tensors are filled in place; the settings of the optimizer are those of now
+    # tensors are filled in place; the optimizer's settings remain the current ones
     rows = sharded.local(state[RANDOM]).cpu() if RANDOM in state else None
     own = None if rows is None else rows[0 if stepper.comm.sharded else context.rank().rank]
     return Found(step, from_bytes(state["training"]), state["loss"], own)
@@ -211,8 +217,10 @@ def _forget_unkept(stepper: Stepper, state: State) -> None:
 
 
 def _divide(saved: Saved, stepper: Stepper, state: State, part: bool) -> int:
-    """Fill the state with a whole one, as ddp saves it, which rank 0 reads; its step. A
-    collective."""
+    """Fill the state from a whole one, as ddp saves it, which rank 0 reads; return its step.
+
+    A collective.
+    """
     whole = None
     if context.rank().rank == 0:
         kept = read_state(saved.path, mapped=True, of_all=False)

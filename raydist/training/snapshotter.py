@@ -1,5 +1,4 @@
-"""When a state is kept in memory, which one all ranks return to, and how one is written to the
-disk. (rank side)"""
+"""Snapshots: when to keep one, which one all ranks restore, writing one to disk. (rank side)"""
 
 from __future__ import annotations
 
@@ -26,25 +25,24 @@ from raydist.worker import checkpoint, context
 from raydist.worker.backends import Comm
 
 SHARE = 0.01
-"""The share of a step's time that snapshots may take, unless `snapshot.every` is set."""
+"""The fraction of a step's time that snapshots may take, unless `snapshot.every` is set."""
 FIRST_LOOK = 4
-"""Steps after which the cost of a snapshot is known first, and reckoned with; again after 8, 16,
-…"""
+"""Steps after which the cost of a snapshot is first evaluated; then after 8, 16, 32, … steps."""
 FETCHING = 3
-"""Snapshots that fetch and page-lock the memory of their slots: they cost more than those that
-follow."""
+"""The first snapshots, which fetch and page-lock the memory of their slots: they cost more than
+later ones."""
 COSTS, MEASURED = 8, 64
-"""Most snapshots and most steps of which the time is kept."""
+"""Limits on the snapshots and steps whose times are kept."""
 PIECE = 1 << 26
-"""Bytes of a state that all ranks pass on at a time to nodes that lack it: a rank never holds all
-of it besides."""
+"""Bytes of a state that all ranks pass at a time to nodes that lack it, so that no rank holds a
+second copy of the whole state."""
 OFFERS = 2
-"""How many of its newest states a rank offers: no rank is more than one step ahead of another."""
+"""Limit on the newest states that a rank offers: no rank is more than one step ahead of another."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A state from memory."""
+    """A state restored from memory."""
 
     step: int
     state: State
@@ -58,7 +56,7 @@ class Restored:
         return self.own or cast("State", self.state["own"])
 
     def random(self, rank: int, world_size: int) -> torch.Tensor | None:
-        """The state of this rank's random generators, if each rank has its own."""
+        """Return the state of this rank's random generators; None unless each rank has its part."""
         return None if self.own is None else self.own["random"]
 
 
@@ -69,43 +67,45 @@ class Offer(NamedTuple):
     whole: int = 0
     """1: the whole state, 0: only the rank's own part."""
     text: int = 0
-    """Bytes of the description of its tensors."""
+    """Bytes of the description of the tensors."""
     tensors: int = 0
-    """Bytes of its tensors."""
+    """Bytes of the tensors."""
 
 
 class Snapshotter:
-    """The snapshots of one rank: of the whole state on the first rank of a node, of its own part on
-    all others."""
+    """The snapshots of one rank.
+
+    The first rank of a node keeps the whole state, all other ranks only their own part.
+    """
 
     def __init__(self, job: Job, comm: Comm) -> None:
         current = context.current()
         self._me, self._comm, self._job = current.rank, comm, job
-        # the same on all ranks: choosing a snapshot is a collective
+        # the same value on all ranks, because choosing a snapshot is a collective
         self.on = current.memory is not None and job.snapshot.every != 0
         _, lead = current.memory or (-1, -1)
         self._memory = checkpoint.own_memory() if self.on else None
         if self._memory is not None and self._memory.fit > current.fit:
-            # a later raydist.fit of the job needs it: this one has finished, and is on the disk
+            # a later raydist.fit of the job needs the memory: this one has finished, and is on the
+            # disk
             self._memory = None
         if self._memory is not None:
             self._memory.begin_fit(current.fit)
         self._lead = SnapshotBuffer(lead) if self._memory is not None and lead >= 0 else None
         self._every, self._fixed = job.snapshot.every or 1, job.snapshot.every is not None
         self._clone: Cloned = "host" if current.rank.device.type == "cuda" else "all"
-        """What of a state that is read must be copied: a GPU has its own copy of the rest as soon
-        as it is loaded."""
+        """What must be copied of a state that is read: a GPU has its own copy of the rest as soon
+        as the state is loaded."""
         self._device = device_of(current.rank.device)
         self._costs: deque[tuple[Mark, Mark]] = deque(maxlen=COSTS)
-        """The beginning and the end of the last snapshots, and below of the last steps, in the
-        queue of the device."""
+        """The begin and the end, in the queue of the device, of the last snapshots; `_steps` has
+        those of the last steps."""
         self._steps: deque[tuple[Mark, Mark]] = deque(maxlen=MEASURED)
         self._count, self._kept_count, self._look = 0, 0, FIRST_LOOK
         self._since = self._device.mark()
 
     def begin(self, step: int) -> None:
-        """Describe the checkpoint of the last state, and drop the states of steps after this
-        one."""
+        """Describe the checkpoint of the last state, and drop the states of later steps."""
         if self._memory is not None and self._me.local_rank == 0:
             self._memory.fill_request(LAST_SLOT, self._request(0, {}, {}))
         if self._memory is not None:
@@ -117,13 +117,15 @@ class Snapshotter:
         return checkpoint.save_request(step, described, metrics, self._job.checkpoint)
 
     def go_on(self) -> None:
-        """The time since the last step belongs to no step."""
+        """Exclude the time since the last step from the measured steps."""
         if not self._fixed:
             self._since = self._device.mark()
 
     def step(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:
-        """After a step: keep it, if it is due. `own`: what differs from rank to rank, `state`:
-        everything else."""
+        """Keep the state after a step if it is due.
+
+        `own`: what differs from rank to rank, `state`: everything else.
+        """
         if not self.on:
             return
         if self._fixed:
@@ -145,18 +147,20 @@ class Snapshotter:
         self.go_on()
 
     def _wait_for_copy(self) -> None:
-        """Wait until what goes on with the snapshot before is done: no part of the cost of one, if
-        they are spaced."""
+        """Wait for the background work of the previous snapshot.
+
+        It is no part of the cost of a snapshot, if snapshots are spaced.
+        """
 
     def _copy_s(self) -> float:
-        """Seconds for which that went on beside the steps."""
+        """Return the seconds for which that work ran alongside the steps."""
         return 0.0
 
     def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
         """Keep a state now; return its slot, or None if there is too little memory."""
         if self._memory is None:
             return None
-        # a restart does not repeat this step: its report must be sent first
+        # a restart does not repeat this step, so its report must be sent first
         context.current().flush()
         try:
             slot = self._memory.write(
@@ -165,9 +169,8 @@ class Snapshotter:
             context.current().kept = max(self._memory.steps, default=0)
             return slot
         except NoRoom as why:
-            if (
-                self._memory.locked < 0
-            ):  # otherwise two slots may be enough once the checkpoint is on the disk
+            # While a checkpoint locks a slot, there may be room again once it is on the disk.
+            if self._memory.locked < 0:
                 self._memory.drop()
                 self._memory = None
                 context.emit_event(
@@ -177,7 +180,7 @@ class Snapshotter:
             return None
 
     def hold(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> bool:
-        """Keep the state of this step, due or not; whether it is in memory."""
+        """Keep the state of this step whether or not it is due; report whether it is in memory."""
         if self._memory is None:
             return False
         self._memory.settle()
@@ -195,8 +198,9 @@ class Snapshotter:
         beside: State,
         metrics: dict[str, float],
     ) -> bool:
-        """Have the snapshot of this step written as a checkpoint while the training continues;
-        whether it can.
+        """Have this step's snapshot written to the disk in the background, if possible.
+
+        Return whether it is possible.
 
         `beside`: what the checkpoint has instead of the snapshot's values, or in addition.
         """
@@ -213,11 +217,11 @@ class Snapshotter:
         return checkpoint.hand_over(self._request(step, beside, metrics), slot)
 
     def rest(self, within_s: float = math.inf) -> bool:
-        """Wait until the checkpoint that is being written is on the disk; whether it is."""
+        """Wait until the checkpoint that is being written is on the disk; report whether it is."""
         return self._memory is None or self._memory.rest(within_s)
 
     def find(self) -> Restored | None:
-        """The newest state that all ranks can return to. A collective; all ranks find the same."""
+        """Return the newest state that all ranks can restore, the same on all. A collective."""
         if not self.on or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             return None
         mine = (
@@ -241,14 +245,16 @@ class Snapshotter:
         ):
             own = cloned(self._memory.read(self._memory.steps[step], clone="none")["own"])
         if own is not None and own["world_size"] != self._me.world_size:
-            own = None  # the number of ranks is another one now
+            own = None  # the number of ranks has changed
         return Restored(step, self._whole(step, source, nodes, offers), own)
 
     def _whole(
         self, step: int, source: int, nodes: Sequence[int], offers: Sequence[Sequence[Offer]]
     ) -> State:
-        """The state of a step, from the memory of this node if every node has it, otherwise from
-        the rank `source`."""
+        """Return the state of a step, from this node's memory or from the rank `source`.
+
+        It comes from memory only if every node has it.
+        """
         there = {
             node for node, each in zip(nodes, offers, strict=True) if of_step(each, step).whole
         }
@@ -272,10 +278,9 @@ class Snapshotter:
         return self._lead.read(slot if new else self._lead.steps[step], self._clone)
 
     def _room(self, offer: Offer) -> int:
-        """A slot for a state in the memory of this node, where all its ranks read it; -1 without
-        room.
+        """Return a slot for a state in this node's memory, for all its ranks; -1 without room.
 
-        It is complete for nobody else: its own part is that of another rank.
+        It is complete for no other use: its own part is that of another rank.
         """
         if self._memory is not None:
             with suppress(NoRoom):
@@ -285,10 +290,10 @@ class Snapshotter:
     def _pass_on(
         self, raw: mmap.mmap | None, into: bytearray | mmap.mmap | None, size: int
     ) -> None:
-        """Send `size` bytes of the rank that has `raw` to those that have `into`, piece by piece;
-        all ranks call it.
+        """Send `size` bytes, in pieces, from the rank that has `raw` to the ranks that have `into`.
 
-        As int64, because not every backend can sum bytes; the others add zeros.
+        All ranks must call it. The bytes travel as int64, because not every backend can sum bytes;
+        the other ranks add zeros.
         """
         for begin in range(0, size, PIECE):
             length = min(PIECE, size - begin)
@@ -304,7 +309,7 @@ class Snapshotter:
         self._comm.gather(torch.zeros(1))  # the first rank of each node has all of it
 
     def _reckon(self) -> None:
-        """Set the spacing of snapshots from their measured cost, the same on all ranks."""
+        """Set the interval of snapshots from their measured cost, the same on all ranks."""
         self._device.mark().wait()
         cost, took = median_s(self._costs), median_s(self._steps)
         mine = [cost / took if cost else 0.0, self._copy_s() / took if took else 0.0]
@@ -315,15 +320,16 @@ class Snapshotter:
 
 
 def median_s(spans: Sequence[tuple[Mark, Mark]]) -> float:
-    """The median of the seconds between these marks; 0.0 without any."""
+    """Return the median of the seconds between these marks; 0.0 without any."""
     return statistics.median(end.seconds_since(begin) for begin, end in spans) if spans else 0.0
 
 
 def spacing(shares: Sequence[float], copies: Sequence[float] = (0.0,)) -> int:
-    """Steps between snapshots, from the cost of one on each rank as a share of a step; at least 1.
+    """Return the steps between snapshots, at least 1.
 
-    `copies`: for how many steps each is copied beside them, at least so many: the next one would
-    wait for it.
+    `shares`: the cost of a snapshot on each rank as a fraction of a step. `copies`: the number of
+    steps that each rank's background copy takes; a lower limit, because the next snapshot would
+    wait for the copy.
     """
     return max(1, math.ceil(max(shares) / SHARE), math.ceil(max(copies)))
 
@@ -333,11 +339,10 @@ def of_step(offers: Sequence[Offer], step: int) -> Offer:
 
 
 def choose_snapshot(offers: Sequence[Sequence[Offer]]) -> tuple[int, int] | None:
-    """(step, a rank with the whole state) of the newest state that qualifies, from the offers of
-    each rank.
+    """Return (step, a rank with the whole state) of the newest state that qualifies.
 
     A step qualifies if some rank has the whole state, and every other rank has its own part of it
-    or no state at all: a rank without any is new, and takes the state of the others.
+    or no state at all. A rank without a state is new, and takes that of the others.
     """
     held = [{offer.step: offer for offer in each if offer.step >= 0} for each in offers]
     for step in sorted({step for each in held for step in each}, reverse=True):

@@ -1,5 +1,4 @@
-"""Streams and loaders for raydist.fit: the order of a source without an index, and its state. (rank
-side)
+"""Streams and loaders for raydist.fit: sources without an index, and their states. (rank side)
 
     kind    what                                   what a rank gets               after a resize
     stream  IterableDataset                        its part of each batch         continues
@@ -7,12 +6,12 @@ side)
     loader  DataLoader, StatefulDataLoader, …      the batches of its own loader  new epoch
     ray     ray.data.Dataset                       its part of streaming_split    new epoch
 
-A source is known by what it can do (__iter__, state_dict, …), never by importing its library. After
-a resume it goes on by its own state, if it has one; otherwise it is read again up to its place.
-What it draws at random is seeded by that place. Ray Data has no order that could be had again.
+A source is recognized by its methods (__iter__, state_dict, …), never by importing its library.
+After a resume it continues from its own state, if it has one; otherwise it is read again up to its
+position. That position seeds its random numbers. Ray Data has no reproducible order.
 
-Ranks may come to an end at different steps. They agree on each step before it begins (24 bytes of
-each rank), and all end an epoch when the first has no full step left.
+Ranks may reach the end at different steps. They agree on each step before it begins (24 bytes from
+each rank), and all end an epoch when the first of them has no full step left.
 """
 
 from __future__ import annotations
@@ -53,12 +52,11 @@ class Step(NamedTuple):
     """What a rank needs for one optimizer step."""
 
     batches: list[Batch]
-    """Its micro-batches."""
+    """The micro-batches of the step."""
     state: State | None
-    """The state of the source after it; None: it is read again up to its place."""
+    """The state of the source after the step; None: the source is read again up to its position."""
     mark: int
-    """A checksum of the first sample after a begin, equal on all ranks of one stream; 0: not looked
-    at."""
+    """A checksum of the first sample read, equal on all ranks of one stream; 0: not checked."""
 
 
 @dataclass
@@ -69,16 +67,16 @@ class Deal(IterableDataset[Step]):
     items: Any
     """Samples of a stream, or batches of a loader."""
     count: int
-    """How many of them a step takes."""
+    """Items per step."""
     make: Callable[[list[Any]], list[Batch]]
-    """The micro-batches of this rank from them."""
+    """Makes this rank's micro-batches from the items of a step."""
     seed: tuple[int, ...]
     stateful: bool
     loading: Data | None = None
-    """How samples are loaded; None: they are batches of a loader, which does that itself."""
+    """How samples are loaded; None: the items are batches of a loader, which loads them itself."""
     epoch: int = 0
     begin: int = 0
-    """How many of the epoch's items were used before."""
+    """Items of the epoch that were used before."""
     state: State | None = None
 
     def __iter__(self) -> Iterator[Step]:
@@ -108,8 +106,10 @@ class Deal(IterableDataset[Step]):
         return random_state.seeded(random_state.derive(*self.seed, self.epoch, at + 1))
 
     def steps(self) -> Iterator[Step]:
-        """The steps of this epoch; of samples with `data.workers` they are made in another
-        process."""
+        """Return the steps of this epoch.
+
+        With `data.workers`, a worker process makes those of a stream of samples.
+        """
         if self.loading is None:
             return iter(self)
         made: DataLoader[Step] = DataLoader(
@@ -125,7 +125,7 @@ class Deal(IterableDataset[Step]):
 
 
 class Stream(data.Order):
-    """The order of a source without an index, for one rank; also its batches."""
+    """The order of a source without an index, for one rank, and its batches."""
 
     def __init__(self, deal: Deal, comm: Comm, name: str, order: data.Order) -> None:
         super().__init__(**{each: getattr(order, each) for each in order.__dataclass_fields__})
@@ -145,8 +145,10 @@ class Stream(data.Order):
 
     @property
     def more(self) -> bool:
-        """Whether every rank has the batches of another step of this epoch. A collective, once for
-        each step."""
+        """Whether every rank has the batches of another step of this epoch.
+
+        A collective, once per step.
+        """
         if self._next is None and not self._over:
             context.phase("data")
             began = time.perf_counter()
@@ -210,7 +212,7 @@ class Stream(data.Order):
             yield from step.batches
 
     def ahead(self) -> Iterator[Batch]:
-        """The micro-batches of the step that comes next, which stay where they are."""
+        """Return the micro-batches of the next step without consuming them."""
         if self.more and self._next is not None:
             return iter(self._next.batches)
         here = self.epoch, self.position, self._state
@@ -238,24 +240,26 @@ class Stream(data.Order):
         self._over = False
 
     def place(self) -> State:
-        """The part of the position that is equal on all ranks."""
+        """Return the part of the position that is equal on all ranks."""
         own = {"source": self._plain()} if self.common else {"ranks": self.world_size}
         return {**super().place(), **own}
 
     def own(self) -> State:
-        """The state of this rank's own source."""
+        """Return the state of this rank's own source."""
         return {} if self.common else {"source": self._plain()}
 
     def owns(self) -> State:
-        """The states of all parts, for a checkpoint. A collective."""
+        """Return the states of all parts, for a checkpoint. A collective."""
         if self.common:
             return {}
         by_part = dict(gather_states((self.rank, self._plain()), self._comm))
         return {"sources": [by_part[part] for part in sorted(by_part)]}
 
     def _plain(self) -> State | None:
-        """The state, if it can be read back without running code; otherwise the source is read
-        again."""
+        """Return the state if it can be loaded without running code, otherwise None.
+
+        In that case a warning is sent, and the source is read again up to its position.
+        """
         why = next(unloadable(self._state, f"the state of train={self.name}"), None)
         if why is not None and self.deal.stateful:
             self.deal.stateful = False
@@ -265,7 +269,7 @@ class Stream(data.Order):
         return None if why else self._state
 
     def go_on(self, place: State, own: State | None) -> None:
-        """Continue where a state was saved. `own`: that of this rank, if there is one."""
+        """Continue at the position of a saved state. `own`: this rank's part of it, if any."""
         super().go_on(place, own)
         saved_by, now = place.get("ranks", 0), 0 if self.common else self.world_size
         if self.position and (saved_by != now or self.deal.kind == "ray"):
@@ -289,8 +293,10 @@ class Stream(data.Order):
 def ordered(
     train: Any, job: Job, rank: int, world_size: int, collate: Collate | None
 ) -> tuple[data.Order, Any]:
-    """The order of the training samples, and the batches in it. ConfigError: they do not fit the
-    settings."""
+    """Return the order of the training samples, and the batches in that order.
+
+    ConfigError: the samples do not fit the settings.
+    """
     if not data.indexed(train):
         found = stream(train, job, rank, world_size, collate)
         return found, found
@@ -307,8 +313,10 @@ def ordered(
 
 
 def own_part(saved: Saved | Restored | Found, order: data.Order) -> State | None:
-    """What a checkpoint or a snapshot has of this rank's own source; None: nothing, or of other
-    ranks."""
+    """Return the state of this rank's source in a checkpoint or snapshot.
+
+    None: there is none, or it belongs to another number of ranks.
+    """
     if isinstance(saved, Restored):
         return (saved.own or {}).get("source")
     if isinstance(saved, Found) and saved.state.get("part") == order.rank:
@@ -318,10 +326,10 @@ def own_part(saved: Saved | Restored | Found, order: data.Order) -> State | None
 
 
 def stream(train: Any, job: Job, rank: int, world_size: int, collate: Collate | None) -> Stream:
-    """The order and the batches of a source without an index. ConfigError: it can't be one, or a
-    setting does not fit.
+    """Return the order and the batches of a source without an index.
 
-    `rank`, `world_size`: among the ranks that get different samples.
+    `rank`, `world_size`: among the ranks that get different samples. ConfigError: it is not such a
+    source, or a setting does not fit.
     """
     comm, name = context.current().comm, type(train).__name__
     kind = source_kind(train, world_size)
@@ -360,11 +368,11 @@ def stream(train: Any, job: Job, rank: int, world_size: int, collate: Collate | 
 
 
 def source_kind(train: Any, world_size: int) -> str:
-    """The kind of a source; ConfigError: it is none."""
+    """Return the kind of a source. ConfigError: `train` is not a source."""
     if hasattr(train, "iter_torch_batches"):
         return "ray"
     if not hasattr(train, "__iter__"):
-        data.size_of(train, "train")  # it says what a data set needs
+        data.size_of(train, "train")  # raises the error that lists what a data set needs
     if hasattr(train, "__next__") and not hasattr(train, "load_state_dict"):
         raise ConfigError(
             f"train={type(train).__name__} is an iterator, which can be read only once: give fit "
@@ -380,7 +388,7 @@ def source_kind(train: Any, world_size: int) -> str:
 def make_deal(
     kind: str, train: Any, job: Job, order: data.Order, comm: Comm, collate: Collate
 ) -> Deal:
-    """How a rank gets its batches from this source."""
+    """Return how a rank gets its batches from this source."""
     own_seed = (order.seed, order.rank)
     if kind == "stream":
         make = partial(cut, collate, list(order.cuts()))
@@ -411,20 +419,20 @@ def make_deal(
 
 
 def cut(collate: Collate, cuts: Sequence[tuple[int, int]], samples: list[Any]) -> list[Batch]:
-    """The micro-batches at these places of the samples."""
+    """Collate the samples at these ranges into micro-batches."""
     return [collate(samples[first:last]) for first, last in cuts]
 
 
 def as_columns(batches: list[Any]) -> list[Batch]:
-    """The batches of a loader, as the loop takes them."""
+    """Return the batches of a loader in the form that the loop takes."""
     return [data.by_column(each) for each in batches]
 
 
 def keeps_its_place(train: Any) -> bool:
-    """Whether a source has a state that gives the same samples again.
+    """Report whether a source has a state that reproduces the same samples.
 
-    The state of Hugging Face's shuffle buffer lacks the samples in the buffer: a stream that goes
-    on from it loses them (datasets, IterableDataset.state_dict).
+    The state of Hugging Face's shuffle buffer lacks the samples in the buffer: a stream that
+    resumes from it loses them (datasets, IterableDataset.state_dict).
     """
     inner = getattr(train, "_ex_iterable", None)
     while inner is not None:
@@ -435,7 +443,7 @@ def keeps_its_place(train: Any) -> bool:
 
 
 def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
-    """What this source does not promise, or what it costs, in a few words each."""
+    """List what this source does not promise, or what it costs, in a few words each."""
     said = []
     if deal.kind == "ray":
         return [
@@ -461,12 +469,12 @@ def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
 
 
 def of_datasets(train: Any) -> bool:
-    """Whether Hugging Face's datasets made it."""
+    """Report whether the source comes from Hugging Face's datasets."""
     return type(train).__module__.partition(".")[0] == "datasets"
 
 
 def length(train: Any, kind: str, found: Stream, count: int) -> int:
-    """Steps of an epoch: of the rank that has fewest; 0: not known. A collective."""
+    """Return the steps of an epoch on the rank with the fewest; 0: unknown. A collective."""
     try:
         items = len(train) if kind in ("stream", "loader") else 0
     except (TypeError, NotImplementedError):
@@ -476,7 +484,7 @@ def length(train: Any, kind: str, found: Stream, count: int) -> int:
 
 
 def epoch_setters(items: Any) -> Iterator[Any]:
-    """The parts of a source that want to know the epoch: itself, its sampler, its data set."""
+    """Yield the parts of a source that take the epoch: itself, its sampler, its data set."""
     parts = (
         items,
         getattr(items, "sampler", None),
@@ -487,7 +495,7 @@ def epoch_setters(items: Any) -> Iterator[Any]:
 
 
 def checksum(sample: Any) -> int:
-    """A number above 0 that is equal for equal samples; 1 for one that has no bytes."""
+    """Return a number above 1 that is equal for equal samples; 1 for a sample without bytes."""
     try:
         return zlib.crc32(raw(sample)) + 2
     except Exception:
@@ -495,7 +503,7 @@ def checksum(sample: Any) -> int:
 
 
 def raw(value: Any) -> bytes:
-    """The bytes of a sample. A tensor's pickle has the address of its memory."""
+    """Return the bytes of a sample. A tensor's pickle would contain the address of its memory."""
     if isinstance(value, torch.Tensor):
         return value.numpy(force=True).tobytes()
     if isinstance(value, dict | list | tuple):
@@ -504,7 +512,7 @@ def raw(value: Any) -> bytes:
 
 
 def gather_states(state: T, comm: Comm) -> list[T]:
-    """The state of each rank, on every rank. A collective."""
+    """Gather the state of each rank, on every rank. A collective."""
     mine = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
     sizes = [int(size) for size in comm.gather(torch.tensor([len(mine)]))]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline, before blocks of it. (rank side)"""
+"""Cuts a model into the stages of a pipeline, at block boundaries. (rank side)"""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from raydist.training.evaluation import in_mode
 
 
 class _Outside(fx.Tracer):
-    """Follows what a model does around its blocks: only modules that have blocks inside are
-    entered."""
+    """Traces what a model does around its blocks: it enters only modules that contain blocks."""
 
     def __init__(self, entered: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -26,12 +25,12 @@ class _Outside(fx.Tracer):
 
 
 def cut_model(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> list[fx.GraphModule]:
-    """The stages: what one gives the next one takes. All have the model's own modules, under the
-    names of the model.
+    """Cut a model into stages; each takes the outputs of the previous one.
 
-    Blocks are divided evenly. The first stage has what comes before them, the last what comes after
-    them; what is between two blocks stays with the first of these. ConfigError: torch.fx cannot
-    follow the model's `forward`, or there are fewer blocks than stages.
+    All stages have the model's own modules, under their names in the model. Blocks are divided
+    evenly. The first stage has what comes before the blocks, the last what comes after them; what
+    is between two blocks stays with the first of them. ConfigError: torch.fx cannot follow the
+    model's `forward`, or there are fewer blocks than stages.
     """
     graph = _follow(model, blocks, stages)
     calls = [
@@ -62,7 +61,7 @@ def cut_model(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> lis
 
 
 def _follow(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> fx.Graph:
-    """The model's forward as a graph whose nodes are blocks and what is around them."""
+    """Return the model's forward as a graph whose nodes are blocks and what is around them."""
     entered = [
         each
         for each in model.modules()
@@ -75,7 +74,7 @@ def _follow(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> fx.Gr
         for mode in (False, True):
             with in_mode(model, mode):
                 graphs.append(_Outside(entered).trace(model, optional or None))
-    except Exception as error:  # whatever a forward does with a value that is none yet
+    except Exception as error:  # any error of a forward that gets a value not computed yet
         cause = f"torch.fx cannot follow {type(model).__name__}.forward around its blocks: {error}"
         raise ConfigError.of("parallel.pp", stages, cause, "parallel=fsdp parallel.pp=1") from error
     if str(graphs[0]) != str(graphs[1]):
@@ -115,7 +114,7 @@ def _stage(
 
 
 def _crossing(stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
-    """The values that this stage gives the next one, in order."""
+    """Return the values that this stage passes to the next one, in order."""
     return [
         node
         for node, at in stage_of.items()
@@ -126,8 +125,7 @@ def _crossing(stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
 
 
 def shared(model: nn.Module, parts: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
-    """The parameters that several stages have (tied weights), by their first name in the model:
-    these stages."""
+    """Return the tied parameters by their first name in the model: the stages that have them."""
     held = [{id(value) for value in part.parameters()} for part in parts]
     by_name = {
         name: tuple(stage for stage, ids in enumerate(held) if id(value) in ids)

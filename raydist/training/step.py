@@ -1,5 +1,4 @@
-"""One optimizer step: forward, backward, gradient averaging, clipping, update; and its state. (rank
-side)"""
+"""One optimizer step: forward, backward, averaging, clipping, update; and its state. (rank side)"""
 
 from __future__ import annotations
 
@@ -23,13 +22,15 @@ if TYPE_CHECKING:
     from raydist.training.pipeline import Pipeline
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""(output, target) -> the mean over the batch, a tensor without dimensions."""
+"""(output, target) -> the mean over the batch, a tensor of shape []."""
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def channels_last(job: Job, model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether images are in channels-last order. train.fast: on a GPU only, and not for models of
-    3-d convolutions."""
+    """Report whether images are in channels-last order.
+
+    train.fast turns it on only on a GPU, and not for models with 3-d convolutions.
+    """
     fast = (
         job.train.fast
         and device.type == "cuda"
@@ -60,7 +61,10 @@ class Stepper:
         rate: float,
         shares: Sequence[float] = (),
     ) -> None:
-        """`shares`: the weight of each micro-batch, if their sizes differ among ranks."""
+        """Set up the model for training.
+
+        `shares`: the weight of each micro-batch, if their sizes differ among ranks.
+        """
         self.shares = shares
         self.settings, self.device, self.loss, self.comm = job.train, device, loss, comm
         speed_up_gpu(job, device)
@@ -68,11 +72,11 @@ class Stepper:
         self.format = torch.channels_last if last else torch.preserve_format
         if not comm.sharded and on_meta(model):
             make_values(model, [*model.modules()], device, job.seed)
-        # a part of a model is moved when it is sharded: all of it may not fit on the device
+        # a part of a model is moved when it is sharded: the whole model may not fit on the device
         self.model = model if comm.sharded else model.to(device).to(memory_format=self.format)
-        if (
-            not model.training
-        ):  # as pretrained models come; else the job has chosen the mode of each module
+        # Pretrained models come in evaluation mode; otherwise the job has chosen the mode of each
+        # module.
+        if not model.training:
             model.train()
         self.wrapped = comm.wrap(self.model)
         self.pipeline = cast("Pipeline", self.wrapped) if comm.pipelined else None
@@ -85,9 +89,8 @@ class Stepper:
         self.evaluated = self.pipeline or self.model
         if job.train.compile and not comm.sharded:
             self.wrapped.compile()
-            if (
-                self.wrapped is not self.model
-            ):  # DDP's own forward may be a collective: an evaluation goes around it
+            # DDP's own forward may be a collective, so an evaluation bypasses it.
+            if self.wrapped is not self.model:
                 self.evaluated = cast("torch.nn.Module", torch.compile(self.model))
         half = None if comm.sharded else HALF.get(job.train.precision)
         self.cast = nullcontext() if half is None else torch.autocast(device.type, half)
@@ -95,7 +98,7 @@ class Stepper:
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def plan(self, settings: Optim, course: optim.Course) -> None:
-        """Make the schedule of the learning rate, now that the number of steps is known."""
+        """Create the schedule of the learning rate, now that the number of steps is known."""
         self.schedule = optim.schedule(settings, self.optimizer, course)
 
     @property
@@ -104,8 +107,10 @@ class Stepper:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def step(self, batches: Iterator[Any]) -> torch.Tensor:
-        """Make one optimizer step from the next micro-batches; the mean loss of all samples,
-        detached, of shape []."""
+        """Make one optimizer step from the next micro-batches; return the mean loss of all samples.
+
+        The loss is detached, of shape [].
+        """
         loss = self._gradients(batches)
         self.comm.finish_gradients(self.optimizer)
         if self.settings.clip is not None:
@@ -133,10 +138,10 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _gradients(self, batches: Iterator[Any]) -> Callable[[], torch.Tensor]:
-        """Forward and backward of a step; what is returned waits for the mean loss of all samples.
+        """Run forward and backward of a step; return a function that waits for the mean loss.
 
         The ranks' losses travel during the last backward pass: a message after it would make each
-        step longer.
+        step longer. The mean is over all samples.
         """
         *first, last = self.shares or [1 / self.settings.accumulate] * self.settings.accumulate
         total: torch.Tensor | int = 0
@@ -151,7 +156,7 @@ class Stepper:
         return mean
 
     def _forward(self, batch: Any, share: float) -> torch.Tensor:
-        """The loss of a batch x `share`. A pipeline makes its backward pass here too."""
+        """Return the loss of a batch x `share`. With a pipeline this includes the backward pass."""
         *inputs, target = self._copied(batch)
         if self.pipeline is not None:
             return self.pipeline.step(inputs, target, self.loss, share)
@@ -166,8 +171,10 @@ class Stepper:
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def _copied(self, batch: Any) -> Any:
-        """A batch on the device. A GPU copies it in a stream of its own, while it still computes
-        the last step."""
+        """Return a batch on the device.
+
+        A GPU copies it in a separate stream, while it still computes the previous step.
+        """
         if self.copies is None or any(tensor.is_cuda for tensor in tensors_in(batch)):
             return self.to_device(batch)
         with torch.cuda.stream(self.copies):
@@ -175,11 +182,11 @@ class Stepper:
         here = torch.cuda.current_stream(self.device)
         here.wait_stream(self.copies)
         for tensor in tensors_in(copied):
-            tensor.record_stream(here)  # its memory is free for another batch only after this step
+            tensor.record_stream(here)  # the memory is reused only after this step
         return copied
 
     def to_device(self, value: Any) -> Any:
-        """A batch, or a part of one, on the device and in the memory format of the model."""
+        """Return a batch, or a part of one, on the device and in the memory format of the model."""
         if self.device.type == "cpu" and self.format is torch.preserve_format:
             return value
         if isinstance(value, torch.Tensor):
@@ -192,8 +199,7 @@ class Stepper:
         )
 
     def state(self) -> State:
-        """The state that the next step depends on, except for the data and the random
-        generators."""
+        """Return the state that the next step depends on, without data and random generators."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -202,15 +208,18 @@ class Stepper:
         }
 
     def load(self, state: State, path: StoragePath) -> None:
-        """Load a state. Settings override it: another learning rate or weight decay applies from
-        here on."""
+        """Load a state; the current settings override it.
+
+        A new learning rate or weight decay applies from this step on.
+        """
         settings = [
             {k: v for k, v in group.items() if k not in ("params", "lr")}
             for group in self.optimizer.param_groups
         ]
         try:
             self.model.load_state_dict(state["model"])
-            # with the groups of now, as torch puts Adam's step onto the device if these are fused
+            # with the current groups, because torch moves Adam's step onto the device if they are
+            # fused
             ours = zip(state["optimizer"]["param_groups"], settings, strict=True)
             groups = [{**saved, **now} for saved, now in ours]
             self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
@@ -221,10 +230,10 @@ class Stepper:
         self.go_on(state)
 
     def go_on(self, state: State) -> None:
-        """Continue the schedule and the scaler of a state, with the learning rate of now."""
+        """Continue the schedule and the scaler of a state, with the current learning rate."""
         rates = self.schedule.base_lrs
         self.schedule.load_state_dict({**state["schedule"], "base_lrs": rates})
-        if state["scaler"]:  # it is empty if the run had none
+        if state["scaler"]:  # empty if the run had no scaler
             numbers = {
                 k: v.item() if isinstance(v, torch.Tensor) else v
                 for k, v in state["scaler"].items()
@@ -236,7 +245,7 @@ class Stepper:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch."""
+    """Yield the tensors of a batch."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -245,6 +254,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def next_batch(batches: Iterator[Any]) -> Any:
-    """The next batch; the phase of the rank is `data` while it waits for it."""
+    """Return the next batch; the phase of the rank is `data` while it waits for it."""
     context.phase("data")
     return next(batches)

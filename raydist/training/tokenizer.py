@@ -1,5 +1,7 @@
-"""Byte pairs of any bytes: one rank trains the vocabulary, all encode a part of the text. (rank
-side)"""
+"""Byte-pair encoding: one rank trains the vocabulary, each encodes a part of the text. (rank side)
+
+The text may contain any bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,21 @@ from raydist.worker import checkpoint, context
 from raydist.worker.backends import Comm
 
 FILE = "vocabulary.json"
-"""The vocabulary, beside the folder of checkpoints, as the library `tokenizers` writes it."""
+"""The vocabulary's file, next to the folder of checkpoints, in the format of the library
+`tokenizers`."""
 WORDS = (
     r" ?[A-Za-z0-9_\x80-\xff]+| ?[^\sA-Za-z0-9_\x80-\xff]+|[ \t\n\r\f\v]+(?![^ "
     r"\t\n\r\f\v])|[ \t\n\r\f\v]+"
 )
-"""Pairs are merged within these pieces only, as GPT-2 does (Radford et al. 2019)."""
+"""Pairs are merged only within these pieces, as in GPT-2 (Radford et al. 2019)."""
 BYTES = 256
 
 
 class BytePairs:
     """A trained vocabulary (Sennrich et al. 2016, arXiv:1508.07909), of `tokenizers`.
 
-    It sees text as Latin-1, a character for each byte: all bytes have a token, and come back as
-    they were.
+    It treats text as Latin-1, one character per byte: all bytes have a token, and decode to
+    themselves.
     """
 
     def __init__(self, vocabulary: str) -> None:
@@ -49,7 +52,7 @@ class BytePairs:
         return len(self.pieces)
 
     def encode(self, texts: Sequence[bytes]) -> np.ndarray[Any, Any]:
-        """The tokens of all texts in one row, uint32."""
+        """Return the tokens of all texts in one row, uint32."""
         found = self._library.encode_batch_fast([text.decode("latin-1") for text in texts])
         return np.concatenate(
             [np.asarray(each.ids, np.uint32) for each in found] or [np.empty(0, np.uint32)]
@@ -60,7 +63,7 @@ class BytePairs:
 
 
 def library() -> Any:
-    """The module `tokenizers`. ConfigError: it is not installed."""
+    """Return the module `tokenizers`. ConfigError: it is not installed."""
     try:
         import tokenizers
     except ImportError as error:
@@ -72,8 +75,10 @@ def library() -> Any:
 
 
 def train_vocabulary(text: bytes, size: int) -> str:
-    """A vocabulary of at most `size` tokens, of which 256 are bytes. The same text and size give
-    the same one."""
+    """Train a vocabulary of at most `size` tokens, of which 256 are bytes.
+
+    The same text and size give the same vocabulary.
+    """
     kit = library()
     made = kit.Tokenizer(kit.models.BPE())
     made.pre_tokenizer = kit.pre_tokenizers.Split(kit.Regex(WORDS), "isolated")
@@ -86,19 +91,18 @@ def train_vocabulary(text: bytes, size: int) -> str:
 
 
 def parts_of(text: bytes) -> list[bytes]:
-    """The text in parts that end at a zero byte."""
+    """Split the text into parts that end at a zero byte."""
     return [each for each in re.split(rb"(?<=\0)", text) if each]
 
 
 def byte_pairs(text: bytes, size: int) -> BytePairs:
-    """The vocabulary of this run: rank 0 finds or trains it, all others get it from there. All
-    ranks must call it.
+    """Return the run's vocabulary, which rank 0 finds or trains and sends to all.
 
     - `text`: what it is trained on.
-    - `size`: number of tokens. ConfigError: it has no more than the bytes.
+    - `size`: number of tokens. ConfigError: it is not larger than the number of bytes.
 
-    It is beside the checkpoints. A run that continues takes the one of its checkpoint, a new one
-    trains it.
+    All ranks must call it. The vocabulary is stored next to the checkpoints. A run that continues
+    takes that of its checkpoint; a new run trains it.
     """
     if size <= BYTES:
         raise ConfigError.of(
@@ -123,7 +127,7 @@ def byte_pairs(text: bytes, size: int) -> BytePairs:
 
 
 def kept_vocabulary(home: StoragePath) -> str:
-    """The vocabulary that a restarted or resumed run began with; empty if there is none."""
+    """Return the vocabulary with which a restarted or resumed run began; empty if there is none."""
     places = [home] if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else []
     if named := os.environ.get(env_names.RESUME, ""):
         places.append(training_of(parse_path(named)).parent)
@@ -134,10 +138,10 @@ def kept_vocabulary(home: StoragePath) -> str:
 
 
 def encode_together(pairs: BytePairs, text: bytes) -> torch.Tensor:
-    """The tokens of a text, int32 of shape [tokens]; each rank encodes a part. All ranks must call
-    it.
+    """Return the tokens of a text, int32 of shape [tokens]; each rank encodes a part.
 
-    They are kept in the run folder, so that a restart need not encode again.
+    All ranks must call it. The tokens are kept in the run folder, so that a restart need not encode
+    again.
     """
     me, parts = context.rank(), parts_of(text)
     file = me.run_dir / f"tokens-{zlib.crc32(text, zlib.crc32(pairs.vocabulary.encode())):08x}.npy"
@@ -153,14 +157,14 @@ def encode_together(pairs: BytePairs, text: bytes) -> torch.Tensor:
 
 
 def npy(tokens: torch.Tensor) -> bytes:
-    """A tensor as the bytes of an .npy file."""
+    """Return a tensor as the bytes of an .npy file."""
     packed = io.BytesIO()
     np.save(packed, tokens.numpy(), allow_pickle=False)
     return packed.getvalue()
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file under another name first: who reads it finds all of it or nothing."""
+    """Write a file under another name and rename it, so that readers find all of it or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{file.name}.{context.rank().rank}")
     beside.write_bytes(content)
@@ -168,7 +172,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def rows_of_ranks(own: torch.Tensor) -> list[torch.Tensor]:
-    """The row of each rank, of any length, on all ranks."""
+    """Gather the row of each rank, of any length, on all ranks."""
     comm = cast("Comm", context.current().comm)
     lengths = [int(each) for each in comm.gather(torch.tensor([len(own)]))]
     padded = torch.zeros(max(lengths), dtype=own.dtype)

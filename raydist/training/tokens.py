@@ -74,21 +74,24 @@ class TokenFiles(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return part[:-1], part[1:]
 
     def _tokens(self, number: int) -> Any:
-        """The tokens of a file, an array of numpy in its memory; opened at first use, in each
-        process."""
+        """Return the tokens of a file, a memory-mapped numpy array.
+
+        Each process opens the file at first use.
+        """
         if number not in self._maps:
             self._maps[number] = opened(self.files[number], self.dtype)
         return self._maps[number]
 
     def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker would otherwise get the tokens themselves.
         return {
             **self.__dict__,
             "_maps": {},
-        }  # a worker that is spawned would get the tokens themselves
+        }
 
 
 def token_files(files: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files that are meant. ConfigError: there are none."""
+    """Return the files that the argument names. ConfigError: there are none."""
     if not isinstance(files, str | Path):
         found = [Path(file) for file in files]
     elif Path(files).is_dir():
@@ -104,7 +107,7 @@ def token_files(files: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def opened(file: Path, dtype: str) -> Any:
-    """The tokens of a file by mmap. ConfigError: it holds something else."""
+    """Return the tokens of a file by mmap. ConfigError: it holds something else."""
     if file.suffix == ".npy":
         tokens = np.load(file, mmap_mode="r", allow_pickle=False)
         if tokens.ndim != 1 or tokens.dtype.name not in TYPES:
@@ -129,7 +132,7 @@ def opened(file: Path, dtype: str) -> Any:
 
 
 def refusal(files: Any, cause: str) -> ConfigError:
-    """The error for these files."""
+    """Return the error for these files."""
     named = files if isinstance(files, str | Path) else "[…]"
     return ConfigError(
         f"TokenFiles({named}): {cause}; it needs files of {' or '.join(TYPES)} tokens (*.bin, "

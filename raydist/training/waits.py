@@ -12,13 +12,13 @@ from raydist.worker import context
 from raydist.worker.backends import Comm
 
 SHARES = (5, 10, 25, 50)
-"""The percentages of the time of which it is said that a rank waits for data longer; up to the
-first, nothing."""
+"""The thresholds, in percent of the time, at which a wait for data is reported; at or below the
+first nothing is reported."""
 FIRST_LOOK = 16
-"""Steps after which the ranks compare their waits first; again after 32, 64, … The first batches
-are not counted."""
+"""Steps after which the ranks first compare their waits; then after 32, 64, … The first batches are
+not counted."""
 LEAST_S = 10.0
-"""Seconds that must be measured: what lasts for less is not worth a line."""
+"""Minimum seconds that must be measured: a shorter time is not worth a line."""
 ADVICE = {
     "map": (
         "data.workers=2 loads batches beside the training",
@@ -35,7 +35,7 @@ ADVICE = {
 
 
 class DataWait:
-    """The seconds of one rank in which it waits for its data."""
+    """The seconds for which one rank waits for its data."""
 
     def __init__(self, comm: Comm, device: torch.device, kind: str, workers: int) -> None:
         self._comm, self._device, self._kind, self._workers = comm, device, kind, workers
@@ -43,7 +43,7 @@ class DataWait:
         self._count, self._look, self._told = 0, FIRST_LOOK, False
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; the time to get each is counted."""
+        """Yield the same batches, and count the time to get each."""
         while True:
             began = time.perf_counter()
             try:
@@ -55,13 +55,15 @@ class DataWait:
             yield batch
 
     def add(self, s: float) -> None:
-        """The rank has waited. It does not count if the GPU still computes."""
+        """Count a wait of the rank. It does not count if the GPU still computes."""
         if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
             self._waited += s
 
     def step(self) -> None:
-        """A step is done. After some steps a collective; the rank that waits longest says it,
-        once."""
+        """Count a step, and report the rank that waits longest, once.
+
+        A collective after some steps.
+        """
         self._count += 1
         if self._told or self._count < self._look:
             return
@@ -69,17 +71,17 @@ class DataWait:
         mine = torch.tensor([self._waited, now - self._since], dtype=torch.float64)
         rows = [(float(row[0]), float(row[1])) for row in self._comm.gather(mine)]
         if self._count > FIRST_LOOK and (found := finding(rows, self._kind, self._workers)):
-            self._told = True  # on all ranks: they have the same rows
+            self._told = True  # on all ranks, because they have the same rows
             if context.rank().rank == found[0]:
                 context.emit_event("warning", text=found[1])
         self._waited, self._since = 0.0, now
 
 
 def finding(rows: Sequence[tuple[float, float]], kind: str, workers: int) -> tuple[int, str] | None:
-    """The rank that waits most and the line for it, if it is much. `rows`: (seconds waited,
-    seconds) of each rank.
+    """Return the rank that waits most and the line for it, if it waits long.
 
-    In rough shares, so that an attempt after a restart says the same, which is shown once.
+    `rows`: (seconds waited, seconds) of each rank. The fractions are rough, so that an attempt
+    after a restart gives the same text, which is shown once.
     """
     waited, all_s = max(rows)
     if all_s < LEAST_S or waited <= all_s * SHARES[0] / 100:
