@@ -1,5 +1,7 @@
-"""A rank's channel to its agent: events over a socket, and a heartbeat page that outlives the
-process. (rank side)"""
+"""A rank's channel to its agent: a socket for events, and a heartbeat page. (rank side)
+
+The heartbeat page outlives the process.
+"""
 
 from __future__ import annotations
 
@@ -27,36 +29,38 @@ from raydist.worker import context, stacks
 from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time, write_pauses
 
 FLUSH_S = 0.1
-"""Longest time that a report waits in the rank before it is sent."""
+"""Maximum time that a report waits in the rank before it is sent."""
 STALL_S = 2.0
-"""Longest wait for an agent that takes nothing, as one that is stopped; after that none until it
-takes some again."""
+"""Maximum wait for an agent that reads nothing, such as a stopped one; after that the rank does not
+wait until the agent reads again."""
 QUEUED = 50_000
-"""Most events that wait for such an agent; the oldest are dropped first."""
+"""Maximum number of events that wait for such an agent; the oldest are dropped first."""
 AT_ONCE = 1000
-"""Most events in one piece."""
+"""Maximum number of events in one piece."""
 
 
 class Channel:
-    """The rank's end of the socket. A thread sends the queued reports; other events are sent at
-    once."""
+    """The rank's end of the socket.
+
+    A thread sends the queued reports; other events are sent at once.
+    """
 
     def __init__(self, sock: socket.socket, beat_fd: int) -> None:
         self._sock = sock
         self._page = mmap.mmap(beat_fd, BEAT_PAGE)
         self._queue: deque[Event | bytes] = deque(maxlen=QUEUED)
         self._pending = b""
-        """What is left of the last piece."""
+        """The unsent rest of the last piece."""
         self._stalled = False
         self._send_lock = threading.Lock()
         self._sender = 0
-        """The thread that holds the lock: a signal handler may interrupt it, and then finds it
-        taken."""
+        """The thread that holds the lock: a signal handler may interrupt it, and then finds the
+        lock taken."""
         self._open = True
         self._reported_gap = ""
         threading.Thread(target=self._serve, name="raydist-channel", daemon=True).start()
-        # A forked DataLoader worker has no such thread, and may inherit a held lock, so it sends
-        # nothing.
+        # A forked DataLoader worker does not have this thread, and may inherit a held lock, so it
+        # sends nothing.
         os.register_at_fork(after_in_child=self.shut)
 
     def emit(self, event: Event) -> None:
@@ -66,25 +70,31 @@ class Channel:
             self.flush()
 
     def beat(self, step: int, phase: int) -> None:
-        """Write the heartbeat, with the time, to memory that the agent reads. `phase`: an index in
-        PHASES."""
+        """Write the heartbeat, with the time, to memory that the agent reads.
+
+        `phase`: an index in PHASES.
+        """
         write_beat(self._page, step, phase, time.time())
 
     def note_compute_time(self, steps: int, compute_s: float, step_s: float) -> None:
-        """Write the compute time and the whole time of one step beside the heartbeat; `steps`:
-        steps timed so far."""
+        """Write the compute time and the whole time of one step next to the heartbeat.
+
+        `steps`: steps timed so far.
+        """
         write_compute_time(self._page, steps, compute_s, step_s)
 
     def note_pauses(self, share: float) -> None:
-        """Write the share of time in which the garbage collector stops the rank beside the
-        heartbeat."""
+        """Write the fraction of time in garbage collector pauses next to the heartbeat."""
         write_pauses(self._page, share)
 
     def flush(self) -> None:
-        """Send the queued events. It does not wait for long: the training must not depend on the
-        agent."""
+        """Send the queued events.
+
+        It does not wait for long: the training must not depend on the agent.
+        """
+        # In a signal handler of a thread that is sending: that thread sends these events too.
         if self._sender == threading.get_ident():
-            return  # in a signal handler of a thread that sends: it sends these too
+            return
         with self._send_lock:
             self._sender = threading.get_ident()
             try:
@@ -94,7 +104,7 @@ class Channel:
                 self._sender = 0
 
     def _send_some(self) -> bool:
-        """Send a piece of the queued events; False if the agent takes nothing."""
+        """Send a piece of the queued events; return False if the agent reads nothing."""
         if not self._pending:
             some = [self._queue.popleft() for _ in range(min(len(self._queue), AT_ONCE))]
             lines = (
@@ -122,7 +132,7 @@ class Channel:
         self.flush()
 
     def shut(self) -> None:
-        """Send nothing any more."""
+        """Stop sending."""
         self._open = False
         self._queue = deque(maxlen=0)
 
@@ -153,14 +163,15 @@ class Channel:
                 current.stop_request.release()
 
     def _tell_activity(self) -> None:
-        """Reply with the stacks and the last collectives. If torch records none, rank 0 warns once
-        for all ranks."""
+        """Reply with the stacks and the last collectives.
+
+        If torch records none, rank 0 warns once for all ranks.
+        """
         stack = stacks.of_all_threads()
         try:
             entries, gap = stacks.collectives()
-        except (
-            Exception
-        ) as error:  # another torch has other private functions; this thread must go on
+        # Another torch has other private functions; this thread must continue.
+        except Exception as error:
             entries, gap = (
                 [],
                 f"torch's flight recorder could not be read ({type(error).__name__}: {error})",

@@ -75,7 +75,7 @@ def save(
 
 
 def home() -> StoragePath:
-    """The folder or URL of this run's checkpoints; during a raydist.fit of those of that one."""
+    """Return the folder or URL of this run's checkpoints, or of those of the current fit."""
     named = os.environ.get(env_names.CHECKPOINTS)
     folder = parse_path(named) if named else context.rank().run_dir / "checkpoints"
     return of_fit(folder, context.current().fit)
@@ -87,7 +87,7 @@ def save_request(
     metrics: Mapping[str, float] | None = None,
     settings: Checkpoint | None = None,
 ) -> SaveRequest:
-    """The request for a checkpoint of this run."""
+    """Return the request for a checkpoint of this run."""
     current = context.current()
     kept, world_size = settings or current.checkpoint, current.rank.world_size
     return SaveRequest(
@@ -104,10 +104,10 @@ def save_request(
 
 
 def hand_over(request: SaveRequest, snapshot: int = -1) -> bool:
-    """Have the node's writer process write a checkpoint while the training continues; whether that
-    is possible.
+    """Have the node's writer process write a checkpoint in the background, if possible.
 
-    `snapshot`: the slot of the snapshot that has the rest of the request's state.
+    `snapshot`: the slot of the snapshot that has the rest of the request's state. Return whether it
+    is possible.
     """
     import torch
 
@@ -119,10 +119,9 @@ def hand_over(request: SaveRequest, snapshot: int = -1) -> bool:
         raise TypeError(why)
     tensors: list[torch.Tensor] = []
     take_apart(request.state, tensors)
+    # A sparse or sharded tensor, or a Parameter, would not be restored as what it was.
     if not all(type(each) is torch.Tensor and each.layout == torch.strided for each in tensors):
-        return (
-            False  # a sparse or sharded tensor, or a Parameter, would not come back as what it was
-        )
+        return False
     try:
         memory.request_save(request, snapshot)
     except NoRoom:
@@ -132,7 +131,7 @@ def hand_over(request: SaveRequest, snapshot: int = -1) -> bool:
 
 
 def own_memory() -> SnapshotBuffer | None:
-    """This rank's snapshot memory; None where no process outlives the rank to read it."""
+    """Return this rank's snapshot memory; None if no process outlives the rank to read it."""
     from raydist.state.device import device_of
     from raydist.state.snapshot import SnapshotBuffer
 
@@ -146,7 +145,7 @@ def own_memory() -> SnapshotBuffer | None:
 
 
 def settle() -> None:
-    """Wait until the checkpoint that the first rank of this node asked for is on the disk."""
+    """Wait until the checkpoint that the first rank of this node requested is on the disk."""
     current = context.current()
     if current.memory is not None and current.memory[1] >= 0 and current.comm is not None:
         from raydist.state.snapshot import SnapshotBuffer
@@ -197,16 +196,15 @@ def _latest() -> Saved | None:
         and path.parent == home().absolute()
         and not (path.exists() and saved_at(path).sharded)
     ):
-        return newest(
-            home(), warn, at_most=resumed_step()
-        )  # the driver has not read it: most restarts don't need it
+        # The driver has not read the checkpoint, because most restarts don't need it.
+        return newest(home(), warn, at_most=resumed_step())
     return saved_at(path)
 
 
 def resumed_step() -> int:
-    """The step of the checkpoint that `latest` returns, by its name alone; 0 for a new start.
+    """Return the step of the checkpoint that `latest` returns, by its name alone; 0 if none.
 
-    0 as well for that of another raydist.fit of the job.
+    It is also 0 if the checkpoint belongs to another raydist.fit of the job.
     """
     path = Path(os.environ.get(env_names.RESUME, ""))
     if not path.name.startswith("step-") or fit_of(path) != max(1, context.current().fit):

@@ -1,5 +1,4 @@
-"""The rank's context, for jobs: its rank, its reports, its step. It works under plain torchrun too.
-(rank side)"""
+"""The rank's context, for jobs: rank, reports, step; works under torchrun too. (rank side)"""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ class Rank:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Rank:
-        """The rank in torchrun's variables; without them rank 0 of 1."""
+        """Return the rank in torchrun's variables; without them rank 0 of 1."""
         return cls(
             rank=int(env.get("RANK", "0")),
             local_rank=int(env.get("LOCAL_RANK", "0")),
@@ -81,13 +80,12 @@ class Rank:
 
 
 class StopRequest:
-    """The request to stop after a step that is the same on all ranks, so that other ranks can
-    continue after it.
+    """The request to stop after a step that is the same on all ranks.
 
-    Each rank replies with the step that it is making, and makes no step after it until it knows the
-    common one, which is the largest of these. So no rank is beyond the common step, not even where
-    a host runs ahead of its device; and the reply comes from another thread, so it comes from a
-    rank that waits in a collective too.
+    Other ranks can continue after it. Each rank replies with its current step, and makes no step
+    after it until it knows the common one, which is the largest of these. Therefore no rank is
+    beyond the common step, even if a host runs ahead of its device. The reply comes from another
+    thread, so a rank that waits in a collective replies too.
     """
 
     def __init__(self) -> None:
@@ -95,20 +93,22 @@ class StopRequest:
         """Guards the steps."""
         self._done = 0
         self._limit: int | None = None
-        """The step after which the rank stands still."""
+        """The step after which the rank pauses."""
         self._common: int | None = None
         """The step after which all ranks stop."""
         self._known = threading.Event()
-        """A rank that stands still can go on, or stop."""
+        """Set when a paused rank can continue or stop."""
 
     def begin(self, step: int) -> None:
-        """So many steps are done at the beginning."""
+        """Set the number of steps that are done at the beginning."""
         with self._lock:
             self._done = step
 
     def hold(self) -> int:
-        """Have the rank stand still after the step that it is making; that step. Another thread may
-        call it."""
+        """Ask the rank to pause after its current step; return that step.
+
+        Another thread may call it.
+        """
         with self._lock:
             if self._limit is None:
                 self._limit = self._done + 1
@@ -116,20 +116,22 @@ class StopRequest:
             return self._limit
 
     def release(self) -> None:
-        """Have a rank that stands still continue: not all ranks hold."""
+        """Let a paused rank continue, because not all ranks hold."""
         with self._lock:
             self._limit = None
             self._known.set()
 
     def stop_after(self, step: int) -> None:
-        """Have the rank go on to this step, and stop after it."""
+        """Let the rank continue to this step, and stop after it."""
         with self._lock:
             self._common = step
             self._known.set()
 
     def due(self, step: int) -> bool:
-        """Note that a step is done; whether to stop after it. Stands still where that is not known
-        yet."""
+        """Note that a step is done; report whether to stop after it.
+
+        Pauses while that is not known yet.
+        """
         while True:
             with self._lock:
                 self._done = step
@@ -140,7 +142,7 @@ class StopRequest:
             self._known.wait()
 
     def stopped(self, step: int) -> NoReturn:
-        """The state of this step is kept: emit `left`, and wait for the end."""
+        """Emit `left` now that the state of this step is kept, and wait to be ended."""
         emit_event("left", step=step)
         while True:
             signal.pause()
@@ -154,7 +156,7 @@ class Context:
     emit: Callable[[Event], None]
     """Sends an event; never blocks, never raises."""
     beat: Callable[[int, int], None]
-    """Notes (step, index in PHASES) in memory that the agent can read even after the process has
+    """Writes (step, index in PHASES) to memory that the agent can read even after the process has
     ended."""
     flush: Callable[[], None] = lambda: None
     """Returns once all emitted events are sent."""
@@ -164,7 +166,7 @@ class Context:
     newest: int = 0
     """The newest step that was reported."""
     counts_anew: bool = False
-    """A step before the newest was reported, and the person was told."""
+    """Whether a step before the newest was reported, and the user was warned."""
     kept: int = 0
     """The newest step that a snapshot of this rank has; 0: there is none."""
     comm: Any = None
@@ -177,20 +179,20 @@ class Context:
     fits: int = 0
     """How many times the job has called raydist.fit."""
     fit: int = 0
-    """The number of the one that runs now, from 1; 0: none."""
+    """The number of the current one, from 1; 0: none."""
     stop_request: StopRequest = field(default_factory=StopRequest)
 
     buffer: SnapshotBuffer | None = None
     """The snapshot memory of this rank, once it is used."""
     sharded: Any = None
-    """Keeps sharded states in memory, from the first on."""
+    """Keeps sharded states in memory; set at the first use."""
     leaving: list[Callable[[], object]] = field(default_factory=list)
     """Functions that wait for unfinished work, called when the job has returned, before the rank
     leaves the others."""
 
     @contextmanager
     def next_fit(self) -> Iterator[None]:
-        """The next raydist.fit of the job, inside the block."""
+        """Enter the next raydist.fit of the job inside the block."""
         self.fits += 1
         self.fit = self.fits
         self.kept = 0
@@ -201,8 +203,10 @@ class Context:
 
 
 def _context_from_env() -> Context:
-    """The context of a process that raydist did not start: torchrun's variables; rank 0 prints its
-    events."""
+    """Create the context of a process that raydist did not start, from torchrun's variables.
+
+    Rank 0 prints its events.
+    """
     rank = Rank.from_env(os.environ)
 
     def emit(event: Event) -> None:
@@ -213,7 +217,7 @@ def _context_from_env() -> Context:
 
 
 def report_line(event: Event) -> str:
-    """`step 4 · loss 0.25`, from an event."""
+    """Return `step 4 · loss 0.25`, from an event."""
     values = event.get(
         "values", {k: v for k, v in event.items() if k not in ("t", "kind", "rank", "step")}
     )
@@ -226,7 +230,7 @@ _here: Context | None = None
 
 
 def current() -> Context:
-    """The context of this process."""
+    """Return the context of this process."""
     global _here
     if _here is None:
         _here = _context_from_env()
@@ -234,7 +238,7 @@ def current() -> Context:
 
 
 def enter(context: Context | None) -> None:
-    """Make `context` that of this process; None: the one that torchrun's variables give."""
+    """Make `context` that of this process; None: the one from torchrun's variables."""
     global _here
     _here = context
 
@@ -286,7 +290,7 @@ def report(step: SupportsIndex | None = None, **values: Any) -> None:
 
 
 def whole_step(step: SupportsIndex) -> int:
-    """A step as an int. TypeError, ValueError: as `report` says."""
+    """Return a step as an int. TypeError, ValueError: as `report` says."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -300,8 +304,10 @@ def whole_step(step: SupportsIndex) -> int:
 
 
 def plain_value(value: Any) -> Any:
-    """A reported value without its tensor or array; an int that is too large for a float is
-    infinite."""
+    """Return a reported value without its tensor or array.
+
+    An int that is too large for a float becomes infinite.
+    """
     plain = value.item() if hasattr(value, "item") else value
     if isinstance(plain, int) and abs(plain) > sys.float_info.max:
         return math.copysign(math.inf, -1 if plain < 0 else 1)
@@ -309,7 +315,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _note_order(context: Context, step: int) -> None:
-    """Warn once if steps go back, as in a loop that counts them anew in each epoch."""
+    """Warn once if steps decrease, as in a loop that counts them from 0 in each epoch."""
     if step < context.newest and not context.counts_anew and context.rank.rank == 0:
         context.counts_anew = True
         text = (
@@ -322,21 +328,22 @@ def _note_order(context: Context, step: int) -> None:
 
 
 def phase(name: str) -> None:
-    """Note the current activity of this rank, one of PHASES, for the report of a hang or a
-    failure."""
+    """Note the current activity of this rank, one of PHASES, for reports of hangs and failures."""
     context = current()
     context.beat(context.step, PHASES.index(name))
 
 
 def set_step(step: int) -> None:
-    """Set the step at which this rank starts, without a report: an earlier attempt or run has
-    reported it."""
+    """Set the step at which this rank starts, without a report.
+
+    An earlier attempt or run has reported it.
+    """
     current().step = step
     phase("start")
 
 
 class ExceptionFacts(TypedDict):
-    """An exception as an event has it."""
+    """An exception as it appears in an event."""
 
     type: str
     message: str
@@ -346,7 +353,7 @@ class ExceptionFacts(TypedDict):
 
 
 def exception_facts(error: BaseException) -> ExceptionFacts:
-    """The facts of the event `raised`."""
+    """Return the facts of the event `raised`."""
     return {
         "type": type(error).__name__,
         "message": str(error),

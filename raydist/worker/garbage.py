@@ -1,9 +1,8 @@
-"""Python's garbage collector in a training: how long it stops this rank, and collections at the
-same step. (rank side)
+"""Python's garbage collector in a training: its pauses, and common collections. (rank side)
 
-A full collection takes about 0.1 s per million objects. Each rank makes its own when Python's
-counters say so, so that n ranks stop n times, and the others wait each time. Collected at the same
-step, they stop once.
+A full collection takes about 0.1 s per million objects. By default each rank collects when its own
+counters trigger it, so that n ranks pause n times, and the others wait each time. If they collect
+at the same step, they pause once.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 WARM_UP = 3
-"""Steps after which the objects that exist are frozen: model, optimizer and data are there, and
-live on."""
+"""Steps after which the existing objects are frozen: the model, optimizer and data exist by then,
+and stay alive."""
 PUT_OFF = 1000
-"""Collections of the middle generation before Python makes a full one by itself. By default 10. So
-a program that stops making steps still gets its garbage collected: the collector is never switched
-off."""
+"""Collections of the middle generation before Python makes a full one by itself; its default is 10.
+A program that stops making steps still gets its garbage collected: the collector is never
+switched off."""
 NEWEST = 64
-"""Steps over which the share of the pauses is taken."""
+"""Steps over which the fraction of the pauses is measured."""
 NOTE_EVERY = 8
 """Steps between two notes."""
 
 
 class PauseMeter:
-    """The share of this process's time that the garbage collector takes."""
+    """The fraction of this process's time that the garbage collector takes."""
 
     def __init__(self, note: Callable[[float], None]) -> None:
         self._note = note
@@ -38,14 +37,14 @@ class PauseMeter:
         self._steps = 0
 
     def callback(self, phase: str, info: Mapping[str, Any]) -> None:
-        """As gc.callbacks calls it."""
+        """Measure a collection; gc.callbacks calls it."""
         if phase == "start":
             self._began = time.perf_counter()
         else:
             self._paused += time.perf_counter() - self._began
 
     def step(self) -> None:
-        """An optimizer step."""
+        """Count an optimizer step."""
         now = time.perf_counter()
         self._marks.append((now, self._paused))
         self._steps += 1
@@ -61,7 +60,7 @@ class CommonCollection:
         self._every, self._steps = every, 0
 
     def step(self) -> None:
-        """An optimizer step."""
+        """Count an optimizer step, and collect if it is due."""
         self._steps += 1
         if self._steps == WARM_UP:
             gc.collect()
@@ -72,7 +71,7 @@ class CommonCollection:
 
 
 def measure_pauses(note: Callable[[float], None]) -> None:
-    """Measure the pauses of this process from now on. `note`: takes the share of time, 0 to 1."""
+    """Measure the pauses of this process from now on. `note`: takes their fraction, 0 to 1."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     meter = PauseMeter(note)

@@ -1,5 +1,7 @@
-"""Process groups and meshes next to the default group, with its timeout: torch would take its own.
-(rank side)"""
+"""Process groups and meshes that have the timeout of the default group. (rank side)
+
+torch would use its own timeout for them.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,17 @@ TURN_S = 5.0
 
 
 def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
-    """As torch.distributed.new_group, with `backend.timeout_s`.
+    """Create a group as torch.distributed.new_group does, with `backend.timeout_s`.
 
-    All ranks must make all groups, in one order, those that they are not in as well. torch names a
-    group by a counter: where a rank has left one out, the next group never meets. With NCCL the
-    group is split off the default one, which is a collective of all its ranks.
+    All ranks must create all groups in the same order, including those that they are not in. torch
+    names a group by a counter: if a rank has left one out, the next group never meets. With NCCL
+    the group is split off the default one, which is a collective of all its ranks.
     """
     return dist.new_group(None if ranks is None else [*ranks], timeout=_timeout(), backend=backend)
 
 
 def new_mesh(device_type: str, **sizes: int) -> DeviceMesh:
-    """A mesh of all ranks with dimensions of these names and sizes, each with
-    `backend.timeout_s`."""
+    """Return a mesh of all ranks with these dimensions, each with `backend.timeout_s`."""
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if (limit := _timeout()) is not None:
         for group in mesh.get_all_groups():
@@ -40,16 +41,16 @@ def new_mesh(device_type: str, **sizes: int) -> DeviceMesh:
 
 
 def _timeout() -> timedelta | None:
-    """That of the job; None in a program that has joined the ranks itself."""
+    """Return the timeout of the job; None in a program that has joined the ranks itself."""
     settings = getattr(context.current().comm, "settings", None)
     return None if settings is None else timedelta(seconds=settings.timeout_s)
 
 
 def wait_for_rank_0(comm: Comm, done: Callable[[float], bool]) -> None:
-    """Wait on all ranks until rank 0 is done. `done`: waits so many seconds at most.
+    """Wait on all ranks until rank 0 is done. `done`: waits up to the given number of seconds.
 
-    In turns: the others would otherwise wait in the next collective, which ends the run after
-    `backend.timeout_s`.
+    The ranks wait in turns: otherwise the others would wait in the next collective, which ends the
+    run after `backend.timeout_s`.
     """
     waits, first = True, context.rank().rank == 0
     while waits:
@@ -58,8 +59,10 @@ def wait_for_rank_0(comm: Comm, done: Callable[[float], bool]) -> None:
 
 
 def collective(comm: Comm) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-    """A `gather` for numbers of the host. NCCL would wait for the GPU's work, so ranks with GPUs
-    use gloo for it."""
+    """Return a `gather` for numbers on the host.
+
+    NCCL would wait for the GPU's work, so ranks with GPUs use gloo.
+    """
     if not dist.is_initialized() or dist.get_backend() != "nccl" or dist.get_world_size() == 1:
         return comm.gather
     group = new_group(backend="gloo")

@@ -1,5 +1,4 @@
-"""The heartbeat page and the signal that a rank and its agent share beside messages. (either
-side)"""
+"""The heartbeat page and the signal that a rank and its agent share. (either side)"""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ themselves."""
 
 BEAT_PAGE = 56
 """Bytes of the heartbeat page: step, index in PHASES (64-bit integers), seconds since the epoch
-(double); then the number of steps that were timed (integer), compute seconds of one step, seconds
-of one step (doubles); then the share of the rank's time that Python's garbage collector takes
-(double). Each is written by one store of the processor: struct.pack_into sets all bytes to 0 first,
-which a reader could see."""
+(double); then the number of steps that were timed (integer), compute seconds of one step,
+seconds of one step (doubles); then the fraction of the rank's time that Python's garbage
+collector takes (double). Each is written by one store of the processor: struct.pack_into sets
+all bytes to 0 first, which a reader could see."""
 
 
 def write_beat(page: mmap.mmap, step: int, phase: int, at: float) -> None:
@@ -34,7 +33,7 @@ def write_beat(page: mmap.mmap, step: int, phase: int, at: float) -> None:
 
 
 def write_compute_time(page: mmap.mmap, steps: int, compute_s: float, step_s: float) -> None:
-    """Write, beside the heartbeat, the compute time and the whole time of one step."""
+    """Write the compute time and the whole time of one step next to the heartbeat."""
     view = memoryview(page)
     doubles = view.cast("d")
     doubles[4], doubles[5] = compute_s, step_s
@@ -42,35 +41,40 @@ def write_compute_time(page: mmap.mmap, steps: int, compute_s: float, step_s: fl
 
 
 def read_compute_time(page: mmap.mmap) -> tuple[int, float, float]:
-    """(steps timed, compute seconds of one step, seconds of one step), all 0 before the first
-    note."""
+    """Return (steps timed, compute seconds of one step, seconds of one step).
+
+    All are 0 before the first note.
+    """
     view = memoryview(page)
     doubles = view.cast("d")
     return view.cast("q")[3], doubles[4], doubles[5]
 
 
 def write_pauses(page: mmap.mmap, share: float) -> None:
-    """Write, beside the heartbeat, the share of time in which the garbage collector stops the
-    rank."""
+    """Write the fraction of time in which the garbage collector pauses the rank."""
     memoryview(page).cast("d")[6] = share
 
 
 def read_pauses(page: mmap.mmap) -> float:
-    """That share; 0 before the first note."""
+    """Return the fraction of time in pauses; 0 before the first note."""
     return memoryview(page).cast("d")[6]
 
 
 def read_beat(page: mmap.mmap) -> tuple[int, str, float]:
-    """(step, phase, seconds since the epoch) of the last heartbeat; (0, "", 0.0) before the
-    first."""
+    """Return (step, phase, seconds since the epoch) of the last heartbeat.
+
+    (0, "", 0.0) before the first.
+    """
     view = memoryview(page)
     integers, at = view.cast("q"), view.cast("d")[2]
     return integers[0], PHASES[integers[1]] if at else "", at
 
 
 def heartbeat_page() -> int:
-    """The descriptor of a page for a rank's heartbeat, in memory: on a disk that is full a store
-    would raise SIGBUS."""
+    """Return the descriptor of a page for a rank's heartbeat.
+
+    It is in memory: on a full disk a store would raise SIGBUS.
+    """
     if hasattr(os, "memfd_create"):
         page = os.memfd_create("raydist-heartbeat")
     else:

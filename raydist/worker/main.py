@@ -1,5 +1,4 @@
-"""Start and end of a rank process: become the rank, run the job, report how it ended. (rank
-side)"""
+"""Start and end of a rank process: become the rank, run the job, report the end. (rank side)"""
 
 from __future__ import annotations
 
@@ -30,26 +29,24 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have Linux SIGKILL this process when the thread that forked it ends; end now if it has ended
-    already.
+    """Have Linux SIGKILL this process when the thread that forked it ends.
 
-    `parent`: the id of its process.
+    `parent`: the id of that thread's process. If it has ended already, end now.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call above
+        if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
 
 
 def become_rank(spec: RankSpec, log_fd: int) -> None:
-    """Turn a fresh child into the rank: own session, own log, the planned environment, folder and
-    import path."""
-    os.setsid()  # a process group of its own, so that its children can be ended with it
+    """Turn a fresh child into the rank: session, log, environment, folder and import path."""
+    os.setsid()  # a separate process group, so that its children can be ended with it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     redirect(log_fd)
-    # line by line: the output of a rank that dies is complete
+    # line by line, so that the output of a rank that dies is complete
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     faulthandler.enable()
@@ -79,9 +76,8 @@ def run_rank(
     `own`, `lead`: the snapshot memories, as in context.Context. `pmi_fd`: its connection to MPICH's
     process manager, if mpirun passed one.
     """
-    not_bound = bind(
-        spec.cpus
-    )  # first: memory lies on the NUMA node of the CPU that touches it first
+    # First, because memory lies on the NUMA node of the CPU that first touches it.
+    not_bound = bind(spec.cpus)
     become_rank(spec, log_fd)
     if pmi_fd >= 0:
         os.set_inheritable(pmi_fd, True)
@@ -101,13 +97,12 @@ def run_rank(
 
 
 def bind(cpus: Sequence[int] | None) -> str:
-    """Bind this process to these CPUs; None: to none. Why it can't be, or an empty text."""
+    """Bind this process to these CPUs (None: do not bind); return why that failed, or ""."""
     try:
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
-    except (
-        OSError
-    ) as error:  # a kubelet or a batch system has taken them away since the node was probed
+    # A kubelet or a batch system has removed the CPUs since the node was probed.
+    except OSError as error:
         listed = ",".join(map(str, cpus or ()))
         return (
             f"the rank is not bound to the CPUs {listed}, which it may no longer use "
@@ -124,7 +119,7 @@ def redirect(log_fd: int) -> None:
 
 
 def run_program(spec: ProgramSpec, log_fd: int) -> NoReturn:
-    """Run a program of MPI in a new child, with its own process group, log and environment."""
+    """Run an MPI program in a new child, with its own process group, log and environment."""
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
@@ -140,11 +135,11 @@ def run_program(spec: ProgramSpec, log_fd: int) -> NoReturn:
 
 
 def run_in_rank(spec: RankSpec, channel: Channel) -> int:
-    """Join, call the job, leave; the exit code: 0, the code of the job's sys.exit, or 1 for an
-    exception.
+    """Join, call the job, leave; return the exit code.
 
-    A script joins by itself, or not at all, so it counts as joined when it begins. It has no
-    heartbeat until it reports. `channel`: takes the measurements of its steps.
+    It is 0, the code of the job's sys.exit, or 1 for an exception. A script joins by itself, or not
+    at all, so it counts as joined when it begins. It has no heartbeat until it reports. `channel`:
+    takes the measurements of its steps.
     """
     try:
         job = config.from_dict(json.loads(spec.job))
@@ -181,8 +176,7 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
 
 
 def watch_steps(job: config.Job, channel: Channel) -> None:
-    """Time the rank's computation and the pauses of its garbage collector, if others may have to
-    wait for it."""
+    """Time the rank's computation and garbage collection, if other ranks may wait for it."""
     if context.rank().world_size == 1:
         return
     if job.watch.slow and "torch" in sys.modules:
@@ -195,7 +189,7 @@ def watch_steps(job: config.Job, channel: Channel) -> None:
 
 
 def frames_of_job(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback without raydist's frames before the job's own."""
+    """Return a traceback without raydist's frames before the job's own."""
     own_files = (__file__, target.__file__, program.__file__, runpy.__file__, "<frozen runpy>")
     while (
         frames is not None
@@ -217,8 +211,7 @@ def call_job(spec: RankSpec, job: config.Job) -> Any:
 
 
 def write_pickle(path: str, value: Any) -> None:
-    """Write a pickled value to a file for the agent; a value that can't be pickled becomes a
-    warning."""
+    """Write a pickled value to a file for the agent; warn if the value can't be pickled."""
     import cloudpickle
 
     if value is None:
@@ -249,12 +242,10 @@ def end_process(code: int, whole: bool = False) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Run a rank that was spawned, not forked: its spec is a file, its descriptors are
-    inherited."""
+    """Run a spawned, not forked, rank: its spec is a file, its descriptors are inherited."""
     path, server, *fds = sys.argv[1:]
-    die_with_parent(
-        int(server)
-    )  # again: the kernel forgets it if the interpreter has capabilities of its own
+    # Again, because the kernel clears the setting if the interpreter has file capabilities.
+    die_with_parent(int(server))
     spec = decode(Path(path).read_bytes())
     assert isinstance(spec, RankSpec), spec
     run_rank(spec, *map(int, fds))

@@ -29,8 +29,7 @@ class ProgramNotFound(FileNotFoundError):
 
 
 def run_script(script: str, args: Sequence[str]) -> None:
-    """Run a Python file or `-m module` in this process as Python would; for any other command exec
-    it."""
+    """Run a Python file or `-m module` in this process as Python would; exec any other command."""
     if not script.startswith("-m ") and not script.endswith(".py"):
         execute([script, *args])
     reset_interpreter()
@@ -62,16 +61,18 @@ def reset_interpreter() -> None:
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    # the launcher was started with -m, which puts the current folder there; `python file.py` does
-    # not
+    # the launcher was started with -m, which adds the current folder; `python file.py` does not
     sys.path[:] = [
         path for path in sys.path if path in python_path or path not in ("", os.getcwd())
     ]
 
 
 def run_file(script: str, args: Sequence[str], main: ModuleType) -> None:
-    """`python script args`: its folder is first on sys.path, and `__spec__` None, so that
-    multiprocessing finds it."""
+    """Run `python script args`.
+
+    The script's folder is first on sys.path, and `__spec__` is None, so that multiprocessing finds
+    it.
+    """
     path = os.path.abspath(script)
     if not os.path.isfile(path):
         raise ProgramNotFound(f"there is no {path} on {socket.gethostname()}: {ADVICE}")
@@ -91,7 +92,7 @@ def run_file(script: str, args: Sequence[str], main: ModuleType) -> None:
 
 
 def run_module(name: str, args: Sequence[str]) -> None:
-    """`python -m name args`."""
+    """Run `python -m name args`."""
     sys.argv = ["-m", *args]
     sys.orig_argv = [sys.executable, "-m", name, *args]
     sys.path.insert(0, os.getcwd())
@@ -99,7 +100,7 @@ def run_module(name: str, args: Sequence[str]) -> None:
 
 
 def execute(argv: Sequence[str]) -> NoReturn:
-    """Exec a command that is found as a shell finds it."""
+    """Exec a command, which is looked up as a shell does."""
     if shutil.which(argv[0]) is None:
         host = socket.gethostname()
         if os.path.exists(argv[0]):
@@ -113,8 +114,10 @@ def execute(argv: Sequence[str]) -> NoReturn:
 
 
 def restore_signals() -> None:
-    """Give signals that Python ignores their default action, which exec does not: `yes | head` ends
-    by SIGPIPE."""
+    """Restore the default action of signals that Python ignores, because exec does not.
+
+    For example, `yes | head` ends by SIGPIPE.
+    """
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
 
@@ -127,8 +130,10 @@ def finish(code: int) -> None:
 
 
 def leave_mpi() -> None:
-    """Call MPI_Finalize and exit, as mpi4py does in the tear-down of an interpreter, which a fork
-    does not have."""
+    """Call MPI_Finalize and exit, as mpi4py does when an interpreter shuts down.
+
+    A fork has no such shutdown.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None:
         return

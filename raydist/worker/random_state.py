@@ -19,30 +19,35 @@ NUMPY = struct.Struct("=I?d")
 
 
 def derive(*numbers: int) -> int:
-    """A seed of 63 bits from several numbers; similar numbers (epochs 1, 2, …) give independent
-    streams."""
+    """Derive a seed of 63 bits from several numbers.
+
+    Similar numbers (epochs 1, 2, …) give independent streams.
+    """
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
-    """Seed Python, numpy and torch; with `deterministic`, torch raises where it has no
-    deterministic algorithm."""
+    """Seed Python, numpy and torch.
+
+    With `deterministic`, torch raises an error where it has no deterministic algorithm.
+    """
     if deterministic:
         # cuBLAS reads it at its first use (NVIDIA's cuBLAS guide, "Results Reproducibility").
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
     if torch.are_deterministic_algorithms_enabled() != deterministic:
-        torch.use_deterministic_algorithms(
-            deterministic
-        )  # imports torch._inductor: a second in each rank
+        # Imports torch._inductor: a second in each rank.
+        torch.use_deterministic_algorithms(deterministic)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def capture(device: torch.device) -> torch.Tensor:
-    """The states of the generators of Python, numpy, torch and the GPU: uint8 of shape [n], n equal
-    on all ranks."""
+    """Return the states of the generators of Python, numpy, torch and the GPU.
+
+    They are uint8 of shape [n], with the same n on all ranks.
+    """
     _, words, spare = random.getstate()
     python = PYTHON.pack(*words, spare is not None, spare or 0.0)
     _, keys, position, has_spare, cached = np.random.get_state(legacy=True)

@@ -14,17 +14,17 @@ from raydist.worker.heartbeat import STACKS_SIGNAL
 from raydist.worker.torch_private import flight_recorder
 
 LAST = 8
-"""Most collectives of each backend in a report."""
+"""Limit on the collectives of each backend in a report."""
 
 _stack_files: list[TextIO] = []
 
 
 def of_all_threads() -> str:
-    """The stacks of all Python threads in faulthandler's format, the main thread's last, as the
-    current one.
+    """Return the stacks of all Python threads in faulthandler's format.
 
-    Not by faulthandler's own signal handler: it does not wait for the GIL, and crashes the process
-    if another thread runs Python code meanwhile (github.com/python/cpython/issues/116008).
+    The main thread comes last, as the current one. faulthandler's own signal handler is not used:
+    it does not wait for the GIL, and crashes the process if another thread runs Python code
+    meanwhile (github.com/python/cpython/issues/116008).
     """
     frames, main = sys._current_frames(), threading.main_thread().ident
     numbers = sorted(frames, key=lambda number: number == main)
@@ -56,8 +56,10 @@ def answer_signal(path: str) -> None:
 
 
 def collectives() -> tuple[list[Collective], str]:
-    """The last collectives of this rank, the oldest first; and why those of its backend are
-    missing, else empty."""
+    """Return the last collectives of this rank, oldest first, and why some are missing.
+
+    The reason is that the backend's collectives are not recorded; it is empty otherwise.
+    """
     if "torch.distributed" not in sys.modules:
         return [], ""
     import torch

@@ -1,5 +1,7 @@
-"""Runs a job's file as a program: `python jobs/digits.py …`, `torchrun jobs/digits.py …`. (rank
-side)"""
+"""Runs a job's file as a program, with python or torchrun. (rank side)
+
+For example `python jobs/digits.py …`, `torchrun jobs/digits.py …`.
+"""
 
 from __future__ import annotations
 
@@ -52,15 +54,17 @@ def main(function: Callable[..., Any]) -> Any:
 
 
 def in_group() -> bool:
-    """Whether this rank has joined a process group and not left it."""
+    """Report whether this rank has joined a process group and not left it."""
     import torch.distributed as dist
 
     return dist.is_initialized()
 
 
 def end_program(code: int) -> NoReturn:
-    """End with this exit code, in a process group too, where Python's own exit waits for gloo's
-    threads or aborts."""
+    """End with this exit code, in a process group too.
+
+    There Python's own exit waits for gloo's threads or aborts.
+    """
     if not in_group():
         sys.exit(code)
     sys.stdout.flush()
@@ -69,8 +73,10 @@ def end_program(code: int) -> NoReturn:
 
 
 def standalone_job(function: Callable[..., Any], overrides: list[str]) -> Job:
-    """The Job of these overrides, with the function as its target and a backend that this machine
-    has."""
+    """Return the Job of these overrides, with the function as its target.
+
+    `backend=auto` becomes a backend that this machine has.
+    """
     import torch
 
     from raydist.settings.compose import compose
@@ -89,9 +95,9 @@ def run_standalone(function: Callable[..., Any], job: Job) -> Any:
     """Join the other ranks, call the function, leave."""
     rank = context.Rank.from_env(os.environ)
     if rank.world_size > 1:
-        # torch's optimizers import it in their first step. If that happens beside a DDP model, the
-        # process group is never freed, and gloo's threads may abort this process as it exits
-        # ("terminate called without an active …").
+        # torch's optimizers import it in their first step. If that happens while a DDP model
+        # exists, the process group is never freed, and gloo's threads may abort this process as it
+        # exits ("terminate called without an active …").
         import torch._dynamo  # noqa: F401
     context.enter(
         context.Context(rank=rank, emit=printer(job.watch.every_s), beat=lambda step, phase: None)
@@ -106,7 +112,7 @@ def run_standalone(function: Callable[..., Any], job: Job) -> Any:
 
 
 def rank0_folder(job: Job, comm: backends.Comm) -> Path:
-    """Rank 0's run folder, for all ranks: each has composed its own, with the time in its name."""
+    """Return rank 0's run folder on all ranks: each has composed one with the time in its name."""
     import torch
 
     if folder := os.environ.get(env_names.RUN_DIR):
@@ -119,8 +125,10 @@ def rank0_folder(job: Job, comm: backends.Comm) -> Path:
 
 @contextmanager
 def in_run_folder(job: Job, comm: backends.Comm) -> Iterator[None]:
-    """Set the run folder of this rank, and the variables of the checkpoint to resume from. A
-    collective."""
+    """Set the run folder of this rank, and the variables of the checkpoint to resume from.
+
+    A collective.
+    """
     import torch
 
     current, run_dir = context.current(), rank0_folder(job, comm)
@@ -140,8 +148,10 @@ def in_run_folder(job: Job, comm: backends.Comm) -> Iterator[None]:
 
 
 def printer(every_s: float) -> Callable[[Event], None]:
-    """A function that prints rank 0's events: one step every `every_s` seconds and the last one,
-    all others at once."""
+    """Return a function that prints rank 0's events.
+
+    It prints one step every `every_s` seconds and the last one, all other events at once.
+    """
     last = time.monotonic() - every_s
 
     def emit(event: Event) -> None:

@@ -1,5 +1,4 @@
-"""Measures a rank's compute time in each step apart from its waits for other ranks, in any loop.
-(rank side)
+"""Measures a rank's compute time per step apart from its waits, in any loop. (rank side)
 
 A straggler makes the steps of all ranks equally long, so only time without a wait for others is
 compute time. All ranks have caught up with each other when gradients are averaged, that is when the
@@ -52,19 +51,19 @@ class StepTimer:
         self._steps = 0
 
     def pause(self, waited: bool = True) -> None:
-        """The rank waits from here. `waited`: for gradients of other ranks."""
+        """Mark that the rank waits from here. `waited`: for gradients of other ranks."""
         if self._since is not None:
             self._spans.append((self._since, mark()))
             self._since = None
         self._waited |= waited
 
     def resume(self) -> None:
-        """The rank computes from here."""
+        """Mark that the rank computes from here."""
         if self._begin is not None and self._since is None:
             self._since = mark()
 
     def end_step(self) -> None:
-        """Gradients are averaged: one step ends, and the next begins."""
+        """End a step and begin the next, once gradients are averaged."""
         if not self._waited:
             return
         now = mark()
@@ -86,7 +85,7 @@ class StepTimer:
 
 
 def mark() -> Any:
-    """A mark of this moment: a CUDA event if this process uses a GPU, else the time."""
+    """Return a mark of this moment: a CUDA event if this process uses a GPU, otherwise the time."""
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -95,12 +94,15 @@ def mark() -> Any:
 
 
 def reached(mark: Any) -> bool:
-    """Whether the GPU has reached this mark."""
+    """Report whether the GPU has reached this mark."""
     return isinstance(mark, float) or bool(mark.query())
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """Seconds between two marks; 0 between a time and a CUDA event, at the first use of a GPU."""
+    """Return the seconds between two marks.
+
+    They are 0 between a time and a CUDA event, at the first use of a GPU.
+    """
     if isinstance(begin, float) or isinstance(end, float):
         return end - begin if isinstance(begin, float) and isinstance(end, float) else 0.0
     return float(begin.elapsed_time(end)) / 1000
@@ -122,8 +124,10 @@ def time_steps_of_process(note: NoteComputeTime) -> None:
 def _wrap_method(
     class_: Any, name: str, before: Callable[..., None], after: Callable[[], None] | None
 ) -> None:
-    """Call `before` and `after` around a method, if this version of the library has it, unless a
-    compiler traces."""
+    """Call `before` and `after` around a method, except while a compiler traces.
+
+    Does nothing if this version of the library does not have the method.
+    """
     method = getattr(class_, name, None)
     if method is None:
         return
@@ -142,6 +146,8 @@ def _wrap_method(
 
 
 def waits_for_others(module: Any, name: str) -> bool:
-    """Whether a method call is part of a step that averages gradients, not of an evaluation or an
-    accumulation."""
+    """Report whether a call is part of a step that averages gradients.
+
+    It is not in an evaluation or an accumulation.
+    """
     return name == "synchronize" or (torch.is_grad_enabled() and module.require_backward_grad_sync)

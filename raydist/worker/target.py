@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_target(target: str) -> Callable[..., Any]:
-    """The function of `/path/file.py:function` or `package.module:function`."""
+    """Return the function of `/path/file.py:function` or `package.module:function`."""
     path, _, name = target.rpartition(":")
     module = _load_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
     function = getattr(module, name)
@@ -38,8 +38,7 @@ def _load_file(path: Path) -> Any:
 
 
 def call_function(function: Callable[..., Any], job: Job, *args: Any, **kwargs: Any) -> Any:
-    """Call the job's function with `config` if it has that parameter, and with job.args as keyword
-    arguments."""
+    """Call the job's function with job.args as keyword arguments, and `config` if it takes it."""
     parameters = inspect.signature(function).parameters
     config = {"config": job} if "config" in parameters and "config" not in kwargs else {}
     return function(*args, **config, **job.job.args, **kwargs)

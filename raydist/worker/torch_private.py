@@ -1,5 +1,4 @@
-"""All private parts of torch that raydist uses, with the fallback for a torch without them. (rank
-side)"""
+"""All private parts of torch that raydist uses, each with a fallback. (rank side)"""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 
 
 class Recorder(NamedTuple):
-    """One instance of torch's flight recorder; each implementation of a backend records into its
-    own."""
+    """One instance of torch's flight recorder; each backend implementation records into its own."""
 
     backend: str
     """gloo or nccl: the backend that it belongs to, as a hang report names it."""
@@ -37,11 +35,11 @@ RECORDERS: tuple[Recorder, ...] = (
     # ProcessGroupNCCL: `nccl` up to torch 2.14, `nccl-legacy` or TORCH_DIST_USE_NCCL2=0 since
     Recorder("nccl", "_dump_nccl_trace_json"),
 )
-"""Every instance that may hold collectives of a rank. An instance that nothing used is empty."""
+"""Every instance that may hold collectives of a rank. An unused instance is empty."""
 
 
 def flight_recorder(backend: str) -> list[Collective] | None:
-    """The collectives in all recorders of a backend, the oldest first; None if this torch has none.
+    """Return the collectives in all recorders of a backend, oldest first; None if torch has none.
 
     A recorder is on by default, for gloo on a CPU too (torch 2.8 and newer).
     """
@@ -56,7 +54,7 @@ def flight_recorder(backend: str) -> list[Collective] | None:
 
 
 def _dump(recorder: Recorder) -> list[Any] | None:
-    """The entries of one instance; None if this torch does not have it."""
+    """Return the entries of one instance; None if this torch does not have it."""
     from torch._C import _distributed_c10d
 
     dump: Callable[..., bytes] | None = getattr(_distributed_c10d, recorder.function, None)
@@ -73,8 +71,10 @@ def _dump(recorder: Recorder) -> list[Any] | None:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside the block new tensors have no values, but a device: attention is that of a CPU, which
-    meta's is not."""
+    """Create tensors without values but with a device inside the block.
+
+    Attention is that of a CPU, which it would not be on meta.
+    """
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:
@@ -85,8 +85,10 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def set_timeout(group: Any, limit: timedelta) -> None:
-    """Set how long an operation of a process group may take; a mesh makes its groups with torch's
-    own limit."""
+    """Set how long an operation of a process group may take.
+
+    A mesh creates its groups with torch's own limit.
+    """
     from torch.distributed import distributed_c10d
 
     # public since torch 2.15
@@ -95,8 +97,10 @@ def set_timeout(group: Any, limit: timedelta) -> None:
 
 
 def gpipe(stage: PipelineStage, count: int) -> ScheduleGPipe:
-    """A schedule of so many micro-batches. Fewer than stages are refused by torch 2.8 as it makes
-    the schedule only."""
+    """Return a schedule of `count` micro-batches.
+
+    torch 2.8 refuses fewer micro-batches than stages, but only when the schedule is created.
+    """
     from torch.distributed.pipelining import ScheduleGPipe
 
     made = ScheduleGPipe(stage, max(count, stage.num_stages))
@@ -105,8 +109,10 @@ def gpipe(stage: PipelineStage, count: int) -> ScheduleGPipe:
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """Its state_dict with tensors on its device in place of numbers: a number would make the host
-    wait for the GPU."""
+    """Return the scaler's state_dict with tensors on its device instead of numbers.
+
+    A number would make the host wait for the GPU.
+    """
     if (
         not scaler.is_enabled()
         or (scale := scaler._scale) is None

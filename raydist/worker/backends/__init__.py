@@ -1,4 +1,4 @@
-"""The table of backends: by name its module, which only a rank imports. (either side)"""
+"""The table of backends by name: each is a module that only a rank imports. (either side)"""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ BACKENDS = {
     "ucc": "raydist.worker.backends.ddp",
     "horovod": "raydist.worker.backends.horovod",
 }
-"""By backend: a module with a function `join(job, env)`, a context manager that gives this rank's
-`Comm`."""
+"""The modules by backend. Each has a function `join(job, env)`, a context manager that yields this
+rank's `Comm`."""
 
 SHARDED = "raydist.training.parallel"
 PIPELINE = "raydist.training.pipeline"
 
 
 def module_of(name: str, parallel: Parallel) -> str:
-    """The module of a backend for this division of the model."""
+    """Return the module of a backend for this division of the model."""
     if parallel.name == "pp" or (parallel.pp or 1) > 1:
         return PIPELINE
     return SHARDED if divides(parallel) else BACKENDS[name]
@@ -45,46 +45,45 @@ class Comm(Protocol):
     """The operations of a backend that the loop uses. All ranks call them in the same order."""
 
     sharded: ClassVar[bool]
-    """Whether `wrap` leaves each rank a part of each parameter only."""
+    """Whether `wrap` leaves each rank only a part of each parameter."""
     pipelined: ClassVar[bool]
-    """Whether `wrap` gives a Pipeline, with some of the model's blocks."""
+    """Whether `wrap` returns a Pipeline, with some of the model's blocks."""
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap a model so that its gradients are averaged; parameters and buffers become those of
-        rank 0."""
+        """Wrap a model so that its gradients are averaged.
+
+        Its parameters and buffers become those of rank 0.
+        """
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
     ) -> torch.optim.Optimizer:
-        """Wrap its optimizer; the state becomes that of rank 0."""
+        """Wrap the model's optimizer; the state becomes that of rank 0."""
 
     def accumulating(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Inside the block, backward accumulates gradients without communication."""
+        """Accumulate gradients without communication in backward passes inside the block."""
 
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait until every gradient is the average over all ranks (before clipping)."""
 
     def clip(self, model: torch.nn.Module, norm: float) -> None:
-        """Scale the gradients down so that their norm, that of the whole model, is at most
-        `norm`."""
+        """Scale the gradients down so that the norm over the whole model is at most `norm`."""
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Enclose optimizer.step() after finish_gradients."""
 
     def start_mean(self, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to average a loss over all ranks in the background; the function that is returned
-        waits for it."""
+        """Start to average a loss over all ranks; return a function that waits for the result."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum over all ranks, on every rank."""
+        """Return the elementwise sum over all ranks, on every rank."""
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor (one shape and type), in order of rank, on every rank."""
+        """Return every rank's tensor (of one shape and type), in order of rank, on every rank."""
 
 
 def check_installed(name: str, script: str = "") -> None:
-    """Raise ConfigError for an unknown or missing backend. `script`: the program, if the job is
-    one."""
+    """Raise ConfigError for an unknown or missing backend. `script`: the program, if any."""
     if name == "script" and not script:
         raise ConfigError.of(
             "backend", "script", "no script is set", "script=train.py", "backend=auto"
@@ -117,8 +116,10 @@ def process_set(*ranks: int) -> Any:
 
 
 def torch_has(name: str) -> bool:
-    """Whether this torch was built with mpi or ucc; checked in another process, as the driver never
-    imports torch."""
+    """Report whether this torch was built with mpi or ucc.
+
+    Another process checks that, because the driver never imports torch.
+    """
     code = f"import torch.distributed as d; raise SystemExit(not d.is_{name}_available())"
     return (
         subprocess.run(
@@ -130,7 +131,7 @@ def torch_has(name: str) -> bool:
 
 @contextmanager
 def join(name: str, job: Job, env: Mapping[str, str]) -> Iterator[Comm]:
-    """Join the ranks of this job, with equal seeds on all; leaving the block leaves them."""
+    """Join the ranks of this job, with equal seeds on all; leave them at the end of the block."""
     from raydist.worker import random_state
 
     check_installed(name)

@@ -1,5 +1,4 @@
-"""DDP over torch.distributed's backends: joins the process group, averages gradients in backward.
-(rank side)"""
+"""DDP on torch.distributed: joins the process group, averages gradients in backward. (rank side)"""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class DDPComm:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        # One rank has no other to average with, and DDP refuses a model without trainable
+        # A single rank has no other to average with, and DDP refuses a model without trainable
         # parameters.
         if dist.get_world_size() == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
@@ -57,7 +56,7 @@ class DDPComm:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: DDP's backward has averaged them."""
+        """Do nothing: DDP's backward pass has averaged the gradients."""
 
     def clip(self, model: torch.nn.Module, norm: float) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
@@ -92,7 +91,7 @@ class DDPComm:
 
 @contextmanager
 def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
-    """Join the default process group; leaving the block leaves it."""
+    """Join the default process group; leave it at the end of the block."""
     device = context.rank().device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -104,7 +103,7 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
         **init_arguments(job.init_method, int(env.get("RANK", "0")), world_size, env),
     )
     if world_size > 1 and job.backend.name == "gloo":
-        # Gloo connects each pair by itself. Without this barrier, a rank whose job ends at once
+        # Gloo connects each pair separately. Without this barrier, a rank whose job ends at once
         # closes the connections that a slower rank is still opening, and that rank fails in
         # init_process_group.
         dist.barrier()
@@ -122,7 +121,7 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
 def init_arguments(
     init_method: str, rank: int, world_size: int, env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The arguments of init_process_group for a rendezvous method."""
+    """Return the arguments of init_process_group for a rendezvous method."""
     position = {"rank": rank, "world_size": world_size}
     if world_size == 1 and "MASTER_ADDR" not in env:
         return {"store": dist.HashStore(), **position}  # type: ignore[attr-defined]

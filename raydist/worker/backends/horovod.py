@@ -1,6 +1,6 @@
 """The Horovod backend: a background thread averages gradients. (rank side)
 
-Of the seven steps in Horovod's documentation a job needs none: init, pinning the device, wrapping
+A job needs none of the seven steps in Horovod's documentation: init, pinning the device, wrapping
 the optimizer and broadcasting from rank 0 are here; scaling the rate (optim.py), saving on rank 0
 only (checkpoint.py) and sharding the data (data.py) are the same for every backend.
 """
@@ -33,8 +33,7 @@ _process_sets: dict[tuple[int, ...], hvd.ProcessSet] = {}
 
 @dataclass(frozen=True)
 class Contiguous:
-    """A compression of Horovod for gradients in any memory format: Horovod refuses channels-last
-    tensors."""
+    """A Horovod compression for any memory format: Horovod refuses channels-last gradients."""
 
     inner: Any
 
@@ -65,9 +64,8 @@ class HorovodComm:
         hvd.broadcast_parameters(packed, root_rank=0)
         with torch.no_grad():
             for name, value in tensors.items():
-                value.copy_(
-                    packed[name]
-                )  # a no-op, except for tensors that had to be copied to be contiguous
+                # A no-op, except for tensors that had to be copied to be contiguous.
+                value.copy_(packed[name])
         return model
 
     def wrap_optimizer(
@@ -85,13 +83,15 @@ class HorovodComm:
             groups=gradient_groups(model, settings.groups),
         )
         broadcast_state(optimizer, wrapped)
-        # Horovod made a class for this optimizer. Its zero_grad has no set_to_none; torch's has.
+        # Horovod created a class for this optimizer. Its zero_grad has no set_to_none; torch's has.
         del type(wrapped).zero_grad
         return wrapped
 
     def accumulating(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Do nothing: the optimizer counts backward passes, and sends gradients in the last one of
-        a step."""
+        """Do nothing: the optimizer sends gradients in the last backward pass of a step.
+
+        It counts the passes.
+        """
         return nullcontext()
 
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -122,7 +122,7 @@ class HorovodComm:
 
 
 def gradient_groups(model: torch.nn.Module, number: int | None) -> list[list[torch.Tensor]] | None:
-    """The trainable parameters in at most `number` groups of neighbours; None: no groups."""
+    """Return the trainable parameters in at most `number` groups of neighbours; None: no groups."""
     if number is None:
         return None
     trained: list[torch.Tensor] = [each for each in model.parameters() if each.requires_grad]
@@ -131,12 +131,11 @@ def gradient_groups(model: torch.nn.Module, number: int | None) -> list[list[tor
 
 
 def broadcast_state(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:
-    """Give every rank's wrapped optimizer the state that rank 0's optimizer had before the
-    wrapping, which drops it.
+    """Give every rank's wrapped optimizer the state that rank 0's had before the wrapping.
 
-    Horovod's broadcast_optimizer_state unpickles data from the network, and fills an empty state by
-    a step with zero gradients, which Adam would count and in which weight decay would change the
-    parameters.
+    The wrapping drops the state. Horovod's broadcast_optimizer_state unpickles data from the
+    network, and fills an empty state by a step with zero gradients, which Adam would count and in
+    which weight decay would change the parameters.
     """
     packed = io.BytesIO()
     torch.save(optimizer.state_dict(), packed)
@@ -148,7 +147,7 @@ def broadcast_state(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optim
 
 
 def find_process_set(ranks: tuple[int, ...]) -> hvd.ProcessSet:
-    """The process set of these ranks, in ascending order. ConfigError: there is none."""
+    """Return the process set of these ranks, in ascending order. ConfigError: there is none."""
     if ranks not in _process_sets:
         known = ", ".join(str(list(each)) for each in _process_sets) or "none"
         key = "backend.horovod.process_sets"
@@ -159,7 +158,7 @@ def find_process_set(ranks: tuple[int, ...]) -> hvd.ProcessSet:
 
 @contextmanager
 def join(job: Job, env: Mapping[str, str]) -> Iterator[HorovodComm]:
-    """Join Horovod's ranks; leaving the block leaves them."""
+    """Join Horovod's ranks; leave them at the end of the block."""
     if "HOROVOD_RANK" not in env and int(env.get("WORLD_SIZE", "1")) > 1:
         cause = "torchrun has no rendezvous of Horovod; start it with raydist train"
         raise ConfigError.of("backend", "horovod", cause, "backend=gloo")
@@ -177,7 +176,7 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[HorovodComm]:
     _process_sets.update({tuple(each.ranks): each for each in sets})
     yield HorovodComm(job)
     # Not in a `finally`: shutdown waits for other ranks, and a failed rank must end, so that the
-    # driver ends them.
+    # driver ends the others.
     if hvd.is_initialized():
         # one rank's shutdown aborts the collectives that others still run in a process set
         hvd.barrier()
