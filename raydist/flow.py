@@ -80,13 +80,15 @@ def run_job(
     many: OneOfMany | None = None,
     on_event: Reader | None = None,
 ) -> Result[Any]:
-    """THE FLOW: run the job, make its Result, write and upload the records. `many`: the run is one
-    of several."""
+    """THE FLOW: run the job, make its Result, write and upload the records.
+
+    `many`: the run is one of several.
+    """
     folder = Path(job.dir)
     halt, shown = (many.halt, many.reader) if many else (None, None)
     with stoppable(halt), watching(job, shown, on_event) as (events, figures):
-        # Ray is left after the event `result`: what its readers count goes out over that
-        # connection.
+        # The connection to Ray closes after the event `result`: what its readers count goes out
+        # over it.
         with Trackers(job, events) as trackers, ExitStack() as connection:
             try:
                 events.say(
@@ -97,7 +99,7 @@ def run_job(
                     pages=last_page(folder),
                 )
                 attempt = attempt_job(trackers.with_ids(), call, events, connection, many)
-            except Exception as error:  # also Ray's: whatever happens, there is a result
+            except Exception as error:  # Ray's errors too: whatever happens, there is a result
                 attempt = Attempt(error=as_raydist_error(error))
             outcome: Result[Any] = result.make_result(folder, attempt, figures)
             outcome.save()
@@ -115,10 +117,9 @@ def attempt_job(
     connection: ExitStack,
     many: OneOfMany | None = None,
 ) -> Attempt:
-    """Connect, then one placement after the other until the run is over; nearly always one is
-    enough.
+    """Connect, then place and attempt the job until the run is over.
 
-    `connection`: leaves Ray when it is closed.
+    Nearly always one placement is enough. `connection`: disconnects from Ray when it is closed.
     """
     backends.check_installed(job.backend.name, job.script)
     run_storage.reserve_run(job)
@@ -138,8 +139,7 @@ def attempt_job(
 
 
 def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany | None) -> None:
-    """Place the job, and attempt it there until the run is over or its nodes are about to be taken
-    away."""
+    """Place the job, and attempt it there until the run is over or its nodes will be removed."""
     try:
         request = placement.resources_for(
             job, drain.usable_nodes(job, connect.alive_nodes()), connect.node_types()
@@ -153,8 +153,10 @@ def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany
 
 
 def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: bool) -> Attempt:
-    """Without Ray, on this machine. `alone`: this is the main run of the process, which can be the
-    only rank itself."""
+    """Attempt the job without Ray, on this machine.
+
+    `alone`: this is the only run of the process, which can be the only rank itself.
+    """
     node = inline.inline_node(job)
     plan = placement.assign_ranks(
         request := placement.resources_for(job, [node]), [node] * len(request.bundles)
@@ -168,8 +170,7 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: boo
 
 
 def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) -> None:
-    """Open the agents, then attempt after attempt, as long as each is followed by a retry in
-    place."""
+    """Open the agents, then make attempts as long as each is followed by a retry in place."""
     events.say("plan", **group.plan.as_event())
     job = settled(job, group.plan)
     group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
