@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from raydist.shared.events import Event
 
 DYING_S = 45.0
-"""Longest wait of an agent, and of the driver, for the end of a process that was sent SIGKILL. To
-free much memory takes seconds; one that waits for a dead disk or a dead GPU never ends."""
+"""Maximum wait of an agent, and of the driver, for the end of a process that was sent SIGKILL.
+Freeing much memory takes seconds; a process that waits for a dead disk or a dead GPU never ends."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class WarmServer:
     folder: str
     heritage: tuple[str, ...]
     """The properties that its processes inherit (node.fork_launcher.heritage). An agent with equal
-    ones may use it."""
+    properties may use it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ProcessEnd:
 
     code: int
     signal: int
-    """The signal that ended it, else 0."""
+    """The signal that ended it, or 0."""
     at: float
     """Seconds since the epoch, on the clock of its node."""
     lost: str = ""
@@ -63,14 +63,14 @@ class RankEnd(ProcessEnd):
     step: int = 0
     phase: str = ""
     why: str = ""
-    """The process or the kernel that may have ended it, for a person."""
+    """The process or the kernel that may have ended it, as readable text."""
     oom: Literal["", "kernel"] = ""
-    """Whether the kernel's out-of-memory killer ended it."""
+    """`kernel`: the kernel's out-of-memory killer ended it."""
     by_mpirun: bool = False
-    """mpirun ended its child of the rank before."""
+    """mpirun had already ended its child of the rank."""
     told: bool = False
-    """Its agent had been told to stop it while it ran, and had raised nothing. No clock is needed
-    to know that."""
+    """Whether its agent had been asked to stop it while it ran, and had raised nothing. This is
+    known without comparing clocks."""
     error: RecordedError | None = None
     """The error that torch.distributed.elastic's `@record` wrote."""
 
@@ -80,13 +80,13 @@ class Opened:
     """The reply of an agent that has opened."""
 
     facts: Facts | None
-    """Of its node; from the first agent of each node only."""
+    """The facts of its node; only from the first agent of each node."""
     born: float
-    """When the agent was made, in seconds since the epoch."""
+    """When the agent was created, in seconds since the epoch."""
     warm: Warm
     store: StoreAddress | None
     ports: Ports | None
-    """The counters of the network ports of its node; from the first agent of each node only."""
+    """The counters of the network ports of its node; only from the first agent of each node."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,17 @@ class Open(Request[Opened]):
     """Seconds that the fork server of a node stays after the run, for the next one; 0: it ends with
     the run."""
     installed: tuple[str, ...] = ()
-    """Those of the modules that a server imports that stays: not the user's own files, which change
-    from run to run."""
+    """The subset of the modules that a persistent server imports: not the user's own files, which
+    change from run to run."""
     warm_server: WarmServer | None = None
     ray_stays: bool = False
-    """The Ray of this run is not the driver's own: it outlives the run, and the fork server ends
-    with it."""
+    """Whether the Ray of this run is not the driver's own: it outlives the run, and the fork server
+    ends with it."""
     rank: int = -1
     node_id: str = ""
     node_ip: str = ""
     lead: bool = True
-    """The first agent of its node."""
+    """Whether this is the first agent of its node."""
     store: StoreKind | None = None
     """The kind of store to open; None: no store."""
 
@@ -141,21 +141,21 @@ class StartRank(Request[int]):
     """The settings, as JSON (settings.config.as_dict)."""
     argv: tuple[str, ...]
     script: str
-    """The program of script=, else empty."""
+    """The program of script=, or empty."""
     cwd: str
     """The working directory; empty: that of the agent."""
     sys_path: tuple[str, ...]
     nccl_aloud: bool
     """Send NCCL's log to the driver too."""
     nccl_strict: bool
-    """End the rank if NCCL does not use InfiniBand although the plan says so."""
+    """End the rank if NCCL does not use InfiniBand although the plan requires it."""
     call: bool = False
-    """The job is a function, which the node has (KeepCall)."""
+    """Whether the job is a function, which the node has (KeepCall)."""
     cpus: tuple[int, ...] | None = None
-    """The CPUs to which the rank is bound; None: it is not."""
+    """The CPUs to which the rank is bound; None: it is not bound."""
     driver: str = ""
-    """The driver's machine, as shared.own_path.machine_id(): the person has chosen the files that
-    lie there."""
+    """The driver's machine, as shared.own_path.machine_id(): the user has chosen the files
+    there."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class KeepCall(Request[None]):
 
 @dataclass(frozen=True)
 class RankNews:
-    """The news of a rank since the last reply."""
+    """What a rank has reported since the last reply."""
 
     events: Sequence[Event]
     log: bytes
@@ -182,9 +182,9 @@ class RankNews:
     work: tuple[int, float, float]
     """Steps that were timed, compute seconds of one step, seconds of one step."""
     pauses: float
-    """The share of the rank's time in which Python's garbage collector stops it."""
+    """The fraction of the rank's time in which Python's garbage collector pauses it."""
     end: RankEnd | None = None
-    """How it ended; no news follows."""
+    """How it ended; no further report follows."""
     server_quiet: float = 0.0
     """Seconds for which the fork server of its node has not answered."""
     sent: float = 0.0
@@ -193,7 +193,7 @@ class RankNews:
 
 @dataclass(frozen=True)
 class GetNews(Request[RankNews]):
-    """Reply at once to news that can't wait, else after `patience` seconds."""
+    """Reply at once with news that can't wait, otherwise after `patience` seconds."""
 
     patience: float
 
@@ -208,10 +208,10 @@ class RankActivity:
     busy: float
     """CPU seconds that it used per second."""
     stack: str
-    """The stacks of its threads, in faulthandler's format; of a rank that could not answer, the
-    main thread's only."""
+    """The stacks of its threads, in faulthandler's format; if the rank could not answer, only that
+    of the main thread."""
     collectives: Sequence[Collective]
-    """The last entries of torch's flight recorder, the oldest first."""
+    """The last entries of torch's flight recorder, oldest first."""
     beat: tuple[int, str, float] = (0, "", 0.0)
     """Its heartbeat after that."""
 
@@ -231,7 +231,7 @@ class RankValue:
 
 @dataclass(frozen=True)
 class RecordedEnd:
-    """How a rank ended whose agent does not answer, as its node has noted it."""
+    """How a rank ended whose agent does not answer, as recorded by its node."""
 
     end: RankEnd
     value: RankValue
@@ -244,8 +244,11 @@ class GetValue(Request[RankValue]):
 
 @dataclass(frozen=True)
 class IsOpen(Request[bool]):
-    """Whether the agent can start a rank. It can't if it is new and not open yet, if its fork
-    server has ended, or if a process of an earlier attempt does not end."""
+    """Report whether the agent can start a rank.
+
+    It can't if it is new and not open yet, if its fork server has ended, or if a process of an
+    earlier attempt does not end.
+    """
 
 
 @dataclass(frozen=True)
@@ -260,8 +263,10 @@ class Flush(Request["list[Event]"]):
 
 @dataclass(frozen=True)
 class StopRank(Request[None]):
-    """Send SIGTERM, and SIGKILL after `grace` seconds; without grace SIGKILL at once. Reply after
-    the end."""
+    """Send SIGTERM, then SIGKILL after `grace` seconds; reply after the end.
+
+    Without grace it sends SIGKILL at once.
+    """
 
     grace: float
 
@@ -271,7 +276,7 @@ class NetworkUse:
     """The network counters of a node, and the network that NCCL uses."""
 
     ports: Ports | None
-    """The counters of its ports; from the first agent of each node only."""
+    """The counters of its ports; only from the first agent of each node."""
     nccl: Log
     """The channels of the rank in NCCL's log."""
 
@@ -282,31 +287,31 @@ class GetNetworkUse(Request[NetworkUse]):
 
 
 class GpuLoad(TypedDict):
-    """How busy one GPU is; None for what it does not tell."""
+    """The load of one GPU; None for values that the GPU does not report."""
 
     util: float | None
-    """Share of the time in which a kernel ran, from 0 to 1."""
+    """Fraction of the time in which a kernel ran, from 0 to 1."""
     memory: tuple[int, int] | None
-    """Bytes (used, in all)."""
+    """Bytes (used, total)."""
     power_w: int | None
     temp_c: int | None
 
 
 class NodeLoad(TypedDict):
-    """How busy a node is."""
+    """The load of a node."""
 
     cpu: float
-    """Share of all cores since the answer before, from 0 to 1."""
+    """Fraction of all cores since the previous reply, from 0 to 1."""
     memory: tuple[int, int]
-    """Bytes (used, in all)."""
+    """Bytes (used, total)."""
     gpus: list[GpuLoad]
     ports: dict[str, tuple[int, int]]
-    """Bytes (received, sent) since the port is up, by its name."""
+    """Bytes (received, sent) since the port came up, by its name."""
 
 
 @dataclass(frozen=True)
 class GetLoad(Request[NodeLoad]):
-    """Reply how busy the node is."""
+    """Reply with the load of the node."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ class LibraryTrial(TypedDict, total=False):
 
     addresses: list[str]
     interface: str
-    """Of NCCL."""
+    """NCCL's interface."""
     error: str
     """The library's own message."""
     status: int
-    """The ncclResult_t of a trial, dropped before it is replied."""
+    """The ncclResult_t of a trial, dropped before the reply."""
 
 
 class CheckupRequest(Request[Reply]):
@@ -46,7 +46,7 @@ class Trip(NamedTuple):
 
 @dataclass(frozen=True)
 class ListenForPeers(CheckupRequest[Peer]):
-    """Start to answer the other nodes, on the training address only."""
+    """Start to answer the other nodes, only on the training address."""
 
     address: str
     secret: bytes
@@ -74,8 +74,10 @@ class ReachStore(CheckupRequest[str]):
 
 @dataclass(frozen=True)
 class TryLibraries(CheckupRequest["dict[str, LibraryTrial]"]):
-    """Try which addresses gloo and NCCL choose with the variables of a rank; by library the result
-    of node.dryrun."""
+    """Try which addresses gloo and NCCL choose with the variables of a rank.
+
+    Reply with the result of node.dryrun by library.
+    """
 
     names: tuple[str, ...]
     env: Mapping[str, str]
@@ -101,6 +103,6 @@ class CheckHost(CheckupRequest[HostCheck]):
 
     folder: str
     address: str = ""
-    """The address of another node, whose name is looked up; none if it is empty."""
+    """The address of another node, whose name is looked up; empty: no look-up."""
     env: Mapping[str, str] = field(default_factory=dict)
     """The variables that the job sets: RES_OPTIONS shortens a look-up."""

@@ -14,7 +14,7 @@ class DaemonRequest:
     """A daemon that mpirun requests on a host."""
 
     agent: int
-    """Names mpirun's launch agent of the request, which ends as the daemon does."""
+    """Names mpirun's launch agent that sent the request; it ends as the daemon does."""
     host: str
     argv: tuple[str, ...]
 
@@ -37,8 +37,10 @@ class RunDaemon(Request[ProcessEnd]):
 
 @dataclass(frozen=True)
 class NextDaemons(Request["list[DaemonRequest]"]):
-    """Reply with the next daemons that mpirun's launch agents request; with none once mpirun has
-    ended."""
+    """Reply with the next daemons that mpirun's launch agents request.
+
+    The reply is empty once mpirun has ended.
+    """
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,6 @@ class EndLaunchAgent(Request[None]):
 
 @dataclass(frozen=True)
 class MpirunEnded(Request[None]):
-    """mpirun has ended, and starts no process for this rank any more."""
+    """Report that mpirun has ended, and starts no more processes for this rank."""
 
     why: str

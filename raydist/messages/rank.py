@@ -11,18 +11,18 @@ from raydist.messages.wire import Message
 
 
 class RankMessage(Message):
-    """Goes from an agent to its rank."""
+    """A message from an agent to its rank."""
 
 
 class RankReply(Message):
-    """Goes from a rank to its agent."""
+    """A message from a rank to its agent."""
 
 
 class Collective(TypedDict):
-    """An entry of torch's flight recorder, with the fields that a hang report uses; a torch without
-    a field gives None.
+    """An entry of torch's flight recorder, with the fields that a hang report uses.
 
-    torch documents them in docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html.
+    A field that this torch lacks is None. torch documents the fields in
+    docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html.
     """
 
     process_group: Sequence[str]
@@ -31,7 +31,8 @@ class Collective(TypedDict):
     p2p_seq_id: int
     is_p2p: bool
     profiling_name: str
-    """As `gloo:all_reduce`, `nccl:all_reduce` or, with torch 2.15's NCCL, `nccl2:all_reduce`."""
+    """For example `gloo:all_reduce`, `nccl:all_reduce` or, with torch 2.15's NCCL,
+    `nccl2:all_reduce`."""
     input_sizes: Sequence[Sequence[int]]
     state: str
     """scheduled, started or completed."""
@@ -45,34 +46,42 @@ class TellActivity(RankMessage):
 
 @dataclass(frozen=True)
 class Activity(RankReply):
-    """What the rank does at this moment."""
+    """What the rank is doing at this moment."""
 
     stack: str
     """The stacks of all its threads, in faulthandler's format."""
     collectives: Sequence[Collective]
-    """The last entries of torch's flight recorder, the oldest first."""
+    """The last entries of torch's flight recorder, oldest first."""
 
 
 @dataclass(frozen=True)
 class Holding(RankReply):
-    """The rank stands still after this step, until it gets StopAfter or ReleaseRank."""
+    """The rank pauses after this step, until it gets StopAfter or ReleaseRank."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class HoldRank(Request[int], RankMessage):
-    """Have the rank stand still after the step that it is making; reply with that step. To the rank
-    as well."""
+    """Ask the rank to pause after its current step; reply with that step.
+
+    The agent forwards the message to the rank.
+    """
 
 
 @dataclass(frozen=True)
 class StopAfter(Request[None], RankMessage):
-    """Have the rank go on to this step, keep its state, and emit `left`. To the rank as well."""
+    """Let the rank continue to this step, keep its state, and emit `left`.
+
+    The agent forwards the message to the rank.
+    """
 
     step: int
 
 
 @dataclass(frozen=True)
 class ReleaseRank(Request[None], RankMessage):
-    """Have a rank that holds continue: not all ranks can hold now. To the rank as well."""
+    """Let a paused rank continue, because not all ranks can hold now.
+
+    The agent forwards the message to the rank.
+    """

@@ -1,5 +1,4 @@
-"""What the driver asks of agents: requests with typed replies, and what carries them. (either
-side)"""
+"""Requests of the driver to agents, with typed replies, and their transport. (either side)"""
 
 from __future__ import annotations
 
@@ -11,16 +10,17 @@ AnyReply = TypeVar("AnyReply")
 
 
 class Request(Generic[Reply]):
-    """A request of the driver to the agent of one rank; its type parameter is the type of the
-    reply."""
+    """A request of the driver to the agent of one rank; its type parameter is the reply's type."""
 
 
 class Transport(Protocol):
     """Sends requests to agents: through Ray's actors, or to a thread of this process."""
 
     def __call__(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
-        """Send a request to the agent of a rank. The future raises what the agent raised, or that
-        it is gone."""
+        """Send a request to the agent of a rank.
+
+        The future raises the agent's error, or an error that the agent has exited.
+        """
         ...
 
 
@@ -28,7 +28,7 @@ class NodeRequest(NamedTuple):
     """A request to one agent of a node, among those that travel together."""
 
     number: int
-    """Of the request, among all to this node."""
+    """The number of the request, among all to this node."""
     local_rank: int
     request: Request[Any]
 

@@ -13,11 +13,11 @@ StoreKind = Literal["tcp", "horovod"]
 
 
 class ServerMessage(Message):
-    """Goes to a fork server."""
+    """A message to a fork server."""
 
 
 class ServerReply(Message):
-    """Is the reply of a fork server."""
+    """A reply of a fork server."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class RankSpec(ServerMessage):
     cwd: str
     sys_path: tuple[str, ...]
     value: str
-    """The file for the return value. Beside it: `.error`, `.stacks`, `.spec`."""
+    """The file for the return value. Next to it are `.error`, `.stacks` and `.spec`."""
     call: str | None = None
-    """The file of the pickled function, if the job is one."""
+    """The file of the pickled function, if the job is a function."""
     cpus: tuple[int, ...] | None = None
-    """The CPUs to which the rank is bound, by raydist or by mpirun; None: it is not."""
+    """The CPUs to which the rank is bound, by raydist or by mpirun; None: it is not bound."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,9 @@ class ProgramSpec(ServerMessage):
 
 @dataclass(frozen=True)
 class LookAtModel(ServerMessage):
-    """Build the model that `model=` names without values, and write to the descriptor why it cannot
-    be divided.
+    """Build the model that `model=` names without values; write why it cannot be divided.
 
-    That is JSON of the arguments of a ConfigError, or nothing.
+    The text goes to the descriptor. It is JSON of the arguments of a ConfigError, or empty.
     """
 
     model: Mapping[str, Any]
@@ -68,8 +67,8 @@ class WriteCheckpoint(ServerMessage):
     """Fork a writer process for a checkpoint; its events go to the descriptor."""
 
     last: bool = True
-    """Write the newest snapshot, if no checkpoint on the disk is as new; else what the first rank
-    asks for."""
+    """Write the newest snapshot, unless a checkpoint on the disk is as new; otherwise write what
+    the first rank requests."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +80,14 @@ class GetNewestState(ServerMessage):
 
 @dataclass(frozen=True)
 class NewestState(ServerReply):
-    """The step of the newest state that the memories of a run hold on this node; -1: they hold
-    none."""
+    """The step of the newest state in a run's memories on this node; -1: they hold none."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class SignalProcess(ServerMessage):
-    """Send a signal to a process that was forked for this agent; SIGKILL goes to its whole process
-    group."""
+    """Send a signal to a process forked for this agent; SIGKILL goes to its whole process group."""
 
     pid: int
     signal: int
@@ -98,27 +95,28 @@ class SignalProcess(ServerMessage):
 
 @dataclass(frozen=True)
 class Claim(ServerMessage):
-    """Serve the process that has the other end of the socket sent along, until that closes; reply
-    with Claimed.
+    """Serve the process at the other end of the passed socket until it closes; reply with Claimed.
 
-    Without a socket it only asks whether the server would.
+    Without a socket it only asks whether the server would do so.
     """
 
 
 @dataclass(frozen=True)
 class Claimed(ServerReply):
-    """Whether the server serves this process: not if it serves another one, or a file that it
-    imported has changed."""
+    """Whether the server serves this process.
+
+    It does not if it serves another one, or if a file that it imported has changed.
+    """
 
     ok: bool
 
 
 @dataclass(frozen=True)
 class BeginRun(ServerMessage):
-    """Make the folder of a run, with a link to the server, and remove it when the claim ends.
+    """Create the folder of a run, with a link to the server, and remove it when the claim ends.
 
-    A server that stays does so for `keep_s` seconds afterwards, and no longer than the process
-    `guard`; 0: none.
+    A persistent server does so for `keep_s` seconds afterwards, and no longer than the process
+    `guard` lives; 0: none.
     """
 
     folder: str
@@ -140,9 +138,9 @@ class Warm(ServerReply):
     failed: Mapping[str, str] = field(default_factory=dict)
     """Modules that could not be imported, each with the error."""
     cuda: bool = False
-    """A module has initialised CUDA, which no fork survives."""
+    """Whether a module has initialised CUDA, which no fork survives."""
     pid: int = 0
-    """Of the fork server."""
+    """The pid of the fork server."""
 
 
 @dataclass(frozen=True)
@@ -161,19 +159,20 @@ class Forked(ServerReply):
 
     pid: int
     serial: int = 0
-    """Its number among the forks of this server: the kernel uses pids again."""
+    """Its number among the forks of this server, because the kernel reuses pids."""
 
 
 @dataclass(frozen=True)
 class Busy(ServerReply):
-    """The fork server imports modules, or looks whether their files have changed, before it handles
-    messages again."""
+    """The fork server is importing modules or checking whether their files have changed.
+
+    It handles messages again after that.
+    """
 
 
 @dataclass(frozen=True)
 class StoreOpened(ServerReply):
-    """What the process of a store writes to the descriptor that came with OpenStore: its port, or
-    why it has none."""
+    """What a store's process writes to OpenStore's descriptor: its port, or why it has none."""
 
     port: int = 0
     secret: str = ""

@@ -1,5 +1,4 @@
-"""Driver, agent and writer: the shards of a sharded state in memory and on the disk. (either
-side)"""
+"""Driver, agent and writer: sharded states in memory and on the disk. (either side)"""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from raydist.messages.wire import Message
 
 
 class ShardsRequest(ServerMessage):
-    """Passed on by an agent to the writer of its node."""
+    """A message that an agent forwards to the writer of its node."""
 
 
 class ShardsReply(Message):
-    """Is the reply of a writer."""
+    """A reply of a writer."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +24,20 @@ class HeldShards(ShardsReply):
     """The shards of a sharded state that are in the memory of a node."""
 
     own: Sequence[tuple[int, int, int]]
-    """Of its own ranks: rank, world size, step."""
+    """Shards of its own ranks: rank, world size, step."""
     copies: Sequence[tuple[int, int, int]]
-    """Of ranks of another node."""
+    """Copies of shards of ranks of another node."""
     saved: int
-    """The newest of these steps of which the node sees a checkpoint, or a later one; -1 if there is
-    none."""
+    """The newest of these steps for which the node sees a checkpoint of that step or a later one;
+    -1 if there is none."""
 
 
 @dataclass(frozen=True)
 class ListShards(Request["HeldShards | None"], ShardsRequest):
-    """Reply with the shards in the memory of this node; None if there are none. To the writer as
-    well."""
+    """Reply with the shards in the memory of this node; None if there are none.
+
+    The agent forwards the message to the writer.
+    """
 
 
 @dataclass(frozen=True)
@@ -44,23 +45,25 @@ class WrittenShards(ShardsReply):
     """The files that a node has written."""
 
     files: Mapping[str, Mapping[str, Any]]
-    """By name the fields of state.write.FileFacts."""
+    """The fields of state.write.FileFacts, by file name."""
 
 
 @dataclass(frozen=True)
 class WriteShards(Request[WrittenShards], ShardsRequest):
-    """Write the shards of these ranks to the disk, beside the checkpoints. To the writer as
-    well."""
+    """Write the shards of these ranks to the disk, next to the checkpoints.
+
+    The agent forwards the message to the writer.
+    """
 
     step: int
     mark: str
-    """Names the folder: of all requests that make one checkpoint the same."""
+    """Names the folder; it is the same in all requests that make one checkpoint."""
     world_size: int
     ranks: tuple[int, ...]
     folder: str = ""
-    """The checkpoints' folder of raydist.sharded.save: the ranks wait with what they save next
-    until this is committed or dropped. Empty: the newest kept states of a run that can't continue,
-    in its own folder."""
+    """The checkpoints' folder of raydist.sharded.save: the ranks do not save again until this is
+    committed or dropped. Empty: the newest kept states of a run that can't continue, in the
+    run's own folder."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,10 @@ class UnseenShards(ShardsReply):
 
 @dataclass(frozen=True)
 class CommitShards(Request["SavedShards | UnseenShards"], ShardsRequest):
-    """Make a checkpoint of the files that all nodes have written. To the writer as well."""
+    """Make a checkpoint of the files that all nodes have written.
+
+    The agent forwards the message to the writer.
+    """
 
     step: int
     mark: str
@@ -99,8 +105,10 @@ class CommitShards(Request["SavedShards | UnseenShards"], ShardsRequest):
 
 @dataclass(frozen=True)
 class DropShards(Request[None], ShardsRequest):
-    """Delete the files that this node has written: they become no checkpoint. To the writer as
-    well."""
+    """Delete the files that this node has written: they do not become a checkpoint.
+
+    The agent forwards the message to the writer.
+    """
 
     step: int
     mark: str
@@ -110,6 +118,6 @@ class DropShards(Request[None], ShardsRequest):
 
 @dataclass(frozen=True)
 class WriterFailed(ShardsReply):
-    """The reply of a writer process that could not do what was asked."""
+    """The reply of a writer process that could not carry out a request."""
 
     error: str

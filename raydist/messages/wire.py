@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from typing import Any
 
 PACKET = 1 << 17
-"""Largest message to a fork server in bytes: below Linux's default socket buffer of 208 KiB."""
+"""Maximum size of a message to a fork server in bytes: below Linux's default socket buffer of 208
+KiB."""
 TAG = "protocol"
 """The key of a message's type in its JSON. No event has a key of this name."""
 _KINDS: dict[str, type[Message]] = {}
@@ -28,8 +29,10 @@ _KINDS: dict[str, type[Message]] = {}
 
 
 class Message:
-    """Base of what is sent as JSON; each subclass that is a dataclass can be decoded where it was
-    imported."""
+    """Base of messages that are sent as JSON.
+
+    Each subclass that is a dataclass can be decoded where it was imported.
+    """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -37,28 +40,28 @@ class Message:
 
 
 def encode(message: Message) -> bytes:
-    """A message as one line of JSON, without the newline."""
+    """Return a message as one line of JSON, without the newline."""
     return json.dumps({TAG: type(message).__name__, **vars(message)}, default=str).encode()
 
 
 def decode(data: bytes) -> Message:
-    """The message of a line of `encode`. ValueError: it is no message."""
+    """Return the message of a line of `encode`. ValueError: it is not a message."""
     return from_json(json.loads(data))
 
 
 def numbered(number: int, packet: bytes) -> bytes:
-    """A packet with the number of a request before it. The reply has the same number."""
+    """Prefix a packet with the number of a request. The reply has the same number."""
     return b"%d %s" % (number, packet)
 
 
 def split_number(packet: bytes) -> tuple[int, bytes]:
-    """The number of the request that a packet is, or replies to (0: of none), and the message."""
+    """Return the number of the request that a packet is or answers (0: none), and the message."""
     number, _, message = packet.partition(b" ")
     return (int(number), message) if number.isdigit() else (0, packet)
 
 
 def from_json(fields: Mapping[str, Any]) -> Message:
-    """The message of parsed JSON. ValueError: it is no message."""
+    """Return the message of parsed JSON. ValueError: it is not a message."""
     try:
         kind = _KINDS[fields[TAG]]
         own = {
