@@ -50,26 +50,27 @@ from raydist.state.write import (
 )
 
 PAUSES_S = (1.0,)
-"""Seconds between tries to write to a store that can't be reached; its driver makes several within
-each."""
+"""Seconds between attempts to write to a store that can't be reached; its driver retries several
+times within each."""
 QUIET_S = 60.0
-"""Seconds after a failure during which a store is not tried again: a try takes half a minute."""
+"""Seconds after a failure during which a store is not tried again: an attempt takes half a
+minute."""
 LISTINGS = 10
-"""Tries to list a folder while another process writes to it; in a read-only folder all fail
-alike."""
+"""Attempts to list a folder while another process writes to it; in a read-only folder all of them
+fail."""
 Warn = Callable[[str], None]
 
 
 class Retention(Protocol):
-    """Which checkpoints stay; config.Checkpoint and SaveRequest say so."""
+    """Which checkpoints to keep; config.Checkpoint and SaveRequest implement it."""
 
     @property
     def keep(self) -> int:
-        """How many of the newest."""
+        """How many of the newest checkpoints to keep."""
 
     @property
     def best(self) -> str | None:
-        """`max:METRIC` or `min:METRIC`; None for the newest only."""
+        """`max:METRIC` or `min:METRIC`; None: keep only the newest."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,19 @@ class Saved:
         return read_state(self.path)
 
     def random(self, rank: int, world_size: int) -> Any:
-        """The random generators of a rank, for `raydist.fit`; None if another number of ranks saved
-        it."""
+        """Return the states of a rank's random generators, for `raydist.fit`.
+
+        None: another number of ranks saved them.
+        """
         drawn = self.state["random"]
         return drawn[rank] if len(drawn) == world_size else None
 
 
 class MappedState(Saved):
-    """A checkpoint whose state is read as it is used, to be copied: the ranks of a node share the
-    pages of the file."""
+    """A checkpoint whose state is mapped, to be copied.
+
+    It is read as it is used; the ranks of a node share the pages of the file.
+    """
 
     @cached_property
     def state(self) -> State:
@@ -142,7 +147,7 @@ def load(path: StoragePath) -> State:
 
 
 def read_state(path: StoragePath, *, mapped: bool = False, of_all: bool = True) -> State:
-    """As `load`. `mapped`: as MappedState; `of_all`: as for `local_copy`."""
+    """Read a state as `load` does. `mapped`: as MappedState; `of_all`: as for `local_copy`."""
     import torch
 
     with local_copy(path, STATE, of_all) as file:
@@ -152,11 +157,11 @@ def read_state(path: StoragePath, *, mapped: bool = False, of_all: bool = True) 
 
 @contextmanager
 def local_copy(path: StoragePath, name: str, of_all: bool = True) -> Iterator[Path]:
-    """A file of a checkpoint; of a URL a copy, one for all ranks of a node where they have a folder
-    in common.
+    """Yield a file of a checkpoint; for a URL, a local copy.
 
-    That copy is removed when each of them has read it. Without `of_all`, when none reads it any
-    more: others may not need it, as a file of shards; those that do fetch it again.
+    The ranks of a node share one copy if they have a common folder. It is removed when each of them
+    has read it. Without `of_all`, it is removed when no rank is reading it: others may not need it,
+    as a file of shards; those that do fetch it again.
     """
     if isinstance(path, Path):
         yield path / name
@@ -175,11 +180,13 @@ def local_copy(path: StoragePath, name: str, of_all: bool = True) -> Iterator[Pa
 
 
 def _remove_if_read(copy: Path, readers: IO[str], of_all: bool) -> None:
-    """Note that this rank has read the copy; remove it after the last rank that will. `readers`: a
-    locked file."""
+    """Note that this rank has read the copy, and remove it after the last rank that will.
+
+    `readers`: a locked file.
+    """
     readers.write(f"{os.environ.get('LOCAL_RANK', '0')}\n")
     readers.flush()
-    with suppress(BlockingIOError):  # another rank reads it now
+    with suppress(BlockingIOError):  # another rank is reading it
         fcntl.flock(readers, fcntl.LOCK_EX | fcntl.LOCK_NB)
         readers.seek(0)
         if not of_all or len(set(readers)) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
@@ -188,21 +195,20 @@ def _remove_if_read(copy: Path, readers: IO[str], of_all: bool) -> None:
 
 
 def saved_at(path: StoragePath) -> Saved:
-    """The checkpoint at this path, which must be complete."""
+    """Return the checkpoint at this path, which must be complete."""
     return Saved(path, Meta.read(path))
 
 
 def newest_step(folder: StoragePath) -> int:
-    """The step of the newest checkpoint in a folder, complete or not; -1 if there is none."""
+    """Return the step of the newest checkpoint in a folder, complete or not; -1 for none."""
     return max(map(step_of, _paths(folder)), default=-1)
 
 
 def is_saved(folder: StoragePath, step: int) -> bool:
-    """Whether a state of this step need not be written: its checkpoint, or a later one, is
-    complete.
+    """Report whether the checkpoint of this step, or of a later one, is complete.
 
-    A later one is read and hashed: a training that continued from before a damaged one has not come
-    as far again.
+    If so, a state of this step need not be written. A later one is read and hashed: a training that
+    continued from before a damaged one has not reached its step again.
     """
     found = newest(folder, hashed=False)
     if found is None or found.step <= step:
@@ -212,7 +218,7 @@ def is_saved(folder: StoragePath, step: int) -> bool:
 
 
 def step_of(path: StoragePath) -> int:
-    """The step of a checkpoint, by its name."""
+    """Return the step of a checkpoint, by its name."""
     return int(path.name[5:])
 
 
@@ -223,8 +229,7 @@ def newest(
     hashed: bool = True,
     at_most: int | None = None,
 ) -> Saved | None:
-    """The newest complete checkpoint in a folder; a warning for each newer one that is not
-    complete.
+    """Return the newest complete checkpoint in a folder; warn for each newer incomplete one.
 
     `hashed`: as for `verify`. `at_most`: of this step, or of an earlier one.
     """
@@ -239,12 +244,14 @@ def newest(
 
 
 class Flaw(Exception):
-    """A checkpoint is not complete; the message says why."""
+    """A checkpoint is not complete; the message states why."""
 
 
 def verify(path: StoragePath, hashed: bool = True) -> Saved:
-    """A checkpoint, after reading all of it (the sizes only at a URL, or unless `hashed`). Flaw: it
-    is not complete."""
+    """Return a checkpoint after reading all of it. Flaw: it is not complete.
+
+    At a URL, or without `hashed`, only the sizes are checked.
+    """
     while True:
         before = _identity(path)
         try:
@@ -258,14 +265,14 @@ def verify(path: StoragePath, hashed: bool = True) -> Saved:
                 put_back(path.parent)  # a writer is between its two renames, or was killed there
             elif _identity(path) == before:
                 raise
-            # another one has replaced it meanwhile: some files were read from each
+            # another writer has replaced the checkpoint meanwhile: some files were read from each
 
 
 def _identity(path: StoragePath) -> tuple[int, int]:
-    """By which a folder that was replaced is recognised; zeros if there is none, or at a URL.
+    """Return what identifies a folder, so that a replaced one is recognised.
 
-    A file system gives the inode of a deleted folder to a new one at once: the time of the last
-    change is needed too.
+    Zeros: there is none, or it is at a URL. A file system may give the inode of a deleted folder to
+    a new one at once, so the time of the last change is needed too.
     """
     try:
         found = path.stat() if isinstance(path, Path) else None
@@ -298,8 +305,10 @@ def _hashed(file: Path) -> str:
 
 
 def _hashed_once(file: Path) -> str:
-    """The checksum of a file, which the first rank of a node that asks computes in each attempt,
-    and notes."""
+    """Return the checksum of a file; the first rank of a node to ask computes and notes it.
+
+    It does so in each attempt.
+    """
     shared = os.environ.get(env_names.SCRATCH)
     if not shared:
         return object_store.checksum_of(file)
@@ -318,7 +327,7 @@ def _hashed_once(file: Path) -> str:
 
 
 def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:
-    """Write a checkpoint and prune; its path, and a warning or "".
+    """Write a checkpoint and prune; return its path, and a warning or "".
 
     A store that can't be reached is tried again; then the checkpoint goes to the run folder on this
     machine.
@@ -346,8 +355,10 @@ def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:
 
 
 def _try_store(request: SaveRequest) -> str:
-    """Write to a store; empty, or why that could not be done. After a failure a file in the run
-    folder says so."""
+    """Write to a store; return an empty text, or why that failed.
+
+    After a failure a file in the run folder records it.
+    """
     failed = Path(request.run_dir) / ".storage-failed"
     if failed.exists() and 0 <= time.time() - failed.stat().st_mtime < QUIET_S:
         return failed.read_text()
@@ -370,21 +381,21 @@ def _try_store(request: SaveRequest) -> str:
 def prune(folder: StoragePath, settings: Retention, step: int) -> None:
     """Delete all but the newest `keep` and the best one, and the leftovers of killed writers.
 
-    `step`: of the checkpoint that was just saved. Those of later steps stay, and do not count: they
-    are damaged, or the training would have continued from them.
+    `step`: the step of the checkpoint that was just saved. Those of later steps stay, and do not
+    count: they are damaged, or the training would have continued from them.
     """
     paths = [path for path in _paths(folder) if step_of(path) <= step]
     kept = {*paths[-settings.keep :], best(folder, settings.best)}
     if isinstance(folder, Remote):
         for old in set(paths) - kept:
-            drop(old / META)  # first: a reader must never find half a checkpoint
+            drop(old / META)  # first, because a reader must never find half a checkpoint
             drop(old)
         for half in half_uploaded(folder):
             drop(half)
         return
     for path in paths:
         if path not in kept and isinstance(path, Path):
-            # Renamed first: a reader must never find half a checkpoint.
+            # Renamed first, because a reader must never find half a checkpoint.
             shutil.rmtree(path.rename(folder / f"{DROPPED}{path.name}"), ignore_errors=True)
     for left in folder.glob(".*"):
         with suppress(FileNotFoundError):  # another writer has just completed it, or deletes it too
@@ -393,8 +404,10 @@ def prune(folder: StoragePath, settings: Retention, step: int) -> None:
 
 
 def half_uploaded(folder: Remote) -> list[Remote]:
-    """The checkpoints without a meta.json whose writers were silent for an hour: others may be
-    uploading theirs."""
+    """Return the checkpoints without a meta.json whose writers were silent for an hour.
+
+    Other writers may be uploading theirs.
+    """
     files: dict[str, list[str]] = {}
     for name in folder.sizes():
         step, _, file = name.partition("/")
@@ -410,8 +423,10 @@ def half_uploaded(folder: Remote) -> list[Remote]:
 
 
 def best(folder: StoragePath, rule: str | None) -> StoragePath | None:
-    """The checkpoint with the best value by `max:METRIC` or `min:METRIC`; of equal ones the
-    newest."""
+    """Return the checkpoint with the best value by `max:METRIC` or `min:METRIC`.
+
+    Of equal ones it is the newest.
+    """
     if rule is None:
         return None
     mode, _, metric = rule.partition(":")
@@ -433,8 +448,10 @@ def _metric(path: StoragePath, name: str) -> float | None:
 
 
 def _paths(folder: StoragePath) -> list[StoragePath]:
-    """All checkpoints in a folder, oldest first; at a URL those with a meta.json: others are being
-    uploaded."""
+    """Return all checkpoints in a folder, oldest first.
+
+    At a URL, only those with a meta.json: others are being uploaded.
+    """
     if isinstance(folder, Remote):
         files = (file.split("/") for file in folder.sizes())
         found: list[StoragePath] = [folder / parts[0] for parts in files if parts[1:] == [META]]
@@ -445,7 +462,7 @@ def _paths(folder: StoragePath) -> list[StoragePath]:
 
 
 def listed(folder: Path) -> list[StoragePath]:
-    """The folders of checkpoints; listed again if a writer was replacing one meanwhile."""
+    """Return the folders of checkpoints; list again if a writer was replacing one meanwhile."""
     found: list[StoragePath] = []
     for _ in range(LISTINGS):
         put_back(folder)

@@ -1,10 +1,9 @@
-"""The device that a snapshot is copied from: its queue of copies, marks in that queue, page-locked
-memory. (rank side)
+"""The device that snapshots are copied from: queue, marks, page-locked memory. (rank side)
 
-A GPU works through a queue, and the host runs ahead of it. So what has to follow a copy goes into
-the same queue, and the host learns from a mark in it that all before it is done. Nothing else in
-raydist copies from a GPU or asks it for events: a test replaces the device by one whose work
-finishes when the test says so.
+A GPU works through a queue, and the host runs ahead of it. Therefore an operation that must follow
+a copy goes into the same queue, and the host learns from a mark in it that everything before it is
+done. Nothing else in raydist copies from a GPU or asks it for events: a test replaces the device by
+one whose work finishes when the test says so.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import torch
 
 
 class Mark(Protocol):
-    """A place in the queue of a device."""
+    """A position in the queue of a device."""
 
     def done(self) -> bool:
-        """Whether the device has done all that was queued before."""
+        """Report whether the device has finished everything that was queued before."""
         ...
 
     def wait(self) -> None:
-        """Wait until it has. RuntimeError: an operation of the device failed."""
+        """Wait until that is finished. RuntimeError: an operation of the device failed."""
         ...
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Seconds of the device between two marks; both must be done."""
+        """Return the seconds of the device between two marks; both must be done."""
         ...
 
 
@@ -37,8 +36,7 @@ class Device(Protocol):
     """What snapshots and reports need of a device."""
 
     def lags(self, tensor: torch.Tensor) -> bool:
-        """Whether the work on this tensor is queued, so that a copy of it is not complete at
-        once."""
+        """Report whether work on this tensor is queued, so that a copy is not complete at once."""
         ...
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
@@ -46,8 +44,10 @@ class Device(Protocol):
         ...
 
     def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
-        """Queue that `word` (int64, of shape [1], in the host's memory) becomes `value` after the
-        copies of `after`."""
+        """Queue a write of `value` to `word` after the copies of `after`.
+
+        `word`: int64 of shape [1], in the host's memory.
+        """
         ...
 
     def mark(self) -> Mark:
@@ -55,18 +55,22 @@ class Device(Protocol):
         ...
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Page-lock memory of the host (uint8), so that copies to it do not block the host; False
-        if that failed."""
+        """Page-lock host memory (uint8), so that copies to it do not block the host.
+
+        Return False if that failed.
+        """
         ...
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`. It must come before the memory is unmapped: later memory may get the
-        same address."""
+        """Undo `register`.
+
+        It must precede the unmapping of the memory: later memory may get the same address.
+        """
         ...
 
 
 class HostMark:
-    """A moment: the host does its work at once."""
+    """A moment in time: the host does its work at once."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -75,7 +79,7 @@ class HostMark:
         return True
 
     def wait(self) -> None:
-        """Do nothing: all is done."""
+        """Do nothing: everything is done."""
 
     def seconds_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, HostMark)
@@ -145,14 +149,13 @@ class CudaDevice:
         return CudaMark(self._device)
 
     def register(self, memory: torch.Tensor) -> bool:
-        with torch.cuda.device(
-            self._device
-        ):  # a thread begins with GPU 0, and would make a context there
+        # A new thread starts on GPU 0, and would create a context there.
+        with torch.cuda.device(self._device):
             code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
             if int(code) == 0:
                 return True
-            # CUDA keeps the error, and the next kernel raises it, wherever that is: so it is
-            # raised, and cleared, here
+            # CUDA keeps the error, and the next kernel raises it, wherever that is. Therefore it is
+            # raised and cleared here.
             with contextlib.suppress(RuntimeError):
                 torch.full((1,), 0, device=self._device)
         return False
@@ -165,5 +168,5 @@ class CudaDevice:
 
 
 def device_of(device: torch.device) -> Device:
-    """The port to this device."""
+    """Return the Device for a torch.device."""
     return CudaDevice(device) if device.type == "cuda" else HostDevice()

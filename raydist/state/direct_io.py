@@ -1,4 +1,4 @@
-"""A file that is written past the page cache (O_DIRECT), and hashed meanwhile. (either side)
+"""Writes a file past the page cache (O_DIRECT), and hashes it meanwhile. (either side)
 
 Copying a checkpoint into the page cache is most of the CPU time of a save: 0.9 to 1.7 s for 1 GB,
 against 0.07 s without (two cores, ext4). The ranks that train meanwhile need that time.
@@ -22,17 +22,16 @@ ALIGNED = 4096
 
 
 class DirectFile:
-    """Written once, from front to back, as torch.save does it; then call `end`.
+    """A file that torch.save writes once, from front to back; then call `end`.
 
-    Where the file system has no direct writes (tmpfs of older kernels, FUSE) it uses the page
-    cache.
+    If the file system has no direct writes (tmpfs of older kernels, FUSE) it uses the page cache.
     """
 
     def __init__(self, path: Path) -> None:
         self.bytes = 0
         """Bytes written so far."""
         self._hash = xxh3_128()
-        self._block = mmap.mmap(-1, BLOCK)  # begins at a page, as direct writes must
+        self._block = mmap.mmap(-1, BLOCK)  # begins at a page, as direct writes require
         self._used = 0
         plain = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
@@ -63,7 +62,7 @@ class DirectFile:
         return length
 
     def flush(self) -> None:
-        """torch.save calls it at its end; only `end` writes the last block."""
+        """Do nothing: torch.save calls it at its end, but only `end` writes the last block."""
 
     def end(self) -> None:
         """Write the last block, and wait until the whole file is on the disk."""
@@ -90,7 +89,7 @@ class DirectFile:
                     raise
 
     def _uncached(self) -> bool:
-        """Use the page cache from now on; whether writes were direct before."""
+        """Use the page cache from now on; report whether writes were direct before."""
         flags, direct = fcntl.fcntl(self._descriptor, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~direct)
         return bool(flags & direct)

@@ -6,8 +6,8 @@
 
 A state that N ranks saved loads on any number of ranks, and with
 `torch.distributed.checkpoint.load` in one process. The rank plans what it writes and keeps the plan
-beside its shards in memory. Another process can then write its file when the rank is dead. DCP's
-own `.metadata` and values are pickles that may run code: here nothing else is unpickled than what
+with its shards in memory, so that another process can write its file when the rank is dead. DCP's
+own `.metadata` and values are pickles that may run code: here nothing is unpickled but what
 ADMITTED names, and values only with `weights_only=True`.
 """
 
@@ -50,7 +50,7 @@ SAME = (
     "give both keep and load what "
     "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returns"
 )
-"""What to do where the keys of two states differ."""
+"""What to do if the keys of two states differ."""
 DCP = "torch.distributed.checkpoint"
 ADMITTED = {
     ("torch", "Size"),
@@ -74,14 +74,13 @@ ADMITTED = {
     ),
     (f"{DCP}.storage", "WriteResult"),
 }
-"""What may be unpickled beside torch's dtypes: data classes of DCP, in all versions from torch 2.8
-on."""
+"""What may be unpickled in addition to torch's dtypes: data classes of DCP, in all versions from
+torch 2.8 on."""
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """What a rank keeps of a sharded state: its own shards, and the plan by which they go to the
-    disk."""
+    """What a rank keeps of a sharded state: its own shards, and the plan for writing them."""
 
     rank: int
     world_size: int
@@ -93,8 +92,10 @@ class RankPart:
 
 
 class RankPlanner:
-    """Plans what a rank writes of its states; the plan stays the same until the keys, shapes or
-    shards change."""
+    """Plans what a rank writes of its states.
+
+    The plan stays the same until the keys, shapes or shards change.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -102,7 +103,7 @@ class RankPlanner:
         self._plan = b""
 
     def plan(self, state: Mapping[str, Any]) -> bytes:
-        """The pickled SavePlan of this rank."""
+        """Return the pickled SavePlan of this rank."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), is_coordinator=self._rank == 0)
         layout = (
@@ -123,14 +124,15 @@ class RankPlanner:
 
 
 def _is_first(value: Any) -> bool:
-    """Whether this rank is the first of the mesh of a DTensor: of a stage of a pipeline, where it
-    is not rank 0."""
+    """Report whether this rank is the first of the mesh of a DTensor.
+
+    In a stage of a pipeline that rank is not always rank 0.
+    """
     return isinstance(value, DTensor) and not any(value.device_mesh.get_coordinate() or (1,))
 
 
 def _writes(value: Any, first: bool) -> bool:
-    """Whether this rank writes a value: of equal copies in a mesh only the first rank's is
-    written."""
+    """Report whether this rank writes a value: of equal copies, only the mesh's first rank does."""
     if not isinstance(value, DTensor):
         return first
     coordinate = value.device_mesh.get_coordinate()
@@ -142,8 +144,10 @@ def _writes(value: Any, first: bool) -> bool:
 
 
 def _refuse_hidden(state: Mapping[str, Any]) -> None:
-    """DCP sees no DTensors inside of other values: of these it would save the local tensor of one
-    rank."""
+    """Raise RaydistError for DTensors inside of other values, which DCP does not see.
+
+    It would save the local tensor of one rank for them.
+    """
     for name, value in state.items():
         inside: list[torch.Tensor] = []
         take_apart(value, inside)
@@ -174,7 +178,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Stream(io.RawIOBase):
-    """A hashed file with what DCP needs of a file beside `write`."""
+    """A hashed file with what DCP needs of a file in addition to `write`."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -187,8 +191,10 @@ class _Stream(io.RawIOBase):
 
 
 class _Files(FileSystem):
-    """The files of one checkpoint, as DCP opens them: hashed when written, and fetched from a store
-    when read."""
+    """The files of one checkpoint, as DCP opens them.
+
+    They are hashed when written, and fetched from a store when read.
+    """
 
     def __init__(self, folder: StoragePath) -> None:
         self._folder = folder
@@ -198,9 +204,8 @@ class _Files(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         name = Path(path).name
         if mode == "rb":
-            of_all = (
-                name == METADATA
-            )  # a file of shards is read by the ranks that need some of them
+            # A file of shards is read only by the ranks that need some of them.
+            of_all = name == METADATA
             with local_copy(self._folder, name, of_all) as copy, copy.open("rb") as stream:
                 yield stream
             return
@@ -210,28 +215,26 @@ class _Files(FileSystem):
 
 
 class PartPlanner(DefaultSavePlanner):
-    """Finds the local tensors of a RankPart, which are no DTensors any more."""
+    """Finds the local tensors of a RankPart, which are no longer DTensors."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn]
 
 
 def read_plan(plan: bytes) -> SavePlan:
-    """The SavePlan of a RankPart. pickle.UnpicklingError: it would run code."""
+    """Return the SavePlan of a RankPart. pickle.UnpicklingError: loading it would run code."""
     found: SavePlan = _Unpickler(io.BytesIO(plan)).load()
     return found
 
 
 def write_part(folder: StoragePath, part: RankPart) -> dict[str, FileFacts]:
-    """Write a rank's file, and beside it what `write_metadata` needs to know of it; the file by its
-    name."""
+    """Write a rank's file, and next to it what `write_metadata` needs; return the file by name."""
     writer = FileSystemWriter("", sync_files=False, per_thread_copy_ahead=0)
     files = writer.fs = _Files(folder)
     plan, planner = read_plan(part.plan), PartPlanner()
     planner.set_up_planner(part.state)
-    named = writer.prepare_global_plan([SavePlan([])] * part.rank + [plan])[
-        -1
-    ]  # files are numbered by plan
+    # Files are numbered by plan.
+    named = writer.prepare_global_plan([SavePlan([])] * part.rank + [plan])[-1]
     results = writer.write_data(named, planner).value()
     with hashed_file(folder / _plan_name(part.rank)) as stream:
         stream.write(pickle.dumps((plan, results)))
@@ -239,8 +242,7 @@ def write_part(folder: StoragePath, part: RankPart) -> dict[str, FileFacts]:
 
 
 def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
-    """Write `.metadata` of the files of so many ranks, and drop what they have left for it; its
-    file by name.
+    """Write `.metadata` for the files of `ranks` ranks, and drop their plans; return it by name.
 
     ValueError: the shards of a tensor leave a gap.
     """
@@ -251,7 +253,7 @@ def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
         results += written
         drop(folder / name)
     metadata = joined_metadata(plans)
-    # what several ranks have written is that of the lowest
+    # an item that several ranks have written is read from the lowest
     metadata.storage_data = {result.index: result.storage_data for result in reversed(results)}
     with files.create_stream(METADATA, "wb") as stream:
         pickle.dump(metadata, stream)
@@ -259,8 +261,7 @@ def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
 
 
 def joined_metadata(plans: list[SavePlan]) -> Metadata:
-    """What the ranks with these plans have together. ValueError: the shards of a tensor leave a
-    gap."""
+    """Return the metadata of all ranks' plans. ValueError: the shards of a tensor leave a gap."""
     metadata: Metadata = DefaultSavePlanner().create_global_plan(plans)[1]
     return metadata
 
@@ -275,8 +276,10 @@ def commit(
     metrics: Mapping[str, float] | None = None,
     reported: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Make a checkpoint of what so many ranks have written into `beside`; or the files that are not
-    seen here."""
+    """Make a checkpoint of what `ranks` ranks have written into `beside`.
+
+    If files are not visible here, return their names and make none.
+    """
     sizes = file_sizes(beside)
     if missing := [name for name, facts in files.items() if sizes.get(name) != facts.bytes]:
         return missing
@@ -288,18 +291,20 @@ def commit(
 
 
 def beside_name(folder: StoragePath, step: int, mark: str) -> StoragePath:
-    """The folder for files that are no checkpoint yet; at a URL the checkpoint's own, without its
-    meta.json."""
+    """Return the folder for files that are not a checkpoint yet.
+
+    At a URL it is the checkpoint's own, without its meta.json.
+    """
     name = f"step-{step:08d}"
     return folder / (f".{name}-{mark}" if isinstance(folder, Path) else name)
 
 
 def begin_writing(beside: StoragePath) -> None:
-    """Make the folder of `beside_name`."""
+    """Create the folder of `beside_name`."""
     if isinstance(beside, Path):
         beside.mkdir(parents=True, exist_ok=True)
     else:
-        drop(beside / META)  # a checkpoint of this step is none from now on
+        drop(beside / META)  # the checkpoint of this step is invalid from now on
 
 
 def load_into(
@@ -309,13 +314,13 @@ def load_into(
     optional: Sequence[str] = (),
     part: bool = False,
 ) -> None:
-    """Load a sharded checkpoint into a state, on any number of ranks; not a collective, each rank
-    reads what it needs.
+    """Load a sharded checkpoint into a state, on any number of ranks.
 
-    Tensors are filled in place (of a DTensor this rank's shards), all other values are replaced.
-    `of_ranks`: a tensor with a row for each rank; it is left out of the state if another number of
-    ranks has saved it. `optional`: the keys that lead to a dict of dicts; what the checkpoint lacks
-    of it is left out of the state. `part`: the checkpoint may have keys that the state has not.
+    Not a collective: each rank reads what it needs. Tensors are filled in place (of a DTensor this
+    rank's shards), all other values are replaced. `of_ranks`: a tensor with a row for each rank; it
+    is left out of the state if another number of ranks has saved it. `optional`: the keys that lead
+    to a dict of dicts; entries that the checkpoint lacks are left out of the state. `part`: the
+    checkpoint may have keys that the state does not have.
 
     RaydistError: the checkpoint has other keys or other global shapes. pickle.UnpicklingError: it
     would run code.
@@ -331,7 +336,7 @@ def load_by(
     source: str,
     part: bool = False,
 ) -> None:
-    """As `load_into`, by this reader. `source`: what it reads, for errors."""
+    """Load as `load_into` does, with this reader. `source`: what it reads, for errors."""
     planner = _LoadPlanner()
     metadata = reader.read_metadata()
     known = metadata.state_dict_metadata
@@ -352,8 +357,10 @@ def load_by(
 
 
 def leave_out(state: State, optional: Sequence[str], kept: Callable[[str, Any], bool]) -> None:
-    """Remove the entries of the dict to which the keys `optional` lead for which `kept(name,
-    entry)` is false."""
+    """Remove entries for which `kept(name, entry)` is false.
+
+    They are those of the dict to which the keys `optional` lead.
+    """
     entries: Any = state
     for key in optional:
         entries = entries[key]
@@ -362,7 +369,10 @@ def leave_out(state: State, optional: Sequence[str], kept: Callable[[str, Any], 
 
 
 def _misfit(state: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
-    """Why a state can't be loaded from what was saved, both by flattened keys; empty if it can."""
+    """Return why a state can't be loaded from what was saved; empty if it can.
+
+    Both are given by flattened keys.
+    """
     if odd := sorted(state.keys() ^ saved.keys()):
         return f"the state and the checkpoint differ in {', '.join(odd[:4])}: {SAME}"
     for name, value in state.items():
@@ -401,7 +411,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def _key(container: Any, step: str | int) -> Any:
-    """The key that DCP calls `step`: it makes text of all keys of a dict."""
+    """Return the key that DCP calls `step`: it converts all keys of a dict to text."""
     return (
         next(key for key in container if str(key) == step)
         if isinstance(container, Mapping)
@@ -410,6 +420,8 @@ def _key(container: Any, step: str | int) -> Any:
 
 
 def _plan_name(rank: int) -> str:
-    """What a rank's writer leaves for `write_metadata`: its plan, and where in its file each item
-    is."""
+    """Return the file that a rank's writer leaves for `write_metadata`.
+
+    It holds the rank's plan, and where in the rank's file each item is.
+    """
     return f"__{rank}.plan"

@@ -1,9 +1,8 @@
-"""The place of checkpoints: a folder, or a URL of an object store with pathlib's methods. (either
-side)
+"""Where checkpoints are stored: a folder, or a URL with pathlib's methods. (either side)
 
     s3://bucket/runs, gs://bucket/runs, abfs://container@account…/runs, or another that fsspec opens
 
-fsspec is installed with torch; the driver of a store is a package of its own. Credentials come from
+fsspec is installed with torch; the driver of a store is a separate package. Credentials come from
 the environment, a file in the home folder or the machine's role, as for the store's own tools,
 never from a URL, which is printed and saved.
 """
@@ -35,7 +34,7 @@ DRIVERS = {
     "abfs": "adlfs",
     "abfss": "adlfs",
 }
-"""The package that reads and writes the URLs of a store."""
+"""The packages that read and write the URLs of a store, by scheme."""
 CLAIM = "settings.json"
 """The settings of the run, without secrets. It is written first, so a node that sees it sees the
 storage."""
@@ -43,18 +42,19 @@ BLOCK = 1 << 22
 
 
 class Remote:
-    """A folder or a file of an object store, which has no real folders: only names with slashes in
-    them."""
+    """A folder or file of an object store, which has no real folders: only names with slashes."""
 
     def __init__(self, url: str, store: Any = None) -> None:
-        """`store`: the fsspec file system, if there is one already."""
+        """Refer to a URL. `store`: the fsspec file system, if there is one already."""
         self.url = url.rstrip("/")
         self._store = store
 
     @property
     def store(self) -> Any:
-        """The connection, made at first use and never shared with a forked process; listings are
-        not cached."""
+        """The connection, made at first use; listings are not cached.
+
+        It is never shared with a forked process.
+        """
         if self._store is None:
             import fsspec
 
@@ -90,24 +90,26 @@ class Remote:
         return self
 
     def iterdir(self) -> Iterator[Remote]:
-        """The direct children; none if the folder does not exist."""
+        """Yield the direct children; none if the folder does not exist."""
         with suppress(FileNotFoundError):
             for path in self.store.ls(self.url, detail=False):
                 yield self / path.rstrip("/").rpartition("/")[2]
 
     def glob(self, pattern: str) -> Iterator[Remote]:
-        """The direct children whose names match."""
+        """Return the direct children whose names match."""
         return (path for path in self.iterdir() if fnmatch.fnmatch(path.name, pattern))
 
     def sizes(self) -> dict[str, int]:
-        """All files below, in one listing: their relative paths, and their sizes in bytes."""
+        """Return all files below, in one listing: their relative paths and sizes in bytes."""
         found = self.store.find(self.url, detail=True)
         root = self.store._strip_protocol(self.url).rstrip("/") + "/"
         return {path.removeprefix(root): int(facts["size"]) for path, facts in found.items()}
 
     def changed(self) -> float:
-        """When the file was written, in seconds since the epoch; now, if the driver of the store
-        does not know."""
+        """Return when the file was written, in seconds since the epoch.
+
+        If the driver of the store does not know, it is the current time.
+        """
         try:
             return float(self.store.modified(self.url).timestamp())
         except (NotImplementedError, FileNotFoundError):
@@ -133,14 +135,13 @@ class Remote:
         self.store.put_file(str(file), self.url)
 
     def drop(self) -> None:
-        """Remove the file, or all files below; nothing is wrong if it is not there."""
+        """Remove the file, or all files below; a missing one is not an error."""
         with suppress(FileNotFoundError):
             self.store.rm(self.url, recursive=True)
 
     @contextmanager
     def writing(self) -> Iterator[Any]:
-        """A file to write to. It exists after the block; after an exception in the block it does
-        not."""
+        """Yield a file to write to; it exists after the block, unless that raised an error."""
         file = self.store.open(self.url, "wb")
         try:
             yield file
@@ -152,8 +153,10 @@ class Remote:
             raise
 
     def fetch(self, to: Path, checksum: str) -> Path:
-        """A copy on this machine, made by the first process that asks. RaydistError: its checksum
-        is another one."""
+        """Return a copy on this machine, which the first process that needs it makes.
+
+        RaydistError: its checksum differs.
+        """
         to.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{to}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -183,7 +186,7 @@ class Hashing:
         return len(block)
 
     def flush(self) -> None:
-        """Nothing: the file is uploaded when it is closed."""
+        """Do nothing: the file is uploaded when it is closed."""
 
     @property
     def checksum(self) -> str:
@@ -191,7 +194,7 @@ class Hashing:
 
 
 def checksum_of(path: Path) -> str:
-    """The XXH3-128 of a file."""
+    """Return the XXH3-128 of a file."""
     total = xxh3_128()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
@@ -200,21 +203,25 @@ def checksum_of(path: Path) -> str:
 
 
 def scheme(text: str) -> str:
-    """`s3` of s3://bucket; empty for a path."""
+    """Return `s3` for s3://bucket; empty for a path."""
     return text.partition("://")[0] if "://" in text else ""
 
 
 def parse_path(text: str, key: str = "storage") -> StoragePath:
-    """A Path, or a Remote for a URL. `key`: the setting, for the ConfigError of a home folder that
-    is not known."""
+    """Return a Path, or a Remote for a URL.
+
+    `key`: the setting, for the ConfigError of an unknown home folder.
+    """
     if scheme(text) not in ("", "file"):
         return Remote(text)
     return expand_home(key, text.removeprefix("file://")).absolute()
 
 
 def check_url(word: str, text: str) -> None:
-    """Raise ConfigError for a URL that can't be right, or must not be saved. `word`: the setting it
-    was typed for."""
+    """Raise ConfigError for a URL that can't be right, or must not be saved.
+
+    `word`: the setting that it was given for.
+    """
     kind = scheme(text)
     if kind in ("", "file"):
         return
@@ -245,7 +252,7 @@ def check_url(word: str, text: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """An error of a store, in one line."""
+    """Return an error of a store in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return f"{type(error).__name__}: {text}"
 
@@ -255,8 +262,10 @@ _environment = threading.RLock()
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, and restore the former ones after it. One thread
-    at a time."""
+    """Set environment variables inside the block, and restore the former ones after it.
+
+    One thread at a time.
+    """
     if not variables:
         yield
         return
@@ -268,13 +277,12 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
         finally:
             for name in [name for name in os.environ if name not in before]:
                 del os.environ[name]
-            os.environ.update(
-                before
-            )  # no variable is missing at any time: another thread may read it
+            # No variable is missing at any time, because another thread may read it.
+            os.environ.update(before)
 
 
 def why_blind(text: str) -> str:
-    """Why this process can't see a file, by path or URL; empty if it can."""
+    """Return why this process can't see a file, by path or URL; empty if it can."""
     try:
         check_url("storage", text)
         return "" if parse_path(text).exists() else f"there is no {text}"
@@ -285,8 +293,10 @@ def why_blind(text: str) -> str:
 
 
 def main() -> None:
-    """`python -m raydist.state.object_store FILE`: print why this machine can't see the file, or
-    nothing."""
+    """Print why this machine can't see a file, or nothing.
+
+    python -m raydist.state.object_store FILE
+    """
     import sys
 
     print(why_blind(sys.argv[1]), end="")

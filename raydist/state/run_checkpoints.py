@@ -1,13 +1,12 @@
-"""Which checkpoints of a run folder belong together, and which of them `resume=` means. (either
-side)
+"""Groups a run folder's checkpoints by training, and finds the one for `resume=`. (either side)
 
     RUN_DIR/checkpoints/step-00000120                of its training
             checkpoints/fit-2/step-00000120          of the second raydist.fit in the same job
             training-2/checkpoints/step-00000010     of another training in the same run folder
 
-A training that begins anew in a folder with checkpoints, or from an older one of them, gets a
-folder for its own: steps order checkpoints within one training only, so that one would delete those
-of the other, or continue from them.
+A training that starts anew in a folder with checkpoints, or from an older one of them, gets a
+separate folder: steps order checkpoints only within one training, so otherwise one training would
+delete the checkpoints of the other, or continue from them.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from raydist.state.object_store import StoragePath, parse_path
 from raydist.state.write import CHECKPOINTS, FIT, META, STATE, TRAINING, place_in_run
 
 RESULT = "result.json"
-"""How a run ended, in its folder."""
+"""The file in a run folder that records how the run ended."""
 
 
 def trainings(run: StoragePath) -> list[StoragePath]:
-    """The folders with the checkpoints of each training in a run folder, the newest training
-    first."""
+    """Return the checkpoint folders of the trainings in a run folder, newest training first."""
     later = (each / CHECKPOINTS for each in _numbered(run, TRAINING))
     return [*later, run / CHECKPOINTS]
 
 
 def _numbered(folder: StoragePath, prefix: str) -> list[StoragePath]:
-    """The folders `PREFIX2`, `PREFIX3`, … in this one, the last first."""
+    """Return the folders `PREFIX2`, `PREFIX3`, … in this one, the last first."""
     found = {_number(path, prefix): path for path in folder.glob(f"{prefix}*")}
     return [found[number] for number in sorted(found, reverse=True) if number > 1]
 
@@ -43,31 +41,32 @@ def _number(path: StoragePath, prefix: str) -> int:
 
 
 def of_fit(checkpoints: StoragePath, number: int) -> StoragePath:
-    """The folder for the checkpoints of a raydist.fit, the first of its job being 1 (0: of
-    none)."""
+    """Return the folder for a raydist.fit's checkpoints; the job's first fit is 1 (0: none)."""
     return checkpoints / f"{FIT}{number}" if number > 1 else checkpoints
 
 
 def fit_of(checkpoint: StoragePath) -> int:
-    """The number of the raydist.fit that saved a checkpoint, by its path."""
+    """Return the number of the raydist.fit that saved a checkpoint, by its path."""
     return max(1, _number(checkpoint.parent, FIT)) if checkpoint.parent.name.startswith(FIT) else 1
 
 
 def training_of(checkpoint: StoragePath) -> StoragePath:
-    """The folder of the training that a checkpoint belongs to, as in `trainings`."""
+    """Return the folder of the training that a checkpoint belongs to, as in `trainings`."""
     return checkpoint.parent.parent if fit_of(checkpoint) > 1 else checkpoint.parent
 
 
 def last_fit(checkpoints: StoragePath) -> StoragePath:
-    """The folder of the last raydist.fit of a training that has one."""
+    """Return the folder of the last raydist.fit of a training that has one."""
     return next(iter(_numbered(checkpoints, FIT)), checkpoints)
 
 
 def newest_of_training(
     checkpoints: StoragePath, warn: Warn = lambda text: None, *, hashed: bool = True
 ) -> Saved | None:
-    """The newest complete checkpoint of a training: of the last raydist.fit of its job that has
-    one."""
+    """Return the newest complete checkpoint of a training.
+
+    It belongs to the last raydist.fit of its job that has one.
+    """
     folders = (*_numbered(checkpoints, FIT), checkpoints)
     return next((found for each in folders if (found := newest(each, warn, hashed=hashed))), None)
 
@@ -75,7 +74,7 @@ def newest_of_training(
 def newest_of_run(
     run: StoragePath, warn: Warn = lambda text: None, *, hashed: bool = True
 ) -> Saved | None:
-    """The newest complete checkpoint of the last training in a run folder that has one."""
+    """Return the newest complete checkpoint of the last training in a run folder that has one."""
     return next(
         (
             found
@@ -87,17 +86,17 @@ def newest_of_run(
 
 
 def folder_for(run: StoragePath, start: StoragePath | None) -> StoragePath:
-    """The folder for the checkpoints of a training in this run folder that begins with `start`
-    (None: anew).
+    """Return the folder for the checkpoints of a training that begins with `start`.
 
-    It is that of the training before if it continues that one, or if that one has saved nothing.
+    `start`: None for a new start. The folder is that of the previous training if this one continues
+    it, or if it has saved nothing.
     """
     last, *_ = trainings(run)
     before = newest_of_training(last, hashed=False)
     if before is None or before.path.absolute() == start:
         return last
     if start is not None and training_of(start) == last.absolute():
-        whole = newest_of_training(last)  # those after it may be damaged
+        whole = newest_of_training(last)  # the later checkpoints may be damaged
         if whole is not None and whole.path.absolute() == start:
             return last
     return run / f"{TRAINING}{max(1, _number(last.parent, TRAINING)) + 1}" / CHECKPOINTS
@@ -106,9 +105,9 @@ def folder_for(run: StoragePath, start: StoragePath | None) -> StoragePath:
 def find_resume(
     resume: str, run_dir: StoragePath, warn: Warn = lambda text: None
 ) -> StoragePath | None:
-    """The checkpoint that `resume=` means for a run in `run_dir`; None: a new start.
+    """Return the checkpoint that `resume=` means for a run in `run_dir`; None: a new start.
 
-    auto: the newest complete one of this run folder, otherwise of the newest run folder beside it
+    auto: the newest complete one of this run folder, otherwise of the newest run folder next to it
     that has one; but none if that run has finished. A path or URL: a checkpoint, or a run folder;
     ConfigError if nothing complete is there.
     """
@@ -131,17 +130,17 @@ def find_resume(
 
 
 def run_and_earlier(run_dir: StoragePath) -> Iterator[StoragePath]:
-    """This run folder, then those beside it, the newest first."""
+    """Yield this run folder, then those next to it, newest first."""
     yield run_dir
     beside = (run for run in run_dir.parent.glob("*") if run != run_dir)
     yield from sorted(beside, key=lambda run: run.name, reverse=True)
 
 
 def finished(run: StoragePath, checkpoint: StoragePath) -> bool:
-    """Whether the training that saved this newest checkpoint of a run folder has finished.
+    """Report whether the training that saved this newest checkpoint of a run folder has finished.
 
-    A later training in the same folder has saved another one than the result names, if it was
-    killed before its own.
+    If a later training in the same folder was killed before it wrote its result, it has saved
+    another checkpoint than the result names.
     """
     try:
         result = json.loads((run / RESULT).read_text(encoding="utf-8"))

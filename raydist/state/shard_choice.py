@@ -1,5 +1,4 @@
-"""Which shards in memory are a whole state: the newest step of which those of all ranks exist.
-(pure)"""
+"""Chooses the newest step of which the shards of all ranks are in memory. (pure)"""
 
 from __future__ import annotations
 
@@ -7,26 +6,25 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 Shard = tuple[int, int, int]
-"""Of a rank, one of so many, of a step."""
+"""(rank, world size, step) of one rank's shards."""
 
 
 @dataclass(frozen=True)
 class WholeShards:
-    """Which holder (a node or a rank) gives the shards of which ranks."""
+    """Which holder (a node or a rank) provides the shards of which ranks."""
 
     step: int
     world_size: int
     ranks: Mapping[int, tuple[int, ...]]
-    """By holder."""
+    """The ranks by holder."""
 
 
 def newest_whole(
     own: Mapping[int, Set[Shard]], copies: Mapping[int, Set[Shard]]
 ) -> WholeShards | None:
-    """The newest step of which the shards of all ranks exist, each from its own holder if possible;
-    None for none.
+    """Return the newest step of which the shards of all ranks exist; None if there is none.
 
-    `own`, `copies`: by holder.
+    Each rank's shards come from its own holder if possible. `own`, `copies`: by holder.
     """
     kept = [(number, held) for each in (own, copies) for number, held in each.items()]
     steps = {(step, world_size) for _, held in kept for _, world_size, step in held}

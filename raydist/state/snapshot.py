@@ -1,7 +1,7 @@
-"""States in memory that outlive the rank that wrote them; the next attempt reads them. (rank side)
+"""States in memory that outlive the rank that wrote them, for the next attempt. (rank side)
 
 The memory of a rank is an anonymous file (memfd) that the node's fork server creates and holds
-open: it outlives the rank, and ends with the server. Its first page says where each slot is
+open: it outlives the rank, and ends with the server. Its first page describes where each slot is
 (snapshot_layout.py). A slot holds
 
     the bytes of all tensors | their description, as torch.save writes it, read with weights_only
@@ -10,11 +10,11 @@ A slot's step is removed from the page before its first byte changes, and writte
 last: a slot whose step is on the page is complete. One more slot is used while one of them is being
 written to the disk.
 
-From a CPU two slots take turns. A GPU lags behind the host, so it is the GPU that writes the step,
-in its queue behind the copies, and three slots take turns: the two newest complete ones stay while
-the third is copied. Ranks need that. A rank's GPU finishes the copies of a step only after all
-ranks have averaged the gradients of that step, that is after their GPUs have copied the state
-before. So when one rank overwrites its third newest state, its second newest one is complete on
+From a CPU two slots take turns. A GPU lags behind the host, so the GPU itself writes the step, in
+its queue behind the copies, and three slots take turns: the two newest complete ones stay while the
+third is copied. Ranks need that: a rank's GPU finishes the copies of a step only after all ranks
+have averaged the gradients of that step, that is after their GPUs have copied the previous state.
+Therefore, when one rank overwrites its third newest state, its second newest one is complete on
 every rank.
 """
 
@@ -60,33 +60,32 @@ ALIGN = 64
 SLACK = 1 << 16
 """Bytes by which the description may grow before a slot has to move."""
 MOST = 0.4
-"""The share of the free memory that one slot may take: there are two, and the job needs memory
-too."""
+"""Limit on the fraction of the free memory that one slot may take: there are two, and the job needs
+memory too."""
 
 PAGE_ITSELF = -1
 """The first page, among the slots whose memory is page-locked."""
 
 GROWING = threading.Lock()
 """Held while a file grows: the loop and the thread of the sharded states may each have a buffer of
-one file."""
+the same file."""
 
 
 Cloned = Literal["all", "host", "none"]
 """Which tensors of a state that is read are copies; the others share the memory of the slot.
 
-`host`: those that were on the host when they were kept. For a state that a GPU is about to load:
-what comes from a GPU is copied to it, but the rest (Adam's `step`, random generators) stays on the
-host, where all ranks of a node would change the same memory.
-"""
+`host`: those that were on the host when they were kept. It is for a state that a GPU is about to
+load: what comes from a GPU is copied to it, but the rest (Adam's `step`, random generators) stays
+on the host, where all ranks of a node would change the same memory."""
 
 
 class NoRoom(Exception):
-    """A state does not fit into memory; the message says why."""
+    """A state does not fit into memory; the message states why."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The place of a tensor in a slot, its shape and its type."""
+    """The position of a tensor in a slot, its shape and its type."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -96,8 +95,7 @@ class TensorSpec:
     """Whether it was on the host when it was kept, not on a device."""
 
     def view(self, memory: Any) -> torch.Tensor:
-        """The tensor in this memory (anything with Python's buffer protocol), with a storage of its
-        own.
+        """Return the tensor in this memory (a Python buffer), with a separate storage.
 
         torch.save writes whole storages: a view of the whole memory would be written with all of
         it.
@@ -115,8 +113,10 @@ class TensorSpec:
 
 
 def unpack(memory: Any, size: int, length: int, clone: Cloned = "all") -> State:
-    """The state in the memory of a slot: `size` bytes of tensors, then `length` bytes of their
-    description."""
+    """Return the state in the memory of a slot.
+
+    It has `size` bytes of tensors, then `length` bytes of their description.
+    """
     described = torch.load(
         io.BytesIO(bytes(memoryview(memory)[size : size + length])), weights_only=True
     )
@@ -135,22 +135,24 @@ class SnapshotBuffer:
     """The slots of one rank."""
 
     def __init__(self, descriptor: int, device: Device | None = None) -> None:
-        """`device`: that of the states that are written; None: this process only reads, or writes
-        from a CPU."""
+        """Open the memory of a rank. `device`: that of the states that are written.
+
+        None: this process only reads, or writes from a CPU.
+        """
         self._descriptor = descriptor
         self._device = device or HostDevice()
         self._page = mmap.mmap(descriptor, PAGE)
         self._maps: dict[int, tuple[tuple[int, int], mmap.mmap]] = {}
         self._views: dict[int, tuple[list[TensorSpec], list[torch.Tensor]]] = {}
         self._page_locked: dict[int, torch.Tensor | None] = {}
-        """By slot (PAGE_ITSELF: the first page): its memory; None if it could not be
-        page-locked."""
+        """By slot (PAGE_ITSELF: the first page): its memory; None if it could not be page-
+        locked."""
         self._coming: Mark | None = None
         """The end of the copies that may not be done yet."""
 
     @property
     def steps(self) -> dict[int, int]:
-        """The slot of each step that is complete."""
+        """The slot of each complete step."""
         return complete_slots(self._page)
 
     @property
@@ -159,34 +161,39 @@ class SnapshotBuffer:
         return read_words(self._page, LOCK, 1)[0]
 
     def lock(self, slot: int) -> None:
-        """Do not overwrite this slot until the fork server unlocks it: it is then on the disk."""
+        """Do not overwrite this slot until the fork server unlocks it, once it is on the disk."""
         write_words(self._page, LOCK, slot)
 
     def fill_request(self, slot: int, request: SaveRequest, snapshot: int = -1) -> None:
-        """Put a request into its slot; `snapshot`: the slot with the rest of its state. NoRoom as
-        in `write`."""
+        """Put a request into its slot. NoRoom as in `write`.
+
+        `snapshot`: the slot with the rest of its state.
+        """
         self.fill(slot, request.step, {"request": vars(request), "snapshot": snapshot})
 
     def request_save(self, request: SaveRequest, snapshot: int = -1) -> None:
-        """Ask for a checkpoint, and leave alone what it is made of until it is on the disk. NoRoom
-        as in `write`."""
+        """Request a checkpoint, and lock its state until it is on the disk.
+
+        NoRoom as in `write`.
+        """
         self.settle()
         self.fill_request(SAVE_SLOT, request, snapshot)
         self.settle()
         self.lock(SAVE_SLOT if snapshot < 0 else snapshot)
 
     def keep_to_save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Put a state where the writer of the node finds it; it must not be writing the one before.
-        NoRoom as in `write`."""
+        """Put a state where the writer of the node finds it. NoRoom as in `write`.
+
+        The writer must not be writing the previous one.
+        """
         self.settle()
         self.fill(SAVE_SLOT, step, state)
         self.settle()
 
     def read_request(self, slot: int, snapshot: int | None = None) -> SaveRequest:
-        """The request of a slot, its state completed by that of a snapshot (None: of the slot that
-        it names).
+        """Return the request of a slot, its state completed by that of a snapshot.
 
-        Its tensors are the memory itself.
+        `snapshot`: None: the slot that the request names. Its tensors are the memory itself.
         """
         kept = self.read(slot, clone="none")
         request, snapshot = (
@@ -199,12 +206,14 @@ class SnapshotBuffer:
 
     @property
     def fit(self) -> int:
-        """The number of the raydist.fit in its job whose states these are; 0: of none."""
+        """The number of the raydist.fit in its job whose states these are; 0: none."""
         return read_words(self._page, FIT, 1)[0]
 
     def begin_fit(self, number: int) -> None:
-        """The states from here on are of this raydist.fit; those of the one before are on the disk,
-        and go."""
+        """Begin the states of this raydist.fit, and drop those of the previous one.
+
+        They are on the disk.
+        """
         if self.fit != number:
             self.forget_after(-1)
             write_words(self._page, FIT, number)
@@ -233,17 +242,16 @@ class SnapshotBuffer:
         write_words(self._page, at_slot(slot), step)
 
     def size(self, slot: int) -> tuple[int, int]:
-        """Bytes of a slot's tensors, and of their description."""
+        """Return the bytes of a slot's tensors, and of their description."""
         _, _, _, size, length, _ = read_words(self._page, at_slot(slot), SLOT_WORDS)
         return size, length
 
     def raw(self, slot: int) -> torch.Tensor:
-        """The used bytes of a slot, without a copy."""
+        """Return the used bytes of a slot, without a copy."""
         return torch.frombuffer(self.bytes_of(slot), dtype=torch.uint8, count=sum(self.size(slot)))
 
     def forget_after(self, step: int) -> None:
-        """Drop the states of later steps: an earlier attempt made them, and this one makes its
-        own."""
+        """Drop the states of later steps: an earlier attempt made them, this one makes new ones."""
         self.settle()
         for later, slot in [*self.steps.items(), *self.replicas.items()]:
             if later > step:
@@ -289,7 +297,7 @@ class SnapshotBuffer:
             write_words(self._page, at_slot(slot), step)
 
     def rest(self, within_s: float = math.inf) -> bool:
-        """Wait until the locked slot is on the disk; whether it is."""
+        """Wait until the locked slot is on the disk; report whether it is."""
         until = time.monotonic() + within_s
         while self.locked >= 0 and time.monotonic() < until:
             time.sleep(0.001)
@@ -315,8 +323,7 @@ class SnapshotBuffer:
             self._coming = None
 
     def offers(self) -> list[tuple[int, int, int, int]]:
-        """The newest states first: step, whether it is a whole one, bytes of its description, of
-        its tensors."""
+        """Return the states, newest first: step, whole or not, bytes of description, of tensors."""
         found = sorted(self.steps.items(), reverse=True)
         rows = [
             (step, *read_words(self._page, at_slot(slot), SLOT_WORDS)[3:]) for step, slot in found
@@ -324,12 +331,12 @@ class SnapshotBuffer:
         return [(step, whole, text, tensors) for step, tensors, text, whole in rows]
 
     def read(self, slot: int, clone: Cloned = "all") -> State:
-        """The state of a slot."""
+        """Return the state of a slot."""
         _, _, _, size, length, _ = read_words(self._page, at_slot(slot), SLOT_WORDS)
         return unpack(self.bytes_of(slot), size, length, clone)
 
     def bytes_of(self, slot: int) -> mmap.mmap:
-        """The bytes of a slot, without a copy."""
+        """Return the bytes of a slot, without a copy."""
         _, begin, room, *_ = read_words(self._page, at_slot(slot), SLOT_WORDS)
         return self._map(slot, begin, room)
 
@@ -352,7 +359,7 @@ class SnapshotBuffer:
         return self._map(slot, begin, room)
 
     def _map(self, slot: int, begin: int, room: int) -> mmap.mmap:
-        """The bytes of a slot."""
+        """Return the bytes of a slot."""
         known = self._maps.get(slot)
         if known is None or known[0] != (begin, room):
             self._unmap(slot)
@@ -363,7 +370,7 @@ class SnapshotBuffer:
         return known[1]
 
     def _give_back(self, slot: int, begin: int, room: int) -> None:
-        """Free the memory of a place in the file, which is never used again."""
+        """Free the memory of a range of the file, which is never used again."""
         if room:
             self._map(slot, begin, room).madvise(mmap.MADV_REMOVE)
         self._unmap(slot)
@@ -375,8 +382,7 @@ class SnapshotBuffer:
         self._maps.pop(slot, None)
 
     def _page_lock(self, slot: int, memory: mmap.mmap) -> None:
-        """Page-lock the memory that a GPU copies to: otherwise each copy would block the rank until
-        it is done."""
+        """Page-lock the memory that a GPU copies to, so that a copy does not block the rank."""
         if slot not in self._page_locked:
             flat = torch.frombuffer(memory, dtype=torch.uint8)
             self._page_locked[slot] = flat if self._device.register(flat) else None
@@ -391,16 +397,16 @@ class SnapshotBuffer:
 
 
 def cloned(value: Any) -> Any:
-    """The value with copies of its tensors."""
+    """Return the value with copies of its tensors."""
     return value.clone() if isinstance(value, torch.Tensor) else rebuilt(value, cloned)
 
 
 def layout_of(
     tensors: Sequence[torch.Tensor], lags: Callable[[torch.Tensor], bool] = lambda tensor: False
 ) -> tuple[list[TensorSpec], int]:
-    """A spec for each tensor, with its own strides where they leave no gaps; and the bytes of all.
+    """Return a spec for each tensor, and the bytes of all tensors.
 
-    `lags`: whether a tensor is on a device.
+    A tensor keeps its own strides if they leave no gaps. `lags`: whether a tensor is on a device.
     """
     spots, end = [], 0
     for tensor in tensors:
@@ -414,7 +420,7 @@ def layout_of(
 
 
 def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with a marker in place of each tensor; the tensors are appended to `tensors`."""
+    """Return the value with a marker in place of each tensor; append the tensors to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {TENSOR: len(tensors) - 1}
@@ -422,14 +428,14 @@ def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def put_together(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The reverse of `take_apart`."""
+    """Reverse `take_apart`."""
     if type(tree) is dict and TENSOR in tree:
         return tensors[tree[TENSOR]]
     return rebuilt(tree, lambda inner: put_together(inner, tensors))
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A dict, list or tuple with `change` applied to each item; any other value unchanged."""
+    """Return a dict, list or tuple with `change` applied to each item; other values unchanged."""
     if type(value) in (dict, OrderedDict):
         made = type(value)((key, change(inner)) for key, inner in value.items())
         if type(value) is OrderedDict:
@@ -441,8 +447,10 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def memory_left(root: Path = Path("/")) -> int:
-    """Free bytes of this machine or of its container, the smaller of both; 2**62 where neither can
-    be read."""
+    """Return the free bytes of this machine or of its container, the smaller of both.
+
+    2**62: neither can be read.
+    """
     available = counter((read_text(root / "proc/meminfo")).replace(" kB", ""), r"MemAvailable:\s*")
     groups = (*cgroup.lineage("self", root), root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory")
     limits = [left for group in groups if (left := cgroup.left_in(group)) is not None]

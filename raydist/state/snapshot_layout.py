@@ -15,15 +15,15 @@ PAGE = 4096
 """Bytes of the first page of a rank's snapshot memory; slots begin at multiples of it."""
 
 SLOTS = 4
-"""Two for states that take turns, a third where a GPU is still copying one, and one more while one
-of them is being written to the disk."""
+"""Two slots for states that take turns, a third where a GPU is still copying one, and a fourth
+while one of them is being written to the disk."""
 
 LAST_SLOT = SLOTS
-"""A SaveRequest for the last state of an attempt: all but what the newest snapshot holds."""
+"""A SaveRequest for the last state of an attempt: everything but what the newest snapshot holds."""
 
 SAVE_SLOT = LAST_SLOT + 1
-"""The SaveRequest that is being written now: with all of its state, or with what a snapshot lacks.
-Of a sharded state the part of this rank."""
+"""The SaveRequest that is being written now, with all of its state, or with what a snapshot lacks.
+For a sharded state, the part of this rank."""
 
 REPLICA_SLOTS = (SAVE_SLOT + 1, SAVE_SLOT + 2)
 """The slots for copies of the states of a rank on another node; they take turns too."""
@@ -34,19 +34,19 @@ WORD = 8
 """Bytes of each number on the page. The first is the slot that is being written to the disk, or
 -1."""
 LOCK = 0
-"""Its offset."""
+"""The offset of that number."""
 SLOT_WORDS = 6
-"""Then per slot: step (-1: not complete), offset in the file, size in bytes, bytes used by tensors,
-bytes used by their description, and whether it holds a whole state (1) or only a rank's own part
-(0)."""
+"""Numbers per slot, which follow: step (-1: not complete), offset in the file, size in bytes, bytes
+used by tensors, bytes used by their description, and whether it holds a whole state (1) or only
+a rank's own part (0)."""
 
 
 FIT = WORD * (1 + SLOT_WORDS * len(ALL_SLOTS))
-"""The offset of the number of the raydist.fit whose states these are; 0: of none."""
+"""The offset of the number of the raydist.fit whose states these are; 0: none."""
 
 
 def at_slot(slot: int) -> int:
-    """The offset on the page of the description of a slot."""
+    """Return the offset on the page of the description of a slot."""
     return WORD * (1 + slot * SLOT_WORDS)
 
 
@@ -54,7 +54,7 @@ def write_words(page: bytearray | mmap.mmap, offset: int, *words: int) -> None:
     """Write numbers to the page, each by one store of the processor.
 
     struct.pack_into sets all bytes to 0 first: a process that is killed meanwhile would leave a
-    step 0 that is none.
+    step 0 that does not exist.
     """
     view = memoryview(page).cast("q")
     for place, word in enumerate(words, offset // WORD):
@@ -62,12 +62,12 @@ def write_words(page: bytearray | mmap.mmap, offset: int, *words: int) -> None:
 
 
 def read_words(page: bytes | mmap.mmap, offset: int, count: int) -> list[int]:
-    """Numbers of the page, each by one load."""
+    """Read numbers of the page, each by one load."""
     return memoryview(page)[offset : offset + WORD * count].cast("q").tolist()
 
 
 def blank_page() -> bytes:
-    """The first page of an empty memory."""
+    """Return the first page of an empty memory."""
     page = bytearray(PAGE)
     write_words(page, LOCK, -1)
     for slot in ALL_SLOTS:
@@ -76,13 +76,13 @@ def blank_page() -> bytes:
 
 
 def complete_slots(page: bytes | mmap.mmap, slots: Iterable[int] = range(SLOTS)) -> dict[int, int]:
-    """The slot of each step that is complete."""
+    """Return the slot of each complete step."""
     steps = {read_words(page, at_slot(slot), 1)[0]: slot for slot in slots}
     return {step: slot for step, slot in steps.items() if step >= 0}
 
 
 def whole_slots(page: bytes | mmap.mmap) -> dict[int, int]:
-    """Those that hold a whole state, not only a rank's own part."""
+    """Return the slots that hold a whole state, not only a rank's own part."""
     complete = complete_slots(page).items()
     return {
         step: slot for step, slot in complete if read_words(page, at_slot(slot), SLOT_WORDS)[-1]

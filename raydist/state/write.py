@@ -1,4 +1,4 @@
-"""Write checkpoints: complete or not at all, and loadable without running code. (either side)"""
+"""Writes checkpoints: complete or not at all, and loadable without running code. (either side)"""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from raydist.state.object_store import Hashing, Remote, StoragePath, parse_path
 
 STATE, META = "state.pt", "meta.json"
 TRAINING, CHECKPOINTS, FIT = "training-", "checkpoints", "fit-"
-"""The folders of a run between its own and a checkpoint (run_checkpoints.py)."""
+"""The folders between a run's folder and a checkpoint (run_checkpoints.py)."""
 CHECKSUM = re.compile("[0-9a-f]{32}")
 DROPPED, REPLACED = ".dropped-", ".replaced-"
 """The prefixes of a checkpoint's name while it is deleted, and while another one replaces it."""
 WRITER_SILENT_S = 3600.0
-"""Seconds without a change after which another machine's half-written checkpoint is a killed
-writer's."""
+"""Seconds without a change after which another machine's half-written checkpoint is considered that
+of a killed writer."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """From linux/fcntl.h and linux/fs.h."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -36,9 +36,9 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """A checkpoint to be written: state, description, folder, and how many others stay.
+    """A checkpoint to be written: state, description, folder, and how many others to keep.
 
-    The rank makes it. The rank itself writes it, or the writer process of its node does.
+    The rank creates it. The rank itself writes it, or the writer process of its node does.
     """
 
     step: int
@@ -67,7 +67,7 @@ class SaveRequest:
 
     @property
     def local(self) -> SaveRequest:
-        """The same, in the run folder on this machine."""
+        """The same request, for the run folder on this machine."""
         inside = place_in_run(self.folder) or (CHECKPOINTS,)
         return replace(self, checkpoints=str(Path(self.run_dir, *inside)))
 
@@ -89,13 +89,13 @@ class Meta:
     metrics: Mapping[str, float]
     files: Mapping[str, FileFacts]
     sharded: bool
-    """The state is in torch.distributed.checkpoint's format (distributed_checkpoint.py)."""
+    """Whether the state is in torch.distributed.checkpoint's format (distributed_checkpoint.py)."""
     time: float
     """Seconds since the epoch."""
     torch: str
     reported: Mapping[str, Any] = field(default_factory=dict)
     """The last value of each name that rank 0 had reported: a driver that was killed may not have
-    heard of them."""
+    received them."""
 
     @classmethod
     def of(
@@ -107,7 +107,7 @@ class Meta:
         sharded: bool = False,
         reported: Mapping[str, Any] | None = None,
     ) -> Meta:
-        """With the current time and the version of torch."""
+        """Return a Meta with the current time and the version of torch."""
         import torch
 
         return cls(
@@ -123,8 +123,10 @@ class Meta:
 
     @classmethod
     def read(cls, path: StoragePath) -> Meta:
-        """Read it. OSError: there is no such file, or it can't be read; ValueError: it holds
-        something else."""
+        """Read meta.json.
+
+        OSError: there is no such file, or it can't be read; ValueError: it holds something else.
+        """
         plain = json.loads((path / META).read_text(encoding="utf-8"))
         try:
             known = {"reported": {}} | plain  # older checkpoints have none
@@ -143,8 +145,10 @@ class Meta:
 
 
 def place_in_run(path: StoragePath) -> tuple[str, ...]:
-    """The names from the run folder to this folder of checkpoints, or to one in it; empty if it is
-    not in one."""
+    """Return the names from the run folder to this folder of checkpoints, or to one in it.
+
+    Empty: the path is not in a folder of checkpoints.
+    """
     parts = Path(str(path)).parts
     if CHECKPOINTS not in parts:
         return ()
@@ -153,8 +157,10 @@ def place_in_run(path: StoragePath) -> tuple[str, ...]:
 
 
 def write(request: SaveRequest) -> None:
-    """Write a checkpoint: a reader sees a complete one or none at any time. TypeError: it could not
-    be loaded."""
+    """Write a checkpoint: at any time a reader sees a complete one or none.
+
+    TypeError: it could not be loaded.
+    """
     if why := next(unloadable(request.state, "state"), None):
         raise TypeError(why)
     path = request.path
@@ -184,8 +190,10 @@ def _write_into(beside: StoragePath, request: SaveRequest) -> None:
 
 @contextmanager
 def hashed_file(path: StoragePath) -> Iterator[DirectFile | Hashing]:
-    """A file to write to, at a URL with no copy of it on this machine's disk. After the block it is
-    complete."""
+    """Yield a file to write to, which is complete after the block.
+
+    At a URL there is no copy of it on this machine's disk.
+    """
     if isinstance(path, Remote):
         with path.writing() as file:
             yield Hashing(file)
@@ -196,27 +204,28 @@ def hashed_file(path: StoragePath) -> Iterator[DirectFile | Hashing]:
 
 
 def file_facts(file: DirectFile | Hashing) -> FileFacts:
-    """What was written to it."""
+    """Return the size and the checksum of what was written to a file."""
     return FileFacts(file.bytes, file.checksum)
 
 
 def file_sizes(folder: StoragePath) -> dict[str, int]:
-    """The files of a folder, each with its size in bytes."""
+    """Return the files of a folder, each with its size in bytes."""
     if isinstance(folder, Remote):
         return folder.sizes()
     found = {}
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
         for file in files:
-            with suppress(
-                FileNotFoundError
-            ):  # another process has just replaced or deleted the folder
+            # Another process may just have replaced or deleted the folder.
+            with suppress(FileNotFoundError):
                 found[file.name] = file.stat().st_size
     return found
 
 
 def complete(beside: StoragePath, path: StoragePath, meta: Meta) -> None:
-    """Turn the files in the folder `beside` into the checkpoint `path`. At a URL both are the same
-    folder."""
+    """Turn the files in the folder `beside` into the checkpoint `path`.
+
+    At a URL both are the same folder.
+    """
     (beside / META).write_text(json.dumps(asdict(meta), indent=1))
     if isinstance(beside, Path) and isinstance(path, Path):
         for synced in (beside / META, beside):
@@ -226,7 +235,7 @@ def complete(beside: StoragePath, path: StoragePath, meta: Meta) -> None:
 
 
 def drop(path: StoragePath) -> None:
-    """Remove a file, or a folder with all that is in it; nothing is wrong if it does not exist."""
+    """Remove a file, or a folder with all that is in it; a missing one is not an error."""
     if isinstance(path, Remote):
         path.drop()
     elif path.is_dir():
@@ -236,12 +245,11 @@ def drop(path: StoragePath) -> None:
 
 
 def put_in_place(beside: Path, path: Path) -> None:
-    """Rename a folder to `path`. A folder of that name is deleted; if the writer is killed
-    meanwhile, `prune` does it.
+    """Rename a folder to `path`, and delete a folder of that name.
 
-    Where the file system can't exchange two names (NFS), a writer that is killed in between leaves
-    the former one as `.replaced-…`; a reader puts it back (`put_back`). A reader may do so at this
-    moment too, hence the loop.
+    If the writer is killed meanwhile, `prune` deletes it. If the file system can't exchange two
+    names (NFS), a writer that is killed in between leaves the former folder as `.replaced-…`; a
+    reader puts it back (`put_back`). A reader may do so at this moment too, hence the loop.
     """
     aside = path.parent / f"{REPLACED}{path.name}-{os.getpid()}"
     while True:
@@ -260,8 +268,10 @@ def put_in_place(beside: Path, path: Path) -> None:
 
 
 def exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, as renameat2(2) does; False where the file system or the
-    kernel can't."""
+    """Exchange two names in one step, as renameat2(2) does.
+
+    False: the file system or the kernel can't.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
@@ -272,14 +282,18 @@ def exchanged(one: Path, other: Path) -> bool:
 
 
 def writers_here() -> str:
-    """The part of a half-written folder's name before the pid: a pid means something on this
-    machine only."""
+    """Return the part of a half-written folder's name before the pid.
+
+    A pid is meaningful on this machine only.
+    """
     return f"-{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
 def abandoned(left: Path) -> bool:
-    """Whether a half-written checkpoint is a leftover: its writer has ended; elsewhere, it was
-    silent for an hour."""
+    """Report whether a half-written checkpoint is a leftover.
+
+    Its writer on this machine has ended; a writer elsewhere was silent for an hour.
+    """
     if not left.name.startswith(".step-"):
         return False
     _, here, pid = left.name.rpartition(writers_here())
@@ -290,22 +304,23 @@ def abandoned(left: Path) -> bool:
 
 
 def put_back(folder: Path) -> None:
-    """Give checkpoints their names back whose writer was killed while it replaced them
-    (`put_in_place`)."""
+    """Restore the names of checkpoints whose writer was killed during `put_in_place`."""
     for name, replaced in replaced_in(folder).items():
         with suppress(OSError):  # the new one exists, or the folder is read-only
             replaced.rename(folder / name)
 
 
 def replaced_in(folder: Path) -> dict[str, Path]:
-    """The checkpoints that are being replaced, or were, by their former names."""
+    """Return the checkpoints that are being replaced, or were, by their former names."""
     found = folder.glob(f"{REPLACED}step-*")
     return {path.name.removeprefix(REPLACED).rpartition("-")[0]: path for path in found}
 
 
 def unloadable(value: Any, where: str) -> Iterator[str]:
-    """The values that torch.load(weights_only=True) would refuse: found when they are saved, not
-    when needed."""
+    """Yield an error for each value that torch.load(weights_only=True) would refuse.
+
+    They are found when they are saved, not when they are needed.
+    """
     import torch
 
     kind = type(value)
@@ -327,7 +342,7 @@ def unloadable(value: Any, where: str) -> Iterator[str]:
 
 
 def _sync(path: Path) -> None:
-    """fsync a file or a folder."""
+    """Flush a file or a folder to the disk with fsync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
