@@ -1,7 +1,6 @@
 """Messages between driver, agents, fork servers and ranks, one file per wire. (either side)
 
-Takes nothing: data classes, and their encoding as bytes. Provides the types that both ends of a
-wire import.
+Data classes, and their encoding as bytes. Both ends of a wire import its types from here.
 
     agent.py              Driver and agent: open a node, run ranks, read what they report
     checkup.py            Driver and agent: the doctor's check-up of a node

@@ -67,7 +67,7 @@ class RankEnd(ProcessEnd):
     oom: Literal["", "kernel"] = ""
     """`kernel`: the kernel's out-of-memory killer ended it."""
     by_mpirun: bool = False
-    """mpirun had already ended its child of the rank."""
+    """Whether mpirun had ended its child of the rank before."""
     told: bool = False
     """Whether its agent had been asked to stop it while it ran, and had raised nothing. This is
     known without comparing clocks."""

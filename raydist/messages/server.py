@@ -67,7 +67,7 @@ class WriteCheckpoint(ServerMessage):
     """Fork a writer process for a checkpoint; its events go to the descriptor."""
 
     last: bool = True
-    """Write the newest snapshot, unless a checkpoint on the disk is as new; otherwise write what
+    """True: write the newest snapshot, unless a checkpoint on the disk is as new. False: write what
     the first rank requests."""
 
 

@@ -3,7 +3,7 @@
 A GPU works through a queue, and the host runs ahead of it. Therefore an operation that must follow
 a copy goes into the same queue, and the host learns from a mark in it that everything before it is
 done. Nothing else in raydist copies from a GPU or asks it for events: a test replaces the device by
-one whose work finishes when the test says so.
+one whose work finishes when the test chooses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sharded states on disk, in the format of torch.distributed.checkpoint (DCP). (rank side)
 
-    step-00000120/__3_0.distcp    rank 3's shards; what all ranks have alike is in rank 0's file
+    step-00000120/__3_0.distcp    rank 3's shards; what all ranks share is in rank 0's file
                   .metadata       where each shard of each tensor is
                   meta.json       as in every checkpoint
 
@@ -278,7 +278,7 @@ def commit(
 ) -> list[str]:
     """Make a checkpoint of what `ranks` ranks have written into `beside`.
 
-    If files are not visible here, return their names and make none.
+    Return []. If some files are not visible here, return their names and make no checkpoint.
     """
     sizes = file_sizes(beside)
     if missing := [name for name, facts in files.items() if sizes.get(name) != facts.bytes]:

@@ -295,7 +295,7 @@ def why_blind(text: str) -> str:
 def main() -> None:
     """Print why this machine can't see a file, or nothing.
 
-    python -m raydist.state.object_store FILE
+    Run as `python -m raydist.state.object_store FILE`.
     """
     import sys
 

@@ -145,8 +145,7 @@ class SnapshotBuffer:
         self._maps: dict[int, tuple[tuple[int, int], mmap.mmap]] = {}
         self._views: dict[int, tuple[list[TensorSpec], list[torch.Tensor]]] = {}
         self._page_locked: dict[int, torch.Tensor | None] = {}
-        """By slot (PAGE_ITSELF: the first page): its memory; None if it could not be page-
-        locked."""
+        """The memory of each slot (PAGE_ITSELF: the first page); None: page-locking it failed."""
         self._coming: Mark | None = None
         """The end of the copies that may not be done yet."""
 
@@ -193,7 +192,8 @@ class SnapshotBuffer:
     def read_request(self, slot: int, snapshot: int | None = None) -> SaveRequest:
         """Return the request of a slot, its state completed by that of a snapshot.
 
-        `snapshot`: None: the slot that the request names. Its tensors are the memory itself.
+        `snapshot`: its slot; None: the one that the request names. The tensors of the state are the
+        memory itself.
         """
         kept = self.read(slot, clone="none")
         request, snapshot = (
@@ -212,7 +212,7 @@ class SnapshotBuffer:
     def begin_fit(self, number: int) -> None:
         """Begin the states of this raydist.fit, and drop those of the previous one.
 
-        They are on the disk.
+        The previous ones are already on the disk.
         """
         if self.fit != number:
             self.forget_after(-1)

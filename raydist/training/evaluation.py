@@ -42,8 +42,8 @@ def evaluate(
     total = torch.zeros(len(metrics) + 1, dtype=torch.float64, device=device)
     with in_mode(model, False), torch.no_grad():
         for number, (*inputs, target) in enumerate(batches):
-            # Otherwise another stage of the pipeline has the output.
             output, count = model(*inputs), len(target)
+            # No samples of this rank, or another stage of the pipeline has the output.
             if number >= counted or output is None:
                 continue
             for index, metric in enumerate(metrics.values()):

@@ -125,7 +125,7 @@ class Block(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, as GPT-2 does.
+        """Draw new weights, as GPT-2 does.
 
         Where the output is added to the input, the weights are smaller the more layers there are.
         """
@@ -180,7 +180,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters outside of the blocks anew."""
+        """Draw new values for the parameters outside of the blocks."""
         nn.init.normal_(self.embedding.weight, std=SPREAD)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=SPREAD)

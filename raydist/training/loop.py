@@ -138,10 +138,7 @@ class Training:
         self.results: dict[str, float] = {}
         self.spent = {"step": 0.0, "evaluate": 0.0, "save": 0.0}
         # The step of the last evaluation, and of the last checkpoint.
-        self.evaluated, self.saved = (
-            -1,
-            0,
-        )
+        self.evaluated, self.saved = -1, 0
         self.told = MetricReporter(self.device)
         self.keeper = (shards.ShardSnapshotter if self.comm.sharded else Snapshotter)(
             job, self.comm

@@ -61,7 +61,7 @@ OFFERS = 2
 """Limit on the newest states that a rank offers: it has two slots for its own states and two for
 copies."""
 ROW = 3 * OFFERS
-"""The integers that encode the offers of a rank: a rank, a world size and a step for each offer."""
+"""Number of integers that encode a rank's offers: a rank, a world size and a step for each."""
 LONGEST = 500
 """Limit on the characters of an error that a rank sends to the other ranks."""
 

@@ -149,11 +149,11 @@ class Snapshotter:
     def _wait_for_copy(self) -> None:
         """Wait for the background work of the previous snapshot.
 
-        It is no part of the cost of a snapshot, if snapshots are spaced.
+        It is not part of the cost of a snapshot if snapshots are spaced.
         """
 
     def _copy_s(self) -> float:
-        """Return the seconds for which that work ran alongside the steps."""
+        """Return the seconds for which a snapshot's background work ran alongside the steps."""
         return 0.0
 
     def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
@@ -169,7 +169,7 @@ class Snapshotter:
             context.current().kept = max(self._memory.steps, default=0)
             return slot
         except NoRoom as why:
-            # While a checkpoint locks a slot, there may be room again once it is on the disk.
+            # If a slot is locked, two slots may be enough once the checkpoint is on the disk.
             if self._memory.locked < 0:
                 self._memory.drop()
                 self._memory = None

@@ -84,10 +84,7 @@ class TokenFiles(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker would otherwise get the tokens themselves.
-        return {
-            **self.__dict__,
-            "_maps": {},
-        }
+        return {**self.__dict__, "_maps": {}}
 
 
 def token_files(files: str | Path | Sequence[str | Path]) -> list[Path]:

@@ -75,7 +75,7 @@ def save(
 
 
 def home() -> StoragePath:
-    """Return the folder or URL of this run's checkpoints, or of those of the current fit."""
+    """Return the folder or URL of this run's checkpoints; during a fit, of that fit's."""
     named = os.environ.get(env_names.CHECKPOINTS)
     folder = parse_path(named) if named else context.rank().run_dir / "checkpoints"
     return of_fit(folder, context.current().fit)

@@ -25,8 +25,8 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
     """Create a group as torch.distributed.new_group does, with `backend.timeout_s`.
 
     All ranks must create all groups in the same order, including those that they are not in. torch
-    names a group by a counter: if a rank has left one out, the next group never meets. With NCCL
-    the group is split off the default one, which is a collective of all its ranks.
+    names a group by a counter: if a rank has left one out, the ranks of the next group never meet.
+    With NCCL the group is split off the default one, which is a collective of all its ranks.
     """
     return dist.new_group(None if ranks is None else [*ranks], timeout=_timeout(), backend=backend)
 

@@ -100,7 +100,7 @@ def run_module(name: str, args: Sequence[str]) -> None:
 
 
 def execute(argv: Sequence[str]) -> NoReturn:
-    """Exec a command, which is looked up as a shell does."""
+    """Exec a command, looked up as a shell would."""
     if shutil.which(argv[0]) is None:
         host = socket.gethostname()
         if os.path.exists(argv[0]):

@@ -148,6 +148,6 @@ def _wrap_method(
 def waits_for_others(module: Any, name: str) -> bool:
     """Report whether a call is part of a step that averages gradients.
 
-    It is not in an evaluation or an accumulation.
+    A call in an evaluation or an accumulation is not.
     """
     return name == "synchronize" or (torch.is_grad_enabled() and module.require_backward_grad_sync)
