@@ -1,5 +1,4 @@
-"""The Ray actor of one rank: it holds the rank's resources; the first on a node hosts all agents
-there. (actor)"""
+"""The Ray actor of one rank: holds its resources; a node's first also hosts all agents. (actor)"""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.errors import LaunchError
 
 HOLD_S = 0.02
-"""Longest time that news wait for those of the node's other ranks."""
+"""Limit on the time that news wait for those of the node's other ranks."""
 
 
 def make_agent(backend: str) -> RankAgent:
-    """A new agent, of the class that the backend needs."""
+    """Return a new agent, of the class that the backend needs."""
     return MpiRankAgent() if backend == "mpi" else RankAgent()
 
 
@@ -32,19 +31,18 @@ class AgentHost:
         self._backend = backend
         self._agents: dict[int, RankAgent] = {}
         self._answers: list[Answer] = []
-        """That no call has taken yet."""
+        """The answers that no call has taken yet."""
         self._waiter: asyncio.Future[None] | None = None
-        """Of the call that waits for answers."""
+        """The future of the call that waits for answers."""
         self._asked: set[int] = set()
-        """The local ranks that are asked for news now."""
+        """The local ranks whose agents are answering GetNews."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def exchange(self, requests: Sequence[NodeRequest]) -> list[Answer]:
-        """Pass requests to agents of this node; return the answers that there are, once there is
-        one.
+        """Pass requests to agents of this node, and return answers once there is at least one.
 
-        They may be answers to requests of earlier calls: a slow answer does not delay the others.
-        Only the newest call waits; one before it returns at once.
+        They may answer requests of earlier calls: a slow answer does not delay the others. Only the
+        newest call waits; an earlier one returns at once.
         """
         loop = asyncio.get_running_loop()
         for request in requests:
@@ -64,7 +62,7 @@ class AgentHost:
         if local_rank not in self._agents:
             self._agents[local_rank] = make_agent(self._backend)
         agent = self._agents[local_rank]
-        if isinstance(request, Close):  # an agent is of one run; the actor may get another run
+        if isinstance(request, Close):  # an agent belongs to one run; the actor may serve another
             del self._agents[local_rank]
         loop, late = asyncio.get_running_loop(), float("inf")
         if isinstance(request, GetNews):
@@ -84,8 +82,10 @@ class AgentHost:
             self._wake()
 
     def _ask_all(self) -> None:
-        """It is time for the news of one rank: all others tell theirs too. A reply costs the driver
-        as much as many."""
+        """Have all other ranks reply with their news too, because one rank's news are due.
+
+        One reply costs the driver as much as many.
+        """
         for local_rank in self._asked:
             self._agents[local_rank].tell_now()
 
@@ -95,37 +95,38 @@ class AgentHost:
 
 
 class NodeActor(AgentHost):
-    """One actor per rank, for Ray's accounting. Only the first of a node takes part in a launch: it
-    hosts all agents.
+    """One actor per rank, for Ray's accounting.
 
-    Starting a Ray worker takes half a second of CPU: sixteen ranks with a worker each would wait
-    eight seconds. __init__ has no arguments: Ray would read them before it, with the serializers
-    that it skips.
+    Only the first of a node takes part in a launch: it hosts all agents. Starting a Ray worker
+    takes half a second of CPU: sixteen ranks with a worker each would wait eight seconds. __init__
+    has no arguments: Ray would read them before it, with the serializers that it skips.
     """
 
     backend = ""
-    """What its agents are made for."""
+    """The backend for which its agents are made."""
 
     def __init__(self) -> None:
         ray_private.skip_serializers()
         super().__init__(self.backend)
 
     async def gpus(self) -> tuple[str, ...]:
-        """The GPUs that Ray assigned to this actor. The actor itself never uses CUDA, so Ray's mask
-        has no effect."""
+        """Return the GPUs that Ray assigned to this actor.
+
+        The actor itself never uses CUDA, so Ray's mask has no effect.
+        """
         import ray
 
         return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
 
 class MpiNodeActor(NodeActor):
-    """A NodeActor of a run under mpirun."""
+    """The NodeActor of a run under mpirun."""
 
     backend = "mpi"
 
 
 def picklable(error: Exception) -> Exception:
-    """This error, or its text as a LaunchError if it can't be pickled."""
+    """Return this error, or its text as a LaunchError if it can't be pickled."""
     try:
         if sys.version_info >= (3, 11):
             error.add_note("".join(traceback.format_exception(error)))

@@ -1,8 +1,8 @@
-"""The agent of one rank: starts its process, watches it, answers the driver's requests about it.
-(actor)
+"""The agent of one rank: starts its process, monitors it, answers requests about it. (actor)
 
-A RankAgent is a plain class with coroutines. An actor on its node hosts it; without Ray a thread of
-the driver does. It never imports torch, so it answers and can end the rank wherever the rank hangs.
+A RankAgent is a plain class with coroutines, hosted by an actor on its node or, without Ray, by a
+thread of the driver. It never imports torch, so it can answer and end the rank wherever the rank
+hangs.
 """
 
 from __future__ import annotations
@@ -96,30 +96,32 @@ if TYPE_CHECKING:
     from raydist.shared.events import Event
 
 LOG_CHUNK = 1 << 20
-"""Most bytes of a rank's output in one reply."""
+"""Maximum bytes of a rank's output in one reply."""
 EXAMINE_S = 0.6
 """Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a
 second."""
 STOP_S = 3.0
-"""Longest wait for the end of a rank after SIGKILL: the driver gives up after 5 s
+"""Limit on the wait for a rank's end after SIGKILL. The driver gives up after 5 s
 (launch.limits.SILENT_S)."""
 SERVER_S = 10.0
-"""Seconds after which a fork server that does not answer is ended, if it is needed."""
+"""Seconds after which a fork server that is needed but does not answer is killed."""
 ANSWER_S = 3.0
-"""Seconds that a busy rank has to answer: a signal handler that interrupts Python code may crash
-it."""
+"""Seconds that a busy rank has to answer. A signal handler that interrupts its Python code may
+crash it."""
 
 
 class RankAgent:
-    """The agent of one rank. The driver sends Open, StartRank, GetNews …, StopRank, Close, in this
-    order."""
+    """The agent of one rank.
+
+    The driver sends Open, StartRank, GetNews …, StopRank, Close, in this order.
+    """
 
     def __init__(self) -> None:
         self.born = time.time()
         self.rank = -1
         self.pid = 0
         self._lead = False
-        """It is the first agent of its node."""
+        """Whether this is the first agent of its node."""
         self._store_pid = 0
         self._nccl: NcclLog | None = None
         self._own_server: ForkServer | None = None
@@ -134,34 +136,36 @@ class RankAgent:
         self._cpus: tuple[int, ...] | None = None
         """The CPUs to which mpirun binds the rank."""
         self._mpi_fds: list[int] = []
-        """Descriptors that mpirun passed for the rank, beside its log, channel and heartbeat."""
+        """Descriptors that mpirun passed for the rank, besides its log, channel and heartbeat."""
         self._error_file: Path | None = None
         self._event_reader: asyncio.Task[None] | None = None
         self._to_rank: asyncio.StreamWriter | None = None
         self._activity: Activity | None = None
-        """The rank's answer to the last TellActivity."""
+        """The rank's reply to the last TellActivity."""
         self._writer: Writer | None = None
         self._load = LoadReader()
         self._checkup: Checkup | None = None
         self._holding: deque[asyncio.Future[int]] = deque()
-        """The HoldRank requests that the rank has not answered yet, the oldest first."""
+        """The HoldRank requests that the rank has not answered yet, oldest first."""
         self._oom_count: oom.Count | None = None
-        """The kernel's OOM kills when the rank started."""
+        """The kernel's count of OOM kills when the rank started."""
         self._stopping = self._raised = False
         self._told = False
-        """As RankEnd.told."""
+        """See RankEnd.told."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, request: Request[Any]) -> Any:
-        """Answer a request of the driver; the type of the reply is the parameter of the request's
-        type."""
+        """Answer a request of the driver.
+
+        The type parameter of the request's class is the type of the reply.
+        """
         match request:
             case Open():
                 return await self.open(request)
             case OpenStore():
                 return await self.open_store(request)
             case FindUnreachablePaths():
-                from raydist.node import path_check  # it imports the object store
+                from raydist.node import path_check  # this imports the object store
 
                 return await path_check.find_unreachable_paths(request)
             case KeepCall():
@@ -206,8 +210,10 @@ class RankAgent:
         raise TypeError(f"an agent can't answer {request}")
 
     async def open(self, request: Open) -> Opened:
-        """Round 1: read the facts of the machine, start or join the fork server, open the
-        rendezvous store."""
+        """Round 1: read the machine's facts, join the fork server, open the rendezvous store.
+
+        Only the first agent of a node reads the facts, and chooses or starts the server.
+        """
         self.rank, self._lead = request.rank, request.lead
         self.folder = recorded_end.run_folder_here(request.run, request.node_id)
         facts: Facts | None = None
@@ -219,7 +225,7 @@ class RankAgent:
             self._own_server, place, modules = await asyncio.to_thread(
                 kept_server.choose, request, place
             )
-            # the driver knows the GPUs of each rank
+            # The driver knows the GPUs of each rank.
             facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
         self._connecting = asyncio.create_task(ForkClient.connect(place))
         self._client = await self._connecting
@@ -243,7 +249,7 @@ class RankAgent:
         )
 
     async def open_store(self, request: OpenStore) -> StoreAddress:
-        """Open a new rendezvous store for an attempt, on the node of this agent."""
+        """Open a new rendezvous store for an attempt, on this agent's node."""
         if self._store_pid:
             self._server.send(SignalProcess(self._store_pid, signal.SIGKILL))
         ours, its = socket.socketpair()
@@ -260,9 +266,9 @@ class RankAgent:
         return StoreAddress(opened.port, opened.secret)
 
     async def keep_call(self, request: KeepCall) -> None:
-        """Write the pickled function of the job to the node's folder, where all its ranks read it.
+        """Write the job's pickled function to the node's folder, where all its ranks read it.
 
-        A run has one function: if the file is there, it stays. The disk may be full by now.
+        A run has one function, so an existing file is kept: the disk may have filled up since.
         """
         file = self.folder / rank_spec.CALL
         if not file.exists():
@@ -270,12 +276,12 @@ class RankAgent:
             await asyncio.to_thread(write_at_once, file, call)
 
     async def start(self, request: StartRank) -> int:
-        """Round 2: fork the rank with its variables; its pid.
+        """Round 2: fork the rank with its variables, and return its pid.
 
-        LaunchError: the process of the previous attempt can't be killed.
+        Raises LaunchError if the process of the previous attempt can't be killed.
         """
         await self._end_previous()
-        self.rank = request.rank  # it changes when the world size changes
+        self.rank = request.rank  # changes with the world size
         base = self.folder / f"rank-{self.rank}"
         if request.script:
             self._error_file = Path(f"{base}.error.json")
@@ -312,14 +318,14 @@ class RankAgent:
 
     @property
     def _running(self) -> bool:
-        """Whether the process of the rank has not ended."""
+        """Whether the rank's process has started and not ended."""
         return bool(self.pid) and self._end is None
 
     async def is_open(self) -> bool:
-        """Whether the agent can start a rank: its server runs, and no process of an earlier attempt
-        is left.
+        """Report whether the agent can start a rank.
 
-        Waits for the end of a process that was just killed.
+        It can if its server runs and no process of an earlier attempt remains. Waits for the end of
+        a process that was just killed.
         """
         if self._client is None:
             return False
@@ -328,10 +334,10 @@ class RankAgent:
         return self._client.connected and not self._running
 
     async def _end_previous(self) -> None:
-        """Kill the process of the previous attempt, if it is left, and wait for its end.
+        """Kill the process of the previous attempt, if it still runs, and wait for its end.
 
-        The driver took the rank for lost, for example because the agent did not answer in time. Two
-        processes would share the GPU, the snapshot memory and the log.
+        It runs if the driver considered the rank lost, for example because the agent did not answer
+        in time. Two processes would share the GPU, the snapshot memory and the log.
         """
         if not self._running:
             return
@@ -346,7 +352,7 @@ class RankAgent:
             )
 
     async def _reset(self, base: str) -> None:
-        """Forget the previous attempt, once its last checkpoint is on the disk."""
+        """Clear the state of the previous attempt, once its last checkpoint is on the disk."""
         if self._writer is not None:
             await self._writer.wait()
         if self._event_reader is not None:
@@ -356,9 +362,9 @@ class RankAgent:
             Path(f"{base}.{kind}").unlink(missing_ok=True)
 
     async def news(self, patience: float) -> RankNews:
-        """New events, log bytes, the heartbeat and its age; the end of the rank comes last.
+        """Return new events, log bytes, the heartbeat and its age, and last of all the rank's end.
 
-        Waits `patience` seconds so that a reply carries many events; an end, or its cause, is
+        Waits `patience` seconds so that one reply carries many events. An end, or its cause, is
         reported at once.
         """
         with contextlib.suppress(asyncio.TimeoutError):
@@ -370,9 +376,8 @@ class RankAgent:
         if rank_end is not None and self._event_reader is not None:
             writing = self._writer.reading if self._writer is not None else None
             readers = {self._event_reader} | ({writing} if writing is not None else set())
-            await asyncio.wait(
-                readers, timeout=0.5
-            )  # a child of the rank may still hold the other end
+            # A child of the rank may still hold the other end.
+            await asyncio.wait(readers, timeout=0.5)
         log = self._log.read(LOG_CHUNK)
         events, self._events = self._events, []
         nccl = self._nccl.news() if self._nccl else b""
@@ -397,15 +402,16 @@ class RankAgent:
         )
 
     def tell_now(self) -> None:
-        """The driver has waited long enough for news."""
+        """Reply to GetNews now: the driver has waited long enough."""
         self._news.set()
 
     async def examine(self) -> RankActivity | None:
-        """The state of the rank's process, the CPU it uses, its stacks, its last collectives; None
-        if it has ended.
+        """Return what the rank's process is doing now; None if it has ended.
 
-        A rank that does not answer, because native code keeps the GIL, shows its main thread's
-        stack by a signal: after EXAMINE_S if it sleeps, after ANSWER_S if it is busy. A part that
+        That is its state, the CPU it uses, its stacks and its last collectives.
+
+        If a rank does not answer because native code holds the GIL, a signal makes it write its
+        main thread's stack: after EXAMINE_S if it sleeps, after ANSWER_S if it is busy. A part that
         can't be read is empty.
         """
         if not self.pid or self._end is not None:
@@ -431,8 +437,10 @@ class RankAgent:
         return RankActivity(self.pid, state, busy, told.stack, told.collectives, beat)
 
     async def hold(self, request: HoldRank) -> int:
-        """Have the rank stand still after the step that it is making; that step. LaunchError: it
-        has ended."""
+        """Ask the rank to pause after its current step, and return that step.
+
+        Raises LaunchError if the rank has ended.
+        """
         if self._end is not None:
             raise LaunchError("the rank has ended")
         held: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -441,16 +449,19 @@ class RankAgent:
         return await held
 
     def tell_rank(self, message: RankMessage) -> None:
-        """Send a message to the rank, if it listens."""
+        """Send a message to the rank, if it is connected."""
         if self._to_rank is not None:
             self._to_rank.write(encode(message) + b"\n")
 
     def value(self) -> RankValue:
-        """What the job returned or raised, pickled; it travels over Ray's authenticated channel."""
+        """Return the job's pickled result or exception.
+
+        It travels over Ray's authenticated channel.
+        """
         return recorded_end.read_value(self.folder / f"rank-{self.rank}")
 
     async def flush(self) -> list[Event]:
-        """Write this node's newest snapshot to the disk; the events of the writer."""
+        """Write this node's newest snapshot to the disk, and return the writer's events."""
         if self._writer is not None:
             await self._writer.wait()
             if self.pid:
@@ -459,8 +470,10 @@ class RankAgent:
         return events
 
     async def stop(self, grace: float) -> None:
-        """Send SIGTERM, and SIGKILL after `grace` seconds; without grace SIGKILL at once. Returns
-        after the end."""
+        """Send SIGTERM, then SIGKILL after `grace` seconds, and wait for the end.
+
+        Without grace, send SIGKILL at once.
+        """
         if not self.pid:
             return
         self._stopping = True
@@ -477,8 +490,10 @@ class RankAgent:
             await self._wait_end(1)
 
     def network_use(self) -> NetworkUse:
-        """The counters of this node's network ports (from its first agent), and the rank's channels
-        in NCCL's log."""
+        """Return the counters of this node's network ports and the rank's channels in NCCL's log.
+
+        Only the node's first agent returns the counters.
+        """
         nccl_file, rank_log = (self.folder / f"rank-{self.rank}.{kind}" for kind in ("nccl", "log"))
         text = nccl_output.read_nccl_output(nccl_file, rank_log)
         ports = counters.read_counters() if self._lead else None
@@ -492,12 +507,14 @@ class RankAgent:
         return await self._checkup.handle(request)
 
     async def close(self) -> None:
-        """Disconnect from the fork server, which ends the rank and the store; end the server if
-        this agent owns it."""
+        """Disconnect from the fork server, and end the server if this agent owns it.
+
+        When the agent disconnects, the server ends the rank and the store.
+        """
         if self._checkup is not None:
             await self._checkup.close()
         if self._connecting is not None:
-            # the first agent has failed, and this one may wait for its server
+            # The first agent may have failed while this one still waits for its server.
             self._connecting.cancel()
         if self._client is not None:
             if self._client.quiet() > STOP_S:
@@ -508,7 +525,7 @@ class RankAgent:
         if self._own_server is not None:
             await asyncio.to_thread(self._own_server.end)
         if self._client is not None and self._lead:
-            shutil.rmtree(self.folder, ignore_errors=True)  # a server that was killed leaves it
+            shutil.rmtree(self.folder, ignore_errors=True)  # a killed server leaves it
 
     @property
     def _server(self) -> ForkClient:
@@ -517,16 +534,20 @@ class RankAgent:
         return self._client
 
     def _saving(self) -> bool:
-        """Whether ranks wait for a checkpoint: for its writer, or for the fork server to tell that
-        it has ended."""
+        """Return whether ranks wait for a checkpoint.
+
+        They wait for its writer, or for the fork server to report that the writer has ended.
+        """
         _, phase, at = read_beat(self._beat)
         return (self._writer is not None and self._writer.busy) or (
             phase == "save" and time.time() - at > SERVER_S
         )
 
     def _end_refused(self, why: str) -> Event:
-        """Kill the rank because a setting forbids it to go on; the event, as if the rank had raised
-        a LaunchError."""
+        """Kill the rank because a setting forbids it to continue.
+
+        Return the event that the rank would have sent if it had raised a LaunchError.
+        """
         self._server.send(SignalProcess(self.pid, signal.SIGKILL))
         return {
             "t": time.time(),
@@ -539,10 +560,9 @@ class RankAgent:
         }
 
     def _end_without_news(self, error: Exception) -> RankNews:
-        """Kill the rank because its news can't be read; the error as the end of the rank.
+        """Kill the rank because its news can't be read, and return the error as the rank's end.
 
-        The driver takes an error of the request itself for the loss of the agent, and would replace
-        it.
+        If the request itself failed, the driver would consider the agent lost and replace it.
         """
         if self._running:
             self._server.send(SignalProcess(self.pid, signal.SIGKILL))
@@ -554,9 +574,8 @@ class RankAgent:
     async def _await_end(self, pid: int, ended: asyncio.Future[ProcessEnd]) -> None:
         either: set[asyncio.Future[Any]] = {ended, *filter(None, [self._event_reader])}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        while (
-            not ended.done()
-        ):  # the rank has closed its socket, as its end does: the server should tell of it
+        # The rank has closed its socket, as it does when it ends: the server should report the end.
+        while not ended.done():
             await asyncio.wait({ended}, timeout=1.0)
             if not ended.done() and self._server.quiet() > SERVER_S:
                 self._server.end_server()
@@ -585,9 +604,9 @@ class RankAgent:
             self._note_hold(message.step)
 
     def _note_hold(self, outcome: int | LaunchError) -> None:
-        """The oldest HoldRank is answered, or never will be."""
+        """Complete the oldest HoldRank, with the rank's step or with an error."""
         held = self._holding.popleft()
-        if held.done():  # cancelled, as the agents' event loop ends
+        if held.done():  # cancelled when the agents' event loop ended
             return
         if isinstance(outcome, int):
             held.set_result(outcome)
@@ -595,8 +614,10 @@ class RankAgent:
             held.set_exception(outcome)
 
     def _add_event(self, event: Event) -> None:
-        """Keep an event for the driver. Of the reports of ranks other than 0 only the newest is
-        kept."""
+        """Keep an event for the driver.
+
+        Of consecutive reports of a rank other than 0, only the newest is kept.
+        """
         kind = event["kind"]
         self._raised |= kind == "raised"
         if kind == "save":
@@ -625,7 +646,7 @@ class RankAgent:
 
 
 def write_at_once(path: Path, data: bytes) -> None:
-    """Write a file that is there as a whole, or not at all."""
+    """Write a file atomically: readers see the whole file or none."""
     part = path.with_suffix(".part")
     part.write_bytes(data)
     os.replace(part, path)

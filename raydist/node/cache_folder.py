@@ -1,5 +1,4 @@
-"""The user's folder for compiled code on this node: on its own disk, kept over runs and boots.
-(actor)"""
+"""The user's folder for compiled code, on the node's disk, kept across runs and boots. (actor)"""
 
 from __future__ import annotations
 
@@ -15,8 +14,10 @@ from raydist.shared.own_path import own_folder
 
 
 def fill_in(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables with the folder in place of CACHE_FOLDER; without those variables, if there is
-    no such folder."""
+    """Return the variables with the folder substituted for CACHE_FOLDER.
+
+    Without a folder, the variables that contain CACHE_FOLDER are left out.
+    """
     if not any(CACHE_FOLDER in value for value in variables.values()):
         return dict(variables)
     folder = next((path for path in candidates() if usable(path)), None)
@@ -28,8 +29,10 @@ def fill_in(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def candidates() -> list[Path]:
-    """A folder on the node's disk; if another user has made it, or code must not run from it, one
-    in the home."""
+    """Return the folders to try: one on the node's disk, then one in the home.
+
+    The first fails if another user has made it, or code must not run from it.
+    """
     folders = [Path(f"/var/tmp/raydist-{os.getuid()}-compiled")]
     if cache := home.user_cache():
         folders.append(cache / "raydist" / f"compiled-{socket.gethostname()}")
@@ -37,7 +40,10 @@ def candidates() -> list[Path]:
 
 
 def usable(path: Path) -> bool:
-    """Whether it is, perhaps from now on, the user's own folder, and code may run from it."""
+    """Return whether this is the user's own folder and code may run from it.
+
+    The folder is created if it is missing.
+    """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         return own_folder(path) and not os.statvfs(path).f_flag & os.ST_NOEXEC

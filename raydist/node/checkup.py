@@ -1,5 +1,4 @@
-"""The doctor's check-up of one node: connections, libraries, /dev/shm; it leaves nothing behind.
-(actor)"""
+"""The doctor's check-up of one node: connections, libraries, /dev/shm; it cleans up. (actor)"""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ from raydist.node import cache_folder, peers
 from raydist.node.peers import Listener
 
 SHM_BYTES = 1 << 20
-"""Bytes that are written to /dev/shm: a batch of a DataLoader."""
+"""Bytes to write to /dev/shm: a batch of a DataLoader."""
 
 LOOKUP_LIMIT_S = 20.0
-"""Limit on a look-up of a name, in seconds; a silent name server costs 10 (resolv.conf(5): 5 s, two
+"""Limit on a name look-up in seconds. A silent name server costs 10 (resolv.conf(5): 5 s, two
 attempts)."""
 LOOK_UP = """
 import socket, sys, time
@@ -43,8 +42,8 @@ except OSError:
     pass
 print(time.perf_counter() - began)
 """
-"""Look up the name of an address, as torch's c10d does with each connection's, and print the
-seconds that it took."""
+"""Look up the name of an address, as torch's c10d does for each connection, and print the seconds
+that it took."""
 
 
 class Checkup:
@@ -75,12 +74,12 @@ class Checkup:
         raise TypeError(f"a check-up can't answer {request}")
 
     async def listen(self, request: ListenForPeers) -> Peer:
-        """Start to answer the other nodes, on the training address only."""
+        """Start answering the other nodes, on the training address only."""
         self._listener = Listener(request.secret)
         return await self._listener.open(request.address)
 
     async def reach(self, request: ReachStore) -> str:
-        """Connect to the store as the ranks will; the error, or an empty text."""
+        """Connect to the store as the ranks will; return the error, or an empty text."""
         try:
             connecting = asyncio.open_connection(request.address, request.port)
             _, writer = await asyncio.wait_for(connecting, request.timeout)
@@ -92,7 +91,7 @@ class Checkup:
         return ""
 
     async def try_libraries(self, request: TryLibraries) -> dict[str, LibraryTrial]:
-        """Run node.dryrun with the variables of a rank; its result for each library."""
+        """Run node.dryrun with the variables of a rank; return its result for each library."""
         env = {
             **os.environ,
             **cache_folder.fill_in(request.env),
@@ -118,8 +117,10 @@ class Checkup:
 
 
 def shm_error(folder: Path = Path("/dev/shm")) -> str:
-    """The error of writing to shared memory, or an empty text. The space is allocated: using a hole
-    raises SIGBUS."""
+    """Return the error of writing to shared memory, or an empty text.
+
+    The space is allocated, because using a hole raises SIGBUS.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, SHM_BYTES)
@@ -129,8 +130,10 @@ def shm_error(folder: Path = Path("/dev/shm")) -> str:
 
 
 def host_addresses() -> list[str]:
-    """The addresses of this host's name: gloo listens on the first if GLOO_SOCKET_IFNAME is not
-    set."""
+    """Return the addresses of this host's name.
+
+    gloo listens on the first one if GLOO_SOCKET_IFNAME is not set.
+    """
     try:
         infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -139,9 +142,10 @@ def host_addresses() -> list[str]:
 
 
 def lookup_time(address: str, env: Mapping[str, str]) -> float:
-    """Seconds to look up the name of an address with a rank's variables; at most LOOKUP_LIMIT_S.
+    """Return the seconds that a look-up of an address's name takes, at most LOOKUP_LIMIT_S.
 
-    In a process: the C library reads RES_OPTIONS once, and a look-up in a thread cannot be ended.
+    It runs with a rank's variables in a separate process: the C library reads RES_OPTIONS once, and
+    a look-up in a thread cannot be ended.
     """
     command = [sys.executable, "-S", "-c", LOOK_UP, address]
     environ = {**os.environ, **env}

@@ -14,13 +14,15 @@ ERRORS = {
     "counters": ("symbol_error", "link_downed", "port_rcv_errors", "link_error_recovery"),
     "hw_counters": ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rx_drops"),
 }
-"""Counters of an HCA's port that do not change on a sound network: Linux, Documentation/ABI/stable/
-sysfs-class-infiniband, and NVIDIA's "Understanding mlx5 counters"."""
+"""Counters of an HCA's port that do not change on a healthy network: Linux,
+Documentation/ABI/stable/sysfs-class-infiniband, and NVIDIA's "Understanding mlx5 counters"."""
 
 
 def read_counters(root: Path = Path("/")) -> dict[str, PortCounters]:
-    """All ports except the loopback. A port without counters (a VF, a container) has None for its
-    bytes."""
+    """Return the counters of all ports except the loopback.
+
+    A port without counters (a VF, a container) has None for its bytes.
+    """
     nics = {
         path.name: nic(path)
         for path in sorted((root / "sys/class/net").glob("*"))
@@ -31,7 +33,10 @@ def read_counters(root: Path = Path("/")) -> dict[str, PortCounters]:
 
 
 def nic(path: Path) -> PortCounters:
-    """A network interface. The speed of one without hardware (veth, bridge) has no meaning."""
+    """Return a network interface.
+
+    The speed of one without hardware (veth, bridge) is meaningless.
+    """
     speed = read_counter(path / "speed") if (path / "device").exists() else None
     return {
         "hca": False,
@@ -43,10 +48,10 @@ def nic(path: Path) -> PortCounters:
 
 
 def hca(path: Path) -> PortCounters:
-    """A port of an HCA.
+    """Return a port of an HCA.
 
     Its data counters are octets divided by 4 (Linux,
-    Documentation/ABI/stable/sysfs-class-infiniband); EFA counts bytes in hw_counters, those of RDMA
+    Documentation/ABI/stable/sysfs-class-infiniband). EFA counts bytes in hw_counters, those of RDMA
     reads and writes separately.
     """
     quarters = [
@@ -73,7 +78,7 @@ def hca(path: Path) -> PortCounters:
 
 
 def sum_counters(path: Path, *names: str) -> int | None:
-    """The sum of the hw_counters of these names that exist; None if none exists."""
+    """Return the sum of the hw_counters of these names that exist; None if none exists."""
     counts = [
         count for name in names if (count := read_counter(path / "hw_counters" / name)) is not None
     ]
@@ -81,7 +86,9 @@ def sum_counters(path: Path, *names: str) -> int | None:
 
 
 def read_counter(path: Path) -> int | None:
-    """The number in a file; None if the file is missing, has no value (EINVAL), or says "N/A (no
-    PMA)"."""
+    """Return the number in a file.
+
+    None if the file is missing, has no value (EINVAL), or reads "N/A (no PMA)".
+    """
     text = read_text(path)
     return int(text) if re.fullmatch(r"-?\d+", text) else None

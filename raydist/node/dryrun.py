@@ -1,10 +1,9 @@
-"""The addresses that gloo and NCCL choose with a rank's variables, tried before any rank starts.
-(rank side)
+"""Tries a rank's variables before any rank starts: the addresses of gloo and NCCL. (rank side)
 
     python -m raydist.node.dryrun gloo nccl
     -> {"gloo": {"addresses": ["10.0.0.5"]}, "nccl": {"error": "..."}}
 
-Each library runs in its own process, because a library reads the environment only once.
+Each library runs in a separate process, because a library reads the environment only once.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from pathlib import Path
 from raydist.messages.checkup import LibraryTrial
 
 LIMIT_S = 120.0
-"""Longest time for one library: importing torch from a cold network file system takes a minute."""
+"""Time limit for one library: importing torch from a cold network file system takes a minute."""
 BOOTSTRAP = re.compile(r"NCCL INFO Bootstrap ?: Using ([^:\s]+):(.+?)<\d+>")
-"""NCCL's line for its bootstrap interface and address; the blank before the colon is gone since
-2.24."""
+"""NCCL's line for its bootstrap interface and address; since 2.24 without the blank before the
+colon."""
 WARNING = re.compile(r"NCCL WARN (.+)")
 ENFORCE = re.compile(r"^\w*Error: (\[enforce fail at [^\]]*\] )?")
 """The position in gloo's source, which is cut off."""
@@ -33,7 +32,7 @@ UNIQUE_ID_BYTES = 128
 
 
 def gloo() -> LibraryTrial:
-    """Open gloo's device as a process group does, and read the address on which it listens."""
+    """Open gloo's device as a process group does, and return the address on which it listens."""
     from datetime import timedelta
 
     import psutil
@@ -47,8 +46,10 @@ def gloo() -> LibraryTrial:
 
 
 def nccl() -> LibraryTrial:
-    """Let NCCL choose its interface: ncclGetUniqueId opens the bootstrap socket, with or without a
-    GPU."""
+    """Let NCCL choose its interface, and return the address.
+
+    ncclGetUniqueId opens the bootstrap socket, with or without a GPU.
+    """
     unique_id = (ctypes.c_char * UNIQUE_ID_BYTES)()
     status: int = ctypes.CDLL(nccl_library()).ncclGetUniqueId(ctypes.byref(unique_id))
     address = None if status else address_in(unique_id.raw)
@@ -56,7 +57,7 @@ def nccl() -> LibraryTrial:
 
 
 def nccl_library() -> str:
-    """The path of the NCCL that torch loads: that of NVIDIA's wheel, else the system's."""
+    """Return the path of the NCCL that torch loads: NVIDIA's wheel, else the system's."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
     return next(
@@ -66,8 +67,10 @@ def nccl_library() -> str:
 
 
 def address_in(unique_id: bytes) -> str | None:
-    """The address in an ncclUniqueId: 8 bytes of magic, then a sockaddr (NCCL 2.30
-    src/include/bootstrap.h)."""
+    """Return the address in an ncclUniqueId.
+
+    It is 8 bytes of magic, then a sockaddr (NCCL 2.30 src/include/bootstrap.h).
+    """
     family = int.from_bytes(unique_id[8:10], sys.byteorder)
     if family == socket.AF_INET:
         return socket.inet_ntop(socket.AF_INET, unique_id[12:16])
@@ -77,8 +80,8 @@ def address_in(unique_id: bytes) -> str | None:
 
 
 def try_library(name: str) -> LibraryTrial:
-    """Run one library in its own process; the addresses that it chose, or its error."""
-    # NCCL's log goes to stderr: on stdout it would mix with the JSON in the middle of a line
+    """Run one library in a separate process; return the addresses that it chose, or its error."""
+    # NCCL's log goes to stderr: on stdout it would mix with the JSON in the middle of a line.
     log = {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET",
@@ -100,8 +103,8 @@ def try_library(name: str) -> LibraryTrial:
 
 
 def read_output(out: str, log: str, code: int) -> LibraryTrial:
-    """The result of one library, from the JSON that it printed and NCCL's log."""
-    # only the last line: the gloo of torch 2.8 also prints that it is connected
+    """Return the result of one library, from the JSON that it printed and NCCL's log."""
+    # Only the last line: the gloo of torch 2.8 also prints that it is connected.
     trial: LibraryTrial = json.loads(out.splitlines()[-1]) if code == 0 else {}
     if code or trial.pop("status", 0):
         lines = WARNING.findall(log) or log.strip().splitlines() or [f"it ended with code {code}"]

@@ -1,5 +1,4 @@
-"""An agent's connection to the fork server of its node: messages, replies, and the ends of
-processes. (actor)"""
+"""An agent's connection to the node's fork server: messages, replies, ends of processes. (actor)"""
 
 from __future__ import annotations
 
@@ -34,20 +33,22 @@ from raydist.messages.wire import PACKET, Message, decode, encode, numbered, spl
 
 Kind = TypeVar("Kind")
 PING_S = 2.0
-"""Seconds between an answer of the server and the next question whether it answers."""
+"""Seconds between an answer of the server and the next ping."""
 NUMBER = 24
-"""Bytes that are left for a request's number in a packet."""
+"""Bytes reserved in a packet for a request's number."""
 CONNECT_S = 300.0
-"""Longest wait for the server of the first agent: a cold network file system takes minutes to give
-it torch. The driver waits as long for the agent (launch.limits.OPEN_S)."""
+"""Limit on the wait for the first agent's server: a cold network file system takes minutes to
+deliver torch. The driver waits as long for the agent (launch.limits.OPEN_S)."""
 REFUSED_S = 5.0
-"""Longest wait for a server whose socket refuses: it has died. For a moment a new one does so
-too."""
+"""Limit on the wait for a server whose socket refuses connections: it has died. A new server also
+refuses for a moment."""
 
 
 class ForkClient:
-    """One connection to the fork server, which ends the processes that it forked for this agent
-    when it closes."""
+    """One connection to the fork server.
+
+    When it closes, the server ends the processes that it forked for this agent.
+    """
 
     def __init__(self, folder: Path, sock: socket.socket) -> None:
         self._folder = folder
@@ -55,26 +56,27 @@ class ForkClient:
         self._requests = 0
         """The number of the last request."""
         self._waiting: dict[int, asyncio.Future[Message | None]] = {}
-        """By number: the requests without a reply. None: the server has ended."""
+        """By number: the requests without a reply. A result of None: the server has ended."""
         self._ends: dict[int, asyncio.Future[ProcessEnd]] = {}
-        """By serial number of each process that was forked on request, and lives."""
+        """By serial number: the ends of the living processes that were forked on request."""
         self._began: dict[int, asyncio.Future[ProcessEnd]] = {}
-        """The same of those that `fork` has not returned yet: one may have ended before."""
+        """The same for those that `fork` has not returned yet: one may end before."""
         self.pid = 0
-        """Of the server, once it has imported the modules."""
+        """The server's pid, once it has imported the modules."""
         self._pinged: float | None = None
-        """When the question was sent that is not answered yet, on the monotonic clock."""
+        """When the unanswered ping was sent, on the monotonic clock."""
         self._answered = 0.0
         self._busy_since: float | None = None
-        """When the server said that it is busy, on the monotonic clock, unless it has sent
-        something since."""
+        """When the server last sent Busy, on the monotonic clock; None if it has sent anything
+        since."""
         self._listening = asyncio.get_running_loop().create_task(self._listen())
 
     @classmethod
     async def connect(cls, folder: Path) -> ForkClient:
-        """Connect to the server of `folder`. It may not have started yet, or import modules: it
-        then makes the folder late, or has no place in its queue. OSError: it has died, or is not
-        there after CONNECT_S.
+        """Connect to the server of `folder`, and wait until it listens.
+
+        A server that has not started yet has no folder; one that imports modules may have a full
+        queue. Raises OSError if the server has died, or is not there after CONNECT_S.
         """
         began = refused_since = time.monotonic()
         while True:
@@ -108,10 +110,10 @@ class ForkClient:
         return not self._listening.done()
 
     def quiet(self, after: float = PING_S) -> float:
-        """Seconds for which the server has not answered: it is stopped, or waits for a disk.
+        """Return the seconds for which the server, stopped or waiting for a disk, has not answered.
 
-        0 while it is busy with what it has announced, at most CONNECT_S. `after`: seconds after its
-        last answer until it is asked again.
+        Returns 0 while it is busy with what it has announced, at most for CONNECT_S. `after`:
+        seconds after its last answer until the next ping.
         """
         now = time.monotonic()
         if self._busy_since is not None and now - self._busy_since < CONNECT_S:
@@ -123,13 +125,16 @@ class ForkClient:
         return 0.0 if self._pinged is None else now - self._pinged
 
     def end_server(self) -> None:
-        """Kill a server that does not answer; its processes end with it, and all their ends are
-        told as lost."""
+        """Kill a server that does not answer.
+
+        Its processes end with it, and are all reported as lost.
+        """
         if self.pid and self.connected:
+            # The second is that of a kept server.
             places = {
                 self._folder,
                 (self._folder / "fork").resolve().parent,
-            }  # the second of a server that is kept
+            }
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             for place in places:
@@ -138,11 +143,10 @@ class ForkClient:
     def send(
         self, message: ServerMessage, descriptors: Sequence[int] = (), number: int = 0
     ) -> None:
-        """Send a message, with copies of `descriptors`. `number`: of a request that gets a
-        reply."""
+        """Send a message with copies of `descriptors`. `number`: of a request that gets a reply."""
         packet = encode(message)
         with contextlib.ExitStack() as stack:
-            if len(packet) > PACKET - NUMBER:  # a long environment, or a long command line
+            if len(packet) > PACKET - NUMBER:  # a long environment or command line
                 file = stack.enter_context(open(os.memfd_create("raydist-message"), "wb"))
                 file.write(packet)
                 file.flush()
@@ -152,15 +156,16 @@ class ForkClient:
     async def ask(
         self, message: ServerMessage, kind: type[Kind], descriptors: Sequence[int] = ()
     ) -> Kind:
-        """Send a request; the reply, which must be of this kind. OSError: the server could not do
-        it, or has ended."""
+        """Send a request, and return the reply, which must be of this kind.
+
+        Raises OSError if the server failed to execute it, or has ended.
+        """
         self._requests += 1
         number = self._requests
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            with contextlib.suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # it has ended: the listener notices
+            # The server may have ended: the listener notices.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.send(message, descriptors, number)
             reply = await waiting if self.connected else None
         finally:
@@ -179,13 +184,18 @@ class ForkClient:
     async def fork(
         self, spec: RankSpec | ProgramSpec | OpenStore, descriptors: Sequence[int]
     ) -> tuple[int, asyncio.Future[ProcessEnd]]:
-        """Have the server fork a process; its pid, and its end. OSError as in `ask`."""
+        """Have the server fork a process; return its pid and a future of its end.
+
+        Raises OSError as `ask` does.
+        """
         forked = await self.ask(spec, Forked, descriptors)
         return forked.pid, self._began.pop(forked.serial)
 
     async def close(self) -> None:
-        """Disconnect; returns once the server has ended all that it forked for this agent, and has
-        disconnected too."""
+        """Disconnect, and wait until the server has closed the connection too.
+
+        It does once it has ended all processes that it forked for this agent.
+        """
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
         await asyncio.wait({self._listening})
@@ -198,9 +208,8 @@ class ForkClient:
             while packet := await loop.sock_recv(self._sock, PACKET):
                 try:
                     self._take(*split_number(packet))
-                except (
-                    ValueError
-                ) as error:  # it must not end the listener: the ends of processes come here
+                # An error must not end the listener, which receives the ends of processes.
+                except ValueError as error:
                     print(
                         f"raydist: a message of the fork server was not understood: {error}",
                         file=sys.stderr,
@@ -234,12 +243,12 @@ class ForkClient:
             waiting.set_result(message)
 
     def log_end(self) -> str:
-        """The end of the server's log."""
+        """Return the end of the server's log."""
         return log_end(self._folder)
 
 
 def log_end(folder: Path) -> str:
-    """The end of the log of the server of a folder."""
+    """Return the end of the log of the server of a folder."""
     with contextlib.suppress(OSError):
         return (folder / "server.log").read_text(errors="replace")[
             -2000:

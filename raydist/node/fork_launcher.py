@@ -1,5 +1,4 @@
-"""Starts and ends a fork server: for the first agent of a node, or for the driver on its machine.
-(either side)"""
+"""Starts and ends a fork server, for the first agent of a node or for the driver. (either side)"""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from raydist.shared.own_path import of_others
 ALWAYS = ("torch", "torch.distributed", "cloudpickle")
 """The modules that each rank of a job needs."""
 END_S = 10.0
-"""Longest wait for a fork server that ends its processes without getting on."""
+"""Limit on the wait for a fork server that ends its processes without making progress."""
 SOCKET_PATH = 107
-"""Most bytes of the path of a Unix socket."""
+"""Maximum bytes of the path of a Unix socket."""
 STATUS = (
     "Umask",
     "Gid",
@@ -44,8 +43,10 @@ RAISED = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
 
 @dataclass(frozen=True)
 class ForkServer:
-    """A fork server that this process started. It owns its folder. When the lifeline closes, all
-    its processes end."""
+    """A fork server that this process started, and whose folder it owns.
+
+    When the lifeline closes, all its processes end.
+    """
 
     folder: Path
     lifeline: socket.socket
@@ -62,12 +63,12 @@ class ForkServer:
         keep: str = "0",
         env: Mapping[str, str] | None = None,
     ) -> ForkServer:
-        """Start a server; it listens long before it has imported `modules`, which agents may add
-        to.
+        """Start a server; it listens long before it has imported `modules`.
 
-        `keep`: as KEEP of fork_server. `idle_s`: seconds without an agent after which it ends;
-        None: never. `env`: variables of the ranks beside those of this process, because some
-        modules read theirs at import. LaunchError: its Python did not start.
+        Agents may add further modules. `keep`: as KEEP of fork_server. `idle_s`: seconds without an
+        agent after which it ends; None: never. `env`: variables of the ranks, in addition to those
+        of this process, because some modules read theirs at import. Raises LaunchError if its
+        Python did not start.
         """
         remove_left_folders()
         folder.mkdir(mode=0o700)
@@ -87,7 +88,7 @@ class ForkServer:
                 filter(None, sys.path) if keep == "0" else own_search_path()
             ),
         }
-        cwd = None if keep == "0" else "/"  # one that stays has no module of the current folder
+        cwd = None if keep == "0" else "/"  # a kept server has no module of the current folder
         failure = run_detached(command, folder / "server.log", env, cwd, descriptors)
         server_end.close()
         listener.close()
@@ -98,7 +99,7 @@ class ForkServer:
         return cls(folder, lifeline)
 
     def alive(self) -> bool:
-        """Whether the server still holds its end of the lifeline."""
+        """Return whether the server still holds its end of the lifeline."""
         try:
             return self.lifeline.recv(1, socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -107,11 +108,12 @@ class ForkServer:
             return False
 
     def end(self, wait: bool = True) -> bool:
-        """End the server, or let it go if it is kept. Returns once its processes have ended.
+        """End the server, or let it go if it is kept; return once its processes have ended.
 
-        False: they have not, and did not get on for END_S; it ends by itself. It reports that they
-        do, which takes minutes while the last state is written. `wait`: False for a server that has
-        forked nothing. It may still import torch, and notices only then.
+        Returns False if they have not ended and made no progress for END_S; the server then ends by
+        itself. The server reports progress, which takes minutes while the last state is written.
+        `wait`: False for a server that has forked nothing; it may still import torch, and notices
+        only then.
         """
         try:
             self.lifeline.shutdown(socket.SHUT_WR)
@@ -134,8 +136,7 @@ def run_detached(
     cwd: str | None,
     descriptors: Sequence[int],
 ) -> str:
-    """Run a command that detaches itself, with its output in a log; why it could not, or an empty
-    text."""
+    """Run a command that detaches itself, with its output in a log; return its error, or ""."""
     with open(log, "wb") as output:
         try:
             subprocess.run(
@@ -158,20 +159,20 @@ def run_detached(
 
 
 def node_folder(name: str, room: int = 18) -> Path:
-    """The path of a folder on this node's disk, in /tmp if TMPDIR is too long: a Unix socket's path
-    has 107 bytes.
+    """Return the path of a folder on this node's disk, in /tmp if TMPDIR is too long for a socket.
 
-    `room`: bytes of the longest path of a socket below the folder, with the slash before it.
+    The path of a Unix socket has at most 107 bytes. `room`: bytes of the longest path of a socket
+    below the folder, including the slash before it.
     """
     path = Path(tempfile.gettempdir()) / name
     return path if len(os.fsencode(path)) + room <= SOCKET_PATH else Path("/tmp") / name
 
 
 def own_search_path() -> list[str]:
-    """Where a server that stays finds modules beside the installed ones: raydist's own folder,
-    PYTHONPATH.
+    """Return where a kept server finds modules besides the installed ones.
 
-    Without the working_dir of a Ray job, which is another folder whenever a file in it has changed.
+    That is raydist's own folder and PYTHONPATH, without the working_dir of a Ray job, which is
+    another folder whenever a file in it has changed.
     """
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     lasting = [
@@ -181,16 +182,16 @@ def own_search_path() -> list[str]:
 
 
 def rank_search_path(entries: Sequence[str]) -> tuple[str, ...]:
-    """Where a rank finds modules: the driver's folders `entries`, then those of this process."""
+    """Return a rank's search path: the driver's folders `entries`, then this process's."""
     safe = safe_search_path(entries)
     return (*safe, *(path for path in sys.path if path not in safe))
 
 
 def safe_search_path(entries: Sequence[str]) -> tuple[str, ...]:
-    """The driver's folders for modules, without those that another user of this node may have made.
+    """Return the driver's folders for modules, except those that another user may have made here.
 
-    That is /tmp/project where only the driver's node has it: somebody could make it here, with
-    modules of their own.
+    For example /tmp/project, if only the driver's node has it: another user could create it on this
+    node, with modules of theirs.
     """
     return tuple(
         entry for entry in entries if not entry or of_others(Path(entry).absolute()) is None
@@ -198,20 +199,22 @@ def safe_search_path(entries: Sequence[str]) -> tuple[str, ...]:
 
 
 def boot_id() -> str:
-    """Names this machine from its start to its end; the host's name where the kernel has no such
-    id."""
+    """Return an id of this machine from its boot to its shutdown.
+
+    It is the host's name if the kernel has no boot id.
+    """
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def heritage() -> tuple[str, ...]:
-    """The properties that a child inherits: interpreter, user, rights, limits, namespaces, cgroup
-    (container), machine.
+    """Return the properties that a child inherits from this process.
 
-    Two processes with equal ones may start each other's ranks. Two properties that Ray changes in
+    They are interpreter, user, rights, limits, namespaces, cgroup (container) and machine. Two
+    processes with equal properties may start each other's ranks. Two properties that Ray changes in
     its workers are left out: a rank takes the OOM score of its agent, and the nice value of the
-    server that it is forked from.
+    server from which it is forked.
     """
     properties = [sys.executable, str(os.getuid()), boot_id()]
     for kind in sorted(

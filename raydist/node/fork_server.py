@@ -1,10 +1,10 @@
-"""The fork server of a node: a plain process that imports torch once, and forks the ranks from
-itself. (actor)
+"""The fork server of a node: a process that imports torch once and forks the ranks. (actor)
 
     python -m raydist.node.fork_server LISTEN_FD LIFELINE_FD START IDLE_S KEEP MODULE…
 
-It imports these modules at once, and those that agents name later. KEEP: 0, or it is kept for
-further claims (see node.kept_server): 1, or as long as the process of this id lives.
+It imports these modules at once, and later those that agents name. KEEP: 0 to end with the claim, 1
+to be kept for further claims (see node.kept_server), or the id of a process to be kept as long as
+that process lives.
 
 It is exec'ed, not forked from a Ray worker, whose threads and gRPC would not survive a fork. It has
 one thread, and never uses CUDA. Agents send it messages of messages.server over a Unix socket, one
@@ -22,12 +22,13 @@ per packet, with descriptors:
     GetNewestState                                -> NewestState
     SignalProcess
 
-A reply has the number of its request. Before the server imports modules it sends Busy to the other
-agents.
+A reply carries the number of its request. Before the server imports modules, it sends Busy to the
+other agents.
 
-When an agent disconnects, the server ends its ranks, writes their last state to the disk, and
-disconnects too. When the other end of the lifeline closes, because its owner ended or died, it ends
-everything, and itself unless it is kept. It ends when no agent came for IDLE_S.
+When an agent disconnects, the server ends the agent's ranks, writes their last state to the disk,
+and closes the connection. When the other end of the lifeline closes, because its owner let go or
+died, the server ends all its processes, and itself unless it is kept. It also ends after IDLE_S
+without an agent.
 """
 
 from __future__ import annotations
@@ -91,14 +92,14 @@ from raydist.worker import main as rank_main
 
 PR_SET_CHILD_SUBREAPER = 36
 DESCRIPTORS = 16
-"""Most descriptors that come with a message."""
+"""Maximum descriptors in one message."""
 WRITE_S = 600.0
-"""Longest wait for a writer of a last state that does not get on: a file server may be started
-again."""
+"""Limit on the wait for a writer of a last state that makes no progress: a file server may be
+restarting."""
 PROGRESS_S = 1.0
-"""Seconds between two looks whether the processes that are to end get on."""
+"""Seconds between two checks whether the processes that are to end make progress."""
 END_S = 5.0
-"""Longest wait for the end of killed processes that belong to no agent."""
+"""Limit on the wait for the end of killed processes that belong to no agent."""
 
 
 @dataclass
@@ -111,16 +112,17 @@ class Server:
     start: str
     idle_s: float | None = None
     keep: bool = False
-    """Whether it stays when its owner lets go."""
+    """Whether the server stays when its owner lets go."""
     guard: int = -1
-    """A descriptor of the process without which it does not stay: Ray's raylet. -1: none."""
+    """A descriptor of Ray's raylet: the server is not kept once that process has ended. -1: none.
+    """
     scattered: Iterator[int] | None = None
-    """The memory that it puts into huge pages while it has no child and nothing to do:
+    """The addresses to put into huge pages while the server is idle and has no child:
     node.huge_pages.scattered."""
     run_folders: list[str] = field(default_factory=list)
-    """What to remove when the claim ends."""
+    """The folders to remove when the claim ends."""
     locks: list[int] = field(default_factory=list)
-    """The locks of these folders."""
+    """The locks on these folders."""
     own_lock: Sequence[int] = ()
     files: ImportedFiles = field(default_factory=ImportedFiles)
     born: float = field(default_factory=time.time)
@@ -128,18 +130,18 @@ class Server:
     owner: dict[int, socket.socket] = field(default_factory=dict)
     """By pid of each living child: the connection of its agent."""
     leaving: set[socket.socket] = field(default_factory=set)
-    """Agents that have disconnected, and whose processes have not all ended."""
+    """Agents that have disconnected and still have living processes."""
     memories: dict[socket.socket, SnapshotBuffers] = field(default_factory=dict)
     """By agent: the snapshot memories of its ranks."""
     serials: dict[int, int] = field(default_factory=dict)
-    """By pid of each living child: its number among all forks. The kernel uses pids again."""
+    """By pid of each living child: its number among all forks. The kernel reuses pids."""
     ranks: dict[int, tuple[str, int]] = field(default_factory=dict)
     """By pid of each living rank: the path of its value, and a descriptor of its heartbeat."""
     mpi_since: float | None = None
-    """When the first program of MPI of this claim was started, in seconds since the epoch."""
+    """When this claim's first MPI program started, in seconds since the epoch."""
     forks: int = 0
     writers: dict[int, SnapshotBuffers | None] = field(default_factory=dict)
-    """By pid of a process that writes a checkpoint: the memories that its end unlocks."""
+    """By pid of each process that writes a checkpoint: the memories to unlock when it ends."""
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
     def serve(self) -> None:
@@ -166,8 +168,8 @@ class Server:
                 return
             for key, _ in ready:
                 if self.selector.get_map().get(key.fd) is not key:
-                    # closed since, in this round: of an agent that is gone, of a Ray that is
-                    # another's now
+                    # Closed since, in this round: the connection of an agent that is gone, or the
+                    # guard of a Ray that has been replaced.
                     continue
                 if key.fd == self.listener.fileno():
                     self.accept()
@@ -188,8 +190,10 @@ class Server:
             self.reap()
 
     def accept(self) -> None:
-        """Take the connection of an agent. It waits where there are too many open files: others may
-        be closed soon."""
+        """Accept the connection of an agent.
+
+        If too many files are open, the connection waits: some may be closed soon.
+        """
         try:
             self.selector.register(self.listener.accept()[0], selectors.EVENT_READ)
         except OSError:
@@ -197,8 +201,10 @@ class Server:
             time.sleep(0.1)
 
     def handle(self, agent: socket.socket) -> None:
-        """Handle one message of an agent, or its disconnection. No message ends the server: others
-        need it."""
+        """Handle one message of an agent, or its disconnection.
+
+        No message ends the server, because other agents need it.
+        """
         try:
             packet, fds, flags, _ = socket.recv_fds(agent, PACKET, DESCRIPTORS)
         except OSError:
@@ -220,14 +226,15 @@ class Server:
             if isinstance(message, WriteCheckpoint | CommitShards | DropShards):
                 self.memories[agent].unlock()  # nothing is being written
             elif isinstance(message, BeginRun):
-                self.disconnect(agent)  # it shows the end of this server's log
-            elif not isinstance(message, ShardsRequest | SignalProcess):  # these get no reply here
+                self.disconnect(agent)  # the agent then shows the end of this server's log
+            # ShardsRequest and SignalProcess get no reply here.
+            elif not isinstance(message, ShardsRequest | SignalProcess):
                 send_message(agent, Failed(f"{type(error).__name__}: {error}"), number)
         for fd in fds:
             os.close(fd)
 
     def answer(self, agent: socket.socket, message: Message, fds: list[int], number: int) -> None:
-        """Do what a message of an agent asks for. `number`: of the message, for the reply."""
+        """Execute a message of an agent. `number`: of the message, for the reply."""
         match message:
             case Claim():
                 self.claim(agent, fds)
@@ -274,14 +281,13 @@ class Server:
                 kill(pid, signal_number)
 
     def begin_run(self, folder: str, keep_s: float) -> None:
-        """Make the folder of a run's agents, where all of them find this server. It goes when the
-        claim ends.
+        """Create the folder of a run's agents, where all of them find this server.
 
-        The server makes it: a process that could be killed before it tells the server would leave
-        it behind.
+        The folder is removed when the claim ends. The server creates it: another process could be
+        killed before it reports the folder to the server, and nobody would remove it.
         """
         self.run_folders.append(folder)
-        if not os.path.isdir(folder):  # a server of this run alone has it as its own
+        if not os.path.isdir(folder):  # a server of this run only already owns it
             os.mkdir(folder, 0o700)
             for name in ("server.log", "fork"):
                 os.symlink(os.path.join(self.folder, name), os.path.join(folder, name))
@@ -290,14 +296,13 @@ class Server:
             self.keep, self.idle_s = keep_s > 0, keep_s or self.idle_s
 
     def stay_with(self, pid: int) -> None:
-        """Stay no longer than the process of this id, instead of the one before; 0: than none."""
+        """Bind the server's stay to the process of this id, not the previous one; 0: to none."""
         if self.guard >= 0:
             self.selector.unregister(self.guard)
             os.close(self.guard)
         self.guard = -1
-        with contextlib.suppress(
-            OSError, AttributeError
-        ):  # it has ended; an old kernel, or no Linux
+        # The process may have ended; old kernels and other systems have no pidfd_open.
+        with contextlib.suppress(OSError, AttributeError):
             self.guard = os.pidfd_open(pid) if pid else -1
         if self.guard >= 0:
             self.selector.register(self.guard, selectors.EVENT_READ)
@@ -305,8 +310,8 @@ class Server:
     def warm_up(self, modules: Sequence[str], asking: socket.socket | None = None) -> Warm:
         """Import the modules that ranks need, unless each rank is a new interpreter.
 
-        `asking`: the agent that waits for it. The others must not take this server for one that is
-        stopped.
+        `asking`: the agent that waits for it. The other agents get Busy, or they would consider
+        this server stopped.
         """
         folders = (*self.run_folders, self.folder)
         missing = self.start == "fork" and any(sys.modules.get(name) is None for name in modules)
@@ -318,12 +323,12 @@ class Server:
             warm = import_modules(modules if self.start == "fork" else ())
         for agent in others:
             send_message(agent, Pong())
-        if warm.cuda:  # ranks that are forked from here would have no GPU
+        if warm.cuda:  # ranks forked from here would have no GPU
             self.start = "spawn"
         return warm
 
     def agents(self) -> list[socket.socket]:
-        """The connections of all agents."""
+        """Return the connections of all agents."""
         sources = [key.fileobj for key in self.selector.get_map().values()]
         return [
             source
@@ -336,14 +341,16 @@ class Server:
         return os.path.dirname(str(self.listener.getsockname()))
 
     def claim(self, claimant: socket.socket, fds: list[int]) -> None:
-        """Adopt the descriptor as the lifeline, if the server is free, and no file that it imported
-        has changed.
+        """Adopt the descriptor as the lifeline, if the server is free and its imports are current.
+
+        They are if no file that it imported has changed.
 
         Without a descriptor the files do not matter: nobody is going to use the server.
         """
         free = self.lifeline < 0
         if free and fds:
-            send_message(claimant, Busy())  # thousands of files: seconds on a network file system
+            # Checking thousands of files takes seconds on a network file system.
+            send_message(claimant, Busy())
             if uses_gpu() or self.files.changed():
                 free, self.idle_s = False, 0.0  # it ends when the claimant has gone
         if free and fds:
@@ -352,7 +359,7 @@ class Server:
         send_message(claimant, Claimed(free))
 
     def let_go(self) -> None:
-        """The claim has ended: the server waits for another one."""
+        """End the claim, and wait for another one."""
         self.selector.unregister(self.lifeline)
         for folder in self.run_folders:
             shutil.rmtree(folder, ignore_errors=True)
@@ -371,8 +378,10 @@ class Server:
         send_message(agent, Forked(pid, self.forks), number)
 
     def disconnect(self, agent: socket.socket) -> None:
-        """An agent has disconnected: SIGKILL its ranks, because a rank in a collective does not
-        handle SIGTERM."""
+        """Handle the disconnection of an agent: SIGKILL its ranks.
+
+        SIGTERM would not do: a rank in a collective does not handle it.
+        """
         self.selector.unregister(agent)
         self.leaving.add(agent)
         for pid in [
@@ -385,16 +394,15 @@ class Server:
             raise ValueError("a rank needs a log, a channel and a heartbeat")
         memories = self.memories[agent] = SnapshotBuffers.of_run(spec, self.memories.values())
         fds = [*fds[:3], *memories.of_rank(agent, spec.env), *fds[3:]]
-        libraries = spec.env.get(
-            "LD_LIBRARY_PATH"
-        )  # the loader read it at its start: a fork can't change it
+        # The loader read it when this process started: a fork can't change it.
+        libraries = spec.env.get("LD_LIBRARY_PATH")
         forks = self.start == "fork" and libraries == os.environ.get("LD_LIBRARY_PATH")
         path = None if forks else spawn.write_spec(spec)
         server, peer = os.getpid(), process_of(agent)
 
         def become_rank() -> NoReturn:
-            # Ray has raised that of its workers, as the agent, but not that of the driver, which
-            # may own this server.
+            # Ray has raised the score of its workers, such as the agent, but not that of the
+            # driver, which may own this server.
             take_oom_score(peer)
             if path is not None:
                 spawn.execute_rank(spec, path, fds, server)
@@ -403,26 +411,32 @@ class Server:
         return self.fork(become_rank)
 
     def fork(self, become: Callable[[], NoReturn]) -> int:
-        """Fork a child that calls `become`, and that SIGTERM ends; its pid."""
+        """Fork a child that calls `become` and that SIGTERM ends; return its pid."""
         return spawn.fork_rank(self.close_in_child, become)
 
     def fork_child(self, become: Callable[[], NoReturn]) -> int:
-        """Fork a child that ignores SIGTERM as the server does, and calls `become`; its pid."""
+        """Fork a child that ignores SIGTERM, as the server does, and calls `become`.
+
+        Returns its pid.
+        """
         return spawn.fork_child(self.close_in_child, become)
 
     def fork_writer(
         self, agent: socket.socket, request: WriteCheckpoint | ShardsRequest, reply: int = -1
     ) -> None:
-        """Fork a process that does this, and sends its events or its reply to the descriptor
-        `reply`."""
+        """Fork a process that executes this request.
+
+        The process sends its events or its reply to the descriptor `reply`.
+        """
         memories = self.memories[agent]
         pid = self.fork_child(lambda: run_writer(memories, request, reply))
         self.owner[pid], self.writers[pid] = agent, memories if ends_save(request) else None
 
     def close_in_child(self) -> None:
-        """In a new child: close the server's descriptors."""
+        """Close the server's descriptors, in a new child."""
         signal.set_wakeup_fd(-1)
-        # an agent that leaves waits for the end of its connection: no child of another may hold it
+        # An agent that leaves waits for its connection to close, so no child of another agent may
+        # hold it open.
         fds = [key.fd for key in self.selector.get_map().values()]
         beats = [beat for _, beat in self.ranks.values()]
         for fd in [*fds, *beats, *(agent.fileno() for agent in self.leaving)]:
@@ -448,10 +462,11 @@ class Server:
                 os.close(beat)
             if agent is not None and agent.fileno() >= 0 and serial is not None:
                 send_message(agent, Ended(pid, code, number, time.time(), serial))
-            if not self.owner:  # there may be a next run; the first must not wait for this
+            # Only now, for a possible next run: the first run must not wait for this.
+            if not self.owner:
                 self.scattered = huge_pages.scattered()
         if self.leaving and not self.owner and kill_children():
-            return  # they made a session of their own; their ends wake this server
+            return  # these had created their own session; their ends wake this server
         for agent in self.leaving - set(self.owner.values()):
             buffers = self.memories.get(agent)
             if buffers is not None and self.write_owed(agent, buffers):
@@ -462,10 +477,10 @@ class Server:
             agent.close()
 
     def write_owed(self, agent: socket.socket, buffers: SnapshotBuffers) -> bool:
-        """Have a process write what the agent has left unwritten; whether one does.
+        """Fork a process that writes what the agent left unwritten; return whether one was forked.
 
         If the kernel refuses the fork (pids.max, RLIMIT_NPROC), this process writes it. It may have
-        threads afterwards: no rank is forked from it any more, and no other run gets it.
+        threads afterwards, so it forks no further rank and serves no other run.
         """
         while request := buffers.owed():
             try:
@@ -482,10 +497,10 @@ class Server:
         return False
 
     def end_all(self) -> bool:
-        """Disconnect every agent, and end all children; whether all have ended.
+        """Disconnect every agent and end all children; return whether all have ended.
 
-        Reports to the owner whenever the children have got on: a large state takes minutes to
-        write.
+        Reports to the owner whenever the children have made progress: a large state takes minutes
+        to write.
         """
         for agent in self.agents():
             self.disconnect(agent)
@@ -502,7 +517,7 @@ class Server:
             self.reap()
             time.sleep(0.002)
         ended = end_children(END_S) and not self.leaving
-        if self.mpi_since is not None:  # the agents, which do so after a run, may be gone
+        if self.mpi_since is not None:  # the agents, which do this after a run, may be gone
             mpi_segments.remove_leftovers(self.mpi_since)
             self.mpi_since = None
         return ended
@@ -514,24 +529,25 @@ class Server:
 
 
 def send_message(agent: socket.socket, message: Message, number: int = 0) -> None:
-    """Send a message. `number`: of the request to which it replies, if that has one."""
+    """Send a message. `number`: of the request that it answers, if that has one."""
     packet = encode(message)
-    with contextlib.suppress(
-        OSError
-    ):  # the agent has disconnected; its packet of zero bytes is still to be read
+    # The agent has disconnected; its packet of zero bytes is still to be read.
+    with contextlib.suppress(OSError):
         agent.send(numbered(number, packet) if number else packet)
 
 
 def read_message(descriptor: int) -> Message:
-    """The message in a file, which is closed."""
+    """Return the message in a file, and close the file."""
     with open(descriptor, "rb") as file:
         file.seek(0)
         return decode(file.read())
 
 
 def look_at_model(request: LookAtModel, reply_fd: int) -> NoReturn:
-    """In a child: write why the model cannot be divided. Only the child imports what builds
-    models."""
+    """Write why the model cannot be divided, in a child.
+
+    Only the child imports what builds models.
+    """
     from raydist.training import memory
 
     memory.reply_to_check(request, reply_fd)
@@ -540,8 +556,10 @@ def look_at_model(request: LookAtModel, reply_fd: int) -> NoReturn:
 def main(
     listen_fd: str, lifeline_fd: str, start: str, idle_s: str, keep: str, *modules: str
 ) -> None:
-    """Detach, import the modules, serve until the lifeline closes; if kept, until nobody claims it
-    any more."""
+    """Detach, import the modules, and serve until the lifeline closes.
+
+    A kept server serves until nobody claims it any more.
+    """
     import ctypes
 
     if os.fork():
@@ -549,7 +567,7 @@ def main(
         # and their children.
         os._exit(0)
     os.setsid()
-    if keep != "0" and sys.path[0] == os.getcwd():  # "/", from which it was launched
+    if keep != "0" and sys.path[0] == os.getcwd():  # "/", where it was launched
         del sys.path[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -566,9 +584,8 @@ def main(
     )
     if int(keep) > 1:
         server.stay_with(int(keep))
-    os.environ.setdefault(
-        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-    )  # torch.cuda.is_available() then leaves CUDA alone
+    # torch.cuda.is_available() then leaves CUDA alone.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     folder, code = server.folder, 1
     server.own_lock = lock_folder(folder)
     if server.keep:
@@ -582,12 +599,12 @@ def main(
     except BaseException:
         traceback.print_exc()
     finally:
-        for path in (*server.run_folders, folder):  # its locks end with this process
+        for path in (*server.run_folders, folder):  # the end of this process releases its locks
             shutil.rmtree(path, ignore_errors=True)
         if keep != "0":
             with contextlib.suppress(OSError):  # there are other servers
                 os.rmdir(os.path.dirname(folder))
-        os._exit(code)  # the driver waits for this end, and torch's own takes a tenth of a second
+        os._exit(code)  # the driver waits for this end, and torch's own takes 0.1 s
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Fork servers that stay on their node for the next run of the same user, environment and Python.
-(either side)
+"""Fork servers kept on their node for later runs of the same user and Python. (either side)
 
-Each has a folder in `servers_folder()`, with its socket `fork`, which only its user can reach. A
-process that wants one claims it: the server then serves this process alone, until the process lets
-go or dies. It ends after some time without a claim, when the Ray ends that it was started under or
-had its last run on, and when a file that it has imported has changed.
+A later run uses a server only if the environment is the same too (`fingerprint`). Each server has a
+folder in `servers_folder()`, with its socket `fork`, which only its user can reach. A process that
+wants a server claims it: the server then serves this process alone, until the process lets go or
+dies. The server ends after some time without a claim, when the Ray ends under which it was started
+or had its last run, and when a file that it has imported has changed.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from raydist.shared.own_path import own_folder
 from raydist.shared.version import __version__
 
 CLAIM_S = 1.0
-"""Longest wait for a server's answer: one that imports modules is another run's."""
+"""Limit on the wait for a server's answer: a server that imports modules belongs to another run."""
 CHECK_S = 10.0
-"""Longest wait for the answer of a server that looks whether the files of its modules have changed:
-thousands, at a millisecond each on a network file system. To import them takes longer."""
+"""Limit on the wait for a server that checks whether the files of its modules have changed:
+thousands of files, at a millisecond each on a network file system. Importing them takes longer."""
 MOST = 4
-"""Servers that a user has on a node: each has some hundred MB."""
+"""Maximum servers of a user on a node: each takes some hundred MB."""
 VOLATILE = (
     "RAY_",
     "RAYDIST_",
@@ -64,8 +64,7 @@ VOLATILE = (
     "PYTHONPATH",
     "HYDRA_",
 )
-"""The beginnings of variables that differ from command to command, and that no module reads at
-import."""
+"""Prefixes of variables that differ from command to command and that no module reads at import."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,14 @@ class KeptServer:
     memory: int
     """Resident bytes."""
     free: bool
-    """No run uses it now."""
+    """Whether no run uses it now."""
 
 
 def choose(request: Open, folder: Path) -> tuple[ForkServer | None, Path, tuple[str, ...]]:
-    """The fork server of a run's agents: the server if it is their own, its folder, and what it has
-    to import.
+    """Return the run's fork server, its folder, and the modules that it has to import.
 
-    The driver's, if a rank would inherit the same from it; else one that stays on the node; else a
-    new one in `folder`.
+    The server is None if the agents do not own it. The choice is the driver's server, if a rank
+    would inherit the same from it; else one that stays on the node; else a new one in `folder`.
     """
     warm_server, own = request.warm_server, None
     if warm_server is not None and warm_server.heritage == heritage():
@@ -107,10 +105,10 @@ def choose(request: Open, folder: Path) -> tuple[ForkServer | None, Path, tuple[
 def obtain(
     threads: int, env: Mapping[str, str], keep_s: float, modules: Sequence[str] = ()
 ) -> ForkServer | None:
-    """A server that was kept, or a new one that will be for `keep_s` seconds; None if servers are
-    not kept here.
+    """Return a kept server, or a new one to be kept for `keep_s` seconds.
 
-    `threads`, `env`, `modules`: as for ForkServer.launch; the modules are for a new one.
+    `threads`, `env`, `modules`: as for ForkServer.launch; the modules are for a new server. Returns
+    None if no server may be kept on this node.
     """
     keep_s = min(keep_s, most_s())
     if not keep_s or (where := servers_folder()) is None:
@@ -122,9 +120,8 @@ def obtain(
     end_surplus()
     folder, guard = where / f"{name}-{uuid.uuid4().hex[:6]}", os.environ.get("RAY_RAYLET_PID", "1")
     for _ in range(2):
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # the last server has just removed the folder that all are in
+        # The last server may just have removed the folder that contains all of them.
+        with contextlib.suppress(FileNotFoundError):
             where.mkdir(mode=0o700, exist_ok=True)
             return ForkServer.launch(
                 folder, "fork", threads, keep_s, modules=modules, env=env, keep=guard
@@ -133,16 +130,18 @@ def obtain(
 
 
 def end_surplus() -> None:
-    """End the oldest servers that are free, so that there is room for one more."""
-    known = kept_servers()  # this removes the folders of those that have died
+    """End the oldest free servers, to make room for one more."""
+    known = kept_servers()  # this removes the folders of dead servers
     surplus = len(known) + 1 - MOST
     for oldest in [each for each in known if each.free][: max(0, surplus)]:
         end(oldest.folder)
 
 
 def most_s() -> float:
-    """The most seconds that servers may stay on this node; infinite if its admin has not set
-    any."""
+    """Return the maximum seconds that servers may stay on this node.
+
+    Infinite if the node's admin has set no limit.
+    """
     text = os.environ.get(env_names.KEEP_WARM, "inf")
     with contextlib.suppress(ValueError):
         if (seconds := float(text)) >= 0:
@@ -153,8 +152,10 @@ def most_s() -> float:
 
 
 def servers_folder(make: bool = True) -> Path | None:
-    """The folder of this user's servers on this node; None if it is not there, or not this user's
-    own."""
+    """Return the folder of this user's servers on this node.
+
+    None if it does not exist, or is not this user's own.
+    """
     path = servers_path()
     with contextlib.suppress(OSError):
         if own_folder(path, make):
@@ -163,17 +164,20 @@ def servers_folder(make: bool = True) -> Path | None:
 
 
 def servers_path() -> Path:
-    """Where the folder of this user's servers on this node is, or would be.
+    """Return the path of the folder of this user's servers on this node, which may not exist yet.
 
-    Its name has the id of the boot: TMPDIR may be on a file system that other machines have, too.
+    Its name contains the boot id, because TMPDIR may be on a file system shared with other
+    machines.
     """
     name = f"raydist-{os.getuid()}-{boot_id()[:8]}-warm"
     return node_folder(name, room=len("/123456789012-123456/fork"))
 
 
 def claim(folder: Path) -> ForkServer | None:
-    """Claim the server of a folder; None if it is gone, serves another process, or has imported
-    files that changed."""
+    """Claim the server of a folder.
+
+    Returns None if it is gone, serves another process, or has imported files that have changed.
+    """
     ours, its = socket.socketpair()
     with its:
         if ask(folder, Claim(), descriptors=[its.fileno()]) == Claimed(True):
@@ -183,10 +187,9 @@ def claim(folder: Path) -> ForkServer | None:
 
 
 def ask(folder: Path, *messages: ServerMessage, descriptors: Sequence[int] = ()) -> Message | None:
-    """Send messages to the server of a folder, descriptors with the last; its reply to that, or
-    None.
+    """Send messages to the server of a folder, and return its reply to the last one, or None.
 
-    The folder of a server that died is removed.
+    The descriptors go with the last message. The folder of a server that died is removed.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(CLAIM_S)
@@ -195,9 +198,8 @@ def ask(folder: Path, *messages: ServerMessage, descriptors: Sequence[int] = ())
             for message in messages[:-1]:
                 sock.send(encode(message))
             socket.send_fds(sock, [encode(messages[-1])], list(descriptors))
-            while isinstance(
-                reply := decode(sock.recv(PACKET)), Busy | Pong
-            ):  # for another one, as a rule: no reply
+            # Busy and Pong are as a rule for another process: no reply.
+            while isinstance(reply := decode(sock.recv(PACKET)), Busy | Pong):
                 sock.settimeout(CHECK_S)
             return reply
         except ConnectionRefusedError:
@@ -208,7 +210,7 @@ def ask(folder: Path, *messages: ServerMessage, descriptors: Sequence[int] = ())
 
 
 def tell(folder: Path, message: ServerMessage) -> None:
-    """Send a message to the server of a folder, if it is there; nobody waits for its reply."""
+    """Send a message to the server of a folder, if it is there, without waiting for a reply."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, contextlib.suppress(OSError):
         sock.setblocking(False)
         sock.connect(str(folder / "fork"))
@@ -216,8 +218,10 @@ def tell(folder: Path, message: ServerMessage) -> None:
 
 
 def fingerprint(threads: int, env: Mapping[str, str]) -> str:
-    """A name for servers that may start each other's ranks: a hash of all that a rank inherits from
-    its server."""
+    """Return a name that servers share if they may start each other's ranks.
+
+    It is a hash of all that a rank inherits from its server.
+    """
     own = {name: value for name, value in os.environ.items() if not name.startswith(VOLATILE)}
     with contextlib.suppress(OSError):
         own["oom_score_adj"] = Path("/proc/self/oom_score_adj").read_text()
@@ -233,7 +237,7 @@ def fingerprint(threads: int, env: Mapping[str, str]) -> str:
 
 
 def kept_servers() -> list[KeptServer]:
-    """The servers of this user on this node, oldest first."""
+    """Return the servers of this user on this node, oldest first."""
     where, found = servers_folder(make=False), []
     for note in where.glob("*/server.json") if where else ():
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -258,11 +262,10 @@ def kept_servers() -> list[KeptServer]:
 
 
 def end(folder: str) -> bool:
-    """End the server of a folder; False if it serves a run, or is gone."""
+    """End the server of a folder; return False if it serves a run, or is gone."""
     if (server := claim(Path(folder))) is None:
         return False
-    ask(
-        server.folder, BeginRun(folder, 0), ImportModules(())
-    )  # its reply to the second: it has read both
+    # Its reply to the second message shows that it has read both.
+    ask(server.folder, BeginRun(folder, 0), ImportModules(()))
     server.end()
     return True

@@ -1,5 +1,4 @@
-"""Folders of fork servers that were killed together with their agents, by a power cut for example.
-(either side)
+"""Removes the folders of fork servers killed with their agents, e.g. by a power cut. (either side)
 
 A server holds a lock on its folder and on those of its runs. systemd-tmpfiles leaves such folders
 alone, too.
@@ -17,13 +16,15 @@ import time
 from pathlib import Path
 
 AGE_S = 3600.0
-"""Age of a folder, by its own time stamp, from which on it may be one that was left: a new server
-has no lock yet."""
+"""Minimum age, by its time stamp, of a folder that may have been left behind: a new server has no
+lock yet."""
 
 
 def lock_folder(folder: str) -> list[int]:
-    """A shared lock on a folder, held until the descriptor is closed; none if its file system has
-    no locks."""
+    """Return a shared lock on a folder, held until the descriptor is closed.
+
+    Returns an empty list if the folder's file system has no locks.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -34,22 +35,22 @@ def lock_folder(folder: str) -> list[int]:
 
 
 def remove_left_folders() -> None:
-    """Remove the folders of this user's servers that have died, and of their runs."""
+    """Remove the folders of this user's dead servers, and of their runs."""
     place, pattern = Path(tempfile.gettempdir()), f"raydist-{os.getuid()}-*"
     for folder in (*place.glob(f"{pattern}-warm/*"), *place.glob(pattern)):
-        with contextlib.suppress(OSError):  # it has just gone, or is another's
+        with contextlib.suppress(OSError):  # it has just gone, or belongs to another user
             if folder.name.endswith("-warm"):
                 if is_old(folder):
-                    folder.rmdir()  # unless there are servers
+                    folder.rmdir()  # fails if it contains servers
             elif is_left(folder):
                 shutil.rmtree(folder)
 
 
 def is_left(folder: Path) -> bool:
-    """Whether this is an old folder of a server, or of a run, and its server has died.
+    """Return whether this is an old folder of a server or a run, and its server has died.
 
-    A file system without locks (NFS, for folders) may be that of other machines, where the server
-    lives: it stays.
+    A folder on a file system without locks (NFS, for folders) is kept: other machines may share it,
+    and the server may live there.
     """
     if not os.path.lexists(folder / "server.log") or not is_old(folder):
         return False
@@ -62,13 +63,13 @@ def is_left(folder: Path) -> bool:
 
 
 def is_old(folder: Path) -> bool:
-    """Whether this is a folder of this user that was made long ago."""
+    """Return whether this folder is this user's, and was made long ago."""
     found = folder.lstat()
     return found.st_uid == os.getuid() and time.time() - found.st_mtime > AGE_S
 
 
 def listens(folder: Path) -> bool:
-    """Whether a server listens in a folder: one of a release that has no locks."""
+    """Return whether a server listens in a folder: one of a release without locks."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.setblocking(False)
         try:

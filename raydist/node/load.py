@@ -12,25 +12,27 @@ from raydist.messages.agent import GpuLoad, NodeLoad
 from raydist.node.counters import read_counters
 
 FIRST_S = 0.2
-"""Seconds over which the first CPU share is taken; each later one is the mean since the one
-before."""
+"""Seconds over which the first CPU share is taken; each later one is the mean since the previous
+reading."""
 MOST_PORTS = 16
-"""Ports that are told: those with the most bytes. A host of containers has hundreds of virtual
+"""Maximum reported ports, those with the most bytes: a host of containers has hundreds of virtual
 interfaces."""
 
 
 class LoadReader:
-    """Reads the load of this machine again and again."""
+    """Reads the load of this machine repeatedly."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
         self._cpu: tuple[float, float] | None = None
-        """Seconds (idle, in all) of the cores at the last reading; psutil's own memory of them is
-        one per thread."""
+        """Seconds (idle, total) of the cores at the last reading; psutil keeps its own per thread.
+        """
 
     def read(self) -> NodeLoad:
-        """CPU share of all cores, memory, GPUs, ports. It blocks: 0.2 s at first, later some
-        milliseconds."""
+        """Return CPU share of all cores, memory, GPUs and ports.
+
+        It blocks: 0.2 s the first time, later some milliseconds.
+        """
         import psutil
 
         if self._cpu is None:
@@ -47,18 +49,17 @@ class LoadReader:
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """Seconds (idle, in all) of all cores since the machine is up."""
+    """Return the seconds (idle, total) of all cores since the machine booted."""
     import psutil
 
     times = psutil.cpu_times()
-    beside = getattr(times, "guest", 0.0) + getattr(
-        times, "guest_nice", 0.0
-    )  # Linux counts them in user and nice too
+    # Linux counts them in user and nice too.
+    beside = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
     return times.idle + getattr(times, "iowait", 0.0), sum(times) - beside
 
 
 def read_ports() -> dict[str, tuple[int, int]]:
-    """(bytes received, bytes sent) of the ports that are up, by name."""
+    """Return (bytes received, bytes sent) of the ports that are up, by name."""
     ports = {
         name: (port["received"], port["sent"])
         for name, port in read_counters().items()
@@ -69,20 +70,25 @@ def read_ports() -> dict[str, tuple[int, int]]:
 
 
 def open_nvml() -> Any:
-    """pynvml, initialised: that of nvidia-ml-py if it is installed, else Ray's copy; None without
-    an NVIDIA driver."""
+    """Return pynvml, initialised; None without an NVIDIA driver.
+
+    It is that of nvidia-ml-py if that is installed, else Ray's copy.
+    """
     try:
         import pynvml as nvml
     except ImportError:
         nvml = ray_private.nvml()
-    with contextlib.suppress(Exception):  # NVMLError, which each copy has of its own
+    with contextlib.suppress(Exception):  # NVMLError, of which each copy has its own
         nvml.nvmlInit()
         return nvml
     return None
 
 
 def gpu_loads(nvml: Any) -> list[GpuLoad]:
-    """The load of each GPU, in NVML's order. What a GPU does not tell, as under MIG, is None."""
+    """Return the load of each GPU, in NVML's order.
+
+    What a GPU does not report, for example under MIG, is None.
+    """
     found: list[GpuLoad] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         gpu = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -103,7 +109,7 @@ def gpu_loads(nvml: Any) -> list[GpuLoad]:
 
 
 def told(ask: Callable[..., Any], *args: Any) -> Any:
-    """What NVML answers; None if this GPU does not tell."""
+    """Return NVML's answer; None if this GPU does not report it."""
     with contextlib.suppress(Exception):
         return ask(*args)
     return None

@@ -1,9 +1,8 @@
-"""The agent of a rank under mpirun: it serves mpirun's processes, and forks the rank when mpirun
-starts it. (actor)
+"""The agent of a rank under mpirun: serves mpirun's processes and forks the rank. (actor)
 
-The fork server forks the rank as without mpirun, so it has its log, its process group, and an end
-that is reported. mpirun's daemon starts mpi_child.py in its place, which passes the rank's MPI
-variables on, and ends as the rank does.
+It forks the rank when mpirun starts it, from the fork server as without mpirun: the rank has the
+same log, its process group, and a reported end. mpirun's daemon starts mpi_child.py instead of the
+rank; that process passes the rank's MPI variables to this agent, and ends as the rank does.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from raydist.node.agent import RankAgent
 from raydist.shared.errors import LaunchError
 
 ABANDONED_S = 1.0
-"""Seconds until a rank is killed that neither ended nor was stopped after mpirun ended its
-child."""
+"""Seconds until a rank is killed that neither ended nor was stopped after mpirun ended its child.
+"""
 OUTPUT = 4000
-"""Most bytes of the output of mpirun or a daemon that travel to the driver."""
+"""Maximum bytes of the output of mpirun or a daemon that the driver receives."""
 
 ABORT = re.compile(r"^Abort\((\d+)\) on node \d+ .*application called MPI_Abort.*$", re.MULTILINE)
 """MPICH's line about the rank that called MPI_Abort, with its code."""
 PMI_LOST = "PMIU_write error"
-"""MPICH: the error of a rank whose process manager ended because another rank called MPI_Abort."""
+"""MPICH's error in a rank whose process manager ended because another rank called MPI_Abort."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,10 @@ class LaunchAgent:
 
 
 class MpiRankAgent(RankAgent):
-    """The agent of one rank under mpirun. Rank 0's also runs mpirun, the first of each node runs
-    its daemon."""
+    """The agent of one rank under mpirun.
+
+    The agent of rank 0 also runs mpirun; the first agent of each node runs the node's daemon.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,14 +80,14 @@ class MpiRankAgent(RankAgent):
         self._child_sock: socket.socket | None = None
         self._daemons: asyncio.Queue[DaemonRequest | None] = asyncio.Queue()
         self._launch_agents: dict[int, socket.socket] = {}
-        """By descriptor, which names the launch agent in messages."""
+        """By descriptor, which identifies the launch agent in messages."""
         self._mpirun_end = ""
-        """How mpirun ended."""
+        """How mpirun ended; empty while it runs."""
         self._has_daemon = False
         self._abandoned = False
 
     async def handle(self, request: Request[Any]) -> Any:
-        """Answer a request of the driver, also those about mpirun."""
+        """Answer a request of the driver, including those about mpirun."""
         match request:
             case RunMpirun():
                 return await self.run_mpirun(request)
@@ -101,8 +102,10 @@ class MpiRankAgent(RankAgent):
         return await super().handle(request)
 
     async def open(self, request: Open) -> Opened:
-        """Open as any agent, find the node's MPI (its first agent), and listen for mpirun's
-        processes."""
+        """Open as any agent does, and listen for mpirun's processes.
+
+        The first agent of a node also finds the node's MPI.
+        """
         self._secret = request.secret
         opened = await super().open(request)
         if opened.facts is not None:
@@ -123,11 +126,10 @@ class MpiRankAgent(RankAgent):
         assert self._child is not None, "Open comes before StartRank"
         child = await self._child
         if request.script.endswith(".py") or request.script.startswith("-m "):
-            child.env.pop(
-                "LD_LIBRARY_PATH", None
-            )  # the loader reads it at exec only, and this rank is a fork
+            # The loader reads it at exec only, and this rank is a fork.
+            child.env.pop("LD_LIBRARY_PATH", None)
         self._mpi_env = child.env
-        # differs with mpirun's --bind-to
+        # Differs with mpirun's --bind-to.
         self._cpus = child.cpus if set(child.cpus) != os.sched_getaffinity(0) else None
         pid = await super().start(request)
         for descriptor in self._mpi_fds:
@@ -154,8 +156,10 @@ class MpiRankAgent(RankAgent):
         return await self._execute(argv, request.env)
 
     async def run_daemon(self, request: RunDaemon) -> ProcessEnd:
-        """Run mpirun's daemon for this node to its end. LaunchError: mpirun never needs a second
-        one."""
+        """Run mpirun's daemon for this node to its end.
+
+        Raises LaunchError for a second daemon, which mpirun never needs.
+        """
         argv, variables = mpi_install.daemon(request.argv, self._install, self._interface)
         if self._has_daemon:
             raise LaunchError(
@@ -165,29 +169,31 @@ class MpiRankAgent(RankAgent):
         return await self._execute(argv, {**request.env, **variables})
 
     async def next_daemons(self) -> list[DaemonRequest]:
-        """The next daemons that mpirun's launch agents request; waits for one. Empty once mpirun
-        has ended."""
+        """Wait for and return the next daemons that mpirun's launch agents request.
+
+        Returns an empty list once mpirun has ended.
+        """
         daemons = [await self._daemons.get()]
         while not self._daemons.empty():
             daemons.append(self._daemons.get_nowait())
         return [daemon for daemon in daemons if daemon is not None]
 
     def end_launch_agent(self, request: EndLaunchAgent) -> None:
-        """End a launch agent as the daemon ended that it requested."""
+        """End a launch agent in the way that the daemon it requested ended."""
         sock = self._launch_agents.pop(request.agent)
         end_child(sock, request.end)
         sock.close()
 
     def note_mpirun_ended(self, why: str) -> None:
-        """mpirun has ended, and starts no process for this rank any more."""
+        """Note that mpirun has ended and will start no process for this rank any more."""
         self._mpirun_end = why
         self._daemons.put_nowait(None)
         if self._child is not None and not self._child.done():
             self._child.set_exception(LaunchError(why))
-            self._child.exception()  # marks it as retrieved: no StartRank may wait for it
+            self._child.exception()  # marks it as retrieved: perhaps no StartRank waits for it
 
     async def close(self) -> None:
-        """Close as any agent, and remove the shared memory that killed MPI ranks left."""
+        """Close as any agent does, and remove the shared memory that killed MPI ranks left."""
         self.note_mpirun_ended("the run is over")
         await super().close()
         for sock in filter(None, [self._listener, self._child_sock, *self._launch_agents.values()]):
@@ -196,8 +202,10 @@ class MpiRankAgent(RankAgent):
             mpi_segments.remove_leftovers(self.born)
 
     async def _execute(self, argv: Sequence[str], env: Mapping[str, str]) -> ProcessEnd:
-        """Run a program of MPI as a child of the fork server, which ends it in any case; how it
-        ended."""
+        """Run an MPI program as a child of the fork server, and return how it ended.
+
+        The fork server ends the program in any case.
+        """
         own_variables = {
             "RAYDIST_MPI_FOLDER": str(self.folder),
             "RAYDIST_MPI_SECRET": self._secret,
@@ -222,8 +230,10 @@ class MpiRankAgent(RankAgent):
             self._spawn(self._serve(sock))
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Read the message of a launch agent or of mpirun's child, and keep its connection until
-        its end."""
+        """Read the message of a launch agent or of mpirun's child, and keep its connection open.
+
+        The connection closes when the daemon or the rank ends.
+        """
         await readable(sock)
         packet, descriptors, _, _ = socket.recv_fds(sock, PACKET, 1)
         request = parse_request(packet, self._secret)
@@ -242,8 +252,10 @@ class MpiRankAgent(RankAgent):
             sock.close()
 
     def _note_end(self, pid: int, end: RankEnd) -> None:
-        """Note the end as any agent, and end mpirun's child likewise, which reports it to
-        mpirun."""
+        """Note the end as any agent does, and end mpirun's child likewise.
+
+        The child reports the end to mpirun.
+        """
         output = last_output(self.folder / f"rank-{self.rank}.log")
         if aborted := ABORT.search(output):
             end = replace(end, code=int(aborted[1]), signal=0, lost=aborted[0])
@@ -256,12 +268,14 @@ class MpiRankAgent(RankAgent):
         super()._note_end(pid, end)
 
     async def _end_with_child(self, sock: socket.socket) -> None:
-        """Wait until mpirun ends its child, as it does once a rank fails or calls MPI_Abort; then
-        end the rank too."""
+        """Wait until mpirun ends its child, then end the rank too.
+
+        mpirun ends the child once a rank fails or calls MPI_Abort.
+        """
         await readable(sock)
         sock.close()
-        # With Open MPI the caller of MPI_Abort ends with its code. With MPICH it waits to be
-        # killed, and soon goes on.
+        # With Open MPI the rank that calls MPI_Abort ends with its code. With MPICH it waits to be
+        # killed, and soon continues.
         await self._wait_end(ABANDONED_S if "PMIX_RANK" in self._mpi_env else ABANDONED_S / 4)
         if self._end is None and self.pid:
             self._abandoned = True
@@ -269,8 +283,10 @@ class MpiRankAgent(RankAgent):
 
 
 def last_output(path: Path) -> str:
-    """The last OUTPUT bytes of a log as text. No more is read: the log of a rank may have holes of
-    gigabytes."""
+    """Return the last OUTPUT bytes of a log as text.
+
+    No more is read: the log of a rank may have holes of gigabytes.
+    """
     with path.open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - OUTPUT))
         return log.read(OUTPUT).decode(errors="replace")
@@ -287,8 +303,10 @@ async def readable(sock: socket.socket) -> None:
 
 
 def parse_request(packet: bytes, secret: str) -> RankChild | LaunchAgent | None:
-    """The message of a process that has connected; None if it has another secret, or is
-    malformed."""
+    """Return the message of a process that has connected.
+
+    None if its secret is wrong, or it is malformed.
+    """
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         fields = json.loads(packet)
         if not secrets.compare_digest(str(fields.get("secret", "")).encode(), secret.encode()):

@@ -18,22 +18,24 @@ import sys
 MPI_VARIABLES = re.compile(
     r"(OMPI|OPAL|PMIX|PMI|PRTE|HYDI?|HYDRA|MPI|MPIR|MPICH|I_MPI)_\w+|LD_LIBRARY_PATH"
 )
-"""The variables that MPI's process manager sets for a rank; the rest of the environment is another
-machine's."""
+"""The variables that MPI's process manager sets for a rank; the rest of the environment belongs to
+another machine."""
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 PACKET = 1 << 17
 
 
 def agent(argv: list[str]) -> tuple[int, dict[str, object], list[int]]:
-    """The message to rank 0's agent, which runs mpirun. Hydra puts options of ssh (-x) before the
-    host."""
+    """Return the message to rank 0's agent, which runs mpirun.
+
+    Hydra puts options of ssh (-x) before the host.
+    """
     while argv and argv[0].startswith("-"):
         argv.pop(0)
     return 0, {"host": argv[0], "argv": argv[1:]}, []
 
 
 def mpi_rank() -> tuple[int, dict[str, object], list[int]]:
-    """The message to this rank's agent, with the descriptor of MPICH's process manager."""
+    """Return the message to this rank's agent, with the descriptor of MPICH's process manager."""
     rank = next(int(os.environ[name]) for name in RANKS if name in os.environ)
     env = {name: value for name, value in os.environ.items() if MPI_VARIABLES.fullmatch(name)}
     pmi_fd = env.pop("PMI_FD", None)
@@ -45,7 +47,7 @@ def mpi_rank() -> tuple[int, dict[str, object], list[int]]:
 
 
 def main(kind: str, *argv: str) -> int:
-    """Send the message, wait for the reply, end as it says."""
+    """Send the message, wait for the reply, and end as it specifies."""
     rank, message, descriptors = agent(list(argv)) if kind == "agent" else mpi_rank()
     message["secret"] = os.environ["RAYDIST_MPI_SECRET"]
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,5 +1,4 @@
-"""The MPI of this machine: its mpirun, and the daemon that an mpirun on another host requests here.
-(actor)"""
+"""The MPI of this machine: its mpirun, and the daemon for another host's mpirun. (actor)"""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ DAEMONS = {
     "mpich": ("hydra_pmi_proxy",),
     "intel": ("hydra_bstrap_proxy", "pmi_proxy"),
 }
-"""By the kind of MPI: the daemons that mpirun starts on each host."""
+"""By kind of MPI: the daemons that mpirun starts on each host."""
 VERSIONS = (
     ("openmpi", re.compile(r"\(Open ?(?:MPI|RTE)\) ([\w.]+)")),
     ("intel", re.compile(r"Intel\(R\) MPI Library.*Version ([\w. ]+?) Build", re.DOTALL)),
     ("mpich", re.compile(r"HYDRA build details:\s+Version:\s+([\w.]+)")),
 )
-"""By the kind of MPI: its version in the output of `mpirun --version`."""
+"""By kind of MPI: its version in the output of `mpirun --version`."""
 PREFIXES = ("PRTE_PREFIX", "PMIX_PREFIX", "OPAL_PREFIX")
 NETWORKS = ("prte_if_include", "oob_tcp_if_include", "--iface")
-"""The options of daemons that name a network interface."""
+"""The daemon options that name a network interface."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,10 @@ class Install:
 
 
 def find_mpirun(setting: str) -> Install:
-    """The MPI to use here. `setting`: a path of mpirun, or `auto` for the one on PATH or beside
-    this Python."""
+    """Return the MPI to use here.
+
+    `setting`: a path of mpirun, or `auto` for the one on PATH or next to this Python.
+    """
     path = os.environ.get("PATH", os.defpath) + os.pathsep + os.path.dirname(sys.executable)
     mpirun = shutil.which("mpirun" if setting == "auto" else setting, path=path)
     if mpirun is None:
@@ -70,8 +71,10 @@ def find_mpirun(setting: str) -> Install:
 
 
 def _refuse_space(install: Install) -> None:
-    """ConfigError: Open MPI lies below a path with a space, which it does not quote when it
-    requests its daemons."""
+    """Raise ConfigError for an Open MPI below a path with a space.
+
+    Open MPI does not quote the path when it requests its daemons.
+    """
     if install.kind == "openmpi" and " " in install.mpirun:
         cause = (
             f"Open MPI can't start its daemons from a path with a space, as on "
@@ -83,7 +86,7 @@ def _refuse_space(install: Install) -> None:
 
 
 def rdma_support(root: Path = Path("/")) -> str:
-    """The InfiniBand and RoCE devices, separated by commas; empty on a host with TCP only."""
+    """Return the InfiniBand and RoCE devices, separated by commas; empty on a TCP-only host."""
     folder = root / "sys/class/infiniband"
     return ",".join(sorted(os.listdir(folder))) if folder.is_dir() else ""
 
@@ -91,12 +94,11 @@ def rdma_support(root: Path = Path("/")) -> str:
 def daemon(
     argv: Sequence[str], install: Install, interface: str
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line of the daemon that mpirun requests, and its variables. LaunchError: it is no
-    daemon of MPI.
+    """Return the command line of the daemon that mpirun requests, and its variables.
 
     mpirun writes for a shell: `NAME=VALUE;export NAME;…;/prefix/bin/prted --prtemca …`. No shell
     reads it here. Only the arguments after the daemon's name are kept; the paths of the daemon and
-    its libraries are those of this host.
+    its libraries are those of this host. Raises LaunchError if the program is not a daemon of MPI.
     """
     text = " ".join(argv)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
@@ -122,13 +124,15 @@ def daemon(
     program = program_beside(install.mpirun, name)
     for i, token in enumerate(tokens[:-1]):
         if token in NETWORKS:
-            tokens[i + 1] = interface  # mpirun's node may have another name for it
+            tokens[i + 1] = interface  # the interface may have another name on mpirun's node
     return [program, *tokens[1:]], mpi_variables(program, names)
 
 
 def program_beside(mpirun: str, name: str) -> str:
-    """The path of a program beside mpirun, or beside the file that mpirun links to (as module
-    systems do)."""
+    """Return the path of a program next to mpirun, or next to the file that mpirun links to.
+
+    Module systems make such links.
+    """
     for folder in (Path(mpirun).parent, Path(mpirun).resolve().parent):
         if (folder / name).is_file():
             return str(folder / name)
@@ -139,8 +143,7 @@ def program_beside(mpirun: str, name: str) -> str:
 
 
 def mpi_variables(program: str, names: set[str]) -> dict[str, str]:
-    """The paths of the installation on this host, for those variables that mpirun sets
-    (`names`)."""
+    """Return the paths of this host's installation for the variables that mpirun sets (`names`)."""
     prefix = Path(program).parent.parent
     variables = {name: str(prefix) for name in PREFIXES if name in names}
     if "LD_LIBRARY_PATH" in names:

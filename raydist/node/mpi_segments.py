@@ -1,5 +1,4 @@
-"""Removes shared memory that killed MPI ranks left in /dev/shm, which else stays until a reboot.
-(actor)"""
+"""Removes killed MPI ranks' shared memory from /dev/shm, where it stays until a reboot. (actor)"""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ INITIAL = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF}
 def remove_leftovers(
     since: float, folder: Path = Path("/dev/shm"), proc: Path = Path("/proc")
 ) -> None:
-    """Remove the segments of this user that are younger than `since` and that no process maps."""
+    """Remove this user's segments that are younger than `since` and that no process maps."""
     if shares_memory_with_unseen_processes():
         return
     segments = []
@@ -37,10 +36,10 @@ def remove_leftovers(
 
 
 def shares_memory_with_unseen_processes() -> bool:
-    """Return whether this is a container with the host's /dev/shm (--ipc=host, hostIPC) and
-    processes of its own.
+    """Return whether this container shares the host's /dev/shm, but not its processes.
 
-    Another container's MPI job may use a segment there, and this /proc does not show its processes.
+    It does with --ipc=host or hostIPC. Another container's MPI job may use a segment there, and
+    this /proc does not show its processes.
     """
     initial = {
         kind: os.stat(f"/proc/self/ns/{kind}").st_ino == inode for kind, inode in INITIAL.items()
@@ -49,7 +48,7 @@ def shares_memory_with_unseen_processes() -> bool:
 
 
 def mapped_files(folder: Path, proc: Path = Path("/proc")) -> set[str]:
-    """The files of `folder` that any process maps whose maps this user may read."""
+    """Return the files of `folder` that processes map whose maps this user may read."""
     mapped: set[str] = set()
     pattern = re.compile(rf" {re.escape(str(folder))}/(\S+)$", re.MULTILINE)
     for maps in proc.glob("[0-9]*/maps"):

@@ -1,5 +1,4 @@
-"""NCCL's log of one rank: passes it on for fabric.debug, and checks its network for fabric.strict.
-(actor)"""
+"""NCCL's log of one rank: forwarded for fabric.debug, checked for fabric.strict. (actor)"""
 
 from __future__ import annotations
 
@@ -8,16 +7,16 @@ from pathlib import Path
 from raydist.network import nccl_log
 
 CHUNK = 1 << 20
-"""Most bytes in one reply, and at the beginning that are searched for the network."""
+"""Maximum bytes in one reply, and at the beginning of the log that are searched for the network."""
 MAX_BYTES = 16 << 20
-"""Most bytes that are read at the end of a run: NCCL names its transports at the beginning."""
+"""Maximum bytes that are read at the end of a run: NCCL names its transports at the beginning."""
 
 
 class NcclLog:
     """NCCL's log file of one attempt of a rank."""
 
     def __init__(self, path: Path, aloud: bool, strict: bool) -> None:
-        """`aloud`: pass it on (fabric.debug). `strict`: require RDMA (fabric.strict)."""
+        """`aloud`: forward it (fabric.debug). `strict`: require RDMA (fabric.strict)."""
         self._path = path
         self._aloud = aloud
         self._undecided = strict
@@ -25,7 +24,7 @@ class NcclLog:
         path.unlink(missing_ok=True)
 
     def news(self) -> bytes:
-        """The bytes since the last call; none without fabric.debug."""
+        """Return the bytes since the last call; none without fabric.debug."""
         if not self._aloud:
             return b""
         data = read_bytes(self._path, CHUNK, self._sent)
@@ -33,8 +32,10 @@ class NcclLog:
         return data
 
     def refusal(self) -> str:
-        """Why the rank must end: NCCL uses sockets; empty otherwise. The log is not read again once
-        NCCL has chosen."""
+        """Return why the rank must end, which is that NCCL uses sockets; empty otherwise.
+
+        The log is not read again once NCCL has chosen.
+        """
         if not self._undecided:
             return ""
         log = nccl_log.parse_nccl_log(read_bytes(self._path, CHUNK).decode(errors="replace"))
@@ -47,15 +48,17 @@ class NcclLog:
 
 
 def read_nccl_output(nccl_file: Path, rank_log: Path) -> str:
-    """NCCL's log: from its own file, or from the rank's log, mixed with the rank's output, if it
-    has no file."""
+    """Return NCCL's log.
+
+    It is in its own file or, if there is none, in the rank's log, mixed with the rank's output.
+    """
     return read_bytes(nccl_file if nccl_file.exists() else rank_log, MAX_BYTES).decode(
         errors="replace"
     )
 
 
 def read_bytes(path: Path, most: int, offset: int = 0) -> bytes:
-    """At most `most` bytes of a file from `offset` on; none if the file is missing."""
+    """Return at most `most` bytes of a file from `offset`; none if the file is missing."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

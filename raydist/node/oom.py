@@ -1,5 +1,4 @@
-"""Whether the kernel's OOM killer ended a process: its counters before and after, and its log.
-(actor)"""
+"""Reports whether the kernel's OOM killer ended a process, by its counters and its log. (actor)"""
 
 from __future__ import annotations
 
@@ -28,15 +27,15 @@ class Count:
     group: Path | None
     """The folder of the process's memory cgroup."""
     kills: int | None
-    """In that cgroup; None if unknown."""
+    """The kills in that cgroup; None if unknown."""
     machine: int | None
-    """On the whole machine."""
+    """The kills on the whole machine."""
     at: float
     """Seconds since boot."""
 
 
 def read_count(pid: int | str, root: Path = Path("/")) -> Count:
-    """The counters now, for the cgroup of a living process."""
+    """Return the counters now, for the cgroup of a living process."""
     group = memory_cgroup(pid, root)
     return Count(
         group,
@@ -47,8 +46,10 @@ def read_count(pid: int | str, root: Path = Path("/")) -> Count:
 
 
 def oom_verdict(pid: int, before: Count, root: Path = Path("/")) -> tuple[str, bool]:
-    """Why a process got SIGKILL after `before` (empty: unknown), and whether the kernel's OOM
-    killer sent it."""
+    """Return why a process got SIGKILL after `before`, and whether the kernel's OOM killer sent it.
+
+    The reason is empty if it is unknown.
+    """
     held_bytes = logged_bytes(pid, before.at, root)
     kills = new_kills(before)
     if held_bytes is None and not kills:
@@ -71,14 +72,16 @@ def oom_verdict(pid: int, before: Count, root: Path = Path("/")) -> tuple[str, b
 
 
 def new_kills(before: Count) -> int | None:
-    """The OOM kills in the cgroup since `before`; None if unknown."""
+    """Return the OOM kills in the cgroup since `before`; None if unknown."""
     kills = cgroup_kills(before.group)
     return None if kills is None or before.kills is None else kills - before.kills
 
 
 def killed_beside(before: Count) -> str:
-    """A possible cause of a failure other than SIGKILL: OOM kills in the cgroup since `before`;
-    empty if none."""
+    """Return OOM kills in the cgroup since `before` as a possible cause of another failure.
+
+    The failure is one other than SIGKILL. Empty if there were no kills.
+    """
     killed = new_kills(before) or 0
     return (
         f"the kernel's out-of-memory killer ended {killed} of its cgroup's processes meanwhile"
@@ -88,7 +91,7 @@ def killed_beside(before: Count) -> str:
 
 
 def memory_cgroup(pid: int | str, root: Path) -> Path | None:
-    """The innermost memory cgroup of a process that counts OOM kills; None if unknown."""
+    """Return the innermost memory cgroup of a process that counts OOM kills; None if unknown."""
     files = ("memory.events", "memory.oom_control")
     return next(
         (group for group in lineage(pid, root) if any((group / name).exists() for name in files)),
@@ -97,7 +100,7 @@ def memory_cgroup(pid: int | str, root: Path) -> Path | None:
 
 
 def cgroup_kills(group: Path | None) -> int | None:
-    """The OOM kills that a cgroup has counted; None if unknown."""
+    """Return the OOM kills that a cgroup has counted; None if unknown."""
     if group is None:
         return None
     kills = counter(read_text(group / "memory.events"), "oom_kill")
@@ -105,8 +108,10 @@ def cgroup_kills(group: Path | None) -> int | None:
 
 
 def logged_bytes(pid: int, since: float, root: Path) -> int | None:
-    """The bytes that a process held when the kernel killed it after `since`; None if the kernel's
-    log has no line."""
+    """Return the bytes that a process held when the kernel killed it after `since`.
+
+    None if the kernel's log has no line about it.
+    """
     held = None
     for line in kernel_log(root / "dev/kmsg"):
         prefix, _, text = line.partition(";")
@@ -122,14 +127,13 @@ def logged_bytes(pid: int, since: float, root: Path) -> int | None:
 
 
 def kernel_log(path: Path) -> list[str]:
-    """The records of the kernel's log; none if this user may not read it."""
+    """Return the records of the kernel's log; none if this user may not read it."""
     records = []
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            while record := os.read(
-                descriptor, 8192
-            ):  # one record each; BlockingIOError at the end
+            # Each read returns one record; BlockingIOError follows the last.
+            while record := os.read(descriptor, 8192):
                 records += record.decode(errors="replace").splitlines()
         finally:
             os.close(descriptor)
@@ -137,5 +141,5 @@ def kernel_log(path: Path) -> list[str]:
 
 
 def bytes_text(number: int) -> str:
-    """Bytes in GiB or MiB."""
+    """Return bytes as text, in GiB or MiB."""
     return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"

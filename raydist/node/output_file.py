@@ -9,25 +9,28 @@ from pathlib import Path
 from raydist.node.nccl_output import MAX_BYTES
 
 FREED_AT_ONCE = 1 << 22
-"""Bytes, a multiple of a page and of the offset of a mapping."""
+"""Bytes; a multiple of a page and of the offset of a mapping."""
 
 
 class OutputFile:
-    """The file that a rank appends to. Its beginning stays, because NCCL's log is in it; the driver
-    has all of it."""
+    """The file that a rank appends to.
+
+    Its beginning is kept, because NCCL's log is in it. The driver has all of the output.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b", buffering=0)
         self._freed = MAX_BYTES
 
     def read(self, most: int) -> bytes:
-        """At most so many further bytes."""
+        """Return at most `most` further bytes."""
         data = self._file.read(most)
         while self._file.tell() - self._freed >= FREED_AT_ONCE:
+            # If the file system can't free a part, the file stays as it is.
             with (
                 contextlib.suppress(OSError),
                 self._map() as part,
-            ):  # the file system can't: the file stays as it is
+            ):
                 part.madvise(mmap.MADV_REMOVE)
             self._freed += FREED_AT_ONCE
         return data

@@ -1,4 +1,4 @@
-"""Whether this machine sees paths on a shared disk or at a URL. (actor)"""
+"""Checks whether this machine sees paths on a shared disk or at a URL. (actor)"""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raydist.state import object_store
 from raydist.state.object_store import Remote, parse_path
 
 CHECK_S = 60.0
-"""Longest check of a path: calls on a network file system that is down block."""
+"""Time limit for checking a path: calls on a network file system that is down block."""
 
 
 async def find_unreachable_paths(request: FindUnreachablePaths) -> dict[str, str]:
-    """The paths that this machine can't see: by key, the reason."""
+    """Return the paths that this machine can't see, each key with the reason."""
     reasons = await asyncio.gather(*(_check(path, request.env) for path in request.paths.values()))
     return {key: reason for key, reason in zip(request.paths, reasons, strict=True) if reason}
 
@@ -31,7 +31,7 @@ async def _check(path: str, env: Mapping[str, str]) -> str:
 
 
 async def _check_url(url: str, env: Mapping[str, str]) -> str:
-    """Check a URL in a process of its own, because `env` may hold its credentials."""
+    """Check a URL in a separate process, because `env` may hold its credentials."""
     own_env = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(

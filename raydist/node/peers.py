@@ -1,8 +1,7 @@
-"""Connections between every two nodes on the training addresses: reachability, round trip, clocks,
-MTU. (actor)
+"""Connections between every two nodes on the training addresses: round trip, clocks, MTU. (actor)
 
 Each node listens on a port that the kernel chose, as the store, gloo and NCCL do, and calls all
-others. A call finds out whether a connection succeeds, the time of a round trip, the difference of
+others. A call determines whether a connection succeeds, the time of a round trip, the difference of
 the two clocks, and whether packets of full size pass in both directions.
 
 A request is a length and that number of bytes; the reply is the peer's clock and the same bytes.
@@ -24,13 +23,13 @@ from raydist.messages.checkup import Peer, Trip
 
 LENGTH, CLOCK = struct.Struct("!I"), struct.Struct("!d")
 PINGS = 3
-"""Round trips that are timed; the fastest counts, since a busy machine only makes them slower."""
+"""Timed round trips. The fastest counts, because a busy machine only makes them slower."""
 PAYLOAD = 64 << 10
 """More than any MTU: a path that drops packets of full size drops some of these."""
 CONCURRENT = 32
-"""Most calls of one node at a time."""
+"""Maximum concurrent calls of one node."""
 UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.EINVAL)
-"""Errors of connect() without a route, or with a route that is blocked."""
+"""Errors of connect() if there is no route, or the route is blocked."""
 
 
 class Listener:
@@ -42,7 +41,7 @@ class Listener:
         self.calls: set[asyncio.BaseTransport] = set()
 
     async def open(self, address: str) -> Peer:
-        """Listen on this address only. OSError: the machine does not have it."""
+        """Listen on this address only. Raises OSError if the machine does not have it."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: Connection(self), address, 0, backlog=4096)
         return Peer(address, self._server.sockets[0].getsockname()[1])
@@ -115,7 +114,7 @@ async def call_peer(
     except (OSError, EOFError) as error:
         return Trip("broken", f"connected, then {error_text(error)}")
     finally:
-        # not close(), which would wait for the bytes that a stalled peer does not take
+        # Not close(), which would wait for the bytes that a stalled peer does not accept.
         writer.transport.abort()
 
 
@@ -126,8 +125,10 @@ async def measure(
     clock: Callable[[], float],
     timings: list[tuple[float, float]],
 ) -> None:
-    """Append (round trip, lead of the peer's clock) of each short request, in seconds; then send a
-    long request."""
+    """Time the short requests, then send a long one.
+
+    Appends (round trip, lead of the peer's clock) of each short request, in seconds.
+    """
     for _ in range(PINGS):
         began, at = time.perf_counter(), clock()
         peer_time = await send_request(reader, writer, secret)
@@ -137,7 +138,7 @@ async def measure(
 
 
 def error_text(error: Exception) -> str:
-    """The system's text of an error, without the text that asyncio puts before it."""
+    """Return the system's text of an error, without the text that asyncio puts before it."""
     if isinstance(error, EOFError):
         return "the peer closed the connection"
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
@@ -146,7 +147,7 @@ def error_text(error: Exception) -> str:
 async def send_request(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
 ) -> float:
-    """Send a request; the peer's clock when it received it."""
+    """Send a request, and return the peer's clock when it received it."""
     writer.write(LENGTH.pack(len(request)) + request)
     peer_time: float = CLOCK.unpack(await reader.readexactly(CLOCK.size))[0]
     if await reader.readexactly(len(request)) != request:
@@ -155,20 +156,23 @@ async def send_request(
 
 
 async def call_all(peers: Sequence[Peer], own: int, secret: bytes, timeout: float) -> list[Trip]:
-    """Call every peer except number `own`; the trips in order of the peers, a fine one for
-    `own`."""
+    """Call every peer except number `own`; return the trips in order of the peers.
+
+    The trip of `own` is a fine one.
+    """
 
     async def one(index: int) -> Trip:
         async with limit:
             return await call_peer(peers[index], secret, timeout)
 
     limit = asyncio.Semaphore(CONCURRENT)
-    # Each begins with its own neighbour, so that no node is called by all others at the same time.
+    # Each node begins with its own neighbour, so that no node is called by all others at the same
+    # time.
     order = [(own + step) % len(peers) for step in range(1, len(peers))]
     trips = dict(zip(order, await asyncio.gather(*map(one, order)), strict=True))
     return [trips.get(index, Trip("fine")) for index in range(len(peers))]
 
 
 def patience(nodes: int, timeout: float) -> float:
-    """Seconds within which call_all returns, whatever the network does."""
+    """Return the seconds within which call_all returns, whatever the network does."""
     return 3 * timeout * (1 + nodes // CONCURRENT) + 10

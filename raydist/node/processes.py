@@ -1,5 +1,4 @@
-"""Signals, awaits and ends processes with their children; reads their state and their recorded
-error. (actor)"""
+"""Signals, awaits and ends processes and their children; reads their state and error. (actor)"""
 
 from __future__ import annotations
 
@@ -18,12 +17,14 @@ from raydist.messages.agent import RecordedError
 from raydist.worker.heartbeat import STACKS_SIGNAL
 
 SIGNAL_S = 0.2
-"""Seconds that a rank's signal handler has for its stack."""
+"""Seconds that a rank's signal handler has to write its stack."""
 
 
 def kill(pid: int, number: int) -> None:
-    """Send a signal to a child; SIGKILL to its process group, or to it alone if it has not made one
-    yet."""
+    """Send a signal to a child.
+
+    SIGKILL goes to the child's process group, or to the child alone if it has not made one yet.
+    """
     with contextlib.suppress(ProcessLookupError):
         if number == signal.SIGKILL and os.getpgid(pid) == pid:
             os.killpg(pid, number)
@@ -32,7 +33,7 @@ def kill(pid: int, number: int) -> None:
 
 
 def wait_one() -> tuple[int, int] | None:
-    """(pid, wait status) of a child that has ended; None if there is none."""
+    """Return (pid, wait status) of a child that has ended; None if there is none."""
     with contextlib.suppress(ChildProcessError):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -41,8 +42,10 @@ def wait_one() -> tuple[int, int] | None:
 
 
 def end_session(session: int) -> None:
-    """SIGKILL the processes that a dead rank left, as DataLoader workers; this subreaper is now
-    their parent."""
+    """SIGKILL the processes that a dead rank left, such as DataLoader workers.
+
+    This process, a subreaper, is now their parent.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(session, signal.SIGKILL)
     for pid in children_of(os.getpid()):
@@ -52,11 +55,10 @@ def end_session(session: int) -> None:
 
 
 def end_children(within: float) -> bool:
-    """SIGKILL all children, and the orphans that thereby become children of this subreaper; whether
-    all have ended.
+    """SIGKILL all children, also those that a killed child leaves; return whether all have ended.
 
-    `within`: seconds. The kernel may not end a child that waits for a dead file server or a lost
-    GPU (state D).
+    Orphans become children of this subreaper. `within`: seconds. The kernel may be unable to end a
+    child that waits for a dead file server or a lost GPU (state D).
     """
     until = time.monotonic() + within
     while kill_children():
@@ -68,7 +70,7 @@ def end_children(within: float) -> bool:
 
 
 def kill_children() -> bool:
-    """SIGKILL all children; whether there are any that were not waited for."""
+    """SIGKILL all children; return whether there were any that had not been waited for."""
     children = children_of(os.getpid())
     for pid in children:
         kill(pid, signal.SIGKILL)
@@ -79,14 +81,13 @@ def children_of(pid: int) -> list[int]:
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as listed:
             return [int(child) for child in listed.read().split()]
-    except (
-        FileNotFoundError
-    ):  # not Linux, or a kernel without the file: only groups and sessions can be ended
+    # Not Linux, or a kernel without the file: only groups and sessions can be ended.
+    except FileNotFoundError:
         return []
 
 
 def recorded_error(file: Path | None) -> RecordedError | None:
-    """The error that torch.distributed.elastic's @record wrote to a file; None if it wrote none."""
+    """Return the error that torch.distributed.elastic's @record wrote to a file; None if none."""
     try:
         record = json.loads(file.read_text(errors="replace"))["message"] if file else {}
     except (OSError, ValueError, KeyError, TypeError):
@@ -102,8 +103,10 @@ def recorded_error(file: Path | None) -> RecordedError | None:
 
 
 def process_state(pid: int) -> tuple[str, float]:
-    """The state letter of a process (proc(5)), and the CPU seconds that it has used; ("", 0.0) if
-    unknown."""
+    """Return the state letter of a process (proc(5)), and the CPU seconds that it has used.
+
+    Returns ("", 0.0) if they are unknown.
+    """
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -112,26 +115,28 @@ def process_state(pid: int) -> tuple[str, float]:
 
 
 def process_of(peer: socket.socket) -> int:
-    """The id of the process that has connected to a Unix socket (SO_PEERCRED of unix(7): pid, uid,
-    gid)."""
+    """Return the id of the process connected to a Unix socket.
+
+    Source: SO_PEERCRED of unix(7): pid, uid, gid.
+    """
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[0])
 
 
 def take_oom_score(other: int) -> None:
-    """Raise the OOM score adjustment of this process to that of another one
-    (proc_pid_oom_score_adj(5))."""
+    """Raise this process's OOM score adjustment to that of another (proc_pid_oom_score_adj(5))."""
     with contextlib.suppress(OSError, ValueError):  # it has ended
         score = int(Path(f"/proc/{other}/oom_score_adj").read_text())
-        if score > int(
-            Path("/proc/self/oom_score_adj").read_text()
-        ):  # lowering it takes CAP_SYS_RESOURCE
+        # Lowering it takes CAP_SYS_RESOURCE.
+        if score > int(Path("/proc/self/oom_score_adj").read_text()):
             Path("/proc/self/oom_score_adj").write_text(str(score))
 
 
 def work_done(pid: int) -> tuple[float, int]:
-    """The CPU seconds that a process has used and the bytes that it has written: it waits while
-    neither grows."""
+    """Return the CPU seconds that a process has used and the bytes that it has written.
+
+    While neither grows, the process waits.
+    """
     written = 0
     with contextlib.suppress(OSError, ValueError):  # it has ended, or the kernel does not count
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
@@ -140,11 +145,12 @@ def work_done(pid: int) -> tuple[float, int]:
 
 
 async def main_stack(pid: int, file: Path, send_signal: Callable[[], object]) -> str:
-    """The stack of a rank's main thread, which its handler of STACKS_SIGNAL writes to a file; empty
-    if it has none."""
-    if (
-        not catches(pid, STACKS_SIGNAL) or process_state(pid)[0] in "Tt"
-    ):  # it would end it, or be answered too late
+    """Return the stack of a rank's main thread; empty if the rank writes none.
+
+    The rank's handler of STACKS_SIGNAL writes it to a file.
+    """
+    # The signal would end the rank, or be answered too late.
+    if not catches(pid, STACKS_SIGNAL) or process_state(pid)[0] in "Tt":
         return ""
     with contextlib.suppress(OSError):  # it has just ended
         os.truncate(file, 0)
@@ -155,7 +161,7 @@ async def main_stack(pid: int, file: Path, send_signal: Callable[[], object]) ->
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The driver's request for a rank -> the whole description of its process, on its node. (actor)"""
+"""The driver's request for a rank -> the complete spec of its process, on its node. (actor)"""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def complete_spec(
     mpi_env: Mapping[str, str],
     mpi_cpus: tuple[int, ...] | None,
 ) -> RankSpec:
-    """The driver's request, completed with the paths and variables of this node.
+    """Return the driver's request, completed with the paths and variables of this node.
 
-    `folder`: the run's on this node. `error_file`: where a program writes its exception, if it is
-    one. `mpi_env`, `mpi_cpus`: the variables that mpirun sets for the rank, and the CPUs to which
-    it binds it. ConfigError: another user of this node may have put the job's folder or its code
-    there.
+    `folder`: the run's on this node. `error_file`: where a program, if the job is one, writes its
+    exception. `mpi_env`, `mpi_cpus`: the variables that mpirun sets for the rank, and the CPUs to
+    which it binds the rank. Raises ConfigError if another user of this node may have put the job's
+    folder or its code there.
     """
     cwd = request.cwd if os.path.isdir(request.cwd) else os.getcwd()
     if request.driver != machine_id():
@@ -59,10 +59,9 @@ def complete_spec(
 
 
 def refuse_code_of_others(request: StartRank, cwd: str) -> None:
-    """ConfigError if another user of this node may have put the folder `cwd`, or the job's file,
-    where they are.
+    """Raise ConfigError if another user of this node may have made `cwd` or the job's file.
 
-    /tmp/project of the driver's machine, for example, where this node has another one, or none yet.
+    For example /tmp/project of the driver's machine, if this node has a different one, or none yet.
     """
     for path in (cwd, code_file(request, cwd)):
         if path and (found := of_others(Path(path))):
@@ -81,7 +80,10 @@ def refuse_code_of_others(request: StartRank, cwd: str) -> None:
 
 
 def code_file(request: StartRank, cwd: str) -> str:
-    """The path of the job's file; empty for a module, a command of PATH, and a pickled function."""
+    """Return the path of the job's file.
+
+    Empty for a module, a command on PATH, and a pickled function.
+    """
     file = request.script
     if not file and not request.call:
         file = json.loads(request.job)["job"]["target"].rpartition(":")[0]

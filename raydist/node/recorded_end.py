@@ -1,5 +1,7 @@
-"""What a node knows of a run whose agents are stopped: how a rank ended, in a file; the newest
-state. (actor)"""
+"""How a rank ended, and the newest state, of a run whose agents do not answer. (actor)
+
+The ends are in files on the node; the node's fork server answers for the state.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ from raydist.worker.heartbeat import BEAT_PAGE, read_beat
 
 
 def run_folder_here(run: str, node_id: str) -> Path:
-    """The folder of a run's agents on this node."""
+    """Return the folder of a run's agents on this node."""
     return node_folder(f"raydist-{os.getuid()}-{run}-{node_id[-8:]}")
 
 
 def record_end(value: str, code: int, signal: int, beat: int) -> None:
-    """Write how a rank ended next to its value, the path of which its spec has. In the fork server.
+    """Write how a rank ended next to its value, whose path is in its spec.
 
-    `beat`: the descriptor of its heartbeat.
+    Runs in the fork server. `beat`: the descriptor of the rank's heartbeat.
     """
     with mmap.mmap(beat, BEAT_PAGE, prot=mmap.PROT_READ) as page:
         step, phase, _ = read_beat(page)
@@ -36,8 +38,10 @@ def record_end(value: str, code: int, signal: int, beat: int) -> None:
 
 
 def read_end(run: str, node_id: str, rank: int) -> RecordedEnd | None:
-    """How this rank ended in the newest attempt, and its value; None if it runs, or nothing is
-    known."""
+    """Return how this rank ended in the newest attempt, and its value.
+
+    None if it runs, or nothing is known.
+    """
     base = run_folder_here(run, node_id) / f"rank-{rank}"
     try:
         code, signal, at, step, phase = json.loads(Path(f"{base}.value.end").read_text())
@@ -50,15 +54,19 @@ def read_end(run: str, node_id: str, rank: int) -> RecordedEnd | None:
 
 
 def read_value(base: Path) -> RankValue:
-    """What the job of a rank returned or raised, pickled. `base`: the rank's files without their
-    endings."""
+    """Return what the job of a rank returned or raised, pickled.
+
+    `base`: the path of the rank's files without their endings.
+    """
     value, error = (Path(f"{base}.value{end}") for end in ("", ".error"))
     return RankValue(*(path.read_bytes() if path.exists() else None for path in (value, error)))
 
 
 def newest_state(run: str, node_id: str) -> int | None:
-    """The step of the newest state of a run that its fork server holds here; -1: none. None: it
-    does not answer."""
+    """Return the step of the newest state of a run that its fork server holds here; -1: none.
+
+    None if the server does not answer.
+    """
     folder = run_folder_here(run, node_id)
     reply = kept_server.ask(folder, GetNewestState(str(folder)))
     return reply.step if isinstance(reply, NewestState) else None

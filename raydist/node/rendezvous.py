@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 def store_process(kind: str, address: str, reply_fd: int) -> NoReturn:
-    """In a child of the fork server: open the store, write StoreOpened to `reply_fd`, hold the
-    store."""
+    """Open the store, write StoreOpened to `reply_fd`, and hold the store.
+
+    Runs in a child of the fork server.
+    """
     os.setsid()
     from raydist.node.rendezvous_http import open_http_store
 
@@ -36,7 +38,7 @@ def store_process(kind: str, address: str, reply_fd: int) -> NoReturn:
 
 
 def hold_store(address: str) -> tuple[Callable[[], None], StoreAddress]:
-    """Open a store; a function that serves it until the process ends, and its address."""
+    """Open a store; return a function that serves it until the process ends, and its address."""
     store, port = open_store(address)
 
     def hold() -> None:
@@ -47,7 +49,7 @@ def hold_store(address: str) -> tuple[Callable[[], None], StoreAddress]:
 
 
 def open_store(address: str) -> tuple[TCPStore, int]:
-    """Open a TCPStore on a port that the kernel chooses; the store and its port.
+    """Open a TCPStore on a port that the kernel chooses; return the store and its port.
 
     TCPStore would listen on all interfaces; with a bound socket it listens only there. The port is
     bound from the start, not chosen and bound later, so that no other job can take it in between.

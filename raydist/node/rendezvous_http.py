@@ -1,5 +1,4 @@
-"""Horovod's rendezvous: its key-value store over HTTP, on the training address only, behind a
-secret. (actor)
+"""Horovod's rendezvous: a key-value store over HTTP on the training address, with a secret. (actor)
 
 Horovod's C++ (gloo_context.cc, http_store.cc of 0.28.1) opens a connection for each request:
 
@@ -7,14 +6,14 @@ Horovod's C++ (gloo_context.cc, http_store.cc of 0.28.1) opens a connection for 
     GET /scope/key       200 with the value, or 404 if it is missing: Horovod asks again 10 ms later
     DELETE /scope/rank   the rank is connected to all others of the scope
 
-So 1,024 ranks ask a million times, each time by a new connection. That takes a process 0.16 to 0.2
-ms of CPU, half of it the kernel's: three minutes. (Without asyncio's streams it would be a sixth
-less.) gloo's own full mesh ends before.
+So 1,024 ranks send a million requests, each over a new connection. Each takes a process 0.16 to 0.2
+ms of CPU, half of it the kernel's: three minutes in all. (Without asyncio's streams it would be a
+sixth less.) gloo's own full mesh is complete before that.
 
-It has no authentication, and Horovod's own server listens on all interfaces. But it builds its URL
-as plain text, http://ADDR:PORT/scope/key, so an ADDR of `10.0.0.1:41234/SECRET` makes each request
-go to http://10.0.0.1:41234/SECRET:41234/scope/key. A process without the secret can neither read
-nor store an address.
+Horovod has no authentication, and its own server listens on all interfaces. But it builds its URL
+as plain text, http://ADDR:PORT/scope/key, so an ADDR of `10.0.0.1:41234/SECRET` sends each request
+to http://10.0.0.1:41234/SECRET:41234/scope/key. A process without the secret can neither read nor
+store an address.
 """
 
 from __future__ import annotations
@@ -30,17 +29,20 @@ from collections.abc import Callable, Iterator
 from raydist.messages.server import StoreAddress
 
 HOLD_S = 1.0
-"""Longest wait of a GET for a missing key: it saves further requests, and 10 ms before each."""
+"""Limit on the wait of a GET for a missing key: waiting saves further requests, and 10 ms before
+each."""
 READ_S = 10.0
-"""Longest wait for a whole request."""
+"""Limit on the wait for a whole request."""
 MAX_VALUE = 1 << 24
-"""Most bytes of a value; the addresses of a rank take about 100 bytes for each other rank."""
+"""Maximum bytes of a value; the addresses of a rank take about 100 bytes for each other rank."""
 REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found"}
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """A listening socket on a port that the kernel chose, and its address for Horovod:
-    `address:port/secret`."""
+    """Return a listening socket on a port that the kernel chose, and its address for Horovod.
+
+    The address is `address:port/secret`.
+    """
     if ":" in address:
         raise OSError(
             f"{address}: Horovod's rendezvous uses IPv4 only; set fabric.interface=<one with IPv4>"
@@ -50,7 +52,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 
 def open_http_store(address: str) -> tuple[Callable[[], None], StoreAddress]:
-    """Open the store; a function that serves it until the process ends, and its address."""
+    """Open the store; return a function that serves it until the process ends, and its address."""
     listener, address_text = listen(address)
     secret = address_text.partition("/")[2]
     return lambda: asyncio.run(serve(listener, secret)), StoreAddress(
@@ -63,7 +65,7 @@ async def serve(listener: socket.socket, secret: str) -> None:
     store = Store(secret)
     server = await asyncio.start_server(store.answer, sock=listener, backlog=4096)
     try:
-        # Not serve_forever(): when cancelled, it waits for open connections (Python 3.12).
+        # Not serve_forever(): when cancelled, that waits for open connections (Python 3.12).
         await asyncio.Event().wait()
     finally:
         server.close()
@@ -71,7 +73,7 @@ async def serve(listener: socket.socket, secret: str) -> None:
 
 @contextlib.contextmanager
 def serving(address: str) -> Iterator[str]:
-    """Serve the store in a thread of this process; its address, as of listen()."""
+    """Serve the store in a thread of this process; yield its address as listen() returns it."""
     listener, address_text = listen(address)
     loop = asyncio.new_event_loop()
     task = loop.create_task(serve(listener, address_text.partition("/")[2]))
@@ -106,7 +108,7 @@ class Store:
         """By missing key: the GETs that wait for it."""
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the one request of a connection."""
+        """Answer the single request of a connection."""
         with contextlib.closing(writer):
             await self._answer(reader, writer)
 
@@ -130,9 +132,10 @@ class Store:
             await writer.drain()
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
-        """(method, scope/key, body) of a request. ValueError: it is none.
+        """Return (method, scope/key, body) of a request.
 
-        PermissionError: it has not the secret; its body, of up to MAX_VALUE, is not read.
+        Raises ValueError if it is not a request, and PermissionError if it lacks the secret; its
+        body, of up to MAX_VALUE, is then not read.
         """
         method, path, size = await read_head(reader)
         _, secret, scope, key = path.split("/")
@@ -149,7 +152,7 @@ class Store:
                 waiting.set()
         elif method == "DELETE":
             # All ranks of the scope are connected before the first DELETE, so no rank needs this
-            # address any more. It must be gone for an init() that follows a shutdown().
+            # address any more. It must be gone before an init() that follows a shutdown().
             scope, _, key = name.partition("/")
             for old in (name, f"{scope}/rank_{key}"):
                 self._values.pop(old, None)
@@ -179,7 +182,10 @@ class Store:
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[str, str, int]:
-    """(method, path, bytes of the body) of an HTTP request. ValueError: it is none."""
+    """Return (method, path, bytes of the body) of an HTTP request.
+
+    Raises ValueError if it is not a request.
+    """
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     method, path, _ = head[0].split(" ")
     fields = (line.partition(":") for line in head[1:])

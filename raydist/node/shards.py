@@ -1,4 +1,4 @@
-"""Write a sharded state to the disk: each node writes the shards in its memory. (actor)
+"""Writes a sharded state to the disk: each node writes the shards in its memory. (actor)
 
 All of it happens in a writer process, a child of the fork server, for one request of the driver
 (launch/flush.py): the newest states of a run that can't continue, or those that the ranks have put
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 Descriptors = Mapping[int, int]
 """The memories of a run on this node, by local rank."""
 AT_ONCE = 4
-"""Files that a node writes at a time: one thread does not hash as fast as disks write."""
+"""Files that a node writes concurrently: one thread does not hash as fast as disks write."""
 
 
 def answer_request(
     descriptors: Descriptors, folder: StoragePath, request: ShardsRequest
 ) -> ShardsReply | None:
-    """Do what the driver asks for. `folder`: the checkpoints of the run, as this node sees them."""
+    """Execute a request of the driver. `folder`: the run's checkpoints, as this node sees them."""
     if isinstance(request, WriteShards | CommitShards | DropShards) and request.folder:
         folder = parse_path(request.folder)
     else:
@@ -62,7 +62,7 @@ def answer_request(
 
 
 def fit_in(descriptor: int) -> int:
-    """The number of the raydist.fit whose states are in this memory."""
+    """Return the number of the raydist.fit whose states are in this memory."""
     return read_words(os.pread(descriptor, PAGE, 0), FIT, 1)[0]
 
 
@@ -73,7 +73,7 @@ def _beside(folder: StoragePath, request: WriteShards | CommitShards | DropShard
 
 
 def list_shards(descriptors: Descriptors, folder: StoragePath) -> HeldShards:
-    """The shards in these memories."""
+    """Return the shards in these memories."""
     held: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
     for part, step, copied in parts_in(descriptors):
         held[copied].append((part.rank, part.world_size, step))
@@ -83,8 +83,10 @@ def list_shards(descriptors: Descriptors, folder: StoragePath) -> HeldShards:
 
 
 def parts_in(descriptors: Descriptors) -> Iterator[tuple[RankPart, int, bool]]:
-    """Each rank's part in these memories, its step, and whether it is a copy. Its tensors share the
-    memory."""
+    """Yield each rank's part in these memories, its step, and whether it is a copy.
+
+    The tensors of a part share the memory.
+    """
     from raydist.state.distributed_checkpoint import RankPart
     from raydist.state.snapshot import SnapshotBuffer
 
@@ -98,7 +100,10 @@ def parts_in(descriptors: Descriptors) -> Iterator[tuple[RankPart, int, bool]]:
 
 
 def saved_parts(descriptors: Descriptors, step: int) -> list[RankPart]:
-    """The parts of this step that ranks have put into SAVE_SLOT. Their tensors share the memory."""
+    """Return the parts of this step that ranks have put into SAVE_SLOT.
+
+    Their tensors share the memory.
+    """
     from raydist.state.distributed_checkpoint import RankPart
     from raydist.state.snapshot import SnapshotBuffer
 
@@ -116,7 +121,7 @@ def saved_parts(descriptors: Descriptors, step: int) -> list[RankPart]:
 def write_shards(
     descriptors: Descriptors, beside: StoragePath, request: WriteShards
 ) -> WrittenShards:
-    """Write the parts of some ranks. RuntimeError: their memory holds another step now."""
+    """Write the parts of some ranks. Raises RuntimeError if their memory holds another step now."""
     from raydist.state.distributed_checkpoint import begin_writing, write_part
 
     if request.folder:
@@ -129,8 +134,8 @@ def write_shards(
     begin_writing(beside)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         written = [*pool.map(lambda rank: write_part(beside, by_rank[rank]), request.ranks)]
-    # a slot loses its step before its first byte changes: the ranks of a later attempt may have
-    # saved another one
+    # A slot loses its step before its first byte changes: the ranks of a later attempt may have
+    # saved another step.
     if request.folder and len(saved_parts(descriptors, request.step)) != len(parts):
         raise RuntimeError(f"the state of step {request.step} was replaced while it was written")
     return WrittenShards(
@@ -141,7 +146,7 @@ def write_shards(
 def commit_shards(
     folder: StoragePath, beside: StoragePath, request: CommitShards
 ) -> SavedShards | UnseenShards:
-    """Make a checkpoint of the files that all nodes have written, if this node sees them."""
+    """Commit a checkpoint of the files that all nodes have written, if this node sees them."""
     from raydist.state.distributed_checkpoint import commit
 
     files = {name: FileFacts(**facts) for name, facts in request.files.items()}

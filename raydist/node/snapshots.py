@@ -1,5 +1,4 @@
-"""The snapshot memories of a node: its fork server holds them, its writer processes write them to
-disk. (actor)"""
+"""The snapshot memories of a node, which its fork server holds and writers save. (actor)"""
 
 from __future__ import annotations
 
@@ -49,16 +48,18 @@ if TYPE_CHECKING:
     from raydist.state.snapshot import SnapshotBuffer
 
 BESIDE_THEM = 5
-"""The nice value of a process that writes a checkpoint while ranks train: with as many ranks as
-cores it takes a quarter of a core from one of them, not half. Where Linux shares CPU time among
-sessions (sched_autogroup_enabled, and no CPU cgroup) it changes nothing, because the writer is a
-session of its own."""
+"""The nice value of a process that writes a checkpoint while ranks train. With one rank per core
+the writer takes a quarter of a core from one of them, not half. Where Linux shares CPU time among
+sessions (sched_autogroup_enabled, and no CPU cgroup) it changes nothing, because the writer has a
+separate session."""
 
 
 @dataclass(eq=False)
 class SnapshotBuffers:
-    """Those of one run on this node, by local rank. They outlive the ranks, and end with the last
-    agent of the run."""
+    """The snapshot memories of one run on this node, by local rank.
+
+    They outlive the ranks, and are freed with the last agent of the run.
+    """
 
     run: Path
     """The run's folder on this node."""
@@ -66,11 +67,11 @@ class SnapshotBuffers:
     descriptors: dict[int, int] = field(default_factory=dict)
     agents: set[socket.socket] = field(default_factory=set)
     first: bool = False
-    """Rank 0 is on this node, which writes the last state unasked."""
+    """Whether rank 0 is on this node, which then writes the last state without a request."""
 
     @classmethod
     def of_run(cls, spec: RankSpec, known: Iterable[SnapshotBuffers]) -> SnapshotBuffers:
-        """The memories of the run that a rank belongs to, known or new."""
+        """Return the memories of the run that a rank belongs to, known or new."""
         run = Path(spec.value).parent
         found = next((each for each in known if each.run == run), None)
         if found is not None:
@@ -84,8 +85,10 @@ class SnapshotBuffers:
         )
 
     def of_rank(self, agent: socket.socket, env: Mapping[str, str]) -> tuple[int, int]:
-        """Descriptors of the memories of a rank and of the first rank on this node; -1 without
-        memfd_create."""
+        """Return descriptors of the memories of a rank and of the first rank on this node.
+
+        They are -1 without memfd_create.
+        """
         self.agents.add(agent)
         local = int(env.get("LOCAL_RANK", "0"))
         self.first |= env.get("RANK") == "0"
@@ -95,42 +98,45 @@ class SnapshotBuffers:
             self.descriptors[each] = os.memfd_create(f"raydist-snapshot-{each}")
             os.pwrite(self.descriptors[each], blank_page(), 0)
         if local == 0:
-            self.unlock()  # the rank before may have died between its lock and its request
+            self.unlock()  # the previous rank may have died between its lock and its request
         return self.descriptors.get(local, -1), self.descriptors.get(0, -1)
 
     def unlock(self) -> None:
-        """No slot is being written any more."""
+        """Note that no slot is being written any more."""
         if 0 in self.descriptors:
             os.pwrite(self.descriptors[0], blank_page()[:WORD], LOCK)
 
     def owed(self) -> WriteCheckpoint | None:
-        """What the last agent that leaves may not have had written: a checkpoint that rank 0 asked
-        for, then the newest state. Each once at most."""
+        """Return what may still have to be written when the last agent leaves.
+
+        That is a checkpoint that rank 0 requested, then the newest state, each at most once.
+        """
         if not self.first or len(self.agents) > 1:
             return None
         if self._owes_checkpoint():
-            return WriteCheckpoint(last=False)  # its writer's end unlocks the memory
+            return WriteCheckpoint(last=False)  # the end of its writer unlocks the memory
         self.first = False
         return WriteCheckpoint() if self.has_state() else None
 
     def _owes_checkpoint(self) -> bool:
-        """Whether rank 0 has asked for a checkpoint of a whole state, which is not on the disk
-        yet."""
+        """Return whether rank 0 has requested a checkpoint of a whole state, not yet written."""
         page = os.pread(self.descriptors[0], PAGE, 0) if 0 in self.descriptors else blank_page()
         locked = read_words(page, LOCK, 1)[0]
         return locked >= 0 and bool(read_words(page, at_slot(locked), SLOT_WORDS)[-1])
 
     def has_state(self) -> bool:
-        """Whether there is a whole state of the first rank here.
+        """Return whether a whole state of the first rank is in memory here.
 
-        The writer process finds out whether it is on the disk already: a file server that hangs
-        would hang the fork server too, which must be able to end ranks.
+        The writer process checks whether it is on the disk already: a hanging file server would
+        also hang the fork server, which must be able to end ranks.
         """
         return 0 in self.descriptors and bool(whole_slots(os.pread(self.descriptors[0], PAGE, 0)))
 
     def newest_step(self) -> int:
-        """The newest step of a state here, of a rank's part of one, or of a checkpoint to be
-        written; -1: none."""
+        """Return the newest step in memory here; -1: none.
+
+        A whole state, a rank's part of one, and a checkpoint to be written all count.
+        """
         pages = [os.pread(descriptor, PAGE, 0) for descriptor in self.descriptors.values()]
         return max(
             (step for page in pages for step in complete_slots(page, (*range(SLOTS), SAVE_SLOT))),
@@ -138,7 +144,7 @@ class SnapshotBuffers:
         )
 
     def wants_writer(self, request: WriteCheckpoint | ShardsRequest) -> bool:
-        """Whether there is anything to do for a writer process."""
+        """Return whether a writer process would have anything to do."""
         match request:
             case WriteCheckpoint(last=True):
                 return self.has_state()
@@ -147,7 +153,7 @@ class SnapshotBuffers:
         return True
 
     def has_shards(self) -> bool:
-        """Whether these memories hold parts of ranks, and no whole state."""
+        """Return whether these memories hold parts of ranks, and no whole state."""
         pages = {
             local: os.pread(descriptor, PAGE, 0) for local, descriptor in self.descriptors.items()
         }
@@ -157,7 +163,7 @@ class SnapshotBuffers:
         return kept and not whole_slots(pages[0])
 
     def release(self, agent: socket.socket) -> None:
-        """An agent has gone; the memories are freed with the last one."""
+        """Remove an agent that has gone; the memories are freed with the last one."""
         self.agents.discard(agent)
         if not self.agents:
             for descriptor in self.descriptors.values():
@@ -166,16 +172,16 @@ class SnapshotBuffers:
 
 
 def runs_beside_ranks(request: WriteCheckpoint | ShardsRequest) -> bool:
-    """Whether the ranks train while this is done."""
+    """Return whether the ranks train during this request."""
     if isinstance(request, WriteCheckpoint):
         return not request.last
     return isinstance(request, WriteShards | CommitShards | DropShards) and bool(request.folder)
 
 
 def ends_save(request: WriteCheckpoint | ShardsRequest) -> bool:
-    """Whether what rank 0 has locked is on the disk, or given up, when this is done.
+    """Return whether this request ends a save: what rank 0 has locked is on the disk, or given up.
 
-    The shards of one node are not: those of the others may still be read.
+    Writing the shards of one node does not: those of the others may still be read.
     """
     return not isinstance(request, ListShards | WriteShards)
 
@@ -183,8 +189,10 @@ def ends_save(request: WriteCheckpoint | ShardsRequest) -> bool:
 def run_writer(
     memories: SnapshotBuffers, request: WriteCheckpoint | ShardsRequest, reply: int
 ) -> NoReturn:
-    """In a new child of the fork server: do this; send the events or the reply to the socket
-    `reply` (-1: to none)."""
+    """Execute a request in a new child of the fork server.
+
+    Sends the events or the reply to the socket `reply` (-1: to none).
+    """
     os.setsid()
     try:
         if runs_beside_ranks(request):
@@ -214,7 +222,7 @@ def run_writer(
 
 
 def write_checkpoint(descriptors: Mapping[int, int], last: bool) -> list[Event]:
-    """Write the checkpoint that a rank asked for, or the last state; the events of it."""
+    """Write the checkpoint that a rank requested, or the last state; return the events of it."""
     from raydist.state.snapshot import SnapshotBuffer
 
     began, memory = time.perf_counter(), SnapshotBuffer(descriptors[0])
@@ -227,8 +235,7 @@ def write_checkpoint(descriptors: Mapping[int, int], last: bool) -> list[Event]:
 
 
 def last_state(memory: SnapshotBuffer, descriptors: Mapping[int, int]) -> SaveRequest | None:
-    """The newest snapshot as a checkpoint; None if one of that step, or a later one, is on the
-    disk."""
+    """Return the newest snapshot as a checkpoint; None if the disk has that step or a later one."""
     step, slot = max(memory.steps.items())
     request = memory.read_request(LAST_SLOT, slot)
     if checkpoint_files.is_saved(request.folder, step):
@@ -241,10 +248,10 @@ def last_state(memory: SnapshotBuffer, descriptors: Mapping[int, int]) -> SaveRe
 
 
 def random_states(descriptors: Mapping[int, int], step: int, world_size: int) -> Any:
-    """The random generators of all ranks at this step; empty if some are on other nodes or were not
-    kept.
+    """Return the random generators of all ranks at this step.
 
-    A run that continues from the checkpoint then seeds them anew.
+    Empty if some are on other nodes or were not kept: a run that continues from the checkpoint then
+    seeds them anew.
     """
     import torch
 

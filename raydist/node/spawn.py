@@ -1,5 +1,4 @@
-"""Children of the fork server: forks of it, and ranks in a new interpreter where a fork is unsafe.
-(actor)"""
+"""Children of the fork server: forks, or a rank in a new interpreter if that is unsafe. (actor)"""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from raydist.worker.main import die_with_parent, redirect
 
 
 def fork_child(close: Callable[[], None], become: Callable[[], NoReturn]) -> int:
-    """Fork a child that ends with this process, calls `close`, then `become`; its pid.
+    """Fork a child that ends with this process, calls `close`, then `become`; return its pid.
 
     It ignores SIGTERM, as the server does.
     """
@@ -36,15 +35,15 @@ def fork_child(close: Callable[[], None], become: Callable[[], NoReturn]) -> int
 
 
 def fork_rank(close: Callable[[], None], become: Callable[[], NoReturn]) -> int:
-    """The same for a child that SIGTERM ends from its first moment."""
+    """Fork a child as `fork_child` does, but one that SIGTERM ends from its first moment."""
 
     def with_sigterm() -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         become()
 
-    # The server ignores SIGTERM. Blocked, one for the new rank waits until the rank has its default
-    # handler.
+    # The server ignores SIGTERM. While blocked, one for the new rank waits until the rank has its
+    # default handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return fork_child(close, with_sigterm)
@@ -55,16 +54,15 @@ def fork_rank(close: Callable[[], None], become: Callable[[], NoReturn]) -> int:
 def write_spec(spec: RankSpec) -> Path:
     """Write the spec where the new interpreter reads it."""
     path = Path(f"{spec.value}.spec")
-    descriptor = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
-    )  # it holds the environment
+    # The spec holds the environment.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(encode(spec))
     return path
 
 
 def execute_rank(spec: RankSpec, path: Path, fds: list[int], server: int) -> NoReturn:
-    """In a child of the fork server: become a new interpreter, which reads the spec at `path`.
+    """Become a new interpreter that reads the spec at `path`, in a child of the fork server.
 
     The server forks this child as any other: it reaps the child itself, and the child ends with the
     server from its first moment. `subprocess` would reap it behind the server's back. `server`: the

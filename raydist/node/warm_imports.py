@@ -21,16 +21,15 @@ from raydist.shared.imports import uncollected
 
 GPU_DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
 """A process has one of these open once it has used CUDA or ROCm, even if only to ask whether there
-is a GPU. NVML, by which torch asks instead where PYTORCH_NVML_BASED_CUDA_CHECK is set, opens
-others."""
+is a GPU. NVML, which torch asks instead if PYTORCH_NVML_BASED_CUDA_CHECK is set, opens others."""
 FileState = tuple[int, int, int, int]
-"""Of a file: mtime and ctime in nanoseconds, size in bytes, inode."""
+"""The mtime and ctime of a file in nanoseconds, its size in bytes, its inode."""
 
 
 def import_modules(modules: Sequence[str]) -> Warm:
-    """Import modules. One that fails here fails in the rank again, with its own traceback."""
+    """Import modules. One that fails here fails again in the rank, with its own traceback."""
     failed, missing = {}, [name for name in modules if sys.modules.get(name) is None]
-    # ranks share these pages, which the garbage collector would otherwise write to and copy
+    # Ranks share these pages, which the garbage collector would otherwise write to and copy.
     with uncollected() if missing else contextlib.nullcontext():
         for name in missing:
             try:
@@ -38,15 +37,15 @@ def import_modules(modules: Sequence[str]) -> Warm:
             except BaseException as error:
                 failed[name] = f"{type(error).__name__}: {error}"
         if "torch" in sys.modules:
-            importlib.import_module("raydist.worker.step_timer")  # or each rank would
+            importlib.import_module("raydist.worker.step_timer")  # or each rank would import it
             keep_operators()
     return Warm(failed, uses_gpu(), os.getpid())
 
 
 def keep_operators() -> None:
-    """Have the operators that torch has registered not be deregistered when a rank exits.
+    """Keep the operators that torch has registered registered when a rank exits.
 
-    That takes 0.1 s of CPU in each, and is of use only to a process that goes on.
+    Deregistering them takes 0.1 s of CPU in each rank, and only helps a process that continues.
     """
     for each in list(getattr(weakref.finalize, "_registry", ())):
         alive = each.peek()
@@ -55,14 +54,16 @@ def keep_operators() -> None:
 
 
 def uses_gpu(descriptors: Path = Path("/proc/self/fd")) -> bool:
-    """Whether this process has used a GPU. Its forks could not: they would train on the CPU, or
-    fail oddly."""
+    """Return whether this process has used a GPU.
+
+    Its forks could not use one: they would train on the CPU, or fail in odd ways.
+    """
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized():
         return True
     with contextlib.suppress(OSError):
         for descriptor in descriptors.iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # closed since
                 if os.readlink(descriptor) in GPU_DRIVERS:
                     return True
     return False
@@ -71,8 +72,8 @@ def uses_gpu(descriptors: Path = Path("/proc/self/fd")) -> bool:
 class ImportedFiles:
     """The files that this process has imported, each with its state at that time.
 
-    States are compared for equality: the clock of a file server may differ from that of this
-    machine.
+    States are compared for equality, because the clock of a file server may differ from this
+    machine's.
     """
 
     def __init__(self) -> None:
@@ -80,8 +81,10 @@ class ImportedFiles:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside the block, note the state of each file before it is imported: it may be changed in
-        the meantime."""
+        """Note, inside the block, the state of each file before it is imported.
+
+        A file may change between the import and a later look at its state.
+        """
         known = sys.meta_path
         known.insert(known.index(PathFinder) if PathFinder in known else len(known), self)
         try:
@@ -102,12 +105,12 @@ class ImportedFiles:
         return spec
 
     def note_all(self) -> None:
-        """Note the files of all modules of which none is noted."""
+        """Note the states of those files of imported modules that have not been noted yet."""
         for file in module_files() - self._states.keys():
             self._states[file] = file_state(file)
 
     def changed(self) -> bool:
-        """Whether a file is not there any more, or not as it was when it was imported."""
+        """Return whether a file is gone or differs from its state at import."""
         return any(
             (now := file_state(file)) is None or now != self._states.get(file)
             for file in module_files()
@@ -115,13 +118,13 @@ class ImportedFiles:
 
 
 def module_files() -> set[str]:
-    """The paths of the files of all modules."""
+    """Return the paths of the files of all modules."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     return {file for file in files if file and os.path.isabs(file)}
 
 
 def file_state(path: str) -> FileState | None:
-    """What changes if a file changes, or the archive that it is in; None: it is not there."""
+    """Return what changes when a file or the archive around it changes; None: it is gone."""
     try:
         found = os.stat(path)
     except NotADirectoryError:
@@ -133,8 +136,10 @@ def file_state(path: str) -> FileState | None:
 
 @contextlib.contextmanager
 def ends_with(lifeline: int, folders: Sequence[str]) -> Iterator[None]:
-    """End this process and remove `folders` if the lifeline closes while it imports modules, when
-    nothing reads it."""
+    """End this process and remove `folders` if the lifeline closes while it imports modules.
+
+    Nothing reads the lifeline during the imports.
+    """
 
     def end(*_: object) -> None:
         for folder in folders:
@@ -150,6 +155,7 @@ def ends_with(lifeline: int, folders: Sequence[str]) -> Iterator[None]:
             end()
         yield
     finally:
-        # afterwards the server ends its ranks, and writes the last state, before it ends itself
+        # Outside the block the server ends its ranks and writes the last state before it ends
+        # itself.
         fcntl.fcntl(lifeline, fcntl.F_SETFL, flags)
         signal.signal(signal.SIGIO, signal.SIG_DFL)

@@ -1,5 +1,4 @@
-"""An agent's way to writer processes, which write checkpoints beside its rank; and messages as
-lines. (actor)"""
+"""Has writer processes write checkpoints alongside the ranks, and reads their messages. (actor)"""
 
 from __future__ import annotations
 
@@ -25,19 +24,19 @@ class Writer:
     def __init__(
         self, server: ForkClient, add_event: Callable[[Event], None], spawn: Spawn
     ) -> None:
-        """`spawn`: makes a task that ends with the agent."""
+        """`spawn`: creates a task that ends with the agent."""
         self._server, self._add_event, self._spawn = server, add_event, spawn
         self._reply: ShardsReply | None = None
         self.reading: asyncio.Task[None] | None = None
-        """Reads what the last process sends, and ends with it."""
+        """The task that reads what the last process sends, and ends with it."""
 
     @property
     def busy(self) -> bool:
-        """Whether a process was asked for that has not ended."""
+        """Whether a requested process has not ended."""
         return self.reading is not None and not self.reading.done()
 
     def start(self, message: WriteCheckpoint | ShardsRequest) -> asyncio.Task[None]:
-        """Fork a process for this; the task that ends with it."""
+        """Fork a process for this request, and return the task that ends with it."""
         agent_end, writer_end = socket.socketpair()
         self._server.send(message, [writer_end.fileno()])
         writer_end.close()
@@ -50,7 +49,10 @@ class Writer:
             await asyncio.wait({self.reading})
 
     async def ask(self, request: ShardsRequest) -> ShardsReply | None:
-        """Have a process do this, and reply. OSError: it failed."""
+        """Have a process execute this request, and return its reply.
+
+        Raises OSError if the process failed.
+        """
         await self.wait()
         self._reply = None
         await asyncio.wait({self.start(request)})
@@ -64,7 +66,7 @@ class Writer:
 
 
 async def read_reply(sock: socket.socket) -> Message | None:
-    """The only message that a process sends before it closes its end; None if it sends none."""
+    """Return the only message that a process sends before it closes its end, or None."""
     sock.setblocking(False)
     text = b""
     while part := await asyncio.get_running_loop().sock_recv(sock, PACKET):
@@ -78,8 +80,10 @@ async def read_messages(
     take: Callable[[Message], None],
     opened: Callable[[asyncio.StreamWriter], None] = lambda _: None,
 ) -> None:
-    """Read lines until the other end closes: events, and messages of the protocol. `opened`: gets
-    the way back."""
+    """Read lines until the other end closes: events, and messages of the protocol.
+
+    `opened`: receives the stream for messages in the other direction.
+    """
     reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 26)
     opened(writer)
     with contextlib.suppress(OSError, ValueError):

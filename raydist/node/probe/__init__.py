@@ -32,16 +32,16 @@ WHEELS = {
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11"),
 }
-"""The wheels with NCCL and the CUDA runtime for torch; only one of each is installed."""
+"""The wheels of NCCL and of torch's CUDA runtime; only one of each is installed."""
 
 
 def read_facts(
     ip: str, interface: str | None = None, gpus: Sequence[str] | None = None, root: Path = Path("/")
 ) -> Facts:
-    """The facts of this machine. `ip`: its address in Ray; `interface`: used instead of the one
-    that owns `ip`.
+    """Return the facts of this machine.
 
-    ConfigError: the interface does not exist. LaunchError: no interface has that address.
+    `ip`: its address in Ray. `interface`: used instead of the one that owns `ip`. Raises
+    ConfigError if the interface does not exist, LaunchError if no interface has that address.
     """
     known = interfaces()
     name, address = choose_interface(known, ip, interface)
@@ -68,12 +68,13 @@ def read_facts(
 
 
 def site_environment(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
-    """The variables of network, devices and compilers that were set before raydist started, and not
-    by Ray."""
+    """Return the variables of network, devices and compilers that were set before raydist started.
+
+    Those that Ray set are left out.
+    """
     found = {name: value for name, value in sorted(environ.items()) if SITE.fullmatch(name)}
-    if (
-        "RAY_RAYLET_PID" in environ
-    ):  # Ray sets OMP_NUM_THREADS in its workers (set_omp_num_threads_if_unset)
+    # Ray sets OMP_NUM_THREADS in its workers (set_omp_num_threads_if_unset).
+    if "RAY_RAYLET_PID" in environ:
         first = sysfs.read_text(root / "proc/self/environ").split("\0")
         if not any(each.startswith("OMP_NUM_THREADS=") for each in first):
             found.pop("OMP_NUM_THREADS", None)
@@ -81,7 +82,7 @@ def site_environment(environ: Mapping[str, str], root: Path = Path("/")) -> dict
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
-    """The numeric addresses of each interface that is up and has one, IPv4 first."""
+    """Return the numeric addresses of each interface that is up and has one, IPv4 first."""
     import psutil
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
@@ -100,7 +101,7 @@ def interfaces() -> dict[str, tuple[str, ...]]:
 def choose_interface(
     known: Mapping[str, Sequence[str]], ip: str, interface: str | None
 ) -> tuple[str, str]:
-    """The training interface and its address: the requested one, else the one that owns `ip`."""
+    """Return the training interface and its address: the requested one, else the owner of `ip`."""
     if interface is not None:
         if interface not in known:
             cause = f"{socket.gethostname()} ({ip}) has no such interface that is up"
@@ -119,14 +120,17 @@ def choose_interface(
 
 
 def best_address(own: Sequence[str], ip: str) -> str:
-    """The address of an interface that other nodes can reach, of the family of `ip` if possible."""
+    """Return the address of an interface that other nodes can reach.
+
+    It is of the family of `ip` if possible.
+    """
     version = 6 if ":" in ip else 4
     parsed = [ipaddress.ip_address(address) for address in own]
     return str(min(parsed, key=lambda address: (address.is_link_local, address.version != version)))
 
 
 def resolve(ip: str) -> str:
-    """A numeric address; Ray may have been started with a host name."""
+    """Return a numeric address; Ray may have been started with a host name."""
     try:
         return str(ipaddress.ip_address(ip))
     except ValueError:
@@ -134,12 +138,12 @@ def resolve(ip: str) -> str:
 
 
 def known_settings(known: Mapping[str, Sequence[str]]) -> str:
-    """`eth0 (10.0.0.5), lo (127.0.0.1, ::1)`."""
+    """Return a text such as `eth0 (10.0.0.5), lo (127.0.0.1, ::1)`."""
     return ", ".join(f"{name} ({', '.join(own)})" for name, own in known.items())
 
 
 def read_versions() -> dict[str, str]:
-    """The installed versions, without importing anything."""
+    """Return the installed versions, without importing anything."""
     found = {"raydist": __version__}
     for name in DISTRIBUTIONS:
         try:
@@ -154,9 +158,10 @@ def read_versions() -> dict[str, str]:
 
 
 def nccl_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, tuple[str, str]]:
-    """NCCL's settings in its files, each with the file; the user's file wins over the machine's.
+    """Return NCCL's settings in its files, each with the file.
 
-    Source: NCCL 2.30 src/misc/param.cc, initEnvFunc and setEnvFile.
+    The user's file overrides the machine's. Source: NCCL 2.30 src/misc/param.cc, initEnvFunc and
+    setEnvFile.
     """
     files = [environ.get("NCCL_CONF_FILE") or own_nccl_conf(), "/etc/nccl.conf"]
     found: dict[str, tuple[str, str]] = {}
@@ -171,8 +176,10 @@ def nccl_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, t
 
 
 def own_nccl_conf() -> str:
-    """NCCL's file in the user's home, as the password database has it, not HOME; empty for a uid
-    without an entry."""
+    """Return the path of NCCL's file in the user's home.
+
+    The home is that of the password database, not HOME. Empty for a uid without an entry.
+    """
     try:
         return f"{pwd.getpwuid(os.getuid()).pw_dir}/.nccl.conf"
     except KeyError:
@@ -180,15 +187,19 @@ def own_nccl_conf() -> str:
 
 
 def parse_nccl_conf(text: str) -> list[tuple[str, str]]:
-    """The NAME=VALUE lines of an nccl.conf. Only a # in the first column begins a comment; blanks
-    are kept."""
+    """Return the NAME=VALUE lines of an nccl.conf.
+
+    Only a # in the first column begins a comment; blanks are kept.
+    """
     lines = [line.partition("=") for line in text.split("\n") if not line.startswith("#")]
     return [(name, value) for name, equals, value in lines if equals]
 
 
 def gpus_of_driver(root: Path = Path("/")) -> int:
-    """The GPUs of this machine that CUDA_VISIBLE_DEVICES allows, counted as Ray does, without
-    CUDA."""
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES allows, without using CUDA.
+
+    They are counted as Ray does.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len(

@@ -1,5 +1,4 @@
-"""The CPUs that this process may use: NUMA nodes, sockets, cores, caches, the quota of its cgroup.
-(actor)
+"""The CPUs that this process may use: NUMA nodes, sockets, cores, caches, cgroup quota. (actor)
 
 Source: Documentation/ABI/stable/sysfs-devices-system-cpu, sysfs-devices-node,
 Documentation/admin-guide/cgroup-v2.rst.
@@ -18,7 +17,7 @@ from raydist.shared import cgroup, sysfs
 
 
 def allowed_cpus(root: Path = Path("/")) -> set[int]:
-    """The CPUs of this process's affinity."""
+    """Return the CPUs of this process's affinity."""
     told = re.search(
         r"^Cpus_allowed_list:\s*(\S+)$", sysfs.read_text(root / "proc/self/status"), re.MULTILINE
     )
@@ -26,7 +25,7 @@ def allowed_cpus(root: Path = Path("/")) -> set[int]:
 
 
 def count_cpus(allowed: AbstractSet[int], root: Path = Path("/")) -> int:
-    """The number of these CPUs, or the quota of a cgroup of this process, if that is less.
+    """Return the number of these CPUs, or a smaller quota of a cgroup of this process.
 
     A container has its limit at the root of the mount; a service or a batch job has it in a cgroup
     below.
@@ -37,17 +36,19 @@ def count_cpus(allowed: AbstractSet[int], root: Path = Path("/")) -> int:
 
 
 def cpu_quota(group: Path) -> int | None:
-    """The quota of a cgroup in whole CPUs, at least 1; None without one."""
+    """Return the quota of a cgroup in whole CPUs, at least 1; None without one."""
     quota, period, *_ = (sysfs.read_text(group / "cpu.max") or "max 1").split()
-    if quota == "max":  # or cgroup v1, where -1 is no quota
+    if quota == "max":  # or cgroup v1, where -1 means no quota
         quota = sysfs.read_text(group / "cpu.cfs_quota_us") or "-1"
         period = sysfs.read_text(group / "cpu.cfs_period_us") or "1"
     return max(1, int(quota) // int(period)) if int(quota) > 0 else None
 
 
 def read_numa(allowed: AbstractSet[int], root: Path = Path("/")) -> tuple[NumaNode, ...]:
-    """The NUMA nodes that have some of these CPUs; one node 0 with all of them if the kernel names
-    none."""
+    """Return the NUMA nodes that have some of these CPUs.
+
+    Returns one node 0 with all of them if the kernel names none.
+    """
     system = root / "sys/devices/system"
     found = [
         (int(name[4:]), sysfs.cpu_list(sysfs.read_text(system / "node" / name / "cpulist")))
@@ -72,7 +73,7 @@ def _node(number: int, cpus: AbstractSet[int], folder: Path) -> NumaNode:
 
 
 def _groups(cpus: AbstractSet[int], list_of: Callable[[int], Path]) -> tuple[tuple[int, ...], ...]:
-    """These CPUs in groups, each as the list of its first CPU says."""
+    """Return these CPUs in groups, each given by the list of its first CPU."""
     groups, left = [], set(cpus)
     while left:
         first = min(left)
@@ -83,7 +84,7 @@ def _groups(cpus: AbstractSet[int], list_of: Callable[[int], Path]) -> tuple[tup
 
 
 def _last_cache(folder: Path) -> Path:
-    """The folder of a CPU's highest cache level for data."""
+    """Return the folder of a CPU's highest cache level for data."""
     caches = [folder / name for name in sysfs.names(folder) if name.startswith("index")]
     data = [each for each in caches if sysfs.read_text(each / "type") in ("Unified", "Data")]
     return max(data, key=lambda each: sysfs.read_number(each / "level", 0), default=folder)

@@ -1,7 +1,7 @@
-"""The RDMA devices and GPUs, and their user-space libraries, read from files; nvidia-smi tells MIG
-instances. (actor)
+"""The RDMA devices, GPUs and user-space libraries, read from files and nvidia-smi. (actor)
 
-Source: Documentation/ABI/stable/sysfs-class-infiniband, drivers/infiniband/core/sysfs.c.
+nvidia-smi is only needed for MIG instances. Source:
+Documentation/ABI/stable/sysfs-class-infiniband, drivers/infiniband/core/sysfs.c.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from raydist.shared import sysfs
 RATE = re.compile(r"^(\d+(?:\.5)?) Gb/sec")
 EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
 GAP = 16
-"""A GID table has 256 entries, used from the first one: after this many empty entries the rest is
-empty too."""
+"""Number of empty entries after which the rest of a GID table, filled from the start, is empty too.
+A table has 256 entries."""
 LIBRARIES = (
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",
@@ -31,12 +31,15 @@ LIBRARIES = (
     "usr/local/lib",
 )
 LISTING_S = 10.0
-"""Longest wait for nvidia-smi: a driver without persistence takes seconds."""
+"""Limit on the wait for nvidia-smi: a driver without persistence takes seconds."""
 DMABUF_KERNEL = (5, 12)
 
 
 def read_hcas(root: Path = Path("/")) -> tuple[Hca, ...]:
-    """All RDMA devices of the machine; a container sees them even if it may not open them."""
+    """Return all RDMA devices of the machine.
+
+    A container sees them even if it may not open them.
+    """
     folder, nodes = root / "sys/class/infiniband", uverbs(root)
     return tuple(_hca(folder / name, nodes.get(name, ""), root) for name in sysfs.names(folder))
 
@@ -83,7 +86,7 @@ def _port(own: Path) -> Port:
 
 
 def _word(path: Path) -> str:
-    """ACTIVE of `4: ACTIVE`."""
+    """Return ACTIVE of `4: ACTIVE`."""
     return sysfs.read_text(path).rpartition(": ")[2]
 
 
@@ -105,7 +108,7 @@ def _gids(port: Path, most: int) -> Iterator[Gid]:
 
 
 def uverbs(root: Path) -> dict[str, str]:
-    """Each HCA's device node."""
+    """Return each HCA's device node."""
     folder = root / "sys/class/infiniband_verbs"
     return {
         sysfs.read_text(folder / name / "ibdev"): f"/dev/infiniband/{name}"
@@ -115,8 +118,10 @@ def uverbs(root: Path) -> dict[str, str]:
 
 
 def opens(node: Path) -> bool:
-    """Whether the device node opens for reading and writing: the device cgroup may refuse what its
-    mode allows."""
+    """Return whether the device node opens for reading and writing.
+
+    The device cgroup may refuse what the node's mode allows.
+    """
     try:
         os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
     except OSError:
@@ -125,7 +130,7 @@ def opens(node: Path) -> bool:
 
 
 def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
-    """All NVIDIA GPUs of the machine, in PCI order."""
+    """Return all NVIDIA GPUs of the machine, in PCI order."""
     folder, bus = root / "proc/driver/nvidia/gpus", root / "sys/bus/pci/devices"
     instances = read_instances(root)
     return tuple(
@@ -142,8 +147,10 @@ def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
 
 
 def read_instances(root: Path = Path("/")) -> dict[str, tuple[str, ...]]:
-    """The MIG instances of each GPU, by its uuid. Only nvidia-smi tells them, which is asked where
-    there are any."""
+    """Return the MIG instances of each GPU, by its uuid.
+
+    Only nvidia-smi reports them; it runs only if there are any.
+    """
     if not any(root.glob("proc/driver/nvidia/capabilities/gpu*/mig/gi*")):
         return {}
     folders = [
@@ -158,9 +165,8 @@ def read_instances(root: Path = Path("/")) -> dict[str, tuple[str, ...]]:
         return {}
     instances: dict[str, tuple[str, ...]] = {}
     gpu = ""
-    for name in re.findall(
-        r"\(UUID: ([^)]+)\)", listed.stdout
-    ):  # each GPU, followed by its instances
+    # nvidia-smi lists each GPU, followed by its instances.
+    for name in re.findall(r"\(UUID: ([^)]+)\)", listed.stdout):
         if name.startswith("MIG-"):
             instances[gpu] = (*instances.get(gpu, ()), name)
         else:
@@ -174,7 +180,7 @@ def _field(information: str, name: str) -> str:
 
 
 def read_rdma(environ: Mapping[str, str], root: Path = Path("/")) -> Rdma:
-    """Libraries, user-space drivers and GPUDirect."""
+    """Return libraries, user-space drivers and GPUDirect support."""
     folders = library_folders(environ, root)
     found = next(
         (path for folder in folders if (path := folder / "libibverbs.so.1").exists()), None
@@ -203,7 +209,7 @@ def _providers(folders: list[Path], root: Path) -> Iterator[str]:
 
 
 def library_folders(environ: Mapping[str, str], root: Path) -> list[Path]:
-    """Where the loader looks for libraries, LD_LIBRARY_PATH first."""
+    """Return where the loader looks for libraries, LD_LIBRARY_PATH first."""
     said = [
         folder.lstrip("/")
         for folder in environ.get("LD_LIBRARY_PATH", "").split(":")

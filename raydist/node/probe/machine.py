@@ -21,16 +21,16 @@ PLUGINS = (
 )
 """Folders of NCCL plug-ins in vendors' images."""
 NETWORKS = ("AWS Libfabric",)
-"""Names with which NCCL_NET selects a plug-in; they are in its file. Every version of aws-ofi-nccl
-accepts this one (nvidia_plugin_name_fixup). HPC-X's plug-in has none: its name before it is
-initialised (NCCL RDMA Plugin v11) is not that after (IBext_v11), and NCCL compares before each
-communicator."""
+"""Names by which NCCL_NET selects a plug-in; they are in the plug-in's file. Every version of
+aws-ofi-nccl accepts this one (nvidia_plugin_name_fixup). HPC-X's plug-in has none: its name before
+it is initialised (NCCL RDMA Plugin v11) differs from the one after (IBext_v11), and NCCL compares
+before each communicator."""
 LARGEST = 64 << 20
 """Bytes of a plug-in that are searched; plug-ins have one to twenty million."""
 
 
 def read_limits(root: Path = Path("/")) -> Limits:
-    """The limits of this process; its ranks have the same."""
+    """Return the limits of this process; its ranks have the same."""
     told = sysfs.read_text(root / "proc/self/limits")
     powers = re.search(
         r"^CapEff:\s*([0-9a-f]+)$", sysfs.read_text(root / "proc/self/status"), re.MULTILINE
@@ -58,7 +58,7 @@ def _size(folder: Path) -> int | None:
 
 
 def machine(hostname: str, environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
-    """Kernel, container, cloud, mounts and plug-ins; nothing here uses the network."""
+    """Return kernel, container, cloud, mounts and plug-ins, without using the network."""
     driver = re.search(
         r"\s(\d+\.\d+(?:\.\d+)?)\s", sysfs.read_text(root / "proc/driver/nvidia/version")
     )
@@ -80,8 +80,10 @@ def machine(hostname: str, environ: Mapping[str, str], root: Path = Path("/")) -
 
 
 def own_name(hosts: str, hostname: str) -> Iterator[str]:
-    """The addresses of a name in /etc/hosts. Only the file: a name server may take seconds to
-    answer."""
+    """Yield the addresses of a name in /etc/hosts.
+
+    Only the file is read, because a name server may take seconds to answer.
+    """
     for line in hosts.splitlines():
         address, *names = line.partition("#")[0].split() or [""]
         if hostname in names:
@@ -89,8 +91,10 @@ def own_name(hosts: str, hostname: str) -> Iterator[str]:
 
 
 def slow_mounts(mounts: str) -> Iterator[str]:
-    """Addresses of the file servers in /proc/mounts: Lustre's `10.1.0.5@o2ib:/fs`, NFS's addr=
-    option."""
+    """Yield the addresses of the file servers in /proc/mounts.
+
+    They are in Lustre's `10.1.0.5@o2ib:/fs` and NFS's addr= option.
+    """
     for line in mounts.splitlines():
         source, _, kind, options, *_ = (*line.split(), "", "", "", "")
         if kind == "lustre":
@@ -100,13 +104,13 @@ def slow_mounts(mounts: str) -> Iterator[str]:
 
 
 def plugins(environ: Mapping[str, str], root: Path) -> Iterator[str]:
-    """NCCL's network plug-ins on the path of the loader and in the folders of vendors' images."""
+    """Yield NCCL's network plug-ins on the loader's path and in the folders of vendors' images."""
     for folder in (*library_folders(environ, root), *(root / one for one in PLUGINS)):
         yield from sorted(f"/{path.relative_to(root)}" for path in folder.glob("libnccl-net*.so*"))
 
 
 def networks(plugin: Path) -> Iterator[str]:
-    """The networks in a plug-in's file that NCCL_NET can select."""
+    """Yield the networks in a plug-in's file that NCCL_NET can select."""
     try:
         with plugin.open("rb") as file:
             found = file.read(LARGEST)

@@ -15,7 +15,7 @@ RTF_GATEWAY = 0x2
 
 
 def nics(root: Path = Path("/")) -> tuple[Nic, ...]:
-    """All interfaces of this network namespace, also those that are down."""
+    """Return all interfaces of this network namespace, including those that are down."""
     direct, default = routes(root)
     folder = root / "sys/class/net"
     return tuple(
@@ -41,8 +41,10 @@ def _nic(own: Path, root: Path, subnets: tuple[str, ...], default_route: bool) -
 
 
 def routes(root: Path = Path("/")) -> tuple[dict[str, list[str]], set[str]]:
-    """(the IPv4 networks that each interface reaches directly, the interfaces with a default
-    route)."""
+    """Return the IPv4 networks of each interface, and the interfaces with a default route.
+
+    The networks are those that the interface reaches directly.
+    """
     direct: dict[str, list[str]] = defaultdict(list)
     default: set[str] = set()
     for line in sysfs.read_text(root / "proc/net/route").splitlines()[1:]:
@@ -57,6 +59,5 @@ def routes(root: Path = Path("/")) -> tuple[dict[str, list[str]], set[str]]:
 
 
 def _dotted(word: str) -> str:
-    return socket.inet_ntoa(
-        struct.pack("=I", int(word, 16))
-    )  # the kernel prints the bytes in its own order
+    # The kernel prints the bytes in its own order.
+    return socket.inet_ntoa(struct.pack("=I", int(word, 16)))
