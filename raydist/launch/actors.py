@@ -1,5 +1,4 @@
-"""The actors of a worker group: one per rank, in its placement group's bundle, and one per standby
-node. (driver)"""
+"""The actors of a worker group: one per rank, in its bundle, and one per standby node. (driver)"""
 
 from __future__ import annotations
 
@@ -27,15 +26,17 @@ POLL_S = 0.1
 
 
 class Waiting:
-    """A wait for nodes. It reports each reason once, and raises LaunchError after `patience`
-    seconds."""
+    """A wait for nodes that reports each reason once.
+
+    It raises LaunchError after `patience` seconds.
+    """
 
     def __init__(self, patience: float, events: Events) -> None:
         self._patience, self._events = patience, events
         self._began, self._reported = time.monotonic(), ""
 
     def report(self, reason: str) -> None:
-        """The wait continues. `reason`: what is missing, for a person."""
+        """Report that the wait continues. `reason`: what is missing, for a person."""
         signals.raise_again()
         if time.monotonic() - self._began > self._patience:
             raise LaunchError(f"gave up after {self._patience:g} s (scale.wait_s): {reason}")
@@ -45,12 +46,13 @@ class Waiting:
 
 
 class Actors:
-    """The actors of a worker group, one per rank. The first of each node starts at once, the others
-    later."""
+    """The actors of a worker group, one per rank.
+
+    The first of each node starts at once, the others later.
+    """
 
     def __init__(self, plan: Plan, group: Any, options: Mapping[str, Any]) -> None:
-        """`group`: the placement group of the plan. `options`: further options of each actor, as
-        its runtime_env."""
+        """`group`: the plan's placement group. `options`: of each actor, such as runtime_env."""
         import ray
 
         self.groups: dict[int, tuple[Any, int]] = {
@@ -63,7 +65,7 @@ class Actors:
         self._actors: dict[Key, Any] = {}
         self._mail = Mail()
         self._boxes: dict[Key, Mailbox] = {}
-        """Of each actor."""
+        """By actor: the mailbox of its requests."""
         self.plan = plan
         self.set_plan(plan)
         self.start(slot.rank for slot in plan.slots if slot.local_rank == 0)
@@ -76,8 +78,7 @@ class Actors:
         self._host_actor = [leads[slot.node_rank] for slot in plan.slots]
 
     def start(self, ranks: Iterable[int] | None = None) -> None:
-        """Start the missing actors of these ranks (None: of all ranks), without waiting for
-        them."""
+        """Start the missing actors of these ranks (None: all ranks), without waiting for them."""
         for rank in range(self.plan.world_size) if ranks is None else ranks:
             self.start_actor(self._key(rank))
 
@@ -99,8 +100,7 @@ class Actors:
                 self._kill(key)
 
     def replace(self, lost: Sequence[int], plan: Plan) -> None:
-        """Kill the actors of these ranks, and start others in the slots that the plan gives
-        them."""
+        """Kill the actors of these ranks, and start others in the slots of the plan."""
         for rank in lost:
             self._kill(self._key(rank))
         self.set_plan(plan)
@@ -111,8 +111,10 @@ class Actors:
         return self.send(self._host_actor[rank], self.plan.slots[rank].local_rank, request)
 
     def send(self, key: Key, local_rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
-        """Send a request to an agent of this actor; the future fails if the actor is gone and was
-        not replaced."""
+        """Send a request to an agent of this actor.
+
+        The future fails if the actor is gone and was not replaced.
+        """
         if key not in self._boxes:
             failed: Future[AnyReply] = Future()
             failed.set_exception(LaunchError("its node is gone"))
@@ -120,7 +122,7 @@ class Actors:
         return self._boxes[key].send(local_rank, request)
 
     def on_node(self, rank: int, look: Callable[..., T], *args: Any) -> Future[T]:
-        """Call a function in a task on the node of a rank, whose actor does not answer."""
+        """Call a function in a task on the node of a rank whose actor does not answer."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -131,10 +133,10 @@ class Actors:
         return task.remote(*args).future()  # type: ignore[no-any-return]
 
     def gpus(self) -> list[tuple[str, ...]]:
-        """The GPUs of each rank. Only its own actor knows them, so this starts all actors and waits
-        for them.
+        """Return the GPUs of each rank.
 
-        LaunchError: names the nodes of actors that did not start in time.
+        Only the rank's own actor knows them, so this starts all actors and waits for them. Raises
+        LaunchError with the nodes of actors that did not start in time.
         """
         import ray
 
@@ -155,7 +157,7 @@ class Actors:
         return gpus
 
     def by_node(self) -> Counter[str]:
-        """How many actors each node has, by its id."""
+        """Return the number of actors on each node, by its id."""
         nodes = {slot.bundle: slot.node.id for slot in self.plan.slots}
         return Counter(nodes[bundle] for bundle, _ in self._actors if bundle in nodes)
 
@@ -177,8 +179,10 @@ class Actors:
         return slot.bundle, slot.local_rank
 
     def _actor_options(self, bundle: int) -> dict[str, Any]:
-        """The options of one actor, with its resources. Without a runtime_env Ray takes a worker
-        that already runs."""
+        """Return the options of one actor, with its resources.
+
+        Without a runtime_env, Ray takes a worker that already runs.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         resources = dict(self.plan.request.rank_resources)

@@ -1,5 +1,4 @@
-"""Have the last state of a run written to the disk: a whole one by any node, a sharded one by all.
-(driver)"""
+"""Writes a run's last state to the disk: a whole one by any node, a sharded one by all. (driver)"""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ from raydist.shared.events import Event, event
 from raydist.state.shard_choice import Shard, WholeShards, newest_whole
 
 FLUSH_S = 600.0
-"""Longest wait for a state to be written; a second signal ends it sooner."""
+"""Limit on the wait for a state to be written; a second signal ends it sooner."""
 Emit = Callable[[Event], None]
 
 
 class Ask(Protocol):
-    """Sends a request to an agent, as Transport."""
+    """Sends a request to an agent, like Transport."""
 
     def __call__(self, request: Request[AnyReply]) -> Future[AnyReply]: ...
 
@@ -43,12 +42,12 @@ class FlushNode:
 
     host: str
     ask: Ask
-    """Of its first agent."""
+    """Sends to the node's first agent."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint of shards has beside them, and which others stay."""
+    """What a checkpoint contains besides its shards, and which other checkpoints are kept."""
 
     keep: int
     best: str | None
@@ -61,10 +60,10 @@ class Description:
 
 
 def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
-    """Have the newest state written to the disk, if it is not there yet; why no node could, empty
-    if one has.
+    """Have the newest state written to the disk, if it is not there yet.
 
-    `nodes`: those that answer, that of rank 0 first.
+    Returns why no node could write it, or an empty text. `nodes`: those that answer, rank 0's
+    first.
     """
     failed: list[str] = []
     for node in nodes:
@@ -72,7 +71,7 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
             for each in node.ask(Flush()).result(FLUSH_S):
                 emit(each)
             break
-        except Exception as error:  # that node is gone: another one has the same
+        except Exception as error:  # that node is gone: another one has the same state
             failed.append(f"{node.host}: {type(error).__name__}: {last_line(error)}")
     else:
         why = "; ".join(failed[:4]) or "no agent answers"
@@ -82,7 +81,7 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
 
 
 def flush_shards(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> None:
-    """The same, of a sharded state: each node writes the shards that it has."""
+    """Have each node write the shards that it has of a sharded state, if it is not there yet."""
     held = _ask(nodes, dict.fromkeys(range(len(nodes)), ListShards()), emit)
     chosen = choose_shards({number: each for number, each in held.items() if each is not None})
     if isinstance(chosen, WholeShards):
@@ -92,10 +91,10 @@ def flush_shards(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -
 
 
 def choose_shards(held: Mapping[int, HeldShards]) -> WholeShards | str:
-    """The newest step of which the shards of all ranks exist, each from its own node if possible;
-    or a warning.
+    """Return the newest step for which the shards of all ranks exist; or a warning.
 
-    Empty: that step, or a later one, is on the disk. `held`: by node.
+    Each shard is taken from its own node if possible. The warning is empty if that step, or a later
+    one, is on the disk. `held`: by node.
     """
     own = {number: _as_shards(each.own) for number, each in held.items()}
     copies = {number: _as_shards(each.copies) for number, each in held.items()}
@@ -111,7 +110,7 @@ def choose_shards(held: Mapping[int, HeldShards]) -> WholeShards | str:
 
 
 def _as_shards(plain: Sequence[Shard]) -> set[Shard]:
-    """The shards, which are lists after their way as JSON."""
+    """Return the shards as tuples: JSON has made lists of them."""
     return {(rank, world_size, step) for rank, world_size, step in plain}
 
 
@@ -123,11 +122,10 @@ def have_shards_written(
     within_s: float | None = FLUSH_S,
     wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Have each node write its shards, and one make a checkpoint of them all; or all drop what they
-    wrote.
+    """Have each node write its shards, and one node commit the checkpoint; or all drop their files.
 
-    `within_s`: longest wait for each of these; None: until it is done, or the node is gone.
-    `wanted`: whether the ranks still wait for it.
+    `within_s`: limit on the wait for each of these; None: until it is done, or the node is gone.
+    `wanted`: returns whether the ranks still wait for it.
     """
     step, mark, folder, began = (
         shards.step,
@@ -168,8 +166,7 @@ def _commit(
     emit: Emit,
     within_s: float | None,
 ) -> str:
-    """Have the first of these nodes make a checkpoint of what they have written; its path, or
-    empty."""
+    """Have the first of these nodes commit what they have written; return the path, or ""."""
     first, every = (
         min(files),
         {name: facts for each in files.values() for name, facts in each.items()},
@@ -199,8 +196,10 @@ def _ask(
     emit: Emit,
     within_s: float | None = FLUSH_S,
 ) -> dict[int, AnyReply]:
-    """Send each of these nodes its request, all at once; the replies by node. A node that is gone
-    has none."""
+    """Send each of these nodes its request, all at once; return the replies by node.
+
+    A node that is gone has none.
+    """
     calls = {number: nodes[number].ask(request) for number, request in requests.items()}
     wait(calls.values(), timeout=within_s)
     replies = {}
@@ -208,7 +207,7 @@ def _ask(
         error = call.exception() if call.done() else None
         if call.done() and error is None:
             replies[number] = call.result()
-        elif isinstance(error, OSError):  # of its writer process
+        elif isinstance(error, OSError):  # raised by its writer process
             emit(
                 event(
                     "warning",

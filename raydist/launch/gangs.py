@@ -1,8 +1,7 @@
-"""The worker groups of runs that have ended, for the next runs of this process with the same
-resources. (driver)
+"""The worker groups of ended runs, for later runs of this process with equal resources. (driver)
 
-To place a gang and to start its actors takes longer, and more CPU time, than all else in the launch
-of a small run.
+Placing a gang and starting its actors takes longer, and more CPU time, than everything else in the
+launch of a small run.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from raydist.shared.events import Reader
 from raydist.shared.signals import Halt
 
 ANSWER_S = 5.0
-"""Longest wait for the actors of a gang that is to be used again."""
+"""Limit on the wait for the actors of a gang that is to be reused."""
 
 
 @dataclass(frozen=True)
 class Gang:
-    """A placement group, with its actors."""
+    """A placement group with its actors."""
 
     request: ResourceRequest
     options: Mapping[str, Any]
-    """Further options of the actors, as their runtime_env."""
+    """Further options of the actors, such as runtime_env."""
     group: Any
     actors: Actors
 
     def remove(self) -> None:
-        """Kill the actors, and give the resources back."""
+        """Kill the actors, and release the resources."""
         from ray.util.placement_group import remove_placement_group
 
         self.actors.kill_all()
         remove_placement_group(self.group)
 
     def whole(self) -> bool:
-        """Whether all its nodes are alive and stay, and its actors answer."""
+        """Return whether all its nodes are alive and not draining, and its actors answer."""
         nodes = {slot.node.id for slot in self.actors.plan.slots}
         if not nodes <= {node.id for node in drain.not_draining(alive_nodes())}:
             return False
@@ -57,14 +56,14 @@ class Gang:
 
 @dataclass
 class Gangs:
-    """Those that no run uses now. Runs in several threads take them and put them back."""
+    """The gangs that no run uses now. Runs in several threads take them and put them back."""
 
     _free: list[Gang] = field(default_factory=list)
     _closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put(self, gang: Gang) -> None:
-        """A run has ended that leaves its gang."""
+        """Keep the gang of a run that has ended."""
         with self._lock:
             if not self._closed:
                 self._free.append(gang)
@@ -72,7 +71,7 @@ class Gangs:
         gang.remove()
 
     def take(self, request: ResourceRequest, options: Mapping[str, Any]) -> Gang | None:
-        """A whole gang of these resources, or None."""
+        """Return a whole gang of these resources, or None."""
         while (gang := self._pop(request, options)) is not None:
             if gang.whole():
                 return gang
@@ -90,12 +89,12 @@ class Gangs:
         return fitting[0] if fitting else None
 
     def has(self, request: ResourceRequest) -> bool:
-        """Whether there is one of these resources."""
+        """Return whether there is a gang of these resources."""
         with self._lock:
             return any(each.request == request for each in self._free)
 
     def clear(self, close: bool = False) -> None:
-        """Remove all. `close`: also those that are put here from now on."""
+        """Remove all gangs. `close`: also those that are put here from now on."""
         with self._lock:
             free, self._free, self._closed = self._free, [], close
         for gang in free:
@@ -104,8 +103,7 @@ class Gangs:
 
 @dataclass(frozen=True)
 class OneOfMany:
-    """What a run has that is not the only one of its process: no screen and no signals of its
-    own."""
+    """What a run has that is not the only one of its process: no screen and no signals."""
 
     reader: Reader
     """Gets the events."""

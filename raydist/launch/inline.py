@@ -1,5 +1,4 @@
-"""group=inline, without Ray: one rank in this process, where pdb works, or several as plain
-processes. (driver)"""
+"""group=inline, without Ray: one rank in this process (pdb works), or some processes. (driver)"""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def inline_node(job: Job) -> Node:
-    """This machine as the only node, as Ray would see it, on its loopback address.
+    """Return this machine as the only node, as Ray would see it, on its loopback address.
 
     Without Ray nothing limits ranks by CPUs: a job may have more ranks than CPUs, as under
     torchrun.
@@ -100,7 +99,10 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
 
 @contextlib.contextmanager
 def bound(cpus: tuple[int, ...] | None) -> Iterator[None]:
-    """Bind this thread, and those that it starts, to these CPUs inside the block; None: to none."""
+    """Bind this thread, and those that it starts, to these CPUs inside the block.
+
+    None: leave the binding as it is.
+    """
     if cpus is None:
         yield
         return
@@ -117,7 +119,7 @@ def call_here(job: Job, call: RemoteCall) -> Any:
 
 
 def load_reader() -> Transport:
-    """Answers GetLoad about this machine, without an agent."""
+    """Return a transport that answers GetLoad about this machine, without an agent."""
     reader = LoadReader()
 
     def read(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
@@ -130,7 +132,7 @@ def load_reader() -> Transport:
 
 @contextlib.contextmanager
 def rank_context(events: Events) -> Iterator[Callable[[], dict[int, Pace]]]:
-    """Make this process a rank, whose events go straight into the event stream; its pace."""
+    """Make this process a rank whose events go straight into the event stream; yield its pace."""
     began: float | None = time.time()
     newest = 0
 
@@ -155,8 +157,10 @@ def rank_context(events: Events) -> Iterator[Callable[[], dict[int, Pace]]]:
 
 @contextlib.contextmanager
 def in_thread(plan: Plan, events: Events) -> Iterator[WorkerGroup]:
-    """A worker group without Ray: its agents live in a thread of this process, its ranks are plain
-    processes."""
+    """Yield a worker group without Ray.
+
+    Its agents live in a thread of this process, and its ranks are plain processes.
+    """
     actor = AgentHost(plan.request.backend)
     with loop_in_thread() as loop, Mail() as mail:
         box = mail.box(
@@ -172,7 +176,7 @@ def in_thread(plan: Plan, events: Events) -> Iterator[WorkerGroup]:
 
 @contextlib.contextmanager
 def loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that runs in a thread. At the end its unfinished tasks are cancelled."""
+    """Yield an event loop that runs in a thread, and cancel its unfinished tasks at the end."""
     loop = asyncio.new_event_loop()
 
     def serve() -> None:

@@ -1,4 +1,4 @@
-"""The requests to the agents of a node, and their answers, in one Ray call at a time. (driver)"""
+"""Requests to a node's agents, and their answers, in one Ray call at a time. (driver)"""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ LINGER_S = 0.001
 """Seconds that a request waits for others to the same node: a Ray call costs both sides 1.5 to 3
 ms."""
 NEWS_LINGER_S = 0.02
-"""The same of GetNews, for which nobody waits. So the ranks of a node come to answer together."""
+"""The same for GetNews, whose reply nobody waits for. With it the ranks of a node come to answer
+together."""
 
 Exchange = Callable[[Sequence[NodeRequest]], "Future[Sequence[Answer]]"]
 """Sends requests to a node; the future has answers to these or to earlier ones
@@ -25,22 +26,24 @@ Exchange = Callable[[Sequence[NodeRequest]], "Future[Sequence[Answer]]"]
 
 
 class Mail(AbstractContextManager["Mail"]):
-    """The mailboxes of all nodes, and the thread that sends from them. After the `with` block
-    nothing is sent."""
+    """The mailboxes of all nodes, and the thread that sends from them.
+
+    After the `with` block nothing is sent.
+    """
 
     def __init__(self) -> None:
         self._wake = threading.Condition()
-        """Guards all boxes too."""
+        """Guards all boxes, too."""
         self._due: dict[Mailbox, float] = {}
-        """When the requests of a box are sent, on the monotonic clock."""
+        """By box: when its requests are due, on the monotonic clock."""
         self._next = 0.0
-        """When the thread wakes up."""
+        """When the thread wakes up, on the monotonic clock."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="raydist-mail", daemon=True)
         self._thread.start()
 
     def box(self, exchange: Exchange) -> Mailbox:
-        """A mailbox for a node."""
+        """Return a new mailbox for a node."""
         return Mailbox(self._wake, self._send_within, exchange)
 
     def __exit__(self, *_: object) -> None:
@@ -50,7 +53,7 @@ class Mail(AbstractContextManager["Mail"]):
         self._thread.join(CLOSE_S)
 
     def _send_within(self, box: Mailbox, seconds: float) -> None:
-        """Send from this box soon. The caller holds the lock."""
+        """Send from this box within `seconds`. The caller holds the lock."""
         due = time.monotonic() + seconds
         self._due[box] = min(self._due.get(box, due), due)
         if due < self._next:
@@ -74,8 +77,10 @@ class Mail(AbstractContextManager["Mail"]):
 
 
 class Mailbox:
-    """The requests to one node that have no answer yet. While there are any, one call to the node
-    is open."""
+    """The requests to one node that have no answer yet.
+
+    While there are any, one call to the node is open.
+    """
 
     def __init__(
         self,
@@ -86,10 +91,10 @@ class Mailbox:
         self._lock, self._send_within, self._exchange = lock, send_within, exchange
         self._unsent: list[NodeRequest] = []
         self._waiting: dict[int, Future[Any]] = {}
-        """By number of the request."""
+        """By number: the requests without an answer."""
         self._made = 0
         self._calls = 0
-        """Open calls."""
+        """The number of open calls."""
 
     def send(self, local_rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
         """Send a request to an agent of the node."""
@@ -102,7 +107,7 @@ class Mailbox:
         return reply
 
     def send_all(self) -> None:
-        """Send what waits in the box."""
+        """Send the requests that wait in the box."""
         with self._lock:
             requests, self._unsent = self._unsent, []
             self._calls += 1
@@ -114,7 +119,7 @@ class Mailbox:
             call.add_done_callback(self._receive)
 
     def _receive(self, call: Future[Sequence[Answer]]) -> None:
-        if call.cancelled():  # the agents' event loop ends: nobody waits for an answer
+        if call.cancelled():  # the agents' event loop has ended: nobody waits for an answer
             return
         if (error := call.exception()) is not None:
             self._fail(error)
@@ -126,7 +131,7 @@ class Mailbox:
             if not self._calls and len(self._waiting) > len(self._unsent):
                 self._send_within(self, 0.0)
         for reply, answer in zip(replies, answers, strict=True):
-            if reply is None:  # its call had failed before: a connection broke, and the actor lives
+            if reply is None:  # its call failed before: a connection broke, but the actor lives
                 continue
             if answer.error is not None:
                 reply.set_exception(answer.error)
@@ -134,7 +139,7 @@ class Mailbox:
                 reply.set_result(answer.reply)
 
     def _fail(self, error: BaseException) -> None:
-        """The node is gone: so are the answers to all that was sent to it."""
+        """Fail all requests that were sent: the node is gone, and with it their answers."""
         with self._lock:
             self._calls -= 1
             unsent = {request.number for request in self._unsent}

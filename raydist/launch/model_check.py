@@ -1,5 +1,4 @@
-"""The model that `model=` names, before Ray and ranks start: can it be divided as `parallel=` says?
-(driver)"""
+"""Checks before Ray and ranks start that `model=` can be divided as `parallel=` says. (driver)"""
 
 from __future__ import annotations
 
@@ -20,19 +19,24 @@ from raydist.settings.mesh import MeshShape, divides, mesh_shape
 from raydist.shared.errors import ConfigError
 
 AT_ONCE_S = 0.5
-"""Longest wait before anything is started. A server that is warm answers in this time."""
+"""Limit on the wait before anything is started. A warm server answers within this time."""
 LATER_S = 30.0
-"""Longest wait for a server that still imports torch, as the ranks will need."""
+"""Limit on the wait for a server that still imports torch, which the ranks will need too."""
 MEMORY = "raydist.training.memory"
-"""The module that looks at the model."""
+"""The module that examines the model."""
 
 
 class ModelCheck:
-    """A question to the fork server of this machine. A model that the job makes itself is looked at
-    by the ranks."""
+    """A request to the fork server of this machine to examine the model.
+
+    A model that the job creates itself is examined by the ranks.
+    """
 
     def __init__(self, job: Job) -> None:
-        """Ask. ConfigError: the model cannot be divided, and the answer came at once."""
+        """Send the request, and wait briefly for the answer.
+
+        Raises ConfigError if the answer comes at once and the model cannot be divided.
+        """
         self._answer: IO[bytes] | None = None
         if not divides(job.parallel) or "_target_" not in job.model or typed_ranks(job) == 1:
             return
@@ -43,9 +47,8 @@ class ModelCheck:
         asked = LookAtModel(job.model, job.parallel.blocks, shape.pp, shape.tp, path)
         answer, its_end = os.pipe()
         self._answer, self._text = os.fdopen(answer, "rb", buffering=0), b""
-        self._server = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )  # it ends its child when this is closed
+        # The server ends its child when this is closed.
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.suppress(OSError):  # without an answer the ranks find it
             self._server.connect(f"{server.folder}/fork")
             self._server.send(encode(ImportModules((MEMORY,))))
@@ -54,7 +57,10 @@ class ModelCheck:
         self._look(AT_ONCE_S)
 
     def refuse(self, wait_s: float = LATER_S) -> None:
-        """Wait for the answer, at most so long. ConfigError: the model cannot be divided."""
+        """Wait for the answer, at most `wait_s`.
+
+        Raises ConfigError if the model cannot be divided.
+        """
         self._look(wait_s)
         self._close()
 
@@ -79,13 +85,13 @@ class ModelCheck:
 
 
 def typed_ranks(job: Job) -> int | None:
-    """The ranks of a job, where the settings alone say it."""
+    """Return the number of ranks of a job, if the settings alone specify it."""
     scale = job.scale
     return None if scale.nodes is None or scale.per_node is None else scale.nodes * scale.per_node
 
 
 def typed_shape(job: Job) -> MeshShape:
-    """How its model is divided, as far as the settings alone say it."""
+    """Return how its model is divided, as far as the settings alone specify it."""
     if (ranks := typed_ranks(job)) is None or job.scale.per_node is None:
         return MeshShape(pp=job.parallel.pp or 1, tp=job.parallel.tp or 1)
     return mesh_shape(job.parallel, ranks, job.scale.per_node)

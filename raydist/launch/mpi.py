@@ -1,5 +1,7 @@
-"""backend=mpi: runs mpirun on rank 0's node and its daemons on all nodes, and passes their messages
-on. (driver)"""
+"""backend=mpi: runs mpirun on rank 0's node, and its daemons on all nodes. (driver)
+
+It passes the messages between mpirun and its daemons.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,14 @@ from raydist.shared.errors import ConfigError, last_line
 Reply = TypeVar("Reply")
 
 LEAVE_S = 2.0
-"""Longest wait for mpirun to end its daemons before all are killed."""
+"""Limit on the wait for mpirun to end its daemons, before all are killed."""
 NOISE = (
     "couldn't find that topic",
     "couldn't open the help",
     "You were supposed to get help about",
     "from the file:",
 )
-"""An Open MPI that was moved after its build prints these lines, because its help files are not at
-their old path."""
+"""Lines of an Open MPI that was moved after its build: its help files are not at their old path."""
 
 
 @contextlib.contextmanager
@@ -70,20 +71,22 @@ def check_same_mpi(group: WorkerGroup) -> None:
 
 
 def mpi_text(mpi: Mapping[str, str]) -> str:
-    """`openmpi 5.0.11 (/usr/bin/mpirun)`."""
+    """Return a text such as `openmpi 5.0.11 (/usr/bin/mpirun)`."""
     return f"{mpi['kind']} {mpi['version']} ({mpi['mpirun']})"
 
 
 class MpirunBridge:
-    """Starts the daemons that mpirun's launch agents request on their hosts, and reports the
-    daemons' ends to them."""
+    """Starts the daemons that mpirun's launch agents request on their hosts.
+
+    It reports the daemons' ends to the launch agents.
+    """
 
     def __init__(self, job: Job, group: WorkerGroup) -> None:
         self._job = job
         self._group = group
         self._inbox: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
-        """A handler of each reply, which returns True once mpirun has ended; None ends the
-        thread."""
+        """The handlers of replies; each returns True once mpirun has ended. None ends the thread.
+        """
         self._leads = {
             network_mpi.host(s.node_rank): s.rank for s in group.plan.slots if s.local_rank == 0
         }
@@ -174,12 +177,12 @@ class MpirunBridge:
 
 
 def failed_end(text: str) -> ProcessEnd:
-    """The end of a daemon that could not be started."""
+    """Return the end of a daemon that could not be started."""
     return ProcessEnd(1, 0, time.time(), output=text)
 
 
 def summarize(output: str) -> str:
-    """The output of mpirun on one line, without rules and noise."""
+    """Return the output of mpirun on one line, without rules and noise."""
     lines = [line.strip() for line in output.splitlines()]
     plain = [
         line for line in lines if line.strip("-=") and not any(noise in line for noise in NOISE)

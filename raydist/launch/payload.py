@@ -27,7 +27,7 @@ class RemoteCall:
     def of(
         cls, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> RemoteCall:
-        """Pickle a call. ConfigError: the function or an argument can't be pickled."""
+        """Pickle a call. Raises ConfigError if the function or an argument can't be pickled."""
         import cloudpickle
 
         try:
@@ -41,8 +41,10 @@ class RemoteCall:
 
 
 def unpack_all(results: Sequence[RankValue]) -> tuple[tuple[Any, ...], dict[int, BaseException]]:
-    """Unpickle the value that each rank returned (None for none), and by rank the exceptions of
-    those that failed."""
+    """Unpickle the values of the ranks and, by rank, the exceptions of those that failed.
+
+    A rank that returned nothing has the value None.
+    """
     import cloudpickle
 
     values: list[Any] = []

@@ -1,5 +1,4 @@
-"""A worker group on the cluster: one placement group, one actor per rank, replacements for lost
-nodes. (driver)"""
+"""A worker group on the cluster: placement group, an actor per rank, node replacement. (driver)"""
 
 from __future__ import annotations
 
@@ -28,17 +27,17 @@ from raydist.shared.outcome import End, Slow
 WAIT_S = 1
 """Seconds of one wait for the placement group; an integer, because Ray truncates fractions."""
 NAME = "raydist-"
-"""How the names of placement groups begin that an actor has made."""
+"""Prefix of the names of placement groups that an actor has created."""
 
 
 @contextlib.contextmanager
 def placed_group(
     job: Job, request: ResourceRequest, events: Events, gangs: Gangs | None = None
 ) -> Iterator[WorkerGroup]:
-    """The worker group of a job: one placement group, one actor per rank. Leaving the block removes
-    both.
+    """Yield the worker group of a job: one placement group, one actor per rank.
 
-    `gangs`: it may take them from there, and leave them there.
+    Leaving the block removes both. `gangs`: a store from which both may be taken and to which they
+    may be returned.
     """
     import ray
     from ray.util.placement_group import remove_placement_group
@@ -92,8 +91,10 @@ def placed_group(
 
 
 def steered_group(job: Job, request: ResourceRequest, address: str, events: Events) -> Any:
-    """A placement group for this request, without nodes that were lost or slow in other runs if
-    there is room."""
+    """Return a placement group for this request.
+
+    If there is room, it avoids nodes that were lost or slow in other runs.
+    """
     if ray_private.own_actor():
         remove_orphans()
     with node_history.avoiding_offenders(
@@ -106,11 +107,10 @@ def steered_group(job: Job, request: ResourceRequest, address: str, events: Even
 
 
 def remove_orphans() -> None:
-    """Remove the placement groups of earlier runs of this Ray job whose process was an actor that
-    was killed.
+    """Remove the placement groups of earlier runs of this Ray job in actors that were killed.
 
-    As a trial of Ray Tune. Ray keeps a group until both the actor that made it and the actor's job
-    have ended.
+    Such an actor may be a trial of Ray Tune. Ray keeps a group until both the actor that created it
+    and the actor's job have ended.
     """
     from ray.util import placement_group_table
     from ray.util.placement_group import get_placement_group, remove_placement_group
@@ -123,15 +123,19 @@ def remove_orphans() -> None:
 
 
 def group_name() -> str:
-    """A name by which remove_orphans() knows who made the group; empty in a driver, with which its
-    groups end."""
+    """Return a name that tells remove_orphans() which actor created the group.
+
+    Empty in a driver: its groups end with it.
+    """
     actor = ray_private.own_actor()
     return f"{NAME}{uuid.uuid4().hex[:8]}-of-{actor}" if actor else ""
 
 
 def create_group(request: ResourceRequest, bundles: int, elsewhere: Sequence[str] = ()) -> Any:
-    """Create a placement group of the first `bundles` bundles. `elsewhere`: ids of nodes that it
-    must not use."""
+    """Create a placement group of the first `bundles` bundles.
+
+    `elsewhere`: ids of nodes that it must not use.
+    """
     from ray.util.placement_group import placement_group
 
     labels = {
@@ -150,8 +154,10 @@ def create_group(request: ResourceRequest, bundles: int, elsewhere: Sequence[str
 def record_attempt(
     job: Job, address: str, actors: Actors, cause: End | None, slow: Sequence[Slow]
 ) -> None:
-    """Record the incidents of an attempt in the node history. A cluster of one node has no other to
-    prefer."""
+    """Record the incidents of an attempt in the node history.
+
+    A cluster of one node has no other node to prefer, so nothing is recorded.
+    """
     if len(alive_nodes()) > 1:
         now = time.time()
         node_history.note_incidents(
@@ -164,8 +170,7 @@ def record_attempt(
 def wait_until_placed(
     held: Any, request: ResourceRequest, patience: float, events: Events
 ) -> list[Node]:
-    """Wait until every bundle has a node, and report which resources are missing; the node of each
-    bundle."""
+    """Wait until every bundle has a node, and return the nodes; report missing resources."""
     waiting = Waiting(patience, events)
     while True:
         placed = held.wait(WAIT_S)
@@ -182,7 +187,7 @@ def wait_until_placed(
 def replace_lost_nodes(
     actors: Actors, held: Any, job: Job, events: Events, lost: Sequence[int]
 ) -> Plan:
-    """Wait for replacement nodes for the lost ranks, and start actors there; the new plan.
+    """Wait for replacement nodes for the lost ranks, and start actors there; return the new plan.
 
     Ray moves the bundles of a node that it has declared dead, and keeps all others where they are.
     """
@@ -192,10 +197,10 @@ def replace_lost_nodes(
 
 
 def bundle_nodes(held: Any, nodes: Sequence[Node]) -> list[Node] | None:
-    """The node of each bundle; None if one has none, or if its node is not alive. `nodes`: those
-    that are alive.
+    """Return the node of each bundle; None if a bundle has none, or its node is not alive.
 
-    From the placement group's table: it is known before any actor starts.
+    `nodes`: those that are alive. The source is the placement group's table, which is known before
+    any actor starts.
     """
     alive = {node.id: node for node in nodes}
     table = _bundles(held)
@@ -206,7 +211,7 @@ def bundle_nodes(held: Any, nodes: Sequence[Node]) -> list[Node] | None:
 
 
 def _bundles(held: Any) -> Any:
-    """The placement group's entry in Ray's table."""
+    """Return the placement group's entry in Ray's table."""
     from ray.util.placement_group import placement_group_table
 
     return placement_group_table(held)

@@ -1,5 +1,4 @@
-"""The modules that a fork server imports before it forks: torch, and those that the job's file
-imports. (driver)"""
+"""The modules that a fork server imports before it forks: torch and the job's imports. (driver)"""
 
 from __future__ import annotations
 
@@ -22,24 +21,24 @@ LOOP = ("raydist.training.loop", "torch._dynamo", "hydra.utils")
 """Modules of raydist.fit. torch's optimizers import torch._dynamo in their first step; `_target_`
 needs hydra."""
 SHARDS = ("torch.distributed.checkpoint.state_dict",)
-"""What fit imports besides, where the model is in shards."""
+"""What fit imports in addition if the model is in shards."""
 DDP = Parallel()
 
 
 def of(job: Job) -> list[str]:
-    """The modules to import for a job, in order."""
+    """Return the modules to import for a job, in order."""
     return modules(job.job.target, job.backend.name, job.script, job.storage, job.parallel)
 
 
 def modules(
     target: str, backend: str, script: str = "", store: str = "", parallel: Parallel = DDP
 ) -> list[str]:
-    """The modules to import for a target (`/path/file.py:function` or `package.module:function`),
-    in order.
+    """Return the modules to import for a target, in order.
 
-    `backend`: a key of BACKENDS, or `auto`, which becomes a backend of torch.distributed. `script`:
-    the program that runs instead of a target; the result is then its own imports. `store`: the URL
-    of the checkpoints.
+    The target is `/path/file.py:function` or `package.module:function`. `backend`: a key of
+    BACKENDS, or `auto`, which becomes a backend of torch.distributed. `script`: the program that
+    runs instead of a target; the result is then its own imports. `store`: the URL of the
+    checkpoints.
     """
     if script:
         return script_modules(script)
@@ -60,17 +59,16 @@ def modules(
 
 
 def script_modules(script: str) -> list[str]:
-    """The installed modules that a Python script imports, itself or through its own files."""
+    """Return the installed modules that a Python script and its own files import."""
     first = file_of(script)
     return installed_imports(first) if first else []
 
 
 def installed_imports(first: Path) -> list[str]:
-    """The installed modules that a Python file imports, itself or through files beside it or in the
-    current folder.
+    """Return the installed modules that a Python file and its own files import.
 
-    Its own files are left to the ranks: at import they may read variables that only a rank has, as
-    LOCAL_RANK.
+    Its own files are those next to it or in the current folder. They are left to the ranks: at
+    import they may read variables that only a rank has, such as LOCAL_RANK.
     """
     names: list[str] = []
     seen, unread = set[Path](), [first]
@@ -86,7 +84,7 @@ def installed_imports(first: Path) -> list[str]:
             for name in imports
         ]
         unread += [path for path in own if path.is_file() and path not in seen]
-        # torch's optimizers import torch._dynamo in their first step
+        # torch's optimizers import torch._dynamo in their first step.
         names += [
             *imports,
             *(["torch._dynamo"] if "torch.optim" in source or "optim." in source else []),
@@ -95,13 +93,15 @@ def installed_imports(first: Path) -> list[str]:
 
 
 def lasting(modules: Iterable[str]) -> tuple[str, ...]:
-    """Those that a server may import that stays: the user's own files change from run to run, the
-    ranks import them."""
+    """Return those modules that a kept server may import.
+
+    They exclude the user's own files, which change from run to run, and which the ranks import.
+    """
     return tuple(name for name in modules if is_installed(name.partition(".")[0]))
 
 
 def is_installed(name: str) -> bool:
-    """Whether a top-level module is raydist, or is part of Python or its site-packages."""
+    """Return whether a top-level module is raydist, or part of Python or its site-packages."""
     if name == "raydist":
         return True
     spec = importlib.util.find_spec(name)
@@ -110,13 +110,13 @@ def is_installed(name: str) -> bool:
     return any((spec.origin or "").startswith(folder + os.sep) for folder in _python_folders())
 
 
-@functools.cache  # to find them takes longer than all else here
+@functools.cache  # finding them takes longer than everything else here
 def _python_folders() -> set[str]:
     return {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
 def source_of(target: str) -> Path | None:
-    """The file that holds a target's function, found without importing it."""
+    """Return the file that holds a target's function, without importing it."""
     module = target.rpartition(":")[0]
     if module.endswith(".py"):
         return Path(module)
@@ -128,8 +128,10 @@ def source_of(target: str) -> Path | None:
 
 
 def imported_modules(source: str) -> list[str]:
-    """The modules that a file imports at its top level; imports in functions or conditions are left
-    to the rank."""
+    """Return the modules that a file imports at its top level.
+
+    Imports in functions or conditions are left to the rank.
+    """
     names: list[str] = []
     try:
         body = ast.parse(source).body

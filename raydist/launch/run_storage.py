@@ -1,5 +1,4 @@
-"""A run's storage: reserved before the launch, read for the checkpoint to resume, given the
-records. (driver)"""
+"""A run's storage: reserved before the launch, read for checkpoints, given the records. (driver)"""
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ from raydist.state.write import CHECKPOINTS
 
 RECORDS = ("result.json", "events.jsonl", "blame-*", ".hydra/*", "logs/*", "track/*.json")
 LOOK_S = 0.5
-"""Seconds between two looks for a checkpoint."""
+"""Seconds between two searches for a checkpoint."""
 Warn = Callable[[str], None]
 
 
 def reserve_run(job: Job) -> None:
     """Write the settings of the run to its storage, if it has one.
 
-    ConfigError: the storage can't be written (no such bucket, no credentials, no network, a full
-    disk).
+    Raises ConfigError if the storage can't be written (no such bucket, no credentials, no network,
+    a full disk).
     """
     if not job.storage:
         return
@@ -57,16 +56,17 @@ class RunCheckpoints:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._folder = ""
-        """Where they go, as text: a connection to a store is not kept. Empty before the first
+        """Where they go, as text, so that no connection to a store is kept. Empty before the first
         attempt."""
 
     def variables(self, warn: Warn) -> list[EnvVar]:
-        """The variables of the next attempt: RAYDIST_RESUME, and where checkpoints go if that is
-        another place.
+        """Return the variables of the next attempt.
 
-        It resumes from what `resume=` means, after a restart from this training's newest, if it has
-        one. ConfigError: the storage can't be read. If a restart can't read it, there is no
-        RAYDIST_RESUME: a rank that has no snapshot then looks for checkpoints itself.
+        They are RAYDIST_RESUME and, if checkpoints do not go into the run folder, where they go.
+        The attempt resumes from what `resume=` specifies; after a restart, from this training's
+        newest checkpoint, if there is one. Raises ConfigError if the storage can't be read. If a
+        restart can't read it, there is no RAYDIST_RESUME: a rank without a snapshot then looks for
+        checkpoints itself.
         """
         try:
             with environment(self._job.env):
@@ -107,11 +107,11 @@ class RunCheckpoints:
         ]
 
     def report_saved(self, events: Events, wait_s: float = 0.0, step: int | None = None) -> bool:
-        """Add the event of the newest checkpoint if it is missing: a node that lost its driver
-        saves on its own.
+        """Add the event of the newest checkpoint if it is missing.
 
-        `wait_s`: how long to wait for one of this step (None: of a step later than all that were
-        reported), or of a later one. False: there is none.
+        It is missing if a node that lost its driver saved by itself. `wait_s`: how long to wait for
+        one of this step (None: of a step later than all that were reported), or of a later one.
+        Returns False if there is none.
         """
         folder = parse_path(self._folder) if self._folder else run_folder(self._job) / CHECKPOINTS
         try:
@@ -129,7 +129,7 @@ class RunCheckpoints:
                     events.say("saved", rank=0, step=saved.step, path=str(saved.path), s=0.0)
                     reported = saved.step
                 return reported >= wanted
-        except Exception as error:  # the reported checkpoints exist all the same
+        except Exception as error:  # the reported checkpoints exist nevertheless
             text = (
                 f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
             )
@@ -138,19 +138,21 @@ class RunCheckpoints:
 
 
 def _reported(events: Events, folder: StoragePath) -> int:
-    """The newest step of the reported checkpoints of the raydist.fit that saves into this folder;
-    -1 for none."""
+    """Return the newest step of the reported checkpoints in this folder; -1: none.
+
+    They are those of the raydist.fit that saves into the folder.
+    """
     number = run_checkpoints.fit_of(folder / "any")
     saved = ((event["step"], Path(event.get("path", ""))) for event in events.all("saved"))
     return max((step for step, path in saved if run_checkpoints.fit_of(path) == number), default=-1)
 
 
 def _own(folder: StoragePath, warn: Warn) -> Saved | None:
-    """The newest checkpoint of this run, for a restart: most find a newer state in memory, and read
-    none of it.
+    """Return the newest checkpoint of this run, for a restart.
 
-    Ranks that need it read all of it, and then compare the checksum (worker.checkpoint.latest). Of
-    a sharded one each rank reads only its part, so its checksums are compared here.
+    Most ranks find a newer state in memory, and read none of it. Ranks that need it read all of it,
+    and then compare the checksum (worker.checkpoint.latest). Of a sharded one each rank reads only
+    its part, so its checksums are compared here.
     """
     found = run_checkpoints.newest_of_training(folder, warn, hashed=False)
     if found is None or not found.sharded:
@@ -159,7 +161,7 @@ def _own(folder: StoragePath, warn: Warn) -> Saved | None:
 
 
 def own_newest(job: Job) -> str:
-    """The newest complete checkpoint of this very run, to go on from; empty if there is none."""
+    """Return the path of this very run's newest complete checkpoint, to resume from, or ""."""
     with environment(job.env):
         own = run_checkpoints.newest_of_run(run_folder(job))
     return str(own.path.absolute()) if own else ""

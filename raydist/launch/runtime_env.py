@@ -13,16 +13,16 @@ from raydist.shared.errors import LaunchError
 from raydist.shared.home import expand_home
 
 INSTALL_S = 1800.0
-"""Longest wait for packages: Ray tries three times, ten minutes each (setup_timeout_seconds of
+"""Limit on the wait for packages: Ray tries three times, ten minutes each (setup_timeout_seconds of
 runtime_env)."""
 
 SECRET_FILES = (".env", "*.env", "!example.env")
-"""Files with tokens and passwords, which must not lie in Ray's store. env_file= sends what they
-hold."""
+"""Files with tokens and passwords, which must not be in Ray's store. env_file= sends their
+contents."""
 
 
 def root(job: Job) -> str:
-    """The folder that the ranks get a copy of; empty if they run in the driver's own."""
+    """Return the folder that is copied to the ranks; empty if they run in the driver's own."""
     if not job.working_dir or job.group == "inline":
         return ""
     return os.path.abspath(expand_home("working_dir", job.working_dir))
@@ -43,7 +43,7 @@ class ActorOptions(TypedDict, total=False):
 
 
 def actor_options(job: Job) -> ActorOptions:
-    """The options of the actors of a job."""
+    """Return the options of the actors of a job."""
     env: RuntimeEnv = {}
     if job.pip:
         env["pip"] = [
@@ -63,7 +63,7 @@ def actor_options(job: Job) -> ActorOptions:
 
 
 def read_requirements(file: str) -> list[str]:
-    """The lines of a requirements file, without comments."""
+    """Return the lines of a requirements file, without comments."""
     lines = (
         line.partition(" #")[0].strip()
         for line in Path(file).read_text(encoding="utf-8").splitlines()
@@ -72,8 +72,10 @@ def read_requirements(file: str) -> list[str]:
 
 
 def upload(folder: str) -> str:
-    """Upload a folder to Ray, as `ray job submit --working-dir` does, except what .gitignore names;
-    its URI."""
+    """Upload a folder to Ray, and return its URI.
+
+    Does what `ray job submit --working-dir` does, without the files that .gitignore names.
+    """
     try:
         gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
         return ray_private.upload_folder(folder, gitignore, SECRET_FILES)

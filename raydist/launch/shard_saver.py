@@ -1,4 +1,4 @@
-"""Have the sharded checkpoints written that the ranks ask for while they train. (driver)"""
+"""Has the sharded checkpoints written that the ranks request while they train. (driver)"""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from raydist.state.shard_choice import WholeShards
 
 
 class ShardSaver:
-    """The nodes write in turn what the ranks of an attempt ask for. Those of a later attempt do not
-    wait for it."""
+    """Has the nodes write, one after another, the checkpoints that an attempt's ranks request.
+
+    Those of a later attempt do not wait for it.
+    """
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._thread: threading.Thread | None = None
-        """Of the newest checkpoint."""
+        """The thread of the newest checkpoint."""
 
     def start(
         self, nodes: Sequence[FlushNode], shards: WholeShards, description: Description
     ) -> None:
-        """Have this checkpoint written. The one before is on the disk, or of an attempt that has
-        ended."""
+        """Have this checkpoint written.
+
+        The previous one is on the disk, or belongs to an attempt that has ended.
+        """
 
         def write() -> None:
             def wanted() -> bool:

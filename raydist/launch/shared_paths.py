@@ -13,14 +13,16 @@ from raydist.shared.errors import ConfigError, LaunchError
 from raydist.state.object_store import CLAIM
 
 SAVES = re.compile(r"\b(?:raydist\.)?fit\(|\bcheckpoint\.save\(")
-"""In the source of a job that saves checkpoints."""
+"""Matches the source of a job that saves checkpoints."""
 Unreachable = Mapping[str, str]
 """The paths that a node can't see: by their key in `files`, the reason."""
 
 
 def files(job: Job, rendezvous: str) -> dict[str, str]:
-    """The paths that every node must see. `rendezvous`: the folder of the rendezvous file, or
-    empty."""
+    """Return the paths that every node must see.
+
+    `rendezvous`: the folder of the rendezvous file, or empty.
+    """
     paths = {
         "rendezvous": rendezvous,
         "storage": str(run_folder(job) / CLAIM) if job.storage else "",
@@ -36,8 +38,7 @@ def check_paths(
     source: str,
     paths: Mapping[str, str],
 ) -> str:
-    """Raise if checkpoints would be lost or rendezvous is impossible; return anything less as a
-    warning.
+    """Raise if checkpoints would be lost or rendezvous is impossible; return a lesser warning.
 
     `hosts`, `unreachable`: of each node, rank 0's first. `source`: the text of the job's file,
     empty if unknown.

@@ -1,5 +1,4 @@
-"""Standby nodes: nodes without ranks whose fork servers are warm, as spares or for an elastic job.
-(driver)"""
+"""Standby nodes: without ranks but with warm fork servers, as spares or to grow a job. (driver)"""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ from raydist.shared.events import Events
 from raydist.shared.rank_names import counted
 
 PENDING = 8
-"""Most bundles that wait for a node at a time: each is a placement group of its own."""
+"""Maximum bundles that wait for a node concurrently: each is a separate placement group."""
 
 AVOID_S = 30.0
-"""Seconds that a placement group waits for a node without incidents; then a node with incidents is
-used."""
+"""Seconds that a placement group waits for a node without incidents; afterwards a node with
+incidents is used."""
 
 
 class WarmNode(NamedTuple):
@@ -39,8 +38,10 @@ class WarmNode(NamedTuple):
 
 
 class StandbyNodes:
-    """The nodes beside those of the ranks, for an elastic job or one with spares; it replaces lost
-    nodes by them."""
+    """The nodes besides those of the ranks, for an elastic job or one with spares.
+
+    Lost nodes are replaced by them.
+    """
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class StandbyNodes:
         """`nodes`: returns the cluster's nodes that are alive and not draining.
 
         `create_group`: as in placement_group. `reason_to_avoid`: describes a node's incidents, for
-        a node that is avoided or is used all the same; empty without incidents.
+        a node that is avoided or is used nevertheless; empty without incidents.
         """
         size = len(actors.plan.nodes)
         self.elastic = scale.max_nodes is not None
@@ -68,27 +69,26 @@ class StandbyNodes:
             reason_to_avoid,
         )
         self._warm: dict[int, WarmNode] = {}
-        """By bundle."""
+        """By bundle: the standby node on it."""
         self._request: Open | None = None
         self._first_group = actors.groups[0][0]
         self._lost: set[tuple[int, str]] = set()
         """Bundles whose actor is gone, each with its node."""
         self._avoiding: dict[int, float] = {}
-        """Bundles that wait for a node without incidents, and since when."""
+        """By bundle that waits for a node without incidents: since when."""
         self._avoid_none = False
-        """Such a bundle got no node in time."""
+        """Whether such a bundle got no node in time."""
         self._reported: set[tuple[str, bool]] = set()
 
     def set_request(self, request: Open) -> None:
-        """Note the request that opens every agent."""
+        """Set the request that opens every agent."""
         self._request = replace(request, warm_server=None)
 
     def refresh(self, running: bool = True) -> dict[int, Node]:
-        """Read the node of each bundle, warm the nodes without ranks, request more if the job may
-        grow; the nodes.
+        """Warm the nodes without ranks, and request more if the job may grow.
 
-        `running`: the ranks run, so all their bundles count as used; the supervisor sees the end of
-        a lost rank.
+        Returns the node of each bundle. `running`: whether the ranks run, so that all their bundles
+        count as used; the supervisor notices the end of a lost rank.
         """
         from ray.util.placement_group import remove_placement_group
 
@@ -110,18 +110,16 @@ class StandbyNodes:
             if node.id not in taken and not self._avoid(node, len(used & placed.keys()), placed):
                 self._open(bundle, node)
                 taken.add(node.id)
-            elif (
-                self._actors.groups[bundle][0] is not self._first_group
-            ):  # its node has another bundle, or is avoided
+            # The bundle's node has another bundle, or is avoided.
+            elif self._actors.groups[bundle][0] is not self._first_group:
                 remove_placement_group(self._actors.groups.pop(bundle)[0])
         self._request_nodes(placed)
         return placed
 
     def _avoid(self, node: Node, used: int, placed: Mapping[int, Node]) -> bool:
-        """Whether a node with incidents is left out, which needs room elsewhere; then another node
-        is requested.
+        """Return whether a node with incidents is left out; then request another node.
 
-        `used`: the number of nodes with ranks.
+        That needs room on other nodes. `used`: the number of nodes with ranks.
         """
         count = used + len(self._warm) + len(self._avoiding)
         if not self.elastic or count < self._min or not self._reason_to_avoid(node, True):
@@ -149,7 +147,7 @@ class StandbyNodes:
                 remove_placement_group(self._actors.groups.pop(bundle)[0])
 
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
-        """The ids of the nodes without incidents that have room for another bundle."""
+        """Return the ids of the nodes without incidents that have room for another bundle."""
         request, held = self._actors.plan.request, {node.id for node in placed.values()}
         fit = [
             node
@@ -160,8 +158,10 @@ class StandbyNodes:
         return [node.id for node in roomy if not self._reason_to_avoid(node, True)]
 
     def growth(self) -> str:
-        """Refresh; describe the growth once the job can use more nodes and all of them are warm,
-        else empty."""
+        """Refresh, and return a description of how the job can grow; empty if it can't.
+
+        It can if it can use more nodes and all standby nodes are warm.
+        """
         self.refresh()
         now, ready = (
             len(self._actors.plan.nodes),
@@ -172,15 +172,17 @@ class StandbyNodes:
         return f"{counted(min(self._max, now + len(ready)), 'node')} now, {now} before"
 
     def enough_remain(self) -> bool:
-        """Whether the nodes that are alive and not draining are enough for the job, warming ones
-        included."""
+        """Return whether enough nodes for the job are alive and not draining.
+
+        Nodes that are still warming count.
+        """
         return len({node.id for node in self._placed().values()}) >= self._min
 
     def replace_nodes(self, lost: Sequence[int]) -> Plan:
-        """Assign the ranks anew after these ranks lost their actors, or because nodes joined; waits
-        for enough nodes.
+        """Assign the ranks anew, and wait for enough nodes.
 
-        The caller knows that the first actor of every other node answers.
+        Either these ranks have lost their actors, or nodes have joined. The caller knows that the
+        first actor of every other node answers.
         """
         waiting = Waiting(self._wait_s, self._events)
         for slot in (self._actors.plan.slots[rank] for rank in lost):
@@ -208,14 +210,19 @@ class StandbyNodes:
         return plan
 
     def promote(self) -> dict[str, tuple[str, Opened]]:
-        """Drop the nodes that have ranks now; by node id the name of its fork server, and its first
-        agent's reply."""
+        """Drop the nodes that have ranks now.
+
+        Returns, by node id, the name of the node's fork server and its first agent's reply.
+        """
         used = {slot.bundle for slot in self._actors.plan.slots}
         promoted = [self._warm.pop(bundle) for bundle in list(self._warm) if bundle in used]
         return {warm.node.id: (warm.run, warm.opened.result()) for warm in promoted}
 
     def close(self) -> list[Future[Any]]:
-        """Close the standby agents and remove the further placement groups; the agents' replies."""
+        """Close the standby agents and remove the additional placement groups.
+
+        Returns the futures of the agents' replies.
+        """
         from ray.util.placement_group import remove_placement_group
 
         replies = [self._actors.send((bundle, 0), 0, Close()) for bundle in self._warm]
@@ -225,7 +232,7 @@ class StandbyNodes:
         return replies
 
     def _next_plan(self) -> Plan | None:
-        """The plan on the nodes that are ready now; None if they are too few."""
+        """Return the plan on the nodes that are ready now; None if they are too few."""
         placed = self.refresh(running=False)
         used = self._used(placed)
         ready = {
@@ -240,12 +247,12 @@ class StandbyNodes:
         return opened.done() and opened.exception() is None
 
     def _used(self, placed: Mapping[int, Node]) -> set[int]:
-        """The bundles whose ranks have not lost their actors."""
+        """Return the bundles whose ranks have not lost their actors."""
         kept = {(slot.bundle, slot.node.id) for slot in self._actors.plan.slots} - self._lost
         return {bundle for bundle, node in kept if bundle in placed and placed[bundle].id == node}
 
     def _placed(self) -> dict[int, Node]:
-        """The node of each bundle that is placed on a node that is alive and not draining."""
+        """Return the node of each placed bundle, if that node is alive and not draining."""
         from ray.util.placement_group import placement_group_table
 
         alive = {node.id: node for node in self._nodes()}
@@ -269,7 +276,7 @@ class StandbyNodes:
         self._warm[bundle] = WarmNode(node, run, self._actors.send((bundle, 0), 0, request))
 
     def _request_nodes(self, placed: Mapping[int, Node]) -> None:
-        """Request nodes of Ray, and thereby of its autoscaler, up to scale.max_nodes."""
+        """Request nodes from Ray, and thereby from its autoscaler, up to scale.max_nodes."""
         groups = self._actors.groups
         more = min(self._max - len(groups), PENDING - (len(groups) - len(placed)))
         if not self.elastic or more <= 0:
@@ -279,14 +286,14 @@ class StandbyNodes:
             self._request_node(elsewhere)
 
     def _request_node(self, elsewhere: Sequence[str]) -> int:
-        """Request one node that is none of these; its bundle."""
+        """Request one node that is none of these; return its bundle."""
         groups = self._actors.groups
         bundle = max(groups) + 1
         groups[bundle] = self._create_group(self._actors.plan.request, 1, elsewhere), 0
         return bundle
 
     def _missing(self) -> str:
-        """The nodes that the job waits for, for a person."""
+        """Return a text, for a person, about the nodes that the job waits for."""
         placed = self._placed()
         if self._warm and all(bundle in placed for bundle in self._warm):
             return f"waiting for {counted(len(self._warm), 'node')} to get ready"

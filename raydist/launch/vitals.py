@@ -1,5 +1,4 @@
-"""Says every some seconds while ranks train how fast each is and how busy each node is: `pace`,
-`nodes`. (driver)"""
+"""Reports every few seconds how fast ranks and how busy nodes are: `pace`, `nodes`. (driver)"""
 
 from __future__ import annotations
 
@@ -20,13 +19,14 @@ from raydist.shared.events import Events
 EVERY_S = 10.0
 """Seconds between two events of a kind, in a run of a few nodes."""
 FIRST_S = 2.0
-"""Seconds until the first; each later interval is twice the one before, up to EVERY_S."""
+"""Seconds until the first event; each later interval is twice the previous one, up to EVERY_S."""
 BYTES_PER_S = 100.0
 """Bytes of each kind per second of a run: both together are 17 MB a day, however many ranks there
 are."""
 
 Pace = tuple[int, float, float]
-"""(newest step, seconds of own work in one, seconds of one); 0 where they are not timed."""
+"""(newest step, seconds of the rank's own work in a step, seconds of a step); 0 where they are not
+timed."""
 
 
 @dataclass
@@ -37,20 +37,24 @@ class Rhythm:
     every_s: float = FIRST_S
 
     def said(self, now: float, size: int) -> None:
-        """An event of `size` bytes was said at `now`."""
+        """Note that an event of `size` bytes was emitted at `now`."""
         self.every_s = max(min(2 * self.every_s, EVERY_S), size / BYTES_PER_S)
         self.due = now + self.every_s
 
 
 class Vitals(AbstractContextManager["Vitals"]):
-    """One attempt's events `pace` and `nodes`, said by a thread inside the `with` block. Its
-    failure ends no run."""
+    """The events `pace` and `nodes` of one attempt.
+
+    A thread emits them inside the `with` block. Its failure ends no run.
+    """
 
     def __init__(
         self, events: Events, pace: Callable[[], Mapping[int, Pace]], plan: Plan, call: Transport
     ) -> None:
-        """`pace`: of each rank that has made a step. `call`: asks the first agent of each node for
-        its load."""
+        """`pace`: returns that of each rank that has made a step.
+
+        `call`: asks the first agent of each node for its load.
+        """
         self._events, self._pace, self._call = events, pace, call
         self._leads = {slot.rank: slot.node.host for slot in plan.slots if slot.local_rank == 0}
         self._asked: dict[int, Future[NodeLoad]] = {}
@@ -61,7 +65,7 @@ class Vitals(AbstractContextManager["Vitals"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:  # an event that is being said is whole before the run goes on
+        with self._lock:  # an event that is being emitted is complete before the run continues
             self._closed.set()
 
     def _watch(self) -> None:
@@ -97,8 +101,10 @@ class Vitals(AbstractContextManager["Vitals"]):
         return {"ranks": ranks} if ranks else {}
 
     def _nodes(self) -> Mapping[str, object]:
-        """Of each node that answers. One that has not answered the question before is not asked
-        again."""
+        """Return the load of each node that answers.
+
+        A node that has not answered the last request gets no other.
+        """
         for rank in self._leads:
             if rank not in self._asked or self._asked[rank].done():
                 self._asked[rank] = self._call(rank, GetLoad())
@@ -116,5 +122,5 @@ class Vitals(AbstractContextManager["Vitals"]):
 
 
 def rounded(seconds: float) -> float:
-    """With four digits."""
+    """Round to four digits."""
     return float(f"{seconds:.4g}")

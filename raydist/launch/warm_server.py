@@ -1,5 +1,4 @@
-"""The fork server of the driver's machine: it warms up while Ray connects, and stays for the next
-run. (driver)
+"""The fork server of the driver's machine: warms up while Ray connects, and may be kept. (driver)
 
 Agents on this machine use it if they would start an equal one; all others start their own.
 """
@@ -22,7 +21,7 @@ from raydist.node.fork_launcher import ALWAYS, END_S, ForkServer, heritage, node
 from raydist.settings.config import Job, Scale
 
 IDLE_S = 300.0
-"""Seconds without a run after which a server ends that is not kept: a notebook may stay open for
+"""Seconds without a run after which a server that is not kept ends: a notebook may stay open for
 days."""
 
 _Key = tuple[int, tuple[tuple[str, str], ...]]
@@ -31,13 +30,15 @@ SETTINGS = ("env.", "env=", "env_file=", "scale.cpus=", "scale.keep_warm_s=", "s
 """The overrides that change the server, or make a run that has none."""
 _servers: dict[_Key, ForkServer] = {}
 _acquired = False
-"""A run has come so far as to use a server; it has not where a setting was refused."""
+"""Whether a run has come so far as to use a server; one whose settings were refused has not."""
 _lock = threading.Lock()
 
 
 def acquire(job: Job) -> WarmServer | None:
-    """Start a server for the job on this machine, or return one that runs; None if ranks are not
-    forked."""
+    """Start a server for the job on this machine, or return one that runs.
+
+    None if ranks are not forked.
+    """
     global _acquired
     if job.start != "fork":
         return None
@@ -47,8 +48,7 @@ def acquire(job: Job) -> WarmServer | None:
 
 
 def prepare(job: Job) -> WarmServer | None:
-    """The server of acquire(), told to import what the job's ranks need, while the driver goes
-    on."""
+    """Have the server of acquire() import what the job's ranks need, while the driver continues."""
     from raydist.launch import preload  # the server starts before this is imported
 
     if server := acquire(job):
@@ -57,8 +57,7 @@ def prepare(job: Job) -> WarmServer | None:
 
 
 def begin(overrides: Sequence[str]) -> None:
-    """Start the server of the run that these overrides will most likely be, while they are
-    composed.
+    """Start the server of the most likely run with these overrides, while they are composed.
 
     Without settings that change the server, it is the one that acquire() returns.
     """
@@ -67,7 +66,7 @@ def begin(overrides: Sequence[str]) -> None:
 
 
 def _begin() -> None:
-    with contextlib.suppress(Exception):  # acquire() raises it again, where somebody listens
+    with contextlib.suppress(Exception):  # acquire() raises it again, where it is handled
         _server(1, {}, Scale().keep_warm_s)
 
 

@@ -1,5 +1,7 @@
-"""The worker group: opens, starts, queries and stops the agents of all ranks by typed requests.
-(driver)"""
+"""The worker group: opens, starts, queries and stops the agents of all ranks. (driver)
+
+It sends them typed requests.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,10 @@ T = TypeVar("T")
 
 
 class WorkerGroup(AbstractContextManager["WorkerGroup"]):
-    """The agents of a run. One round opens them, one starts the ranks; recovery.supervisor then
-    monitors them."""
+    """The agents of a run.
+
+    One round opens them, one starts the ranks; recovery.supervisor then monitors them.
+    """
 
     def __init__(
         self,
@@ -79,17 +83,17 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         on_node: Callable[..., Future[Any]] | None = None,
         ray_stays: bool = False,
     ) -> None:
-        """`gpus`: returns each rank's GPUs; None where Ray assigns none.
+        """`gpus`: returns each rank's GPUs, or None if Ray assigns none.
 
         `start_other_actors`: starts the actors that host no agent; they can wait until the ranks
         have begun. `replace_nodes`: finds other nodes for lost ranks, and returns the new plan.
         `draining`: returns the nodes that are draining, each with its deadline in seconds since the
         epoch, or 0. `standby`: the nodes without ranks of a job that has or may get some.
         `record_attempt`: takes the first cause of an attempt and its stragglers, for the node
-        history. `reachable`: returns those of these nodes that accept connections; Ray itself finds
-        out that one is gone. `put`: puts bytes where each node fetches them once. `on_node`: takes
-        a rank, a function and its arguments, and calls the function on the node of the rank.
-        `ray_stays`: as in Open.
+        history. `reachable`: returns which of these nodes accept connections, because Ray itself
+        must first notice that one is gone. `put`: puts bytes where each node fetches them once.
+        `on_node`: takes a rank, a function and its arguments, and calls the function on the node of
+        the rank. `ray_stays`: as in Open.
         """
         self.plan = plan
         self.first_world_size = plan.world_size
@@ -116,12 +120,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._on_node = on_node
         self._ray_stays = ray_stays
         self._known_values: dict[int, RankValue] = {}
-        """Of ranks that have ended beside an agent that does not answer."""
+        """The values of ranks that have ended although their agents do not answer."""
         self._silent = set[int]()
         """The ranks whose agents do not answer, once the run is over."""
         self._saver = ShardSaver(events.add)
         self._kept_call: bytes | Awaitable[bytes] | None = None
-        """The job's pickled function, as `put` has made it."""
+        """The job's pickled function, as `put` returned it."""
 
     def open(
         self,
@@ -130,10 +134,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         warm_server: WarmServer | None = None,
         attempt: int = 0,
     ) -> None:
-        """Round 1: probe every node, warm its fork server, open the rendezvous store on rank 0's
-        node.
+        """Round 1: probe all nodes, warm their fork servers, open rank 0's rendezvous store.
 
-        `warm_server`: a fork server that already starts on the driver's machine
+        `warm_server`: a fork server that is already starting on the driver's machine
         (launch.warm_server). `attempt`: the number of attempts that other groups made.
         """
         began = time.time()
@@ -173,12 +176,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def prepare_attempt(
         self, job: Job, attempt: int, resize: bool = False, gone: Collection[int] = ()
     ) -> list[int]:
-        """Replace lost agents and open a new rendezvous for another attempt; the ranks that moved
-        to other nodes.
+        """Replace lost agents and open a new rendezvous for another attempt.
 
-        `resize`: also use the nodes that have joined. `gone`: the ranks whose agents are known to
-        be lost. LaunchError: no replacement came within scale.wait_s, or rank 0's node can't open
-        the rendezvous.
+        Returns the ranks that moved to other nodes. `resize`: also use the nodes that have joined.
+        `gone`: the ranks whose agents are known to be lost. Raises LaunchError if no replacement
+        came within scale.wait_s, or rank 0's node can't open the rendezvous.
         """
         before = {slot.node.id for slot in self.plan.slots}
         until = time.monotonic() + job.scale.wait_s
@@ -190,10 +192,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return sorted(moved)
 
     def _replace_lost(self, gone: Collection[int], resize: bool, until: float) -> set[int]:
-        """Replace the agents of lost nodes until none is lost; the ranks that had such an agent.
+        """Replace the agents of lost nodes until none is lost; return the ranks that had them.
 
-        `gone`, `resize`: as in prepare_attempt. `until`: on the monotonic clock, when no further
-        node is replaced.
+        `gone`, `resize`: as in prepare_attempt. `until`: the time on the monotonic clock after
+        which no further node is replaced.
         """
         moved = set[int]()
         lost = self._ranks_of_lost_nodes(gone)
@@ -202,30 +204,32 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             try:
                 self._replace(lost)
                 resize = False
-            except LaunchError:  # a further node is lost
+            except LaunchError:  # another node is lost
                 if self._replace_nodes is None or time.monotonic() > until:
                     raise
             lost = self._ranks_of_lost_nodes()
         return moved
 
     def _ranks_of_lost_nodes(self, gone: Collection[int] = ()) -> list[int]:
-        """The ranks on nodes that are lost or drained. All of a node are: one actor hosts their
-        agents."""
+        """Return all ranks of the nodes that are lost or draining.
+
+        One actor hosts all agents of a node.
+        """
         ranks = {*self.lost_ranks(gone), *self.draining_ranks()}
         nodes = {self.plan.slots[rank].node.id for rank in ranks}
         return [slot.rank for slot in self.plan.slots if slot.node.id in nodes]
 
     def _opens_rendezvous(self, job: Job, attempt: int, replaced: bool, until: float) -> bool:
-        """Open the rendezvous of another attempt; False if a node was lost meanwhile.
+        """Open the rendezvous of another attempt; return False if a node was lost meanwhile.
 
-        `replaced`: agents were. `until`: as in _replace_lost. LaunchError: no node is lost, and it
-        can't be opened.
+        `replaced`: whether agents were replaced. `until`: as in _replace_lost. Raises LaunchError
+        if no node is lost, but the rendezvous can't be opened.
         """
         try:
             if replaced:
                 self._note_facts()
             self._wait_for_writer()
-            if not replaced:  # otherwise a node that is gone may have a part of it
+            if not replaced:  # otherwise a node that is gone may hold a part of it
                 self._saver.rest(launch_flush.FLUSH_S)
             file, store = self._rendezvous_file(job, attempt), None
             if file is None:
@@ -234,7 +238,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self._set_rendezvous(store, file, attempt)
         except (ConfigError, Stopped):
             raise
-        except Exception as error:  # Ray's, of a call to an actor that is gone, or the agent's
+        # Raised by Ray for a call to an actor that is gone, or by the agent.
+        except Exception as error:
             if time.monotonic() < until and self.lost_ranks():
                 return False
             host = self.plan.slots[0].node.host
@@ -242,7 +247,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return True
 
     def _wait_for_writer(self) -> None:
-        """Wait for the checkpoint that rank 0's node writes."""
+        """Wait for the checkpoint that rank 0's node is writing."""
         try:
             self.call(0, WaitForWriter()).result(launch_flush.FLUSH_S)
         except Exception as error:  # the attempt then starts from an older checkpoint
@@ -253,11 +258,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             )
 
     def lost_ranks(self, gone: Collection[int] = ()) -> list[int]:
-        """The ranks that can't be started where they are: the agent is gone, or new and not open
-        yet.
+        """Return the ranks that can't be started where they are.
 
-        `gone`: ranks of which this is known. Agents on their nodes are asked nothing: a call to a
-        dead host fails only after 20 s, in which Ray calls its actors temporarily unavailable.
+        Their agent is gone, or new and not open yet. `gone`: ranks known to be lost. Agents on
+        their nodes get no request: a call to a dead host fails only after 20 s, during which Ray
+        calls its actors temporarily unavailable.
         """
         nodes = {self.plan.slots[rank].node.id for rank in gone}
         asked = {
@@ -274,7 +279,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [slot.rank for slot in self.plan.slots if slot.rank not in is_open]
 
     def draining_ranks(self) -> list[int]:
-        """The ranks on draining nodes; none if the remaining nodes are too few for the job."""
+        """Return the ranks on draining nodes; none if too few other nodes remain for the job."""
         if self.standby is None:
             return []
         draining = self.draining()
@@ -282,8 +287,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return ranks if ranks and self.standby.enough_remain() else []
 
     def values(self) -> list[RankValue]:
-        """What each rank returned or raised, pickled; an empty RankValue for an agent that is
-        gone."""
+        """Return what each rank returned or raised, pickled.
+
+        An agent that is gone has an empty RankValue.
+        """
         ranks = range(self.plan.world_size)
         calls = {
             rank: self.call(rank, GetValue()) for rank in ranks if rank not in self._known_values
@@ -297,15 +304,16 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [self._known_values.get(rank) or answers.get(rank, RankValue()) for rank in ranks]
 
     def recorded_end(self, rank: int) -> Future[RecordedEnd | None]:
-        """How a rank has ended whose agent does not answer, as its node knows; None if it runs, or
-        nothing is known."""
+        """Return how a rank ended, as its node knows, if its agent does not answer.
+
+        None if the rank runs, or nothing is known.
+        """
         return self._look(rank, recorded_end.read_end, rank)
 
     def newest_state(self, within_s: float) -> int | None:
-        """The step of the newest state that the node of rank 0 holds, whose agent does not answer;
-        -1: none.
+        """Return the step of the newest state on rank 0's node if its agent does not answer.
 
-        None: the node does not answer either.
+        -1 if the node holds none; None if the node does not answer either.
         """
         try:
             return self._look(0, recorded_end.newest_state).result(within_s)
@@ -313,7 +321,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             return None
 
     def _look(self, rank: int, look: Callable[..., T | None], *args: Any) -> Future[T | None]:
-        """What this function of node.recorded_end finds on the node of a rank; None without Ray."""
+        """Return what a function of node.recorded_end finds on a rank's node; None without Ray."""
         if self._on_node is None:
             nothing: Future[T | None] = Future()
             nothing.set_result(None)
@@ -326,17 +334,19 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._known_values[rank] = value
 
     def give_up(self, silent: Collection[int]) -> None:
-        """Ask the agents of these ranks nothing more: they do not answer, and the run is over."""
+        """Send these ranks' agents no further request: they do not answer, and the run is over."""
         self._silent.update(silent)
         self._known_values = {**dict.fromkeys(silent, RankValue()), **self._known_values}
 
     def flush(self) -> str:
-        """Write the last snapshot to the disk; why no node could, empty if one has."""
+        """Write the last snapshot to the disk; return why no node could, empty if one has."""
         return launch_flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
 
     def save_shards(self, asked: Event) -> None:
-        """Have all nodes write the sharded checkpoint that rank 0 has asked for, while the ranks
-        train."""
+        """Have all nodes write the sharded checkpoint that rank 0 requested.
+
+        The ranks train meanwhile.
+        """
         of_node = {lead.node_rank: number for number, lead in enumerate(self._leads)}
         ranks: dict[int, tuple[int, ...]] = {}
         for slot in self.plan.slots:
@@ -347,8 +357,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._saver.start(nodes, WholeShards(asked["step"], self.plan.world_size, ranks), described)
 
     def finish_saves(self) -> None:
-        """Wait for the sharded checkpoint that is being written, unless a node that has a part of
-        it is gone."""
+        """Wait for a sharded checkpoint being written, unless a node with a part of it is gone."""
         if not self._silent:
             self._saver.rest(launch_flush.FLUSH_S)
 
@@ -358,7 +367,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [FlushNode(slot.node.host, partial(self.call, slot.rank)) for slot in leads]
 
     def _replace(self, lost: Sequence[int]) -> None:
-        """Replace the agents of these ranks by agents on other nodes, and open those."""
+        """Replace the agents of these ranks with agents on other nodes, and open those."""
         if self._replace_nodes is None:
             raise LaunchError(
                 f"rank {lost[0]} can't be started again here, and there is no other machine"
@@ -374,8 +383,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._open(new, None)
 
     def _open(self, ranks: Sequence[int], store: StoreKind | None) -> list[Opened]:
-        """Open the agents of these ranks; their replies. `store`: the kind of store that rank 0's
-        agent opens."""
+        """Open the agents of these ranks, and return their replies.
+
+        `store`: the kind of store that rank 0's agent opens.
+        """
         slots = [self.plan.slots[rank] for rank in ranks]
         requests = [
             replace(
@@ -389,7 +400,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             )
             for slot in slots
         ]
-        # not in a later attempt: the run goes on with the paths that its nodes see
+        # Not in a later attempt: the run continues with the paths that its nodes see.
         unreachable = self._find_unreachable(self._files) if not self.facts else []
         if self._installs:
             self._events.say(
@@ -415,7 +426,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return replies
 
     def _check_paths(self, unreachable: Sequence[Mapping[str, str]]) -> None:
-        """Raise for paths of the run that nodes can't see, or warn of them."""
+        """Raise for paths of the run that nodes can't see, or warn about them."""
         source = preload.source_of(self._job.job.target)
         text = (
             source.read_text(encoding="utf-8", errors="replace")
@@ -437,7 +448,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [slot.node.host for slot in self._leads]
 
     def _find_unreachable(self, files: Mapping[str, str]) -> list[Future[dict[str, str]]]:
-        """Ask each node which of these files it can't see; their replies."""
+        """Ask each node which of these files it can't see; return the futures of the replies."""
         request = FindUnreachablePaths(dict(files), self._job.env)
         return [self.call(slot.rank, request) for slot in self._leads]
 
@@ -448,7 +459,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     @staticmethod
     def _rendezvous_file(job: Job, attempt: int = 0) -> Path | None:
-        """The file of init_method=file, a new one for each attempt; None for the other methods."""
+        """Return the file of init_method=file, new for each attempt; None for other methods."""
         if job.init_method != "file":
             return None
         file = Path(job.dir).absolute() / ("rendezvous" + (f"-{attempt}" if attempt else ""))
@@ -456,8 +467,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return file
 
     def start(self, job: Job, variables: Sequence[Iterable[EnvVar]], call: bytes | None) -> None:
-        """Round 2: send every rank its variables, and fork it. `call`: the pickled function, if the
-        job is one."""
+        """Round 2: send every rank its variables, and fork it.
+
+        `call`: the pickled function, if the job is one.
+        """
         checks_node.check_nodes(
             job, self.plan, self.facts, lambda text: self._events.say("warning", text=text)
         )
@@ -473,7 +486,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             script=program,
             cwd=""
             if copied
-            else os.getcwd(),  # an agent that gets no folder uses its actor's: the copy
+            # An agent that gets no folder uses its actor's, which is the copy.
+            else os.getcwd(),
             sys_path=tuple(
                 path for path in sys.path if not copied or os.path.abspath(path) != copied
             ),
@@ -495,8 +509,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _send_call(self, call: bytes | None) -> None:
         """Send the pickled function to each node, once for all its ranks.
 
-        For each attempt, because a node may clean its temporary folder during a run of weeks. Ray
-        sends it only to nodes that do not have it in memory.
+        Each attempt sends it again, because a node may clean its temporary folder during a run of
+        weeks. Ray sends it only to nodes that do not have it in memory.
         """
         if call is None:
             return
@@ -506,12 +520,14 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self.call_each([KeepCall(self._kept_call)] * len(ranks), ranks=ranks)
 
     def _run_of(self, slot: Slot) -> str:
-        """The name of the fork server of a node."""
+        """Return the name of a node's fork server."""
         return self._runs.get(slot.node.id, self._request.run)
 
     def report_network(self) -> None:
-        """Report which network the run used; nothing for a run on one node, or if a node is
-        gone."""
+        """Report which network the run used.
+
+        Reports nothing for a run on one node, or if a node is gone.
+        """
         if len(self.plan.nodes) < 2 or self._silent:
             return
         try:
@@ -538,8 +554,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._events.say("network", **event)
 
     def stop(self, ranks: Iterable[int], grace: float) -> None:
-        """Send these ranks SIGTERM, and SIGKILL after `grace` seconds. Does not wait: GetNews
-        reports their ends."""
+        """Send these ranks SIGTERM, and SIGKILL after `grace` seconds.
+
+        Does not wait: GetNews reports their ends.
+        """
         for rank in ranks:
             self.call(rank, StopRank(grace))
 
@@ -549,11 +567,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         limit_s: float = ANSWER_S,
         ranks: Sequence[int] | None = None,
     ) -> list[Reply]:
-        """Send one request to the agent of each of `ranks` (None: all) at once; their replies, in
-        order.
+        """Send one request to the agent of each rank, and return the replies in order.
 
-        LaunchError: names the first rank whose agent failed, or did not reply within `limit_s`
-        seconds; ranks by the hundred have a little more.
+        `ranks`: None for all. All requests are sent at once. Raises LaunchError, with the first
+        rank whose agent failed or did not reply within `limit_s` seconds. Hundreds of ranks get a
+        little more time.
         """
         slots = self.plan.slots if ranks is None else [self.plan.slots[rank] for rank in ranks]
         futures = [
@@ -583,7 +601,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         wait(closing, timeout=longest(CLOSE_S, len(closing)))
 
     def _note_facts(self) -> None:
-        """Note the facts of each rank's node, with the rank's own GPUs."""
+        """Set the facts of each rank's node, with the rank's own GPUs."""
         gpus = self._gpus() if self._gpus else [None] * self.plan.world_size
         opened = [self._opened[slot.node.id] for slot in self.plan.slots]
         self.facts = tuple(
