@@ -1,5 +1,4 @@
-"""When all ranks had met and the first step was done; after a restart, what the restart cost.
-(pure)"""
+"""When all ranks had met and the first step was done; what a restart cost. (pure)"""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ class Arrival:
     began: float
     """When the ranks were started, in seconds since the epoch."""
     met: float | None = None
-    """When the last rank had joined, once all have."""
+    """When the last rank joined, once all have."""
     joined: dict[int, float] = field(default_factory=dict)
     """When each rank joined."""
     stepped: float | None = None
@@ -50,18 +49,20 @@ class RestartCost:
 
     retry: Retry
     resumed: int | None = None
-    """The step that the loop continued from; None if it began anew."""
+    """The step from which the loop continued; None if it began anew."""
     stepped: bool = False
 
     def add(self, rank: int, event: Event) -> dict[str, Any] | None:
-        """Read one event of a rank; return the facts of the event `restarted` once, at the first
-        step."""
+        """Record an event of a rank.
+
+        Returns the facts of the event `restarted` once, at the first step.
+        """
         if rank != 0 or self.stepped:
             return None
         if event["kind"] == "begin":
             self.resumed = event.get("resumed")
         if event["kind"] != "report" or event.get("step", 0) <= (self.resumed or 0):
-            return None  # a report of no later step may be an evaluation
+            return None  # a report without a later step may be an evaluation
         self.stepped, step = True, event["step"]
         repeated = max(0, self.retry.reached - (step - 1 if self.resumed is None else self.resumed))
         return {

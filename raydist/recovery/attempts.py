@@ -1,5 +1,4 @@
-"""Attempt after attempt: what each starts from, how it ends, what follows it, and what the run ends
-with. (driver)"""
+"""All attempts of a run: what each starts from, how it ends, what follows, the outcome. (driver)"""
 
 from __future__ import annotations
 
@@ -27,16 +26,16 @@ from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
 
 SAVED_S = 10.0
-"""Longest wait for the last state of a run whose agents are all gone: their fork servers have it
-written."""
+"""Limit on the wait for the last state of a run without agents: their fork servers have it written.
+"""
 
 
 class Attempts:
-    """All attempts of a run. It makes each, and decides once what follows it."""
+    """All attempts of a run: makes each, and decides once what follows it."""
 
     def __init__(self, job: Job, call: RemoteCall | None, events: Events) -> None:
         self.outcome: Attempt | None = None
-        """The last attempt, with the earlier ones in it; None until the run is over."""
+        """The last attempt, which contains the earlier ones; None until the run is over."""
         self._call, self._events = call, events
         self._checkpoints = run_storage.RunCheckpoints(job)
         self._past: list[Attempt] = []
@@ -45,12 +44,12 @@ class Attempts:
         self._unwritten = ""
         """Why no agent could have the last state written."""
         self._held: int | None = None
-        """The step of that state, as the fork server of rank 0 knows; -1: there is none. None:
-        nobody knows."""
+        """The step of that state, according to rank 0's fork server; -1: there is none. None:
+        unknown."""
 
     @property
     def made(self) -> int:
-        """Attempts so far."""
+        """The number of attempts so far."""
         return len(self._past)
 
     def make(self, job: Job, group: WorkerGroup) -> Retry | GiveUp:
@@ -74,19 +73,23 @@ class Attempts:
         return self._next
 
     def leave(self, job: Job, group: WorkerGroup) -> None:
-        """No other attempt with this group: save the last state, and conclude the run unless it
-        continues elsewhere."""
+        """Save the last state: there is no other attempt with this group.
+
+        Conclude the run unless it continues elsewhere.
+        """
         if isinstance(self._next, Retry):
-            # all ranks leave, not only those on drained nodes: Ray cannot move part of a placement
-            # group
+            # All ranks leave, not only those on drained nodes: Ray cannot move part of a placement
+            # group.
             self._events.say("restart", **self._next.as_event(job.restart))
             self._flush(group)
         elif self._next is not None:
             self.outcome = self._conclude(job, group, self._next)
 
     def concluded(self) -> Attempt:
-        """The outcome, once the agents are ended: a fork server that lost them has the last state
-        written."""
+        """Return the outcome, once the agents have ended.
+
+        A fork server that lost its agents has the last state written.
+        """
         assert self.outcome is not None, "the run is not over"
         left_alone = any(end.how == "lost" or end.silent for end in self.outcome.ends)
         wait_s = SAVED_S if self._unwritten else 0.0
@@ -102,15 +105,13 @@ class Attempts:
         self.outcome = replace(self._past[-1], error=error, earlier=tuple(self._past[:-1]))
 
     def _in_place(self, job: Job, group: WorkerGroup, retry: Retry) -> Attempt:
-        """A retry in the same placement; if that is impossible, the attempt before it with the
-        error."""
+        """Retry in the same placement; on failure return the previous attempt, with the error."""
         if retry.cause is None:
             self._events.say("regroup", number=retry.number, text=self._past[-1].resize)
         else:
             self._events.say("restart", **retry.as_event(job.restart))
-        if policy.is_drained(
-            self._past[-1]
-        ):  # the nodes that stay have the state in memory, but they may go too
+        # The nodes that stay have the state in memory, but they may be taken away too.
+        if policy.is_drained(self._past[-1]):
             self._flush(group)
         try:
             gone = {end.rank for end in self._past[-1].ends if end.gone}
@@ -127,8 +128,10 @@ class Attempts:
             self._events.say("warning", text=why)
 
     def _conclude(self, job: Job, group: WorkerGroup, decision: GiveUp) -> Attempt:
-        """All attempts as one. If the last one failed, its last state is on the disk when this
-        returns."""
+        """Return all attempts as one.
+
+        If the last one failed, its last state is on the disk when this returns.
+        """
         last = self._past[-1]
         group.give_up({end.rank for end in last.ends if end.gone})
         group.finish_saves()
@@ -136,9 +139,8 @@ class Attempts:
         if last.error is not None or first_cause(last.ends) is not None:
             self._unwritten = group.flush()
             if self._unwritten and any(end.rank == 0 and end.silent for end in last.ends):
-                self._held = group.newest_state(
-                    SAVED_S
-                )  # now: its fork server goes on once the agents are ended
+                # Now, because its fork server continues once the agents have ended.
+                self._held = group.newest_state(SAVED_S)
         values, exceptions = unpack_all(group.values())
         earlier = tuple(self._past[:-1])
         return replace(
@@ -147,7 +149,7 @@ class Attempts:
 
 
 def settled(job: Job, plan: Plan) -> Job:
-    """The job with `backend=auto` and `restart.max=null` replaced by what they mean for it."""
+    """Return the job with `backend=auto` and `restart.max=null` replaced by their values for it."""
     return replace(
         job, backend=replace(job.backend, name=plan.request.backend), restart=policy.rule(job)
     )
@@ -161,8 +163,10 @@ def run_attempt(
     checkpoints: run_storage.RunCheckpoints,
     retry: Retry | None = None,
 ) -> Attempt:
-    """Start the ranks, and supervise them until all have ended. `retry`: why, if it is not the
-    first attempt."""
+    """Start the ranks, and supervise them until all have ended.
+
+    `retry`: why there is this attempt, if it is not the first.
+    """
     job = sized(
         job, group.first_world_size, group.plan.world_size, group.plan.slots[0].local_world_size
     )
@@ -185,9 +189,11 @@ def run_attempt(
 
 
 def lost_at_start(group: WorkerGroup, error: LaunchError) -> list[End]:
-    """How the ranks of an attempt ended if a node was lost as they were started; empty if none
-    was."""
-    group.stop(range(group.plan.world_size), 0.0)  # those on other nodes may run
+    """Return how the ranks of an attempt ended if a node was lost as they were started.
+
+    Empty if none was.
+    """
+    group.stop(range(group.plan.world_size), 0.0)  # ranks on other nodes may run
     lost = set(group.lost_ranks())
     now, cause = time.time(), error.__cause__ or error
     ends = []
@@ -200,8 +206,10 @@ def lost_at_start(group: WorkerGroup, error: LaunchError) -> list[End]:
 
 
 def explained(attempt: Attempt, events: Events, number: int = 0) -> Attempt:
-    """The attempt with the text of its failure, which the event `failure` has too; unchanged if no
-    rank failed."""
+    """Return the attempt with the text of its failure, which is also in the event `failure`.
+
+    Unchanged if no rank failed.
+    """
     first = first_cause(attempt.ends)
     if first is None or attempt.error is not None:
         return attempt
@@ -211,8 +219,7 @@ def explained(attempt: Attempt, events: Events, number: int = 0) -> Attempt:
 
 
 def sized(job: Job, first: int, ranks: int, per_node: int) -> Job:
-    """Rescale gradient accumulation for `ranks` ranks so that the global batch stays what it was on
-    `first` ranks.
+    """Rescale gradient accumulation for `ranks` ranks, to keep the global batch of `first` ranks.
 
     Ranks of a tp group and stages of a pipeline have the same samples, and count once. `per_node`:
     ranks of each node. A rank's part of one pass does not grow beyond its size on `first` ranks,
@@ -230,8 +237,10 @@ def sized(job: Job, first: int, ranks: int, per_node: int) -> Job:
 
 
 def rank_variables(job: Job, group: WorkerGroup, resume: list[EnvVar]) -> list[list[EnvVar]]:
-    """Each rank's environment. `resume`: the checkpoint to resume from, and where checkpoints
-    go."""
+    """Return each rank's environment.
+
+    `resume`: the checkpoint to resume from, and where checkpoints go.
+    """
     for variable in resume:
         if variable.name == env_names.RESUME and variable.value and not group.rendezvous.attempt:
             group.require_visible(

@@ -1,5 +1,4 @@
-"""How the ranks of an attempt ended -> the first cause, the reason for it, and the text that a
-person reads. (pure)"""
+"""How the ranks of an attempt ended -> the first cause, the reason for it, and a text. (pure)"""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from raydist.shared.outcome import End
 from raydist.shared.rank_names import name_ranks
 
 SAID = 500
-"""Characters of native code's last message that are kept."""
+"""Maximum characters that are kept of native code's last message."""
 ECHO_S = 0.5
 """Seconds within which an exit with a code may follow from the death of another rank."""
 TRACEBACK_LINES = 15
-"""Lines at the end of a traceback that the text shows; the rank's log has all."""
+"""Lines at the end of a traceback that the text shows; the rank's log has all of them."""
 
 NETWORK_TYPES = frozenset(
     {
@@ -31,7 +30,7 @@ NETWORK_TYPES = frozenset(
         "BrokenPipeError",
     }
 )
-"""Exceptions that the death of another rank causes (torch/distributed/__init__.py,
+"""Exceptions that another rank's death causes (torch/distributed/__init__.py,
 horovod/common/exceptions.py)."""
 
 NETWORK_WORDS = re.compile(
@@ -42,8 +41,8 @@ NETWORK_WORDS = re.compile(
     r"|[Ww]atchdog caught collective|collective operation timeout|Horovod has been shut down"
     r"|The client socket has (timed out|failed)|wait timeout after \d+ ?ms",
 )
-"""Messages after the death of a peer: of gloo and TCPStore (torch 2.15, one of three ranks killed),
-NCCL, Horovod."""
+"""Messages after the death of a peer: those of gloo and TCPStore (torch 2.15, one of three ranks
+killed), NCCL, Horovod."""
 
 DISAGREE = re.compile(
     r"data size doesn't match expected size|op\.preamble\.length"
@@ -74,21 +73,23 @@ MEANINGS = {
     signal.SIGINT: "Ctrl-C was pressed on that node, or another process sent it",
     signal.SIGXCPU: "it reached its limit of CPU time, ulimit -t",
 }
-"""What a signal usually means."""
+"""By signal: what it usually means."""
 
 
 def is_victim(end: End) -> bool:
-    """Whether another rank may have caused this end: that rank is given time to fail before the
-    cause is chosen."""
+    """Return whether another rank may have caused this end.
+
+    If so, that rank gets time to fail before the cause is chosen.
+    """
     return _guilt(end) > 0
 
 
 def first_cause(ends: Iterable[End]) -> End | None:
-    """The first cause: the failure that caused the others; None if no rank failed.
+    """Return the first cause: the failure that caused the others; None if no rank failed.
 
     Failures that no other rank can cause come first, then aborts, then network errors. Time decides
-    only between equal ones: ranks that wait for a dead rank often fail before the driver sees the
-    death.
+    only between equal ones: ranks that wait for a dead rank often fail before the driver notices
+    the death.
     """
     failed = sorted(
         (end for end in ends if end.failed), key=lambda end: (_guilt(end), end.at, end.rank)
@@ -96,7 +97,7 @@ def first_cause(ends: Iterable[End]) -> End | None:
     first = next(iter(failed), None)
     if first is not None and first.how == "exited":
         # MPI's ranks, and programs that catch the error, may exit with a code before the driver
-        # sees what caused it.
+        # notices what caused it.
         killed = (
             end
             for end in failed
@@ -107,20 +108,24 @@ def first_cause(ends: Iterable[End]) -> End | None:
 
 
 def last_words(log: str) -> str:
-    """Why native code aborted, from the end of its log; empty if the log does not say."""
+    """Return why native code aborted, from the end of its log; empty if the log has no reason."""
     found = list(LAST_WORDS.finditer(log))
     return next(filter(None, found[-1].groups())).strip()[:SAID] if found else ""
 
 
 def disagree(end: End) -> bool:
-    """Whether ranks called different collectives. The rank that failed need not be the one that is
-    wrong."""
+    """Return whether ranks called different collectives.
+
+    The rank that failed need not be the one that is wrong.
+    """
     return end.how in ("raised", "killed") and DISAGREE.search(end.message) is not None
 
 
 def _together(first: End, ends: Iterable[End]) -> list[End]:
-    """This end and those with the same cause: the ranks of a node are lost together, and reported
-    one by one."""
+    """Return this end and those with the same cause.
+
+    The ranks of a node are lost together, and reported one by one.
+    """
     return [
         end
         for end in ends
@@ -129,8 +134,11 @@ def _together(first: End, ends: Iterable[End]) -> list[End]:
 
 
 def _guilt(end: End) -> int:
-    """0: no other rank causes this. 1: an abort, by its own check or by a watchdog. 2: a network
-    error."""
+    """Return how far other ranks may have caused this end.
+
+    0: no other rank causes this. 1: an abort, by its own check or by a watchdog. 2: a network
+    error.
+    """
     if disagree(end):
         return 0
     if end.how == "raised" and (end.type in NETWORK_TYPES or NETWORK_WORDS.search(end.message)):
@@ -139,8 +147,10 @@ def _guilt(end: End) -> int:
 
 
 def failure_text(ends: Sequence[End]) -> str:
-    """For a person: the first cause with its log and the end of its traceback, the other failures
-    in a few lines."""
+    """Return a text for a person about the first cause and the other failures.
+
+    The first cause has its log and the end of its traceback, the others take a few lines.
+    """
     first = first_cause(ends)
     if first is None:
         return ""
@@ -156,7 +166,7 @@ def failure_text(ends: Sequence[End]) -> str:
 
 
 def blame_reason(ends: Sequence[End]) -> str:
-    """Why this failure is taken for the first cause, in one line."""
+    """Return why this failure is considered the first cause, in one line."""
     first = first_cause(ends)
     if first is None:
         return ""
@@ -206,7 +216,7 @@ def blame_reason(ends: Sequence[End]) -> str:
 
 
 def failure_facts(first: End, ends: Sequence[End]) -> dict[str, Any]:
-    """The facts of the event `failure`."""
+    """Return the facts of the event `failure`."""
     others = [end for end in ends if end.failed and end is not first]
     return {
         "cause": asdict(first),
@@ -228,14 +238,14 @@ def failure_facts(first: End, ends: Sequence[End]) -> dict[str, Any]:
 
 
 def where(end: End) -> str:
-    """The rank, its host, and how far it was."""
+    """Return the rank, its host, and how far it was."""
     doing = f", in {end.phase}" if end.phase and end.phase != "end" else ""
     step = "last heartbeat at step" if end.how == "lost" else "step"
     return f"rank {end.rank} on {end.host}, {step} {end.step}{doing}:"
 
 
 def describe_end(end: End) -> str:
-    """How a rank ended, for a person."""
+    """Return how a rank ended, for a person."""
     if end.how == "raised":
         return f"{end.type}: {end.message}" if end.message else end.type
     if end.how == "killed":
@@ -264,7 +274,10 @@ def describe_end(end: End) -> str:
 
 
 def short_cause(end: End) -> str:
-    """How a rank ended, in short, without addresses and numbers: equal ends have equal text."""
+    """Return how a rank ended, in short, without addresses and numbers.
+
+    Equal ends have equal text.
+    """
     if end.how != "raised":
         return describe_end(end).partition(" (")[0].partition("; ")[0]
     first = next(iter(end.message.strip().splitlines()), "")
@@ -282,13 +295,15 @@ def short_cause(end: End) -> str:
 
 
 def _finished_before(first: End, ends: Iterable[End]) -> list[End]:
-    """The ranks that had finished when this one failed. Other ranks may notice that before the node
-    reports it."""
+    """Return the ranks that had finished when this one failed.
+
+    Other ranks may notice that a rank has finished before its node reports it.
+    """
     return [end for end in ends if end.how == "finished" and end.at <= first.at + ECHO_S]
 
 
 def _suspects(first: End, ends: Sequence[End]) -> list[str]:
-    """If the first cause is only a victim: the ranks that it may have waited for."""
+    """Return the ranks that the first cause may have waited for, if it is only a victim."""
     if not is_victim(first):
         return []
     done = _finished_before(first, ends)
@@ -304,7 +319,7 @@ def _suspects(first: End, ends: Sequence[End]) -> list[str]:
 
 
 def _follow_on(others: Sequence[End]) -> list[str]:
-    """One line for each kind of end."""
+    """Return one line for each kind of end."""
     kinds: dict[str, list[End]] = {}
     for end in others:
         kinds.setdefault(short_cause(end), []).append(end)
@@ -312,9 +327,8 @@ def _follow_on(others: Sequence[End]) -> list[str]:
 
 
 def kind_of(end: End) -> tuple[str, int, int, str, str]:
-    """Equal for ends that are the same, numbers in the message aside."""
-    # one that has raised exits with code 1, or is killed before that because another rank has
-    # failed
+    """Return a key that is equal for equal ends, ignoring numbers in the message."""
+    # A rank that raised exits with code 1, or is killed before that because another rank failed.
     code, number = (0, 0) if end.how == "raised" else (end.code, end.signal)
     return end.how, code, number, end.type, re.sub(r"0x[0-9a-f]+|\d+", "#", end.message)
 

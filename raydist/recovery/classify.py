@@ -1,5 +1,4 @@
-"""A rank's report of its end, and what the driver knows of the attempt -> how the rank ended.
-(pure)"""
+"""The report of a rank's end, and the driver's records of the attempt -> how it ended. (pure)"""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class RankRecord:
     rank: int
     host: str
     log: str = ""
-    """Path of the rank's log on the driver's machine."""
+    """The path of the rank's log on the driver's machine."""
     raised: Event | None = None
     """The rank's event `raised`, if its job raised an exception."""
 
@@ -34,7 +33,7 @@ class AttemptRecord:
     """What the driver knows of a whole attempt."""
 
     signalled: bool = False
-    """A signal to the driver stopped the run."""
+    """Whether a signal to the driver stopped the run."""
     hang: ConfirmedHang | None = None
     """The hang for which the ranks were stopped."""
     drain: DrainNotice | None = None
@@ -44,7 +43,7 @@ class AttemptRecord:
 def classify_end(
     report: RankEnd, rank: RankRecord, attempt: AttemptRecord, log_tail: str = ""
 ) -> End:
-    """How a rank ended whose process is gone. The first rule that applies decides.
+    """Determine how a rank whose process has exited ended. The first rule that applies decides.
 
     `log_tail`: the last bytes of the log of a rank that SIGABRT killed.
     """
@@ -67,7 +66,7 @@ def classify_end(
         return _drained(end, drain)
     hang = None if attempt.signalled else attempt.hang
     error = _raised(end, report, rank)
-    # Ranks that hung lose their peers while all are being stopped: such an error is not their end.
+    # Ranks that hung lose their peers while all are being stopped: such an error did not end them.
     if error and (hang is None or error.at < hang.since or not is_victim(error)):
         return error
     if hang and hang.blames(end.rank):
@@ -82,8 +81,10 @@ def classify_end(
 
 
 def _raised(end: End, report: RankEnd, rank: RankRecord) -> End | None:
-    """The exception that ended it, as it was reported or as its error file has it; None if there is
-    none."""
+    """Return the exception that ended a rank; None if there is none.
+
+    It was reported, or is in the rank's error file.
+    """
     if rank.raised:
         facts = {name: rank.raised[name] for name in ("type", "message", "traceback", "step")}
         return replace(end, how="raised", at=rank.raised["t"], **facts)
@@ -93,8 +94,10 @@ def _raised(end: End, report: RankEnd, rank: RankRecord) -> End | None:
 
 
 def _drained(end: End, drain: DrainNotice) -> End:
-    """A rank that left in time: because its own node is drained, or because other ranks' nodes
-    are."""
+    """Return the end of a rank that left in time.
+
+    Either its own node is drained, or other ranks' nodes are.
+    """
     if end.rank in drain.ranks:
         return replace(end, how="drained", message=drain.text, preempted=True)
     return replace(end, how="stopped")
@@ -110,7 +113,7 @@ def _hung(end: End, hang: ConfirmedHang) -> End:
 def classify_lost(
     rank: RankRecord, beat: Beat, at: float, error: BaseException | None = None
 ) -> End:
-    """The end of a rank whose agent is lost; its last heartbeat tells the step and the phase.
+    """Return the end of a rank whose agent is lost; its last heartbeat has the step and the phase.
 
     `error`: the error of the call to the agent; None if the agent did not answer in time.
     """
@@ -119,14 +122,14 @@ def classify_lost(
     if error is None:
         return replace(end, message="its agent stopped responding", silent=True)
     why = out_of_memory(error)
-    preempted = bool(getattr(error, "preempted", False))  # of Ray's ActorDiedError
+    preempted = bool(getattr(error, "preempted", False))  # set by Ray's ActorDiedError
     return replace(
         end, message=last_line(error), why=why, oom="ray" if why else "", preempted=preempted
     )
 
 
 def classify_stuck(rank: RankRecord, beat: Beat, at: float, within_s: float) -> End:
-    """The end of a rank whose process does not end, although its agent answers."""
+    """Return the end of a rank whose process does not end, although its agent answers."""
     step, phase, _ = beat
     why = (
         f"its process did not end within {within_s:.0f} s of SIGKILL, as one that waits for a "
@@ -139,12 +142,11 @@ def classify_stuck(rank: RankRecord, beat: Beat, at: float, within_s: float) -> 
 def lost_at(
     host: str, ends: Iterable[End], answered: float | None, now: float, interval: float, alone: bool
 ) -> float:
-    """When a rank was lost, in seconds since the epoch: Ray reports a node that is cut off seconds
-    later.
+    """Return when a rank was lost, in seconds since the epoch.
 
-    `answered`: when its agent last answered; None if it never did. `interval`: seconds between two
-    answers. `alone`: no other rank has failed so far. If one has, an answer that is overdue must
-    not make this rank the first cause.
+    Ray reports a node that is cut off seconds later. `answered`: when its agent last answered; None
+    if it never did. `interval`: seconds between two answers. `alone`: whether no other rank has
+    failed so far. If one has, an overdue answer must not make this rank the first cause.
     """
     for end in ends:
         if end.how == "lost" and end.host == host:  # all ranks of a node are lost at once

@@ -1,5 +1,4 @@
-"""When to stop the ranks of an attempt, for which reason, and when an agent that does not answer is
-lost. (pure)"""
+"""When and why to stop an attempt's ranks; when an agent that does not answer is lost. (pure)"""
 
 from __future__ import annotations
 
@@ -19,18 +18,18 @@ GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL when a signal stops the run; `ray job stop` allows three
 seconds in all."""
 ANSWER_S = (0.5, 1.0)
-"""Seconds between two answers of one agent, unless its rank ends: at the start of a run, and later,
-when the ranks need the CPU themselves (an answer costs 3 ms of it, nearly all in Ray)."""
+"""Seconds between two replies of one agent, unless its rank ends: at the start of a run, and later,
+when the ranks need the CPU themselves (a reply costs 3 ms of it, nearly all in Ray)."""
 AGENT_S = 10.0
-"""Seconds after its time within which an agent, or a fork server, must answer."""
+"""Seconds after a reply is due within which an agent, or a fork server, must answer."""
 NODE_S = 30.0
-"""Seconds within which a node tells how a rank has ended: a worker of Ray may have to start there,
-and has a low priority (Ray's worker_niceness is 15)."""
+"""Seconds within which a node reports how a rank ended: a Ray worker may have to start there, and
+has a low priority (Ray's worker_niceness is 15)."""
 UNHEARD = 3
-"""A run of which no agent answers any more is ended after this many times as long: its ranks may
-well go on."""
+"""A run of which no agent answers any more is ended after this multiple of the limit, because its
+ranks may well continue."""
 ANSWERS_PER_S = 300.0
-"""Answers that the driver takes per second; with more ranks each agent answers less often. 1,024
+"""Replies that the driver handles per second; with more ranks each agent answers less often. 1,024
 ranks then cost it a tenth of a core, of which more than half is Ray's part of the calls (bench
 driver)."""
 
@@ -41,27 +40,27 @@ class Stop:
 
     reason: StopReason
     text: str
-    """The same for a person."""
+    """The reason for a person."""
     grace_s: float = 0.0
     """Seconds between SIGTERM and SIGKILL; 0: SIGKILL at once."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """The one deadline that an attempt has at a time; on the monotonic clock, in seconds."""
+    """The single deadline that an attempt has at a time, on the monotonic clock, in seconds."""
 
     due: float | None = None
-    """Before the stop: when to stop all ranks. After it: when ranks whose agents do not answer any
-    more are lost."""
+    """Before the stop: when to stop all ranks. After it: when ranks whose agents no longer answer
+    are lost."""
     stopping: bool = False
-    """The stop was sent."""
+    """Whether the stop was sent."""
     since: float = 0.0
     """An agent that has not answered since then is lost at the deadline."""
     final: float = math.inf
     """When a rank is lost even if its agent answers: its process can't be killed."""
 
     def stop_within(self, seconds: float, now: float) -> Deadlines:
-        """Stop all ranks that many seconds from now, or earlier if an earlier time was set."""
+        """Stop all ranks in that many seconds, or earlier if an earlier time was set."""
         if self.stopping:
             return self
         return replace(
@@ -69,8 +68,10 @@ class Deadlines:
         )
 
     def stop_sent(self, grace_s: float, now: float, ranks: int = 0) -> Deadlines:
-        """So many ranks were sent a stop with that grace period. A second stop sets the deadline
-        again."""
+        """Note that so many ranks were sent a stop with that grace period.
+
+        A second stop sets the deadline again.
+        """
         killed = now + grace_s
         due = killed + longest(SILENT_S, ranks)
         return Deadlines(due, stopping=True, since=now, final=max(due, killed + DYING_S))
@@ -81,12 +82,12 @@ class Deadlines:
         return replace(self, due=due, since=now)
 
     def left(self, now: float) -> float | None:
-        """Seconds until the deadline; None without one."""
+        """Return the seconds until the deadline; None without one."""
         return None if self.due is None else max(0.0, self.due - now)
 
 
 def culprit_wait(end: End) -> float | None:
-    """Seconds after this end within which all ranks are stopped; None if it is no failure.
+    """Return the seconds after this end within which all ranks are stopped; None if not a failure.
 
     A failure that another rank may have caused leaves that rank time to fail by itself.
     """
@@ -96,35 +97,42 @@ def culprit_wait(end: End) -> float | None:
 
 
 def stop_when_due(ends: Iterable[End], drain: DrainNotice | None) -> Stop:
-    """The stop to send at the deadline: for the failure, or for the drain if no rank has failed."""
+    """Return the stop to send at the deadline.
+
+    It is for the failure, or for the drain if no rank has failed.
+    """
     if drain is not None and not any(end.failed for end in ends):
         return drain_stop(drain)
     return Stop(StopReason.FAILURE, "a rank failed")
 
 
 def drain_stop(drain: DrainNotice) -> Stop:
-    """The stop after which ranks leave nodes that are drained."""
+    """Return the stop after which ranks leave nodes that are drained."""
     return Stop(StopReason.DRAIN, "its nodes are drained", drain.share_s)
 
 
 def answer_interval(running_s: float, ranks: int) -> float:
-    """Seconds that an agent may collect news before it answers. `running_s`: seconds since the
-    ranks have met."""
+    """Return the seconds that an agent may collect news before it answers.
+
+    `running_s`: seconds since the ranks have met.
+    """
     first, later = ANSWER_S
     return max(min(later, max(first, running_s / 20)), ranks / ANSWERS_PER_S)
 
 
 def longest_interval(ranks: int) -> float:
-    """The longest `answer_interval` of a run of that many ranks."""
+    """Return the longest `answer_interval` of a run of that many ranks."""
     return max(ANSWER_S[1], ranks / ANSWERS_PER_S)
 
 
 def late_answer(ranks: int) -> float:
-    """Seconds that an agent answers later than with few ranks, for which the limits of a hang are
-    made."""
+    """Return the seconds that an agent answers later than with few ranks.
+
+    The limits of a hang are made for few ranks.
+    """
     return longest_interval(ranks) - ANSWER_S[1]
 
 
 def agent_limit(ranks: int) -> float:
-    """Seconds after which an agent that has not answered a call is silent."""
+    """Return the seconds after which an agent that has not answered a call is silent."""
     return AGENT_S + longest_interval(ranks)

@@ -1,4 +1,4 @@
-"""Learn while ranks train that their nodes are drained. (driver)"""
+"""Notices, while ranks train, that their nodes are drained. (driver)"""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from raydist.cluster.drain import DrainNotice, drain_notice
 from raydist.launch.worker_group import WorkerGroup
 
 POLL_S = 1.0
-"""Seconds between two polls, of a millisecond each. Spot instances get 30 to 120 seconds of
-notice."""
+"""Seconds between two polls, of a millisecond each. Spot instances get 30 to 120 seconds of notice.
+"""
 
 
 class DrainMonitor(AbstractContextManager["DrainMonitor"]):
-    """One attempt's watch over its nodes. Inside the `with` block a thread polls, and calls `post`
-    once at most."""
+    """Monitors the nodes of one attempt.
+
+    Inside the `with` block a thread polls, and calls `post` at most once.
+    """
 
     def __init__(self, group: WorkerGroup, post: Callable[[DrainNotice], None]) -> None:
         self._group, self._post = group, post

@@ -1,5 +1,7 @@
-"""Examine all ranks when one is silent for longer than its steps explain; end the run for a certain
-hang. (driver)"""
+"""Examines all ranks when one is silent too long; ends the run for a certain hang. (driver)
+
+A rank is silent too long if its steps do not explain the silence.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,10 @@ CHECK_S = 0.25
 
 
 class HangMonitor(AbstractContextManager["HangMonitor"]):
-    """One attempt's stall check. Leaving the `with` block ends it: nothing is reported afterwards.
+    """One attempt's stall check; leaving the `with` block ends it: nothing is reported afterwards.
 
-    The supervisor passes heartbeats in. The ranks are examined in a thread of the monitor's own,
-    which writes the event `hang` and the stacks, and calls `post` only if the run is to be ended
-    for it.
+    The supervisor passes heartbeats in. The ranks are examined in a separate thread, which writes
+    the event `hang` and the stacks, and calls `post` only if the run is to be ended for it.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         self._logs = logs
         self._post = post
         self._lock = threading.Lock()
-        """Guards all below; Events has a lock of its own, which is taken inside this one, never
+        """Guards everything below. Events has its own lock, which is taken inside this one, never
         around it."""
         self._stalls = StallCheck(settings, deadlines.late_answer(len(group.plan.slots)))
         self._unheard: dict[int, Beat] = {}
@@ -60,8 +61,10 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._closed = True
 
     def note(self, rank: int, beat: Beat, age: float) -> None:
-        """Take in a heartbeat, `age` seconds old, as its agent has just read it. Examine all ranks
-        if one is silent."""
+        """Record a heartbeat, `age` seconds old when its agent read it.
+
+        Examines all ranks if one is silent.
+        """
         now = time.monotonic()
         with self._lock:
             self._stalls.note(rank, beat, now - age)
@@ -78,35 +81,34 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         ).start()
 
     def beat(self, rank: int) -> Beat:
-        """The last heartbeat of a rank."""
+        """Return the last heartbeat of a rank."""
         return self.beats().get(rank, (0, "", 0.0))
 
     def beats(self) -> dict[int, Beat]:
-        """The last heartbeat of each rank that runs."""
+        """Return the last heartbeat of each running rank."""
         with self._lock:
             return self._unheard | self._stalls.beats()
 
     def leave_out(self, rank: int) -> None:
-        """The agent of this rank is silent: nobody knows what the rank does, but its last
-        heartbeat."""
+        """Leave out a rank whose agent is silent: only its last heartbeat is known."""
         with self._lock:
             self._unheard[rank] = self._stalls.beats().get(rank, (0, "", 0.0))
             self._stalls.forget(rank)
 
     def stalled(self) -> bool:
-        """Whether ranks that are heard stand still for longer than their steps explain."""
+        """Return whether a rank whose agent answers is silent for longer than its steps explain."""
         with self._lock:
             return self._stalls.silent(time.monotonic())
 
     def ended(self, rank: int) -> None:
-        """This rank has ended: it is not silent."""
+        """Note that this rank has ended: it is not silent."""
         with self._lock:
             self._stalls.forget(rank)
 
     def _examine(
         self, calls: Mapping[int, Future[RankActivity | None]], beats: Mapping[int, Beat]
     ) -> None:
-        """In a thread. Whatever goes wrong with one diagnosis, the next one is made."""
+        """Diagnose in a thread. Whatever goes wrong with one diagnosis, the next one is made."""
         try:
             self._diagnose(answers_of(calls), beats)
         except Exception as error:
@@ -127,8 +129,10 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._post(hang)
 
     def _at_work(self, answers: Mapping[int, RankActivity]) -> bool:
-        """Whether ranks that report no steps make further collectives: they were between two of
-        them."""
+        """Return whether ranks that report no steps make further collectives.
+
+        They were then between two of them.
+        """
         with self._lock:
             unpaced = self._stalls.unpaced()
         if not unpaced or not any(found.collectives for found in answers.values()):
@@ -154,8 +158,10 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         )
 
     def _weigh(self, diagnosis: Diagnosis, went_on: bool, at_work: bool) -> ConfirmedHang | None:
-        """Report a new diagnosis; return the hang if the run is to be ended. `went_on`: a rank has,
-        meanwhile."""
+        """Report a new diagnosis; return the hang if the run is to be ended.
+
+        `went_on`: whether a rank has made progress meanwhile.
+        """
         with self._lock:
             now = time.monotonic()
             if self._closed or not (
@@ -188,7 +194,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
 
 
 def answers_of(calls: Mapping[int, Future[RankActivity | None]]) -> dict[int, RankActivity]:
-    """By rank, of those that run and whose agent answers in time."""
+    """Return the activity by rank, of those that run and whose agents answer in time."""
     wait(calls.values(), timeout=longest(EXAMINE_S, len(calls)))
     answers = {
         rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()
@@ -197,8 +203,10 @@ def answers_of(calls: Mapping[int, Future[RankActivity | None]]) -> dict[int, Ra
 
 
 def newest_collective(found: RankActivity) -> tuple[int, int]:
-    """The numbers of a rank's last collective and of its last operation with one other rank; 0
-    where there is none."""
+    """Return the numbers of a rank's last collective and last operation with a single peer.
+
+    A number is 0 if there is none.
+    """
     numbers = [
         (each["collective_seq_id"] or 0, each["p2p_seq_id"] or 0) for each in found.collectives
     ]

@@ -1,5 +1,4 @@
-"""What each silent rank was found doing -> which ranks block the others, and whether that is
-certain. (pure)"""
+"""What silent ranks are doing -> which of them block the others, and how certain that is. (pure)"""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ LEAVES = re.compile(
     r'/raydist/worker/backends/__init__\.py", line \d+ in join\n.*/contextlib\.py", line \d+ in '
     r"__exit__"
 )
-"""The frames of a rank whose job has returned, and which waits for the others before it leaves the
+"""The frames of a rank whose job has returned and which waits for the others before it leaves the
 process group."""
 LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|<frozen|<string>")
 LAUNCH = re.compile(
     r"^<frozen runpy>|/runpy\.py|/raydist/(node/\w+|worker/(main|program|target))\.py"
 )
-"""Frames between the start of the process and the first of the job's own."""
+"""Frames between the start of the process and the job's first frame."""
 SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce"})
 """Collectives to which all ranks must bring tensors of one size."""
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -37,7 +36,7 @@ FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)'
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank was found doing."""
+    """What one rank was doing when it was examined."""
 
     rank: int
     host: str
@@ -45,7 +44,7 @@ class RankState:
     phase: str = ""
     pid: int = 0
     state: str = ""
-    """State of the process, as in /proc/PID/stat: R runs, S sleeps, D waits for a device, T
+    """The state of the process, as in /proc/PID/stat: R runs, S sleeps, D waits for a device, T
     stopped, t traced."""
     busy: float = 0.0
     """CPUs that it used while it was examined: 1.0 is one CPU."""
@@ -53,18 +52,18 @@ class RankState:
     """Python stacks in faulthandler's format, the main thread's as current; empty if the rank could
     not answer."""
     collectives: Sequence[Mapping[str, Any]] = ()
-    """The last entries of torch's flight recorder, the oldest first."""
+    """The last entries of torch's flight recorder, oldest first."""
 
     @property
     def frames(self) -> list[re.Match[str]]:
-        """The frames of the main thread, the innermost first."""
+        """The frames of the main thread, innermost first."""
         _, _, current = self.stack.rpartition("Current thread")
         return list(FRAME.finditer(current))
 
     @property
     def waits_in(self) -> Mapping[str, Any] | None:
         """The first collective that it has begun and not finished."""
-        # gloo leaves the state at "scheduled"; only NCCL sets "completed"
+        # gloo leaves the state at "scheduled"; only NCCL sets "completed".
         pending = (
             call
             for call in self.collectives
@@ -93,7 +92,7 @@ class RankState:
 
     @property
     def place(self) -> str:
-        """The innermost line of the job's own code: `line 31 of train.py, in job`."""
+        """The innermost line of the job's own code, such as `line 31 of train.py, in job`."""
         own = next((frame for frame in self.frames if not LIBRARY.search(frame["file"])), None)
         return f"line {own['line']} of {own['file']}, in {own['name']}" if own else ""
 
@@ -107,21 +106,25 @@ class Diagnosis:
     culprits: tuple[int, ...] = ()
     """The ranks that block the others."""
     certain: bool = False
-    """Waiting longer cannot help."""
+    """Whether waiting longer cannot help."""
     states: Sequence[RankState] = field(default=(), repr=False)
     """All ranks that were examined."""
 
     @property
     def final(self) -> Diagnosis:
-        """The diagnosis with which a run is ended: it always has a text, and culprits if any rank
-        was examined."""
+        """The diagnosis with which a run is ended.
+
+        It always has a text, and culprits if any rank was examined.
+        """
         found = "; ".join(f"{name([each])} {doing(each)}" for each in self.states[:4])
         text = self.text or found or "no rank makes progress, and none could be examined"
         return replace(self, text=text, culprits=self.culprits or rank_numbers(self.states))
 
     def stack_of(self, rank: int) -> str:
-        """The main thread's stack of that rank as a traceback, the innermost line last, from the
-        job's first frame."""
+        """Return a rank's main thread's stack as a traceback, innermost line last.
+
+        It begins at the job's first frame.
+        """
         frames = [
             frame for each in self.states if each.rank == rank for frame in reversed(each.frames)
         ]
@@ -138,12 +141,15 @@ class ConfirmedHang:
     """When the first rank fell silent, in seconds since the epoch."""
 
     def blames(self, rank: int) -> bool:
-        """Whether this rank is to blame; without culprits every rank is."""
+        """Return whether this rank is to blame; without culprits every rank is."""
         return rank in (self.diagnosis.culprits or (rank,))
 
 
 def diagnose(ranks: Sequence[RankState]) -> Diagnosis:
-    """Why these ranks, all that run, are silent. The first check that applies decides."""
+    """Return why these ranks, which are all that run, are silent.
+
+    The first check that applies decides.
+    """
     for check in (_stopped, _different, _absent, _all_wait):
         if (found := check(ranks)) is not None:
             return replace(found, states=tuple(ranks))
@@ -151,7 +157,10 @@ def diagnose(ranks: Sequence[RankState]) -> Diagnosis:
 
 
 def _stopped(ranks: Sequence[RankState]) -> Diagnosis | None:
-    """A signal stopped a rank. A rank under a debugger is not certain to hang: it will continue."""
+    """Find ranks that a signal stopped.
+
+    A rank under a debugger is not certain to hang: it will continue.
+    """
     held = [rank for rank in ranks if rank.state in ("T", "t")]
     if not held:
         return None
@@ -167,7 +176,7 @@ def _stopped(ranks: Sequence[RankState]) -> Diagnosis | None:
 
 
 def _different(ranks: Sequence[RankState]) -> Diagnosis | None:
-    """All ranks wait, in different collectives: none of these can complete."""
+    """Find that all ranks wait, but in different collectives, none of which can complete."""
     if len(ranks) < 2 or any(rank.waits_in is None or not rank.idle for rank in ranks):
         return None
     kinds: dict[str, list[RankState]] = {}
@@ -177,7 +186,7 @@ def _different(ranks: Sequence[RankState]) -> Diagnosis | None:
     if len(same) == 1:
         return None
     # In different process groups, or in send and recv, ranks may wait in different ones while data
-    # is on its way.
+    # is in transit.
     certain = len({of for of, *_ in same}) == 1 and not any(
         (rank.waits_in or {}).get("is_p2p") for rank in ranks
     )
@@ -189,7 +198,7 @@ def _different(ranks: Sequence[RankState]) -> Diagnosis | None:
 
 
 def _absent(ranks: Sequence[RankState]) -> Diagnosis | None:
-    """Some ranks wait for others, which are not in a collective."""
+    """Find that some ranks wait for others, which are not in a collective."""
     waiting = [rank for rank in ranks if rank.waiting and rank.idle and not rank.left]
     absent = [rank for rank in ranks if rank not in waiting]
     if not waiting or not absent:
@@ -204,7 +213,7 @@ def _absent(ranks: Sequence[RankState]) -> Diagnosis | None:
 
 
 def _all_wait(ranks: Sequence[RankState]) -> Diagnosis | None:
-    """All ranks wait in the same collective, or all are idle."""
+    """Find that all ranks wait in the same collective, or all are idle."""
     if not all(rank.idle for rank in ranks):
         return None
     if all(rank.waits_in is not None for rank in ranks) and len(ranks) > 1:
@@ -219,7 +228,7 @@ def _all_wait(ranks: Sequence[RankState]) -> Diagnosis | None:
 
 
 def doing(rank: RankState) -> str:
-    """What a rank is doing that does not wait in a collective."""
+    """Return what a rank that does not wait in a collective is doing."""
     line = at(rank)
     if rank.state == "D":
         return f"waits for a disk or a device{line}"
@@ -235,7 +244,7 @@ def doing(rank: RankState) -> str:
 
 
 def describe_collective(entry: Mapping[str, Any]) -> str:
-    """A collective in words: `all_reduce of [[3]], number 12`."""
+    """Return a text such as `all_reduce of [[3]], number 12`."""
     what = str(entry.get("profiling_name", "a collective")).rpartition(":")[2]
     sizes = entry.get("input_sizes") or []
     number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
@@ -246,8 +255,10 @@ def describe_collective(entry: Mapping[str, Any]) -> str:
 
 
 def collective_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """(group, number, name, and sizes where these must agree): equal for the calls of one
-    collective on all ranks."""
+    """Return a key that is equal for all ranks' calls of one collective.
+
+    It is (group, number, name, and sizes where these must agree).
+    """
     what = str(entry.get("profiling_name")).rpartition(":")[2]
     group = str((entry.get("process_group") or ["0"])[0])
     return (
@@ -263,7 +274,7 @@ def at(rank: RankState) -> str:
 
 
 def name(ranks: Sequence[RankState]) -> str:
-    """`rank 3 on node-1`, `ranks 0-2`."""
+    """Return a text such as `rank 3 on node-1` or `ranks 0-2`."""
     if len(ranks) == 1:
         return f"rank {ranks[0].rank} on {ranks[0].host}"
     return f"ranks {rank_ranges(rank.rank for rank in ranks)}"

@@ -11,8 +11,8 @@ from raydist.settings.config import Hang
 LEARN = 3
 """Steps after which the pace of a rank is known."""
 UNKNOWN_S = 60.0
-"""Seconds of silence after which the ranks are examined while a rank's pace is unknown. By itself
-that ends no rank."""
+"""Seconds of silence after which the ranks are examined while a rank's pace is unknown. This alone
+ends no rank."""
 SLOW = frozenset({"start", "evaluate", "save"})
 """Phases whose length does not depend on the time of a step."""
 
@@ -31,25 +31,25 @@ class RankPace:
     stepped: float = 0.0
     """When its last step ended, on its own clock."""
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-    """Seconds of a step, each as the mean of those between two heartbeats."""
+    """Seconds of a step, each the mean of the steps between two heartbeats."""
     learnt: int = 0
     """Steps that `steps` has counted."""
 
 
 @dataclass
 class StallCheck:
-    """Which ranks are silent. Times are seconds on the driver's monotonic clock."""
+    """Determines which ranks are silent. Times are seconds on the driver's monotonic clock."""
 
     settings: Hang
     late_s: float = 0.0
-    """Seconds more that a heartbeat may take to come than `hang.after_s` allows for; not 0 with
-    many ranks."""
+    """Additional seconds beyond `hang.after_s` that a heartbeat may take to arrive; not 0 with many
+    ranks."""
     paces: dict[int, RankPace] = field(default_factory=dict)
     again: float = 0.0
-    """Silence in seconds after which to examine again, once that was in vain."""
+    """Seconds of silence after which to examine again, once an examination found nothing."""
 
     def note(self, rank: int, beat: Beat, now: float) -> None:
-        """Take in a heartbeat that was written at `now`."""
+        """Record a heartbeat that was written at `now`."""
         pace = self.paces.setdefault(rank, RankPace(heard=now))
         if beat == pace.beat:
             return
@@ -63,15 +63,15 @@ class StallCheck:
         self.again = 0.0
 
     def forget(self, rank: int) -> None:
-        """This rank has ended."""
+        """Remove a rank that has ended."""
         self.paces.pop(rank, None)
 
     def beats(self) -> dict[int, Beat]:
-        """The last heartbeat of each rank that runs."""
+        """Return the last heartbeat of each running rank."""
         return {rank: pace.beat for rank, pace in self.paces.items()}
 
     def allowed(self, pace: RankPace) -> float:
-        """Seconds that this rank may be silent before all ranks are examined."""
+        """Return the seconds that this rank may be silent before all ranks are examined."""
         known = pace.learnt >= LEARN and pace.beat[1] not in SLOW
         step = (
             self.settings.after_s + self.settings.steps * statistics.median(pace.steps)
@@ -81,30 +81,33 @@ class StallCheck:
         return min(self.settings.limit_s, step)
 
     def unpaced(self) -> bool:
-        """Whether some rank has reported too few steps for its silence to mean that it stands
-        still."""
+        """Return whether a rank has reported too few steps for its silence to mean a hang."""
         return any(pace.learnt < LEARN for pace in self.paces.values())
 
     def silence(self, now: float) -> float:
-        """The longest silence in seconds."""
+        """Return the longest silence in seconds."""
         return max((now - pace.heard for pace in self.paces.values()), default=0.0)
 
     def over(self, now: float) -> bool:
-        """Whether a rank was silent beyond `hang.limit_s`. Ranks without a heartbeat, as of a
-        script, do not count."""
+        """Return whether a rank was silent beyond `hang.limit_s`.
+
+        Ranks without a heartbeat, such as those of a script, do not count.
+        """
         return any(
             now - pace.heard > self.settings.limit_s for pace in self.paces.values() if pace.beat[2]
         )
 
     def silent(self, now: float) -> bool:
-        """Whether it is time to examine all ranks."""
+        """Return whether it is time to examine all ranks."""
         return any(
             now - pace.heard > max(self.allowed(pace) + self.late_s, self.again)
             for pace in self.paces.values()
         )
 
     def examined(self, now: float) -> None:
-        """The ranks were examined. The next time is after twice the silence, but once more at the
-        limit."""
+        """Note that the ranks were examined.
+
+        The next time is after twice the silence, but once more at the limit.
+        """
         silence, limit = self.silence(now), self.settings.limit_s
         self.again = min(2 * silence, limit) if silence < limit else 2 * silence

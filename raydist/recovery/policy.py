@@ -12,11 +12,11 @@ from raydist.settings.config import Job, Restart
 from raydist.shared.outcome import Attempt, End
 
 NEVER = frozenset({"ConfigError", "LaunchError"})
-"""Exceptions that a retry cannot help: a setting is wrong, or a file, a module or a device is
+"""Exceptions for which a retry cannot help: a setting is wrong, or a file, a module or a device is
 missing."""
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT})
-"""Signals that another process sends: the same one twice at the same step says nothing about the
-job."""
+"""Signals that another process sends: the same one twice at the same step is no evidence of a fault
+in the job."""
 USUAL = 3
 """`restart.max` of jobs that do not set it."""
 STUCK = 3
@@ -30,17 +30,16 @@ class Retry:
     past: tuple[Attempt, ...]
     """The attempts so far; the last one failed, or was ended to change the number of nodes."""
     elsewhere: bool = False
-    """In a new placement: the nodes are drained, and too few others are ready."""
+    """Whether it is in a new placement: the nodes are drained, and too few others are ready."""
 
     @property
     def number(self) -> int:
-        """Attempts before it."""
+        """The number of attempts before it."""
         return len(self.past)
 
     @property
     def failures(self) -> int:
-        """The number of this restart for a person: a change of the number of nodes is no
-        failure."""
+        """The number of this restart for a person: changing the number of nodes is no failure."""
         return sum(first_cause(attempt.ends) is not None for attempt in self.past)
 
     @property
@@ -50,16 +49,16 @@ class Retry:
 
     @property
     def reached(self) -> int:
-        """The last step that any rank had reached, in the last attempt whose ranks made one."""
+        """The last step that any rank reached, in the last attempt whose ranks made one."""
         return next((each.reached for each in reversed(self.past) if each.reached), 0)
 
     @property
     def since(self) -> float:
-        """When the attempt before it failed or ended, in seconds since the epoch."""
+        """When the previous attempt failed or ended, in seconds since the epoch."""
         return self.cause.at if self.cause else max(end.at for end in self.past[-1].ends)
 
     def as_event(self, rule: Restart) -> dict[str, Any]:
-        """The facts of the event `restart`."""
+        """Return the facts of the event `restart`."""
         end = self.cause
         assert end is not None, "no rank has failed"
         return {
@@ -83,16 +82,16 @@ class GiveUp:
 
 
 def rule(job: Job) -> Restart:
-    """The job's restart rule, with the default of `restart.max` for this kind of job."""
+    """Return the job's restart rule, with the default of `restart.max` for this kind of job."""
     fixed = job.scale.max_nodes is None and not job.scale.spares
     usual = 0 if job.backend.name == "mpi" or (job.script and fixed) else USUAL
     return job.restart if job.restart.max is not None else replace(job.restart, max=usual)
 
 
 def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) -> Retry | GiveUp:
-    """What follows the last of these attempts.
+    """Return what follows the last of these attempts.
 
-    `replaceable`: other nodes are ready to replace those that are drained.
+    `replaceable`: whether other nodes are ready to replace those that are drained.
     """
     last = past[-1]
     end = first_cause(last.ends)
@@ -114,15 +113,19 @@ def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) ->
 
 
 def is_drained(attempt: Attempt) -> bool:
-    """Whether the attempt was ended because nodes are drained: they still run, and are about to be
-    taken away."""
+    """Return whether the attempt was ended because nodes are drained.
+
+    Such nodes still run, and are about to be taken away.
+    """
     end = first_cause(attempt.ends)
     return end is not None and end.how == "drained"
 
 
 def counts(rule: Restart, attempt: Attempt, now: float) -> bool:
-    """Whether a failure counts towards `restart.max`: not if it is old, or if the cluster took the
-    node away."""
+    """Return whether a failure counts towards `restart.max`.
+
+    It does not if it is old, or if the cluster took the node away.
+    """
     end = first_cause(attempt.ends)
     return (
         end is not None
@@ -132,8 +135,10 @@ def counts(rule: Restart, attempt: Attempt, now: float) -> bool:
 
 
 def without_progress(past: Sequence[Attempt]) -> int:
-    """Failures in a row, up to the last attempt, since an attempt reached a step that none had
-    reached before."""
+    """Return the consecutive failures since an attempt last reached a new step.
+
+    A step is new if no earlier attempt had reached it. The last attempt is included.
+    """
     furthest, count = -1, 0
     for attempt in past:
         end = first_cause(attempt.ends)
@@ -147,7 +152,10 @@ def without_progress(past: Sequence[Attempt]) -> int:
 
 
 def same(one: End | None, other: End) -> bool:
-    """Whether two failures are one fault of the job: same step, same kind of end, same message."""
+    """Return whether two failures are one fault of the job.
+
+    They are if step, kind of end and message are the same.
+    """
     sent = other.how != "raised" and other.signal in FROM_OUTSIDE and not other.oom
     if one is None or other.how in ("lost", "drained") or sent:
         return False
@@ -155,5 +163,5 @@ def same(one: End | None, other: End) -> bool:
 
 
 def first_line(end: End) -> str:
-    """The failure on one line."""
+    """Return the failure on one line."""
     return describe_end(end).splitlines()[0][:200]

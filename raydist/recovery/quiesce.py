@@ -1,4 +1,4 @@
-"""Have all ranks stop after the same step, for a drain or for another number of ranks. (driver)"""
+"""Has all ranks stop after the same step, for a drain or for another number of ranks. (driver)"""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from raydist.messages.request import AnyReply, Request
 from raydist.shared.events import Event
 
 REPLY_S = 60.0
-"""Longest wait for the steps of all ranks. They come from a thread of each rank, so within
+"""Limit on the wait for the steps of all ranks. They come from a thread of each rank, so within
 milliseconds."""
 
 
 class Quiesce(AbstractContextManager["Quiesce"]):
-    """One attempt's way to a point where its ranks can be stopped and no step is lost.
+    """Brings one attempt to a point where its ranks can be stopped without losing a step.
 
     A program (`script=`) can be stopped at once, as under torchrun. raydist.fit stops after a step
-    that is common to all ranks (worker.context.StopRequest). A function with a loop of its own can
-    be stopped after its next checkpoint.
+    that is common to all ranks (worker.context.StopRequest). A function with its own loop can be
+    stopped after its next checkpoint.
     """
 
     def __init__(self, group: WorkerGroup, script: bool) -> None:
@@ -34,13 +34,13 @@ class Quiesce(AbstractContextManager["Quiesce"]):
         self._closed.set()
 
     def request(self) -> bool:
-        """Bring the ranks to such a point; whether they can be stopped now."""
+        """Bring the ranks to such a point; return whether they can be stopped now."""
         self._requested = True
         self._ask()
         return self._script
 
     def note(self, rank: int, event: Event) -> bool:
-        """Take in an event of a rank; whether the ranks can be stopped now."""
+        """Record an event of a rank; return whether the ranks can be stopped now."""
         kind = event["kind"]
         if kind == "begin" and rank == 0:
             self._fit = True
@@ -56,16 +56,16 @@ class Quiesce(AbstractContextManager["Quiesce"]):
             threading.Thread(target=self._agree, name="raydist-quiesce", daemon=True).start()
 
     def _agree(self) -> None:
-        """Until all ranks agree, or one has ended, or the attempt has."""
+        """Try until all ranks agree, or one has ended, or the attempt has."""
         while not self._closed.is_set() and self.agree() is None:
             pass
 
     def agree(self) -> int | None:
-        """Have every rank hold, and stop after the largest step that one of them is making; that
-        step.
+        """Have every rank hold, then stop after the largest current step of all; return that step.
 
-        None: a rank did not answer in time, as one that compiles; all continue. -1: a rank has
-        ended, of which the supervisor learns from its agent, or the attempt is over.
+        Returns None if a rank did not answer in time, such as one that compiles; all continue.
+        Returns -1 if a rank has ended, of which its agent notifies the supervisor, or the attempt
+        is over.
         """
         replies = self._ask_each(HoldRank())
         wait(replies, timeout=REPLY_S)
@@ -73,9 +73,8 @@ class Quiesce(AbstractContextManager["Quiesce"]):
         if failed or self._closed.is_set():
             return -1
         if not all(reply.done() for reply in replies):
-            self._ask_each(
-                ReleaseRank()
-            )  # they would stand still until the run is ended for a hang
+            # They would be paused until the run is ended for a hang.
+            self._ask_each(ReleaseRank())
             return None
         step = max(reply.result() for reply in replies)
         self._ask_each(StopAfter(step))

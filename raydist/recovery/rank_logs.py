@@ -1,5 +1,4 @@
-"""What each rank printed, in files of the run folder: rank-N.log, and rank-N.nccl for NCCL's own
-log. (driver)"""
+"""What each rank printed, in the run folder: rank-N.log, and rank-N.nccl of NCCL. (driver)"""
 
 from __future__ import annotations
 
@@ -29,12 +28,14 @@ class RankLogs(AbstractContextManager["RankLogs"]):
         self._stack.close()
 
     def path(self, rank: int) -> Path:
-        """The log of a rank."""
+        """Return the path of a rank's log."""
         return self._folder / f"rank-{rank}.log"
 
     def append(self, rank: int, output: bytes, nccl: bytes) -> None:
-        """Append what a rank printed, and what NCCL wrote for it. On a full disk it is dropped; the
-        events say so."""
+        """Append what a rank printed, and what NCCL wrote for it.
+
+        On a full disk it is dropped; the events report that.
+        """
         with suppress(OSError):
             self._files[rank].write(output)
             if nccl:
@@ -42,7 +43,7 @@ class RankLogs(AbstractContextManager["RankLogs"]):
                     file.write(nccl)
 
     def tail(self, rank: int) -> str:
-        """The end of a rank's log."""
+        """Return the end of a rank's log."""
         with self.path(rank).open("rb") as file:
             file.seek(max(0, self.path(rank).stat().st_size - TAIL))
             return file.read().decode(errors="replace")

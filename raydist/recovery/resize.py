@@ -1,4 +1,4 @@
-"""Learn while ranks train that nodes have joined which the run can use. (driver)"""
+"""Notices, while ranks train, that nodes have joined which the run can use. (driver)"""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from raydist.shared.errors import last_line
 from raydist.shared.events import Events
 
 LOOK_S = 1.0
-"""Seconds between two looks at the nodes of the cluster."""
+"""Seconds between two checks of the nodes of the cluster."""
 
 
 @dataclass(frozen=True)
 class NodesJoined:
-    """There are more nodes than the ranks use."""
+    """A message: there are more nodes than the ranks use."""
 
     text: str
 
 
 class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
-    """One attempt's watch over the number of nodes. Inside the `with` block a thread looks, and
-    calls `post` once."""
+    """Monitors the number of nodes during one attempt.
+
+    Inside the `with` block a thread checks it, and calls `post` once.
+    """
 
     def __init__(
         self, group: WorkerGroup, events: Events, post: Callable[[NodesJoined], None]
@@ -54,14 +56,16 @@ class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
                 posted = True
 
     def _growth(self) -> str:
-        """The growth, for a person; empty if there is none. Also prepares the nodes that have
-        joined."""
+        """Return the growth, for a person; empty if there is none.
+
+        Also prepares the nodes that have joined.
+        """
         standby = self._group.standby
         if standby is None:
             return ""
         try:
             return standby.growth()
-        except Exception as error:  # Ray's head does not answer now: the next look asks again
+        except Exception as error:  # Ray's head does not answer now: the next check tries again
             text = f"can't look for more nodes now: {type(error).__name__}: {last_line(error)}"
             if text != self._warned:
                 self._events.say("warning", text=text)

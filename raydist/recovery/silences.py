@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 PAUSE_S = 5.0
-"""A look that comes this late tells that the driver itself stood still: its agents had no chance to
-answer."""
+"""A check this late shows that the driver itself was paused: its agents had no chance to answer."""
 
 
 class Silences:
-    """The open call of each rank's agent. Times are seconds on the driver's monotonic clock."""
+    """The open calls to the ranks' agents. Times are seconds on the driver's monotonic clock."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -21,26 +20,26 @@ class Silences:
         self._looked: float | None = None
 
     def asked(self, rank: int, now: float) -> None:
-        """A call to this agent is open."""
+        """Note that a call to this agent is open."""
         self._asked[rank] = now
 
     def answered(self, rank: int) -> None:
-        """It has answered, or its rank has ended."""
+        """Note that the agent has answered, or its rank has ended."""
         self._asked.pop(rank, None)
         self.named.discard(rank)
 
     def heard(self, rank: int, since: float) -> bool:
-        """Whether this agent has answered a call since then."""
+        """Return whether this agent has answered a call since then."""
         return self._asked.get(rank, -math.inf) >= since
 
     def over(self, seconds: float) -> bool:
-        """Whether an agent had not answered for so long at the last look."""
+        """Return whether, at the last check, an agent had not answered for `seconds`."""
         return self._looked is not None and any(
             self._looked - at > seconds for at in self._asked.values()
         )
 
     def look(self, now: float) -> list[int]:
-        """The ranks whose agents are silent from now on."""
+        """Return the ranks whose agents are silent from now on."""
         late = self._looked is not None and now - self._looked > PAUSE_S
         self._looked = now
         if late:

@@ -1,5 +1,4 @@
-"""Each rank's own work in a step, and its pauses -> the ranks that slow the others, step after
-step. (pure)"""
+"""Each rank's own work in a step, and its pauses -> the ranks that slow down the others. (pure)"""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ CHECK_S = 5.0
 LEARN = 24
 """Steps that a rank must have timed before it is compared."""
 LASTING = 3
-"""Checks in a row after which a slow rank is reported. In one of them at least, all steps of the
+"""Consecutive checks after which a slow rank is reported. In at least one of them all steps of the
 median are new."""
 LEAST_S = 0.001
 """Seconds of a step below which a difference is not reported, whatever its share."""
@@ -26,8 +25,8 @@ PAUSES = 0.05
 """Share of a rank's time in its garbage collector beyond which it is reported."""
 
 Own = tuple[int, float, float]
-"""(steps timed, seconds of own work in one, seconds of one), as worker.heartbeat.read_compute_time
-returns it."""
+"""(timed steps, seconds of own work in a step, seconds of a step), as
+worker.heartbeat.read_compute_time returns it."""
 
 
 @dataclass
@@ -40,14 +39,16 @@ class Stragglers:
     """Share of a step beyond which a rank is slow, in percent; 0: none is."""
     times: dict[int, Own] = field(default_factory=dict)
     strikes: dict[int, int] = field(default_factory=dict)
-    """Checks in a row in which a rank was slow."""
+    """Consecutive checks in which a rank was slow."""
     named: frozenset[int] = frozenset()
     _due: float = 0.0
     _seen: dict[int, int] = field(default_factory=dict)
 
     def note(self, rank: int, own: Own, now: float) -> list[Slow]:
-        """Take in a rank's times, at `now` seconds of any clock; return the stragglers if there is
-        a new one."""
+        """Record a rank's times, and return the stragglers if one is new.
+
+        `now`: seconds of any clock.
+        """
         if own[0]:
             self.times[rank] = own
         if now < self._due or not self.percent:
@@ -78,16 +79,18 @@ class Pauses:
     hosts: Sequence[str]
     """By rank."""
     together: int = 0
-    """train.gc: all ranks collect after so many steps; 0: each does by itself."""
+    """train.gc: all ranks collect after so many steps; 0: each collects independently."""
     shares: dict[int, float] = field(default_factory=dict)
     strikes: dict[int, int] = field(default_factory=dict)
-    """Checks in a row in which a rank's share was too large."""
+    """Consecutive checks in which a rank's share was too large."""
     named: frozenset[int] = frozenset()
     _due: float = 0.0
 
     def note(self, rank: int, share: float, now: float) -> Event | None:
-        """Take in a rank's share, at `now` seconds of any clock; the facts of an event `slow` if
-        there is a new one."""
+        """Record a rank's share, at `now` seconds of any clock.
+
+        Returns the facts of an event `slow` if a rank is newly slow.
+        """
         self.shares[rank] = share
         if now < self._due:
             return None
@@ -111,7 +114,7 @@ class Pauses:
 def pauses_text(
     ranks: Sequence[int], hosts: Sequence[str], shares: Mapping[int, float], together: int
 ) -> str:
-    """One line: `rank 3 on node-7: Python's garbage collector takes 9% of the time, and …`."""
+    """Return a line: `rank 3 on node-7: Python's garbage collector takes 9% of the time, and …`."""
     mend = "train.gc=100 collects on all ranks at the same step"
     if together:
         mend = f"a larger train.gc than {together} collects less often"
@@ -124,14 +127,17 @@ def pauses_text(
 
 
 def who(ranks: Iterable[int], of_ranks: Iterable[str]) -> str:
-    """`ranks 3 and 5 on node-7, node-8`. `of_ranks`: the host of each."""
+    """Return a text such as `ranks 3 and 5 on node-7, node-8`. `of_ranks`: the host of each."""
     ranks, hosts = list(ranks), list(dict.fromkeys(of_ranks))
     text = f"rank{'' if len(ranks) == 1 else 's'} {rank_ranges(ranks)} on {', '.join(hosts[:4])}"
     return text + (f" and {len(hosts) - 4} more hosts" if len(hosts) > 4 else "")
 
 
 def slower(times: Mapping[int, Own], hosts: Sequence[str], percent: float) -> list[Slow]:
-    """The ranks whose own work exceeds the median of the others by `percent` of a step, by rank."""
+    """Return the ranks, in order, that are slower than the others by `percent` of a step.
+
+    Their own work is compared with the median of the others.
+    """
     found = []
     ordered = sorted(own for _, own, _ in times.values())
     for rank, (_, own, step) in sorted(times.items()):
@@ -142,8 +148,10 @@ def slower(times: Mapping[int, Own], hosts: Sequence[str], percent: float) -> li
 
 
 def own_shares(times: Mapping[int, Own]) -> dict[int, float]:
-    """By rank the share of a step in which the others wait for it, 0 for one that is not slower
-    than they are."""
+    """Return by rank the share of a step in which the others wait for it.
+
+    The share is 0 for a rank that is not slower than the others.
+    """
     if len(times) < 2:
         return {}
     ordered = sorted(own for _, own, _ in times.values())
@@ -155,15 +163,14 @@ def own_shares(times: Mapping[int, Own]) -> dict[int, float]:
 
 
 def median_without(ordered: Sequence[float], one: float) -> float:
-    """The median of these sorted values without one of them."""
+    """Return the median of these sorted values without one of them."""
     at, left = bisect_left(ordered, one), len(ordered) - 1
     low, high = (index + (index >= at) for index in ((left - 1) // 2, left // 2))
     return (ordered[low] + ordered[high]) / 2
 
 
 def straggler_text(slow: Sequence[Slow]) -> str:
-    """One line: `rank 3 on node-7 slows the others: its own work takes 62 ms of a step, the median
-    …`."""
+    """Return a line such as `rank 3 on node-7 slows the others: its own work takes 62 ms of …`."""
     worst = max(slow, key=lambda each: each.share)
     named = who((each.rank for each in slow), (each.host for each in slow))
     slows, its = ("slows", "its") if len(slow) == 1 else ("slow", "their")
@@ -176,7 +183,7 @@ def straggler_text(slow: Sequence[Slow]) -> str:
 
 
 def as_event(slow: Sequence[Slow]) -> dict[str, Any]:
-    """The facts of the event `slow`."""
+    """Return the facts of the event `slow`."""
     ranks = [
         {
             "rank": each.rank,

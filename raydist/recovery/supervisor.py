@@ -1,4 +1,4 @@
-"""Hear all ranks until each has ended; stop the others once one has failed. (driver)"""
+"""Receives messages of all ranks until each has ended; stops them all once one fails. (driver)"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from raydist.shared.outcome import End, Slow, StopReason
 
 @dataclass(frozen=True)
 class NodeAnswer:
-    """What the node of a silent agent knows of the end of its rank."""
+    """What the node of a silent agent knows about the end of its rank."""
 
     rank: int
     found: Future[RecordedEnd | None]
@@ -48,7 +48,7 @@ class NodeAnswer:
 
 @dataclass(frozen=True)
 class ReachableNodes:
-    """Which nodes of silent agents accept connections, by id."""
+    """The ids of those nodes of silent agents that accept connections."""
 
     nodes: frozenset[str]
 
@@ -62,22 +62,22 @@ Message = (
     | DrainNotice
     | NodesJoined
 )
-"""What the supervisor receives: an agent's answer with its rank, a node's, a signal, or the message
-of a monitor."""
+"""What the supervisor receives: the reply of an agent with its rank, or of a node, a signal, or a
+monitor's message."""
 
 LOOK_S = 1.0
-"""Time between two looks at agents that have not answered: each look goes over all ranks."""
+"""Seconds between two checks of agents that have not answered: each goes over all ranks."""
 OTHERS_S = 10.0
 """Seconds after all ranks have met until the actors that host no agent are started. Each is a
-process of Ray that takes most of a second of CPU, when the ranks need it most; a short run goes
-without them."""
+process of Ray that takes most of a second of CPU, when the ranks need it most. A short run never
+starts them."""
 
 
 class Supervisor:
-    """One attempt's monitor loop. Each agent has one call open, which returns when it has news;
-    nothing is polled.
+    """One attempt's monitor loop.
 
-    It keeps the queue, the calls and the files. classify.py and deadlines.py decide.
+    Each agent has one open call, which returns when it has news; nothing is polled. The supervisor
+    keeps the queue, the calls and the files; classify.py and deadlines.py decide.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class Supervisor:
         """Why the ranks were stopped to change the number of nodes, for a person; empty if they
         were not."""
         self.slow: list[Slow] = []
-        """The stragglers that were reported last."""
+        """The stragglers in the latest report."""
         self._group, self._events, self._world = group, events, group.plan.world_size
         self._logs = RankLogs(logs, self._world)
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        post = self._messages.put  # SimpleQueue.put may be called by a signal handler
+        post = self._messages.put  # a signal handler may call SimpleQueue.put
         self._hangs = HangMonitor(group, job.hang, events, logs, post)
         self._sizes = ResizeMonitor(group, events, post)
         self._drains = DrainMonitor(group, post)
@@ -112,20 +112,20 @@ class Supervisor:
         self._raised: dict[int, Event] = {}
         self._clocks = Clocks()
         self._all_started = False
-        """All actors are started."""
+        """Whether all actors are started."""
         self._silences = Silences(deadlines.agent_limit(self._world))
         self._look_at = 0.0
-        """When the agents that have not answered are looked at next, on the monotonic clock."""
+        """When agents that have not answered are checked next, on the monotonic clock."""
         self._asked_nodes: dict[int, float] = {}
-        """When the node of each silent agent was asked, on the monotonic clock."""
+        """When the node of each silent agent got its request, on the monotonic clock."""
         self._reaching = False
-        """A thread connects to the nodes of silent agents."""
+        """Whether a thread is connecting to the nodes of silent agents."""
         self._quiet_servers = set[str]()
         self._answered: dict[int, float] = {}
         """When the agent of each rank last answered, in seconds since the epoch."""
 
     def run(self) -> list[End]:
-        """How each rank ended, by rank. A signal ends them all, and is kept in `stopped`."""
+        """Return how each rank ended, by rank. A signal ends them all, and is kept in `stopped`."""
         with ExitStack() as stack:
             stack.enter_context(signals.passed_to(self._messages.put))
             stack.enter_context(self._logs)
@@ -150,24 +150,23 @@ class Supervisor:
         return [self.ends[rank] for rank in range(self._world)]
 
     def _receive_next(self) -> None:
-        """Handle the next message, if one comes before the deadline and the next look at the
-        agents."""
+        """Handle the next message, if it comes before the deadline and the next agent check."""
         left = self._deadlines.left(time.monotonic())
         with contextlib.suppress(queue.Empty):
             self._receive(self._messages.get(timeout=LOOK_S if left is None else min(left, LOOK_S)))
 
     def _watch(self, rank: int) -> None:
-        """Ask an agent for its next news."""
+        """Request an agent's next news."""
         running_s = time.time() - (self._arrival.met or self._arrival.began)
         self._silences.asked(rank, time.monotonic())
         reply = self._group.call(rank, GetNews(deadlines.answer_interval(running_s, self._world)))
         reply.add_done_callback(lambda done: self._messages.put((rank, done)))
 
     def _look_at_agents(self) -> None:
-        """Name agents that do not answer.
+        """Report agents that do not answer.
 
-        Once nothing else goes on, or all others have ended, their ranks have ended too, or are
-        lost.
+        Once nothing else makes progress, or all other ranks have ended, determine whether their
+        ranks have ended or are lost.
         """
         for rank in self._silences.look(time.monotonic()):
             text = (
@@ -188,7 +187,7 @@ class Supervisor:
             self._reach(self._node(rank) for rank in silent & running)
 
     def _reach(self, nodes: Iterable[str]) -> None:
-        """Connect to these nodes in a thread: each that is cut off takes half a second."""
+        """Connect to these nodes in a thread: each node that is cut off takes half a second."""
         if self._reaching:
             return
         self._reaching = True
@@ -196,15 +195,14 @@ class Supervisor:
 
         def connect() -> None:
             found = frozenset[str]()
-            with contextlib.suppress(Exception):  # Ray does not answer: the next look asks again
+            with contextlib.suppress(Exception):  # Ray does not answer: the next check tries again
                 found = frozenset(self._group.reachable(asked))
             self._messages.put(ReachableNodes(found))
 
         threading.Thread(target=connect, name="raydist-reach", daemon=True).start()
 
     def _on_reached(self, nodes: frozenset[str]) -> None:
-        """Ask the nodes that accept connections for the ends of ranks; Ray will give the others
-        up."""
+        """Ask the nodes that accept connections for ranks' ends; Ray will give up the others."""
         self._reaching = False
         if self._deadlines.stopping:
             return
@@ -222,8 +220,10 @@ class Supervisor:
             self._group.start_other_actors()
 
     def _ask_node(self, rank: int) -> None:
-        """Ask the node of a silent agent whether its rank has ended; if the node does not know, the
-        rank is lost."""
+        """Ask the node of a silent agent whether the agent's rank has ended.
+
+        If the node does not know, the rank is lost.
+        """
         now = time.monotonic()
         if rank not in self._asked_nodes:
             self._asked_nodes[rank] = now
@@ -294,8 +294,10 @@ class Supervisor:
             self._watch(rank)
 
     def _note_server(self, rank: int, quiet_s: float) -> None:
-        """Name a fork server that does not answer, once; its agent ends it if that is in the way of
-        the end."""
+        """Report a fork server that does not answer, once.
+
+        Its agent ends it if that would delay the end of a rank.
+        """
         host = self._host(rank)
         if quiet_s > deadlines.AGENT_S and host not in self._quiet_servers:
             self._quiet_servers.add(host)
@@ -313,7 +315,7 @@ class Supervisor:
             self._events.say("slow", **found)
 
     def _pace(self) -> dict[int, Pace]:
-        """Of each rank that runs and has made a step."""
+        """Return the pace of each running rank that has made a step."""
         beats, times = self._hangs.beats(), dict(self._stragglers.times)
         steps = {rank: step or times.get(rank, (0,))[0] for rank, (step, _, _) in beats.items()}
         return {
@@ -326,14 +328,14 @@ class Supervisor:
         if event["kind"] == "save_shards":
             self._group.save_shards(event)
             return
-        # A node whose clock is minutes ahead would make a run of minutes of one of seconds.
+        # With a node's clock that is minutes ahead, a run of seconds would seem to take minutes.
         event = {**event, "t": self._clocks.here(self._host(rank), event["t"])}
         self._events.add(event)
         if self._quiesce.note(rank, event):
             self._stop_to_move()
         if event["kind"] == "raised":
             self._raised[rank] = event
-            # the process may hang while it exits: the stop does not wait for its end
+            # The process may hang while it exits: the stop does not wait for its end.
             self._stop_within(deadlines.VICTIM_S)
         if self._restart and (cost := self._restart.add(rank, event)):
             self._events.say("restarted", **cost)
@@ -342,15 +344,17 @@ class Supervisor:
             self._events.say("phase", name=name, s=s)
 
     def _on_end(self, rank: int, report: RankEnd, silent: bool = False) -> None:
-        """The process of this rank is gone. `silent`: its agent does not answer."""
+        """Handle the end of a rank's process. `silent`: its agent does not answer."""
         log_tail = self._logs.tail(rank) if report.signal == signal.SIGABRT else ""
         report = replace(report, at=self._clocks.here(self._host(rank), report.at))
         end = classify.classify_end(report, self._known(rank), self._record, log_tail)
         self._ended(replace(end, silent=silent))
 
     def _on_lost(self, rank: int, error: BaseException | None = None) -> None:
-        """The agent of this rank is lost. `error`: of the call to it; None if it did not answer in
-        time."""
+        """Handle the loss of a rank's agent.
+
+        `error`: of the call to the agent; None if the agent did not answer in time.
+        """
         host, interval = self._host(rank), deadlines.longest_interval(self._world)
         at = classify.lost_at(
             host,
@@ -363,7 +367,7 @@ class Supervisor:
         self._ended(classify.classify_lost(self._known(rank), self._hangs.beat(rank), at, error))
 
     def _on_stuck(self, rank: int) -> None:
-        """The process of this rank was sent SIGKILL, and does not end."""
+        """Handle a rank whose process was sent SIGKILL and does not end."""
         known, beat = self._known(rank), self._hangs.beat(rank)
         self._ended(classify.classify_stuck(known, beat, time.time(), deadlines.DYING_S))
 
@@ -380,8 +384,10 @@ class Supervisor:
             self._stop_within(seconds)
 
     def _prepare(self, notice: DrainNotice) -> None:
-        """Nodes are about to be taken away: the ranks stop after a common step, within a part of
-        the time left."""
+        """Prepare for nodes that are about to be taken away.
+
+        The ranks stop after a common step, within a part of the time left.
+        """
         self._events.say(
             "notice", text=notice.text, ranks=notice.ranks, hosts=notice.hosts, s=notice.left_s
         )
@@ -395,10 +401,11 @@ class Supervisor:
         if not self._deadlines.stopping:
             self._stop(deadlines.stop_when_due(self.ends.values(), self._record.drain))
             return
-        for _ in range(self._messages.qsize()):  # answers that came in time, in a run of many ranks
+        # Replies that came in time, in a run of many ranks.
+        for _ in range(self._messages.qsize()):
             self._receive(self._messages.get())
         now = time.monotonic()
-        if self._deadlines.left(now):  # a signal came, and all have its grace period
+        if self._deadlines.left(now):  # a signal came, and all ranks get its grace period
             return
         for rank in sorted(set(range(self._world)) - self.ends.keys()):
             if not self._silences.heard(rank, self._deadlines.since):
@@ -411,8 +418,10 @@ class Supervisor:
         self._deadlines = self._deadlines.stop_within(seconds, time.monotonic())
 
     def _stop_to_move(self) -> None:
-        """The ranks can be stopped: ranks on other nodes, or another number of them, will
-        continue."""
+        """Stop the ranks, now that they can be stopped.
+
+        Ranks on other nodes, or another number of them, will continue.
+        """
         if self._deadlines.stopping or any(end.failed for end in self.ends.values()):
             return
         if self._record.drain is not None:
@@ -423,8 +432,7 @@ class Supervisor:
 
     def _stop(self, stop: Stop) -> None:
         self._events.say("stop", cause=stop.reason.value, reason=stop.text)
-        # to lost ranks as well: an agent that Ray took for dead, or that stood still, may be there
-        # again
+        # Lost ranks too: an agent that Ray took for dead, or that was paused, may be there again.
         self._group.stop((rank for rank in range(self._world) if self._may_run(rank)), stop.grace_s)
         self._deadlines = self._deadlines.stop_sent(stop.grace_s, time.monotonic(), self._world)
 
