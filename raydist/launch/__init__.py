@@ -9,10 +9,10 @@ rendezvous, started ranks.
                           one by all
     gangs.py              The worker groups of ended runs, for later runs of this process with equal
                           resources
-    inline.py             group=inline, without Ray: one rank in this process (pdb works), or some
+    inline.py             group=inline, without Ray: one rank in this process, for pdb, or several
                           processes
-    limits.py             Limits on waits for agents, longer if many ranks answer the driver one by
-                          one
+    limits.py             Limits on waits for agents; longer with many ranks, whose replies come one
+                          by one
     mailbox.py            Requests to a node's agents, and their answers, in one Ray call at a time
     model_check.py        Checks before Ray and ranks start that `model=` can be divided as
                           `parallel=` says
@@ -28,8 +28,8 @@ rendezvous, started ranks.
     runtime_env.py        Ray's runtime_env of a job: the folder and the packages that its nodes get
     shard_saver.py        Has the sharded checkpoints written that the ranks request while they
                           train
-    shared_paths.py       (Job, the paths that each node can't see) -> an error or a warning before
-                          a rank starts
+    shared_paths.py       (Job, paths that each node can't see) -> an error or a warning before a
+                          rank starts
     standby.py            Standby nodes: without ranks but with warm fork servers, as spares or to
                           grow a job
     vitals.py             Reports every few seconds how fast ranks and how busy nodes are: `pace`,

@@ -81,7 +81,7 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
 
 
 def flush_shards(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> None:
-    """Have each node write the shards that it has of a sharded state, if it is not there yet."""
+    """Have each node write the shards that it has of a sharded state, if not yet on disk."""
     held = _ask(nodes, dict.fromkeys(range(len(nodes)), ListShards()), emit)
     chosen = choose_shards({number: each for number, each in held.items() if each is not None})
     if isinstance(chosen, WholeShards):

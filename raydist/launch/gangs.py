@@ -103,10 +103,10 @@ class Gangs:
 
 @dataclass(frozen=True)
 class OneOfMany:
-    """What a run has that is not the only one of its process: no screen and no signals."""
+    """What a run has instead of screen and signals if it is one of several in its process."""
 
     reader: Reader
-    """Gets the events."""
+    """Receives the events."""
     halt: Halt
     gangs: Gangs | None = None
     """What its gang is left to, and taken from; None: it ends with the run."""

@@ -1,4 +1,4 @@
-"""group=inline, without Ray: one rank in this process (pdb works), or some processes. (driver)"""
+"""group=inline, without Ray: one rank in this process, for pdb, or several processes. (driver)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on waits for agents, longer if many ranks answer the driver one by one. (pure)"""
+"""Limits on waits for agents; longer with many ranks, whose replies come one by one. (pure)"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from raydist.state.shard_choice import WholeShards
 class ShardSaver:
     """Has the nodes write, one after another, the checkpoints that an attempt's ranks request.
 
-    Those of a later attempt do not wait for it.
+    The ranks of a later attempt do not wait for them.
     """
 
     def __init__(self, emit: Emit) -> None:

@@ -1,5 +1,4 @@
-"""(Job, the paths that each node can't see) -> an error or a warning before a rank starts.
-(pure)"""
+"""(Job, paths that each node can't see) -> an error or a warning before a rank starts. (pure)"""
 
 from __future__ import annotations
 

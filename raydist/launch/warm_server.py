@@ -48,7 +48,10 @@ def acquire(job: Job) -> WarmServer | None:
 
 
 def prepare(job: Job) -> WarmServer | None:
-    """Have the server of acquire() import what the job's ranks need, while the driver continues."""
+    """Start the server of acquire(), and have it import what the job's ranks need.
+
+    The driver continues meanwhile.
+    """
     from raydist.launch import preload  # the server starts before this is imported
 
     if server := acquire(job):

@@ -90,10 +90,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         `draining`: returns the nodes that are draining, each with its deadline in seconds since the
         epoch, or 0. `standby`: the nodes without ranks of a job that has or may get some.
         `record_attempt`: takes the first cause of an attempt and its stragglers, for the node
-        history. `reachable`: returns which of these nodes accept connections, because Ray itself
-        must first notice that one is gone. `put`: puts bytes where each node fetches them once.
-        `on_node`: takes a rank, a function and its arguments, and calls the function on the node of
-        the rank. `ray_stays`: as in Open.
+        history. `reachable`: returns which of these nodes accept connections; Ray itself notices
+        that the others are gone. `put`: puts bytes where each node fetches them once. `on_node`:
+        takes a rank, a function and its arguments, and calls the function on the node of the rank.
+        `ray_stays`: as in Open.
         """
         self.plan = plan
         self.first_world_size = plan.world_size

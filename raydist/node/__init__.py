@@ -11,8 +11,8 @@ and ends, and keeps their snapshots when a rank dies.
                           and boots
     checkup.py            The doctor's check-up of one node: connections, libraries, /dev/shm; it
                           cleans up
-    counters.py           Byte counters and rates of this machine's network ports, read from /sys
-                          under a given root
+    counters.py           Byte counters and rates of this machine's network ports, from /sys under a
+                          given root
     dryrun.py             Tries a rank's variables before any rank starts: the addresses of gloo and
                           NCCL
     fork_client.py        An agent's connection to the node's fork server: messages, replies, ends
@@ -52,7 +52,7 @@ and ends, and keeps their snapshots when a rank dies.
                           its node
     recorded_end.py       How a rank ended, and the newest state, of a run whose agents do not
                           answer
-    rendezvous.py         The rendezvous TCPStore, served on the training address by a process that
+    rendezvous.py         The rendezvous TCPStore, on the training address, in a process that
                           outlives rank 0
     rendezvous_http.py    Horovod's rendezvous: a key-value store over HTTP on the training address,
                           with a secret

@@ -16,7 +16,7 @@ from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.errors import LaunchError
 
 HOLD_S = 0.02
-"""Limit on the time that news wait for those of the node's other ranks."""
+"""Limit on the time that a rank's news waits for that of the node's other ranks."""
 
 
 def make_agent(backend: str) -> RankAgent:
@@ -82,7 +82,7 @@ class AgentHost:
             self._wake()
 
     def _ask_all(self) -> None:
-        """Have all other ranks reply with their news too, because one rank's news are due.
+        """Have all other ranks reply with their news too, because one rank's news is due.
 
         One reply costs the driver as much as many.
         """

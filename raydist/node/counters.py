@@ -1,5 +1,4 @@
-"""Byte counters and rates of this machine's network ports, read from /sys under a given root.
-(actor)"""
+"""Byte counters and rates of this machine's network ports, from /sys under a given root. (actor)"""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ class Server:
             self.keep, self.idle_s = keep_s > 0, keep_s or self.idle_s
 
     def stay_with(self, pid: int) -> None:
-        """Bind the server's stay to the process of this id, not the previous one; 0: to none."""
+        """Set the process that the server may not outlive; 0: none. Replaces the previous one."""
         if self.guard >= 0:
             self.selector.unregister(self.guard)
             os.close(self.guard)
@@ -380,7 +380,7 @@ class Server:
     def disconnect(self, agent: socket.socket) -> None:
         """Handle the disconnection of an agent: SIGKILL its ranks.
 
-        SIGTERM would not do: a rank in a collective does not handle it.
+        SIGTERM would not suffice: a rank in a collective does not handle it.
         """
         self.selector.unregister(agent)
         self.leaving.add(agent)

@@ -43,7 +43,7 @@ CHECK_S = 10.0
 """Limit on the wait for a server that checks whether the files of its modules have changed:
 thousands of files, at a millisecond each on a network file system. Importing them takes longer."""
 MOST = 4
-"""Maximum servers of a user on a node: each takes some hundred MB."""
+"""Maximum servers of a user on a node: each takes a few hundred MB."""
 VOLATILE = (
     "RAY_",
     "RAYDIST_",

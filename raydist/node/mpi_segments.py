@@ -48,7 +48,7 @@ def shares_memory_with_unseen_processes() -> bool:
 
 
 def mapped_files(folder: Path, proc: Path = Path("/proc")) -> set[str]:
-    """Return the files of `folder` that processes map whose maps this user may read."""
+    """Return the files of `folder` that are mapped by processes whose maps this user may read."""
     mapped: set[str] = set()
     pattern = re.compile(rf" {re.escape(str(folder))}/(\S+)$", re.MULTILINE)
     for maps in proc.glob("[0-9]*/maps"):

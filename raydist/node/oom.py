@@ -78,9 +78,9 @@ def new_kills(before: Count) -> int | None:
 
 
 def killed_beside(before: Count) -> str:
-    """Return OOM kills in the cgroup since `before` as a possible cause of another failure.
+    """Return a possible cause of a failure other than SIGKILL: OOM kills in the cgroup.
 
-    The failure is one other than SIGKILL. Empty if there were no kills.
+    They are those since `before`. Empty if there were none.
     """
     killed = new_kills(before) or 0
     return (

@@ -1,5 +1,4 @@
-"""The rendezvous TCPStore, served on the training address by a process that outlives rank 0.
-(actor)"""
+"""The rendezvous TCPStore, on the training address, in a process that outlives rank 0. (actor)"""
 
 from __future__ import annotations
 

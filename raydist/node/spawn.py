@@ -42,8 +42,8 @@ def fork_rank(close: Callable[[], None], become: Callable[[], NoReturn]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         become()
 
-    # The server ignores SIGTERM. While blocked, one for the new rank waits until the rank has its
-    # default handler.
+    # The server ignores SIGTERM. While blocked, a SIGTERM for the new rank waits until
+    # the rank has its default handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return fork_child(close, with_sigterm)

@@ -83,7 +83,7 @@ class ImportedFiles:
     def noted(self) -> Iterator[None]:
         """Note, inside the block, the state of each file before it is imported.
 
-        A file may change between the import and a later look at its state.
+        A file may change between the import and a later check of its state.
         """
         known = sys.meta_path
         known.insert(known.index(PathFinder) if PathFinder in known else len(known), self)

@@ -31,6 +31,6 @@ attempt or the reason why there is none.
     silences.py           Which agents have not answered for too long
     straggler.py          Each rank's own work in a step, and its pauses -> the ranks that slow down
                           the others
-    supervisor.py         Receives messages of all ranks until each has ended; stops them all once
-                          one fails
+    supervisor.py         Receives messages of all ranks until each ends; stops the others once one
+                          has failed
 """

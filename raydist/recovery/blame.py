@@ -134,7 +134,7 @@ def _together(first: End, ends: Iterable[End]) -> list[End]:
 
 
 def _guilt(end: End) -> int:
-    """Return how far other ranks may have caused this end.
+    """Return the degree to which another rank may have caused this end.
 
     0: no other rank causes this. 1: an abort, by its own check or by a watchdog. 2: a network
     error.

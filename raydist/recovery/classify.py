@@ -144,9 +144,9 @@ def lost_at(
 ) -> float:
     """Return when a rank was lost, in seconds since the epoch.
 
-    Ray reports a node that is cut off seconds later. `answered`: when its agent last answered; None
-    if it never did. `interval`: seconds between two answers. `alone`: whether no other rank has
-    failed so far. If one has, an overdue answer must not make this rank the first cause.
+    Ray reports a node that is cut off only seconds later. `answered`: when its agent last answered;
+    None if it never did. `interval`: seconds between two answers. `alone`: whether no other rank
+    has failed so far. If one has, an overdue answer must not make this rank the first cause.
     """
     for end in ends:
         if end.how == "lost" and end.host == host:  # all ranks of a node are lost at once

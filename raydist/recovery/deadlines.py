@@ -128,7 +128,7 @@ def longest_interval(ranks: int) -> float:
 def late_answer(ranks: int) -> float:
     """Return the seconds that an agent answers later than with few ranks.
 
-    The limits of a hang are made for few ranks.
+    The limits of a hang assume few ranks.
     """
     return longest_interval(ranks) - ANSWER_S[1]
 

@@ -108,7 +108,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
     def _examine(
         self, calls: Mapping[int, Future[RankActivity | None]], beats: Mapping[int, Beat]
     ) -> None:
-        """Diagnose in a thread. Whatever goes wrong with one diagnosis, the next one is made."""
+        """Diagnose, in a thread. An error in one diagnosis does not prevent the next."""
         try:
             self._diagnose(answers_of(calls), beats)
         except Exception as error:

@@ -30,7 +30,7 @@ LAUNCH = re.compile(
 )
 """Frames between the start of the process and the job's first frame."""
 SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce"})
-"""Collectives to which all ranks must bring tensors of one size."""
+"""Collectives that need tensors of the same size on all ranks."""
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 
 

@@ -1,4 +1,4 @@
-"""Receives messages of all ranks until each has ended; stops them all once one fails. (driver)"""
+"""Receives messages of all ranks until each ends; stops the others once one has failed. (driver)"""
 
 from __future__ import annotations
 
