@@ -1,26 +1,23 @@
 """What every stage knows: errors, events, how ranks ended. (either side)
 
-Gets nothing and imports nothing of raydist. Gives data types that driver, nodes and ranks share.
+Imports nothing else from raydist. Defines the data types that driver, nodes and ranks share.
 
-    arguments.py          The placeholders in the arguments of a program: `--rank {rank}` becomes
-                          each rank's own
+    arguments.py          Replace placeholders in a program's arguments: `--rank {rank}` gets each
+                          rank's value
     cgroup.py             The cgroups of a process, and the memory that is left in them
-    ending.py             The end of a process without the interpreter's tear-down: of a command, of
-                          a fork
-    env_names.py          The names of the environment variables that raydist sets for its
-                          processes, or reads
+    ending.py             End a process without the interpreter's teardown: a command, or a fork
+    env_names.py          Names of the environment variables that raydist sets for its processes, or
+                          reads
     errors.py             The errors that end a run, and the exit code of each. All can be pickled
-    events.py             The events of a run: one append-only file of JSON lines, and readers that
-                          get each event live
-    home.py               The user's home and cache folder; a uid without a password entry may have
-                          neither
+    events.py             The events of a run: an append-only file of JSON lines, and live readers
+    home.py               The user's home and cache folder; a uid without a password entry may lack
+                          both
     imports.py            Imports without garbage collection
     outcome.py            How ranks ended, and the outcome of an attempt
-    own_path.py           Whether other users of this machine can reach a folder, or decide what
-                          lies at a path
+    own_path.py           Whether other users can reach a folder, or decide what lies at a path
     rank_names.py         Ranks, hosts and counts as text
-    signals.py            The first Ctrl-C or SIGTERM stops a run in order; the second one ends the
-                          process immediately
+    signals.py            Stop a run in order on the first Ctrl-C or SIGTERM, end at once on the
+                          second
     sysfs.py              Read small files of /sys and /proc; a missing file reads as empty
     version.py            The version of this package
 """

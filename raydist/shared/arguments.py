@@ -1,5 +1,4 @@
-"""The placeholders in the arguments of a program: `--rank {rank}` becomes each rank's own.
-(pure)"""
+"""Replace placeholders in a program's arguments: `--rank {rank}` gets each rank's value. (pure)"""
 
 from __future__ import annotations
 
@@ -20,13 +19,12 @@ PLACEHOLDERS = {
     "master_port": "MASTER_PORT",
     "backend": "",
 }
-"""Each name that may stand in braces, and the environment variable that has its value."""
+"""The names that may stand in braces, each with the environment variable that holds its value."""
 BRACES = re.compile(r"(\{+)([A-Za-z_]\w*)(\}+)")
 
 
 def check_arguments(args: Sequence[str], init_method: str) -> None:
-    """Raise ConfigError for an unknown placeholder, and for one that has no value with this
-    `init_method`."""
+    """Raise ConfigError for a placeholder that is unknown, or has no value with `init_method`."""
     for arg in args:
         for match in BRACES.finditer(arg):
             name = match[2]
@@ -42,8 +40,10 @@ def check_arguments(args: Sequence[str], init_method: str) -> None:
 
 
 def fill(args: Sequence[str], env: Mapping[str, str], init_method: str, backend: str) -> list[str]:
-    """The arguments of one rank; `env` has its variables. Doubled braces become single ones, other
-    braces stay."""
+    """Return the arguments of one rank, with the placeholders replaced.
+
+    `env` has the rank's variables. Doubled braces become single ones, other braces stay.
+    """
     values = {name: env.get(variable, "") for name, variable in PLACEHOLDERS.items() if variable}
     values |= {"init_method": meeting_url(env, init_method), "backend": backend}
 
@@ -62,7 +62,7 @@ def keep_braces(arg: str) -> str:
 
 
 def meeting_url(env: Mapping[str, str], init_method: str) -> str:
-    """The `init_method` of torch.distributed.init_process_group for a program."""
+    """Return the `init_method` that a program passes to torch.distributed.init_process_group."""
     if init_method == "tcp":
         host = env["MASTER_ADDR"]
         return f"tcp://{f'[{host}]' if ':' in host else host}:{env['MASTER_PORT']}"
@@ -70,10 +70,10 @@ def meeting_url(env: Mapping[str, str], init_method: str) -> str:
 
 
 def seen_from(folder: str, script: str) -> str:
-    """A script relative to the folder that holds it, since other nodes may have that folder at
-    another path.
+    """Return the path of a script relative to the folder that holds it.
 
-    A script outside the folder, `-m module` and a bare name stay as they are.
+    Other nodes may have that folder at another path. A script outside the folder, `-m module` and a
+    bare name stay as they are.
     """
     inside = os.path.relpath(script, folder) if os.path.isabs(script) else ""
     if not inside or inside.startswith(".."):

@@ -8,15 +8,14 @@ from pathlib import Path
 from raydist.shared.sysfs import counter, read_text
 
 NO_LIMIT = 1 << 60
-"""Without a limit cgroup v1 has a number near 2^63."""
+"""cgroup v1 reports a number near 2^63 if there is no limit."""
 
 
 def lineage(pid: int | str, root: Path = Path("/"), controller: str = "memory") -> Iterator[Path]:
-    """The cgroup of a process, then those that contain it: of v1 if that controller is mounted,
-    else of v2.
+    """Yield the cgroup of a process, then the cgroups that contain it.
 
-    In a container /proc may name the host's path; then only the mount itself is found, which is the
-    container's.
+    They are cgroups of v1 if that controller is mounted, otherwise of v2. In a container /proc may
+    name the host's path; then only the mount itself is found, which is the container's.
     """
     mount = root / "sys/fs/cgroup"
     entries = [line.split(":", 2) for line in read_text(root / f"proc/{pid}/cgroup").splitlines()]
@@ -30,7 +29,7 @@ def lineage(pid: int | str, root: Path = Path("/"), controller: str = "memory") 
 
 
 def memory_limit(group: Path | None) -> int | None:
-    """The memory limit of a cgroup in bytes; None without a limit."""
+    """Return the memory limit of a cgroup in bytes; None without a limit."""
     text = (
         ""
         if group is None
@@ -40,13 +39,15 @@ def memory_limit(group: Path | None) -> int | None:
 
 
 def left_in(group: Path) -> int | None:
-    """Bytes that its processes may still take; None without a limit. Cached files make room, as in
-    MemAvailable."""
+    """Return the bytes that a cgroup's processes may still allocate; None without a limit.
+
+    Cached files count as free, as in MemAvailable.
+    """
     limit = memory_limit(group)
     used = read_text(group / "memory.current") or read_text(group / "memory.usage_in_bytes")
     if limit is None or not used.isdigit():
         return None
     stat = read_text(group / "memory.stat")
-    names = ("inactive_file", "active_file")  # v1: total_, with those of the groups in it
+    names = ("inactive_file", "active_file")  # in v1 total_ includes the nested groups
     cached = sum(counter(stat, f"total_{name}") or counter(stat, name) or 0 for name in names)
     return limit - max(0, int(used) - cached)

@@ -1,5 +1,4 @@
-"""The end of a process without the interpreter's tear-down: of a command, of a fork. (either
-side)"""
+"""End a process without the interpreter's teardown: a command, or a fork. (either side)"""
 
 from __future__ import annotations
 
@@ -16,22 +15,28 @@ from typing import NoReturn
 
 FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 WAIT_S = 10.0
-"""Longest time that a command waits at its end for what tidies up: ray.shutdown takes 0.3 s, on a
-busy machine seconds, and only at its end it sends what was counted for Prometheus since the last
-report, such as that the run has failed."""
+"""The longest time that a command waits at its end for cleanup.
+
+ray.shutdown takes 0.3 s, and seconds on a busy machine. Only at its end does it send what was
+counted for Prometheus since the last report, such as that the run failed.
+"""
 
 COLLECT_AT = 50_000
-"""New objects after which a command's garbage is collected, instead of 700: it imports much, and
-makes few cycles."""
+"""New objects between garbage collections in a command, instead of 700.
+
+A command imports much and makes few cycles.
+"""
 
 _command = False
-"""This process runs a command, and ends with it."""
+"""Whether this process runs a command, and ends with it."""
 _beside: list[threading.Thread] = []
 
 
 def finalize() -> None:
-    """Finalize as an interpreter does before its tear-down: join threads, call atexit functions,
-    flush files."""
+    """Do what an interpreter does before its teardown.
+
+    Join threads, call atexit functions, flush files.
+    """
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit.unregister(flush_files)  # once, and after all others
@@ -41,27 +46,28 @@ def finalize() -> None:
 
 
 def flush_files() -> None:
-    """Flush all open files, as the interpreter's tear-down does where gc.freeze() was not
-    called."""
+    """Flush all open files, as the interpreter's teardown does if gc.freeze() was not called."""
+    # gc.get_objects() has no object from before gc.freeze().
     for each in (
         sys.stdout,
         sys.stderr,
         *gc.get_objects(),
-    ):  # which has none from before gc.freeze()
-        if issubclass(
-            type(each), FILES
-        ):  # isinstance would call __class__ of proxies, which may warn
+    ):
+        # isinstance would call __class__ of proxies, which may warn.
+        if issubclass(type(each), FILES):
             try:
                 each.flush()
             except ValueError:
-                continue  # it is closed already
+                continue  # it is already closed
             except OSError as error:
                 print(f"{each.name} could not be written: {error}", file=sys.stderr)
 
 
 def tidy_up(work: Callable[[], None]) -> None:
-    """Call `work`, which only tidies up; where the process ends with a command, beside what the
-    command still does."""
+    """Call `work`, which only cleans up.
+
+    If the process ends with a command, `work` runs in a thread while the command continues.
+    """
     if not _command:
         work()
         return
@@ -71,18 +77,18 @@ def tidy_up(work: Callable[[], None]) -> None:
 
 
 def tidied() -> None:
-    """Wait until all that tidies up is done: the process goes on."""
+    """Wait until all cleanup is done, because the process continues."""
     while _beside:
         _beside.pop().join()
 
 
 def is_command() -> bool:
-    """Whether this process runs a command, and nothing else."""
+    """Report whether this process only runs a command."""
     return _command
 
 
 def run_to_the_end(main: Callable[[], int]) -> NoReturn:
-    """Call main(), and end the process with the exit code that it returns."""
+    """Call main(), then end the process with the exit code that it returns."""
     global _command
     _command = True
     gc.set_threshold(COLLECT_AT)

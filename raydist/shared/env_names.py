@@ -1,8 +1,7 @@
-"""The names of the environment variables that raydist sets for its processes, or reads. (either
-side)
+"""Names of the environment variables that raydist sets for its processes, or reads. (either side)
 
-Not among them: those between an agent and mpirun's child (node/mpi_child.py), which runs without
-this package.
+The variables between an agent and mpirun's child are not here: node/mpi_child.py runs without this
+package.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ from __future__ import annotations
 CACHE = "RAYDIST_CACHE"
 """The folder in which raydist.tools.horovod keeps its builds, for all runs of a user."""
 CHECKPOINTS = "RAYDIST_CHECKPOINTS"
-"""Where the checkpoints of the run are, if not in the run folder: a folder, or a URL."""
+"""Where the checkpoints of the run are, if not in the run folder: a folder or a URL."""
 KEEP_WARM = "RAYDIST_KEEP_WARM_S"
-"""The most seconds that fork servers stay on a node, whatever scale.keep_warm_s is."""
+"""The maximum number of seconds that fork servers stay on a node, whatever scale.keep_warm_s is."""
 LEDGER = "RAYDIST_LEDGER"
-"""The file in which lost and slow nodes are noted."""
+"""The file that records lost and slow nodes."""
 RENDEZVOUS_FILE = "RAYDIST_RENDEZVOUS_FILE"
 """init_method=file: the file in which the ranks meet."""
 RESUME = "RAYDIST_RESUME"
 """The checkpoint from which a rank resumes; empty: none."""
 RUNS = "RAYDIST_RUNS"
-"""The folder in which run folders are made."""
+"""The folder in which run folders are created."""
 RUN_DIR = "RAYDIST_RUN_DIR"
 """The run folder."""
 SCRATCH = "RAYDIST_SCRATCH"

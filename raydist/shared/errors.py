@@ -105,11 +105,10 @@ class LaunchError(RaydistError):
 
 
 def as_raydist_error(error: Exception) -> RaydistError:
-    """An error of Ray, or a fault of raydist itself, as a LaunchError: each run has a result with
-    its error.
+    """Return an error of Ray, or a fault of raydist itself, as a LaunchError.
 
-    Its attribute `unexpected` is True, and the error is its cause. A RaydistError is returned as it
-    is.
+    Each run thus has a result with its error. The LaunchError's `unexpected` is True, and the
+    original error is its cause. A RaydistError is returned unchanged.
     """
     if isinstance(error, RaydistError):
         return error
@@ -143,15 +142,14 @@ class Stopped(RaydistError):
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str | None:
-    """The known name that `name` was most likely meant to be, with `prefix` before it; None if none
-    is near."""
+    """Return the known name closest to `name`, with `prefix` before it; None if none is close."""
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     return prefix + by_lower[close[0]] if close else None
 
 
 def known_names(known: Iterable[str]) -> str:
-    """`known: a, b, c`, at most 40 of them."""
+    """Return `known: a, b, c`, with at most 40 names."""
     names = sorted(known)
     return f"known: {', '.join(names[:40])}" + (
         f", … ({len(names)} in all)" if len(names) > 40 else ""
@@ -159,7 +157,7 @@ def known_names(known: Iterable[str]) -> str:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """The text for an actor that Ray's memory monitor ended; empty for any other error."""
+    """Return the text for an actor that Ray's memory monitor ended; empty for any other error."""
     if type(error).__name__ != "OutOfMemoryError":
         return ""
     used = re.search(r"was (\S+ used / \S+ limit)", str(error))
@@ -171,7 +169,7 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error's text, without the traceback that Ray adds before it."""
+    """Return the last line of an error's text, without the traceback that Ray adds before it."""
     if by_ray := out_of_memory(error):
         return by_ray
     lines = [line for line in str(error).strip().splitlines() if line.strip()]

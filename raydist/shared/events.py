@@ -1,9 +1,7 @@
-"""The events of a run: one append-only file of JSON lines, and readers that get each event live.
-(either side)
+"""The events of a run: an append-only file of JSON lines, and live readers. (either side)
 
 Every event has `t` (seconds since the epoch, on the driver's clock) and `kind`; its other fields
-depend on the kind. `pace` and `nodes` are said each some 10 s, in a large run less often:
-
+depend on the kind. `pace` and `nodes` are reported about every 10 s, less often in a large run:
     run        name, dir, target, pages         the run began; `pages`: failure pages that earlier
                                                 runs left
     cluster    address, nodes, started          connected to Ray; `started`: raydist started it
@@ -14,8 +12,8 @@ depend on the kind. `pace` and `nodes` are said each some 10 s, in a large run l
     phase      name, s                          a phase of the launch ended: connect, place, actors,
                                                 warm-up, …
     warning    text, [rank]                     a warning
-    track      text                             a tracker has the run: its name, and where a person
-                                                finds it
+    track      text                             a tracker records the run: its name, and where to
+                                                find it
     joined     rank, pid, [network]             the rank joined the process group
     begin      rank, [steps, epochs, samples, resumed]
                                                 a training loop began; `resumed`: the step it
@@ -35,25 +33,25 @@ depend on the kind. `pace` and `nodes` are said each some 10 s, in a large run l
                                                 they wait for
     slow       text, ranks                      slow ranks: rank, host, own_s, others_s, step_s,
                                                 share
-    pace       ranks                            of each rank: [newest step, seconds of its own work
+    pace       ranks                            for each rank: [newest step, seconds of its own work
                                                 per step, per step]
-    nodes      nodes                            of each host: cpu, memory, gpus, ports
+    nodes      nodes                            for each host: cpu, memory, gpus, ports
                                                 (messages.agent.NodeLoad)
-    work       ranks                            at the end, of each rank: [seconds of its own work
+    work       ranks                            at the end, for each rank: [seconds of its own work
                                                 per step, per step]
-    network    text, nodes                      what carried a run of several nodes: port counters,
-                                                NCCL's log
+    network    text, nodes                      what carried the traffic between nodes: port
+                                                counters, NCCL's log
     notice     text, ranks, hosts, s            nodes will be taken away in `s` seconds
     stop       reason                           the other ranks are being ended
     failure    cause, text, reason, reached, others, ended, attempt
                                                 all ranks ended because this rank ended
     restart    number, most, rank, host, how, step, text
                                                 the next attempt begins, because of this failure;
-                                                `number`: failures so far, here and in `restarted`
-    placed     number, moved, [slots]           every rank has a slot for it; `moved`: the ranks
-                                                that changed theirs
-    restarted  number, step, s, repeated        its first step is done, `s` after the failure;
-                                                `repeated`: steps lost
+                                                `number`: failures so far, also in `restarted`
+    placed     number, moved, [slots]           every rank has a slot for the attempt; `moved`: the
+                                                ranks that changed slots
+    restarted  number, step, s, repeated        the attempt's first step is done, `s` seconds after
+                                                the failure; `repeated`: steps lost
     result     status, …                        the last line of the file
 """
 
@@ -73,25 +71,28 @@ from typing import Any
 from raydist.shared.errors import Stopped
 
 RANK_0 = (64 << 20, 300.0)
-"""Bytes of rank 0's reports that go to the disk in any case, and bytes per second after these: 26
-MB a day. Of one step in 0.1 s all are there for nine hours, of one step in a second for good."""
+"""Bytes of rank 0's reports that are always written, and bytes per second after these.
+
+The rate is 26 MB a day. With a step every 0.1 s, all reports of the first nine hours are written;
+with a step every second, all of them.
+"""
 OTHERS = (1 << 20, 50.0)
-"""The same for the reports of all other ranks together, which only live readers need."""
+"""The same limits for the reports of all other ranks together, which only live readers need."""
 
 Event = dict[str, Any]
 Reader = Callable[[Event], None]
 OWED_MOST = 1 << 24
-"""Bytes of events that are kept while the disk is full. Later events go to the readers only."""
+"""Bytes of events that are kept in memory while the disk is full. Later ones reach only readers."""
 
 
 def event(kind: str, **facts: Any) -> Event:
-    """An event with the current time."""
+    """Return an event with the current time."""
     return {"t": time.time(), "kind": kind, **facts}
 
 
 @dataclass
 class Budget:
-    """Bytes that may be written: `left` at once, and `rate` more per second, up to `left` again."""
+    """Bytes that may be written: `left` now, plus `rate` per second up to the initial amount."""
 
     left: float
     rate: float
@@ -102,8 +103,10 @@ class Budget:
         self.most = self.left
 
     def take(self, size: int, now: float) -> bool:
-        """Take this many bytes; whether there were as many. `now`: seconds on a clock that never
-        goes back."""
+        """Take this many bytes; report whether enough were left.
+
+        `now`: seconds on a monotonic clock.
+        """
         if self.at is not None:
             self.left = min(self.most, self.left + (now - self.at) * self.rate)
         self.at = now
@@ -116,20 +119,23 @@ class Budget:
 class Events(AbstractContextManager["Events"]):
     """The event stream of one run: each event is appended to a file, then given to the readers.
 
-    Readers get every event. The file of a run of weeks has a limit for reports, by RANK_0 and
-    OTHERS: the newest report of rank 0 is always in it before any other event. A reader cannot
-    break a run: what it raises is one warning event that names the reader, and it gets the next
-    events all the same.
+    Readers get every event. RANK_0 and OTHERS limit the reports in the file, because a run may last
+    weeks; the newest report of rank 0 is always written before any other event. A reader cannot
+    break a run: its exception becomes one warning event that names the reader, and it still gets
+    the next events.
     """
 
     def __init__(self, path: Path, readers: tuple[Reader, ...] = (), whole: bool = False) -> None:
-        """`whole`: all reports of rank 0 go to the file, for a reader of the file that needs
-        each."""
+        """Open the file.
+
+        `whole`: write all reports of rank 0 to the file, for a reader of the file that needs each
+        of them.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("ab", buffering=0)
-        # A crash or a full disk cut the last line of an earlier run off: without this the first new
-        # line would be lost.
+        # A crash or a full disk may have cut off the last line of an earlier run: without this
+        # newline the first new line would be lost.
         self._owed = bytearray(b"" if ends_with_newline(path) else b"\n")
         self._full = False
         self._budgets = (Budget(*((math.inf, 0.0) if whole else RANK_0)), Budget(*OTHERS))
@@ -139,25 +145,22 @@ class Events(AbstractContextManager["Events"]):
         self._failed = set[str]()
         """The names of the readers that have raised."""
         self._lock = threading.RLock()
-        """Monitors add events from threads of their own; a reader that fails adds one while it is
-        called."""
+        """Monitors add events from their own threads; a failing reader adds one in its call."""
 
     def add(self, new: Event) -> None:
-        """Append one event. When this returns the kernel has the line, so it survives a SIGKILL of
-        the driver.
+        """Append one event. When this returns, the kernel has the line.
 
-        A full disk does not end the run: up to `OWED_MOST` bytes of lines are kept in memory until
-        they can be written.
+        The line thus survives a SIGKILL of the driver. A full disk does not end the run: up to
+        `OWED_MOST` bytes of lines are kept in memory until they can be written.
         """
         line = json.dumps(new, default=str)
         with self._lock:
             self._write(self._for_disk(new, line.encode() + b"\n"))
-            self._tell(
-                json.loads(line)
-            )  # readers see the same live as in the file: no tuples, keys are text
+            # Readers see the same live as in the file: no tuples, and keys are text.
+            self._tell(json.loads(line))
 
     def _for_disk(self, new: Event, line: bytes) -> bytes:
-        """What is appended to the file for this event."""
+        """Return what is appended to the file for this event."""
         if new["kind"] == "report":
             first = new.get("rank") == 0
             fits = self._budgets[not first].take(len(line), time.monotonic())
@@ -183,7 +186,7 @@ class Events(AbstractContextManager["Events"]):
                 self.say("warning", text=text)
 
     def all(self, kind: str = "") -> Iterator[Event]:
-        """All events in the file, and those that are still to be written; `kind`: only these."""
+        """Yield all events in the file and those still to be written; `kind`: only these."""
         return read_events(self.path, bytes(self._owed), kind)
 
     def show(self, rank: int, output: bytes) -> None:
@@ -203,9 +206,8 @@ class Events(AbstractContextManager["Events"]):
 
     def _report_failure(self, reader: Reader, kind: str, error: Exception) -> None:
         name = getattr(reader, "__qualname__", type(reader).__name__)
-        if (
-            name not in self._failed
-        ):  # also ends the recursion: the reader may fail on the warning too
+        # This check also ends the recursion: the reader may fail on the warning too.
+        if name not in self._failed:
             self._failed.add(name)
             text = (
                 f"{name} could not read an event `{kind}`, and left it out: "
@@ -222,10 +224,10 @@ class Events(AbstractContextManager["Events"]):
 
 
 def read_events(path: Path, owed: bytes = b"", kind: str = "") -> Iterator[Event]:
-    """The events of a file and of the bytes still to be written to it. A line that a crash cut off
-    is left out.
+    """Yield the events of a file and of the bytes still to be written to it.
 
-    `kind`: only events of this kind; other lines are not parsed.
+    A line that a crash cut off is skipped. `kind`: only events of this kind; other lines are not
+    parsed.
     """
     wanted = f'"kind": "{kind}"'.encode() if kind else b""
     for line in whole_lines(path, owed):
@@ -235,7 +237,7 @@ def read_events(path: Path, owed: bytes = b"", kind: str = "") -> Iterator[Event
 
 
 def whole_lines(path: Path, owed: bytes) -> Iterator[bytes]:
-    """The lines of a file with these bytes at its end, without a last line that has no end yet."""
+    """Yield the lines of a file followed by these bytes, without an unfinished last line."""
     with path.open("rb") as lines:
         for line in lines:
             if line.endswith(b"\n"):
@@ -247,7 +249,7 @@ def whole_lines(path: Path, owed: bytes) -> Iterator[bytes]:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """The event in a line of events.jsonl; None if a crash or a full disk cut the line off."""
+    """Return the event in a line of events.jsonl; None if a crash or a full disk truncated it."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -256,7 +258,7 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def ends_with_newline(path: Path) -> bool:
-    """Whether a file ends with a newline; an empty one does."""
+    """Report whether a file ends with a newline; an empty file does."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return True

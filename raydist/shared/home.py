@@ -1,5 +1,4 @@
-"""The user's home and cache folder; a uid without a password entry may have neither. (either
-side)"""
+"""The user's home and cache folder; a uid without a password entry may lack both. (either side)"""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from raydist.shared.errors import ConfigError
 
 
 def home_folder() -> Path | None:
-    """The user's home: HOME, else that of the password database; None without either.
+    """Return the user's home: HOME, else that of the password database; None without either.
 
     A container may run under any uid (OpenShift, `docker run -u`), which no database knows.
     """
@@ -22,8 +21,10 @@ def home_folder() -> Path | None:
 
 
 def expand_home(key: str, text: str) -> Path:
-    """The path `text` of the setting `key`, with ~ replaced; ConfigError if that home folder is not
-    known."""
+    """Return the path `text` of the setting `key`, with ~ replaced.
+
+    ConfigError: that home folder is not known.
+    """
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -32,8 +33,10 @@ def expand_home(key: str, text: str) -> Path:
 
 
 def user_cache(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The user's folder for files that can be made again: XDG_CACHE_HOME, else ~/.cache; None
-    without a home."""
+    """Return the user's folder for files that can be recreated; None without a home.
+
+    It is XDG_CACHE_HOME, else ~/.cache.
+    """
     if named := environ.get("XDG_CACHE_HOME"):
         return Path(named)
     home = home_folder()

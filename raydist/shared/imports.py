@@ -12,16 +12,15 @@ from raydist.shared.ending import flush_files
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """In this block nothing is collected, and what there is at its end never will be: for imports
-    in a process of ours.
+    """Turn garbage collection off in this block, and freeze the objects that exist at its end.
 
-    Nearly all objects that an import makes stay. Python would look through all of them again and
-    again, for a seventh of the time of `import torch`.
+    Frozen objects are never collected. For imports in a process of raydist. Nearly all objects that
+    an import makes stay; Python would scan all of them repeatedly, which takes a seventh of the
+    time of `import torch`.
     """
     atexit.unregister(flush_files)
-    atexit.register(
-        flush_files
-    )  # the tear-down does not reach the files of modules that are never collected
+    # The teardown does not reach the files of modules that are never collected.
+    atexit.register(flush_files)
     collects = gc.isenabled()
     gc.disable()
     try:

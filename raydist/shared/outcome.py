@@ -12,11 +12,14 @@ from raydist.shared.errors import RaydistError
 EndKind = Literal[
     "finished", "raised", "exited", "killed", "lost", "hung", "drained", "ended", "stopped"
 ]
-"""How a rank ended: raised an exception, exited with a code, killed by a signal, lost with its node
-or actor, hung and was stopped for it, drained (stopped because its node will be taken away), ended
-by mpirun, stopped by raydist."""
+"""How a rank ended.
+
+It raised an exception, exited with a code, was killed by a signal, was lost with its node or actor,
+hung and was stopped for it, was drained (stopped because its node will be taken away), was ended by
+mpirun, or was stopped by raydist.
+"""
 KilledBy = Literal["", "kernel", "ray"]
-"""The kernel's out-of-memory killer, or Ray's memory monitor."""
+"""Which out-of-memory killer ended a rank: the kernel's, or Ray's memory monitor."""
 
 
 class StopReason(Enum):
@@ -41,32 +44,34 @@ class End:
     step: int = 0
     """The last step that the rank reported."""
     phase: str = ""
-    """Its phase in the step: data, forward, …"""
+    """The rank's phase in the step: data, forward, …"""
     code: int = 0
-    """Exit code (0 for killed)."""
+    """Exit code (0 if killed)."""
     signal: int = 0
     """The signal that killed it."""
     type: str = ""
-    """Type of the exception: `ValueError`."""
+    """Type of the exception, such as `ValueError`."""
     message: str = ""
     traceback: str = ""
     log: str = ""
     """Path of the rank's log on the driver's machine."""
     why: str = ""
-    """The reason that its node found: out of memory, or a SIGKILL from another process than the
-    kernel."""
+    """The reason that the rank's node found.
+
+    It is out of memory, or a SIGKILL from a process other than the kernel.
+    """
     oom: KilledBy = ""
-    """What ended it because memory ran out; empty if nothing did."""
+    """What ended the rank because memory ran out; empty if nothing did."""
     silent: bool = False
-    """Its agent stopped responding: it is lost, or its node knows how it ended."""
+    """The rank's agent stopped responding: the rank is lost, or its node knows how it ended."""
     stuck: bool = False
-    """It is lost because its process does not end, although it was killed; its agent answers."""
+    """The rank is lost because its killed process does not end; its agent answers."""
     preempted: bool = False
-    """Its node was taken away by the cluster, or is about to be."""
+    """The cluster took the rank's node away, or is about to."""
 
     @property
     def gone(self) -> bool:
-        """Whether its agent is gone, or does not answer any more."""
+        """Whether the rank's agent is gone or no longer answers."""
         return self.silent or (self.how == "lost" and not self.stuck)
 
     @property
@@ -77,8 +82,10 @@ class End:
 
 @dataclass(frozen=True)
 class Slow:
-    """A straggler: a rank whose own work takes longer than the others'. Times are in seconds per
-    step."""
+    """A straggler: a rank whose own work takes longer than that of the others.
+
+    Times are in seconds per step.
+    """
 
     rank: int
     host: str
@@ -89,7 +96,7 @@ class Slow:
 
     @property
     def share(self) -> float:
-        """The fraction of each step in which the others wait for it."""
+        """The fraction of each step in which the other ranks wait for this one."""
         return (self.own - self.others) / self.step if self.step > 0 else 0.0
 
 
@@ -101,17 +108,17 @@ class Attempt:
     """How each rank ended, by rank."""
     values: Sequence[Any] = ()
     exceptions: Mapping[int, BaseException] = field(default_factory=dict)
-    """By rank, the exceptions that could be pickled."""
+    """The exceptions that could be pickled, by rank."""
     failure: str = ""
-    """Why it failed, as text for a person; empty if no rank failed."""
+    """Why the attempt failed, as text for a person; empty if no rank failed."""
     error: RaydistError | None = None
-    """The error that ended it from outside the ranks: no cluster, no resources, a signal."""
+    """The error from outside the ranks that ended the attempt: no cluster, no resources, …"""
     earlier: Sequence[Attempt] = ()
-    """The attempts before it."""
+    """The attempts before this one."""
     why_last: str = ""
-    """Why no other attempt followed, if it failed."""
+    """Why no other attempt followed, if this one failed."""
     resize: str = ""
-    """Why it was ended to change the number of nodes, for a person; empty if it was not."""
+    """Why the attempt was ended to change the number of nodes, as text; empty if it was not."""
 
     @property
     def reached(self) -> int:

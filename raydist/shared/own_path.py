@@ -1,5 +1,4 @@
-"""Whether other users of this machine can reach a folder, or decide what lies at a path. (either
-side)"""
+"""Whether other users can reach a folder, or decide what lies at a path. (either side)"""
 
 from __future__ import annotations
 
@@ -12,8 +11,10 @@ from pathlib import Path
 
 
 def own_folder(path: Path, make: bool = True) -> bool:
-    """Whether this is a folder that only this user can reach. `make`: make it, if nothing is
-    there."""
+    """Report whether only this user can reach this folder.
+
+    `make`: create the folder if nothing is there.
+    """
     if make:
         path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
@@ -21,13 +22,12 @@ def own_folder(path: Path, make: bool = True) -> bool:
 
 
 def of_others(path: Path) -> Path | None:
-    """The first part of this absolute path that another user may have put there; None if there is
-    none.
+    """Return the first part of this absolute path that another user may have created, or None.
 
-    That is what lies in a folder in which all users can make files (/tmp, a /scratch of mode 1777),
-    if it belongs to neither this user nor root, or is not there yet. Owners of other folders don't
-    count: an image, a share or a project has files of many users, and only root or their owner
-    could put them there. Links are followed.
+    Such a part lies in a folder in which all users can create files (/tmp, a /scratch of mode
+    1777), and it either belongs to neither this user nor root or does not exist yet. Owners of
+    other folders don't count: an image, a share or a project has files of many users, and only root
+    or their owner could put them there. Links are followed.
     """
     return _of_others(path) or _of_others(Path(os.path.realpath(path)))
 
@@ -52,8 +52,10 @@ def _open_to_all(folder: Path) -> bool:
 
 
 def machine_id() -> str:
-    """The same in two processes that see the same files: the boot of the machine, and the mount
-    namespace."""
+    """Return an id that is equal in two processes that see the same files.
+
+    It consists of the machine's boot id and the mount namespace.
+    """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/mnt')}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 HOSTS_NAMED = 4
-"""`joined_names` writes this many names and counts the others."""
+"""`joined_names` lists this many names and counts the others."""
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """Ranks as ranges: `0-3, 7`."""
+    """Format ranks as ranges: `0-3, 7`."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and rank == spans[-1][1] + 1:
@@ -20,26 +20,28 @@ def rank_ranges(ranks: Iterable[int]) -> str:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 1`, `ranks 0-3, 7`."""
+    """Format ranks with their noun: `rank 1`, `ranks 0-3, 7`."""
     ranges = rank_ranges(ranks)
     return f"rank{'' if ranges.isdigit() else 's'} {ranges}"
 
 
 def joined_names(names: Iterable[str]) -> str:
-    """The first HOSTS_NAMED names, then the number of the others: `a, b, c, d and 3 more`."""
+    """Join the first HOSTS_NAMED names and count the others: `a, b, c, d and 3 more`."""
     listed = list(names)
     more = len(listed) - HOSTS_NAMED
     return ", ".join(listed[:HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def counted(n: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
+    """Format a count with its noun: `1 node`, `2 nodes`."""
     return f"{n} {noun}" + ("" if n == 1 else "s")
 
 
 def of_ranks(text: str, ranks: Collection[int]) -> str:
-    """A line with the ranks that say it, ` (ranks 0-2)`; without, if it begins with the only
-    one."""
+    """Append the ranks that report a line: ` (ranks 0-2)`.
+
+    A line that already begins with its only rank stays as it is.
+    """
     if len(ranks) == 1 and text.startswith(f"rank {min(ranks)} "):
         return text
     return f"{text} ({name_ranks(ranks)})"

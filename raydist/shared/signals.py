@@ -1,5 +1,4 @@
-"""The first Ctrl-C or SIGTERM stops a run in order; the second one ends the process immediately.
-(driver)"""
+"""Stop a run in order on the first Ctrl-C or SIGTERM, end at once on the second. (driver)"""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from raydist.shared.errors import Stopped
 
 
 class Halt:
-    """Stops one of several runs of this process, each in a thread of its own, as a signal stops the
-    only run."""
+    """Stops one of several runs in this process, each in its own thread, as a signal would."""
 
     def __init__(self) -> None:
         self.stopped: Stopped | None = None
@@ -24,7 +22,7 @@ class Halt:
         self._receive: Callable[[Stopped], None] | None = None
 
     def stop(self, stopped: Stopped) -> None:
-        """Stop the run at the next place where a signal would stop it; the first call counts."""
+        """Stop the run at the next point where a signal would; only the first call counts."""
         with self._lock:
             if self.stopped is None:
                 self.stopped = stopped
@@ -33,7 +31,7 @@ class Halt:
 
     @contextlib.contextmanager
     def passed_to(self, receive: Callable[[Stopped], None]) -> Iterator[None]:
-        """As the function `passed_to`, of this run."""
+        """Do what the function `passed_to` does, for this run."""
         with self._lock:
             self._receive = receive
             if self.stopped is not None:
@@ -46,15 +44,14 @@ class Halt:
 
 
 _thread = threading.local()
-"""`halt`: of the run in this thread, if it has one."""
+"""`halt`: the Halt of the run in this thread, if it has one."""
 
 
 @contextlib.contextmanager
 def stoppable(halt: Halt | None = None) -> Iterator[None]:
-    """Inside the block SIGINT and SIGTERM raise Stopped in the main thread; in another thread
-    nothing changes.
+    """Make SIGINT and SIGTERM raise Stopped in the main thread while the block runs.
 
-    `halt`: stops the run of this thread instead of a signal.
+    In another thread nothing changes. `halt`: stops the run of this thread instead of a signal.
     """
     global _raised
     if halt is not None:
@@ -74,16 +71,17 @@ def stoppable(halt: Halt | None = None) -> Iterator[None]:
 
 
 def take() -> dict[signal.Signals, Any]:
-    """Install the handlers and return the previous ones. Called again after ray.init, which
-    installs its own."""
+    """Install the handlers and return the previous ones.
+
+    Called again after ray.init, which installs its own.
+    """
     if threading.current_thread() is not threading.main_thread():
-        return {}  # Python allows handlers in the main thread only
+        return {}  # Python allows handlers only in the main thread
     return {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 def raise_again() -> None:
-    """Raise the Stopped that has been raised in this block, and was passed over: native modules do
-    so at import."""
+    """Raise again the Stopped of this block that was swallowed, as native modules do at import."""
     halt: Halt | None = getattr(_thread, "halt", None)
     if (stopped := halt.stopped if halt else _raised) is not None:
         raise stopped
@@ -91,8 +89,10 @@ def raise_again() -> None:
 
 @contextlib.contextmanager
 def passed_to(receive: Callable[[Stopped], None]) -> Iterator[None]:
-    """Inside the block a signal calls `receive` and raises nothing: a loop over many sources loses
-    no message."""
+    """Call `receive` on a signal and raise nothing while the block runs.
+
+    A loop over many sources thus loses no message.
+    """
     global _receive
     if (halt := getattr(_thread, "halt", None)) is not None:
         with halt.passed_to(receive):
@@ -100,7 +100,7 @@ def passed_to(receive: Callable[[Stopped], None]) -> Iterator[None]:
         return
     before, _receive = _receive, receive
     try:
-        if _raised is not None:  # it was passed over, or this would not be reached
+        if _raised is not None:  # it was swallowed, or this would not be reached
             receive(_raised)
         yield
     finally:
@@ -108,7 +108,7 @@ def passed_to(receive: Callable[[Stopped], None]) -> Iterator[None]:
 
 
 _raised: Stopped | None = None
-"""What a signal has raised since the block of stoppable() began."""
+"""The Stopped that a signal has raised since the block of stoppable() began."""
 
 
 def _raise(stop: Stopped) -> None:

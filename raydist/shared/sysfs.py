@@ -7,8 +7,10 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str:
-    """The file's text, stripped; empty if it cannot be read (sysfs returns EINVAL for attributes
-    that do not apply)."""
+    """Return the file's text, stripped; empty if it cannot be read.
+
+    sysfs returns EINVAL for attributes that do not apply.
+    """
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -16,7 +18,7 @@ def read_text(path: Path) -> str:
 
 
 def read_number(path: Path, default: int) -> int:
-    """The file's number, decimal or hexadecimal with 0x; `default` if it has none."""
+    """Return the file's number, decimal or hexadecimal with 0x; `default` if it has none."""
     try:
         return int(read_text(path), 0)
     except ValueError:
@@ -24,19 +26,19 @@ def read_number(path: Path, default: int) -> int:
 
 
 def counter(text: str, name: str) -> int | None:
-    """The number in the line `name NUMBER` of a text; None if it has no such line."""
+    """Return the number in the line `name NUMBER` of a text; None if there is no such line."""
     match = re.search(rf"^{name} (\d+)$", text, re.MULTILINE)
     return int(match[1]) if match else None
 
 
 def cpu_list(text: str) -> list[int]:
-    """The numbers of a list like 0-3,8."""
+    """Return the numbers of a list like 0-3,8."""
     ends = [part.split("-") for part in text.split(",") if part]
     return [number for part in ends for number in range(int(part[0]), int(part[-1]) + 1)]
 
 
 def names(path: Path) -> list[str]:
-    """The names in a folder, mlx5_2 before mlx5_10; empty if the folder does not exist."""
+    """Return the names in a folder, mlx5_2 before mlx5_10; empty if the folder does not exist."""
     try:
         found = [entry.name for entry in path.iterdir()]
     except OSError:
@@ -52,7 +54,7 @@ def names(path: Path) -> list[str]:
 
 
 def pci_path(device: Path, root: Path) -> str:
-    """A device's real path below /sys/devices; empty for a virtual or missing device."""
+    """Return a device's real path below /sys/devices; empty for a virtual or missing device."""
     if not device.exists():
         return ""
     try:
