@@ -1,38 +1,37 @@
-"""From what is typed to a Job. (driver)
+"""From command-line overrides to a Job. (driver)
 
-Gets overrides from a command line and the groups of conf/. Gives a frozen, checked config.Job, or a
-ConfigError that names the value and what to type instead. Starts nothing.
+Takes overrides from a command line and the groups of conf/. Returns a frozen, checked config.Job,
+or raises a ConfigError that names the value and what to type instead. Starts nothing.
 
-    choices.py            The choices of a group that have no file: scale=2x8, torchvision's models,
-                          any job. A config source
-    compose.py            Overrides -> Job: conf/ and the overrides composed by Hydra, checked
-                          before anything starts
-    config.py             The settings of a run: frozen dataclasses. The docstring under each field
-                          is its text in --help
+    choices.py            A config source for choices without a file: scale=2x8, torchvision's
+                          models, any job
+    compose.py            Overrides -> Job: Hydra composes conf/ and the overrides, checked before
+                          any start
+    config.py             The settings of a run: frozen dataclasses; a field's docstring is its
+                          --help text
     env_file.py           `env_file=`: environment variables from a file in the format of docker's
                           --env-file
-    fused.py              `optim.fused`, `train.fast` -> whether torch's fused optimizer steps, and
-                          why
-    help.py               `raydist --help`: every group with its choices, every setting with type,
-                          default and docstring
-    hydra_errors.py       Errors of Hydra and OmegaConf -> one ConfigError with the wrong setting
-                          and what to type instead
-    lookup.py             Files and modules that settings name: found without importing them, or
-                          refused with the nearest name
+    fused.py              `optim.fused`, `train.fast` -> whether torch's fused optimizer is used,
+                          and why
+    help.py               `raydist --help`: every group and its choices; each setting's type,
+                          default, docstring
+    hydra_errors.py       Errors of Hydra and OmegaConf -> one ConfigError with the setting and a
+                          suggestion
+    lookup.py             Find files and modules that settings name without importing them, or
+                          suggest a name
     mesh.py               `parallel=` and a number of ranks -> stages, copies, shards, shares of
-                          layers; or what to type instead
-    overrides.py          Overrides as typed -> overrides in Hydra's grammar; those without a
-                          meaning are refused
-    references.py         Secrets in overrides and config files -> references to them, which Hydra
-                          saves and shows instead
-    run_folder.py         The place of a run's checkpoints and records
-    script.py             The program of `script=`: found before anything starts
-    secrets.py            Which settings are secrets, by name or by value; settings without them,
-                          for files and checkpoints
-    targets.py            The function of `job=`: found by name, and its arguments checked, without
-                          importing its file
-    torchrun.py           torchrun's flags -> raydist's overrides: each is translated, reported as
-                          needless, or refused
+                          layers
+    overrides.py          Overrides as typed -> overrides in Hydra's grammar; meaningless ones are
+                          refused
+    references.py         Replace secrets in overrides and config files by references, which Hydra
+                          saves
+    run_folder.py         The location of a run's checkpoints and records
+    script.py             Find the program of `script=` before anything starts
+    secrets.py            Tell by name or value which settings are secrets; strip them for saving
+    targets.py            Find the function of `job=` by name and check its arguments, without
+                          importing it
+    torchrun.py           torchrun's flags -> raydist's overrides, a note that a flag is needless,
+                          or a refusal
     validate.py           Values of a Job that cannot be right: a ConfigError with the value and a
                           suggestion
 """

@@ -1,5 +1,4 @@
-"""The choices of a group that have no file: scale=2x8, torchvision's models, any job. A config
-source. (driver)"""
+"""A config source for choices without a file: scale=2x8, torchvision's models, any job. (driver)"""
 
 from __future__ import annotations
 
@@ -24,8 +23,10 @@ MODEL = re.compile(r"^@register_model\(.*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 
 @functools.cache
 def torchvision_models() -> tuple[str, ...]:
-    """The image models of the installed torchvision, read from its files: importing it takes
-    seconds."""
+    """Return the image models of the installed torchvision.
+
+    They are read from its files, because importing it takes seconds.
+    """
     spec = PathFinder.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return ()
@@ -36,8 +37,8 @@ def torchvision_models() -> tuple[str, ...]:
 
 
 def schema() -> Container:
-    """The settings as an OmegaConf config, with their types and defaults."""
-    return copy.deepcopy(_schema())  # a tenth of the time
+    """Return the settings as an OmegaConf config, with their types and defaults."""
+    return copy.deepcopy(_schema())  # a copy takes a tenth of the time
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def _schema() -> Container:
 
 
 def _make_writable(node: Any) -> None:
-    # OmegaConf makes each frozen dataclass a read-only node, and nothing could be merged into it
+    # OmegaConf makes each frozen dataclass a read-only node, into which nothing could be merged.
     OmegaConf.set_readonly(node, None)
     for key in node:
         if OmegaConf.is_config(child := node._get_node(key)):
@@ -56,8 +57,10 @@ def _make_writable(node: Any) -> None:
 
 
 class Choices(ConfigSource):
-    """Configs that are made from their names: `scale/2x8`, `model/resnet18`,
-    `job/path/to/file.py:function`."""
+    """Configs made from their names.
+
+    Examples: `scale/2x8`, `model/resnet18`, `job/path/to/file.py:function`.
+    """
 
     @staticmethod
     def scheme() -> str:
@@ -86,7 +89,7 @@ class Choices(ConfigSource):
         if not self.is_config(config_path):
             raise ConfigLoadError(f"Config not found : {config_path}")
         group, _, name = config_path.partition("/")
-        # the header is the `# @package` line of a file
+        # The header corresponds to the `# @package` line of a file.
         header = {"package": "_global_" if group == "job" else None}
         return ConfigResult(
             provider=self.provider, path=self.full_path(), config=_make(group, name), header=header
@@ -114,8 +117,11 @@ def _make(group: str, name: str) -> Container:
 
 
 def parse_scale(choice: str) -> dict[str, int]:
-    """`2x8`: 2 nodes with 8 ranks each. `2..8x4`: 2 to 8 nodes with 4 ranks each. `2..8`: ranks per
-    node by default."""
+    """Return the sizes that a choice of scale names.
+
+    `2x8`: 2 nodes with 8 ranks each. `2..8x4`: 2 to 8 nodes with 4 ranks each. `2..8`: the default
+    number of ranks per node.
+    """
     match = SIZE.fullmatch(choice)
     assert match is not None, choice
     groups = {

@@ -1,5 +1,4 @@
-"""Overrides -> Job: conf/ and the overrides composed by Hydra, checked before anything starts.
-(driver)
+"""Overrides -> Job: Hydra composes conf/ and the overrides, checked before any start. (driver)
 
 A config file is searched in ./conf, then in raydist's own conf/, then made from its name
 (choices.py). All uses of `hydra._internal` are in this file.
@@ -45,8 +44,10 @@ from raydist.shared.imports import uncollected
 CONFIG = "config"
 """The primary config: conf/config.yaml."""
 LONGEST_NAME = 200
-"""Bytes of a run's name. Linux has 255 for a folder's name; trackers and temporary files append to
-it."""
+"""Maximum number of bytes in a run's name.
+
+Linux allows 255 in a folder's name; trackers and temporary files append to the name.
+"""
 _one_at_a_time = threading.Lock()
 
 
@@ -56,7 +57,7 @@ def compose(
     function: Callable[..., Any] | None = None,
     claim: bool = False,
 ) -> Job:
-    """The Job of these overrides, checked; nothing is started.
+    """Return the checked Job of these overrides; nothing is started.
 
     `target`: the file (or file.py:function) that is the job; conf/job/<its stem>.yaml has its
     settings, if it exists. `function`: the job as an object. `claim`: create the run folder, so
@@ -76,8 +77,10 @@ def compose(
 
 @contextmanager
 def hydra_set_up() -> Iterator[None]:
-    """Inside the block Hydra is set up for raydist; after it as before, since a notebook may use
-    Hydra itself."""
+    """Set Hydra up for raydist while the block runs, then restore its state.
+
+    A notebook may use Hydra itself.
+    """
     instance = version.VersionBase.instance()
     base, config = instance.getbase(), HydraConfig.instance().cfg
     version.setbase("1.3")
@@ -100,12 +103,14 @@ def hydra_set_up() -> Iterator[None]:
 
 
 def runs(environ: Mapping[str, str] = os.environ) -> str:
-    """The folder of all runs: RAYDIST_RUNS, else ./runs, or ~/raydist/runs in a submitted Ray
-    job."""
+    """Return the folder of all runs: RAYDIST_RUNS, else ./runs.
+
+    In a submitted Ray job without RAYDIST_RUNS it is ~/raydist/runs.
+    """
     if named := environ.get(env_names.RUNS):
         return str(home.expand_home(env_names.RUNS, named).absolute())
-    # Ray's job supervisor sets it for the command that it starts, in a copy of the working folder
-    # that it deletes later
+    # Ray's job supervisor sets this variable for the command that it starts in a copy of the
+    # working folder, which it deletes later.
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ:
         if (user_home := home.home_folder()) is None:
             cause = (
@@ -118,7 +123,7 @@ def runs(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def fresh(folder: str) -> str:
-    """The folder, or the first of folder-2, folder-3, … that does not exist."""
+    """Return the folder, or the first of folder-2, folder-3, … that does not exist."""
     name, number = folder, 1
     while os.path.lexists(name):
         number += 1
@@ -127,14 +132,14 @@ def fresh(folder: str) -> str:
 
 
 def make_folder(config: DictConfig, key: str) -> str:
-    """Create the folder that `key` names. No other run gets it, if raydist chose its name."""
+    """Create the folder that `key` names. If raydist chose its name, no other run gets it."""
     folder = str(select_value(config, key))
     while True:
         try:
             os.makedirs(folder)
         except FileExistsError:
-            # another run has created it meanwhile; a name that stays the same was typed, so it is
-            # used as it is
+            # Another run has created it in the meantime. A name that stays the same was typed, so
+            # the folder is used as it is.
             OmegaConf.clear_cache(config)
             before, folder = folder, str(select_value(config, key))
             if folder != before:
@@ -153,7 +158,7 @@ def make_folder(config: DictConfig, key: str) -> str:
 
 
 def select_value(config: DictConfig, key: str) -> Any:
-    """The value of a key, resolved."""
+    """Return the resolved value of a key."""
     _resolve_within(config)
     with config_errors(()):
         return OmegaConf.select(config, key, throw_on_missing=True)
@@ -165,7 +170,7 @@ def _resolve_within(config: Any) -> None:
 
 
 def search_path(config_dir: str | None = None) -> ConfigSearchPath:
-    """The places of config files, in the order of the search; `config_dir` comes first."""
+    """Return where config files are searched, in order; `config_dir` comes first."""
     path = create_config_search_path(None)
     if config_dir and not Path(config_dir).is_dir():
         raise missing_path("--config-dir", config_dir, Path(config_dir), folder=True)
@@ -177,8 +182,10 @@ def search_path(config_dir: str | None = None) -> ConfigSearchPath:
 
 
 class Loader(ConfigLoaderImpl):
-    """Hydra's config loader, with raydist's groups, settings and errors. `target`, `function`: a
-    job that is given."""
+    """Hydra's config loader, with raydist's groups, settings and errors.
+
+    `target`, `function`: a job that the caller passed.
+    """
 
     def __init__(
         self,
@@ -191,8 +198,7 @@ class Loader(ConfigLoaderImpl):
         self.target = _name_of(function) if function else target
         self.groups = frozenset(self._all_groups())
         self.typed: list[str] = []
-        """The overrides that were translated last, as typed, but with references in place of
-        secrets."""
+        """The overrides translated last, as typed, but with references in place of secrets."""
 
     def _all_groups(self, parent: str = "") -> Iterator[str]:
         for name in self.repository.get_group_options(parent, ObjectType.GROUP):
@@ -201,7 +207,7 @@ class Loader(ConfigLoaderImpl):
             yield from self._all_groups(group)
 
     def translate(self, overrides: Sequence[str], multirun: bool = False) -> list[str]:
-        """The overrides for Hydra, with references in place of secrets."""
+        """Return the overrides for Hydra, with references in place of secrets."""
         for text in overrides:
             if "=" not in text and (group := self._group_of(text)):
                 raise ConfigError.of(
@@ -222,7 +228,7 @@ class Loader(ConfigLoaderImpl):
 
     def _group_of(self, choice: str) -> str | None:
         if "." in choice and ":" not in choice and not choice.endswith(".py"):
-            return None  # a setting without a value, not a module without a function
+            return None  # this is a setting without a value, not a module without a function
         groups = (
             group
             for group in sorted(self.groups)
@@ -231,7 +237,7 @@ class Loader(ConfigLoaderImpl):
         return next(groups, None) if choice and choice[0] not in "~+" else None
 
     def load(self, overrides: Sequence[str], name: str = CONFIG) -> DictConfig:
-        """The config of one run."""
+        """Return the config of one run."""
         if wrong := next(
             (text for text in overrides if text.lstrip("+").startswith("sweep.")), None
         ):
@@ -243,8 +249,10 @@ class Loader(ConfigLoaderImpl):
         )
 
     def with_target(self, overrides: list[str]) -> list[str]:
-        """The overrides for a job that is given: with the settings of its own name, or of no
-        job."""
+        """Add the job's settings to the overrides if the caller passed a job.
+
+        They are the settings under its own name, or those of no job.
+        """
         if not self.target:
             return overrides
         stem = targets.target_stem(self.target)
@@ -272,7 +280,7 @@ class Loader(ConfigLoaderImpl):
         return config
 
     def _check_primary(self, name: str | None) -> None:
-        """Refuse the config.yaml of another program: a folder named conf/ may well have one."""
+        """Refuse the config.yaml of another program: its folder may also be named conf/."""
         primary = self.repository.load_config(name) if name else None
         if primary is not None and not any(
             each.get_name() == "schema" for each in primary.defaults_list or ()
@@ -288,15 +296,15 @@ class Loader(ConfigLoaderImpl):
             )
 
     def complete(self, config: DictConfig, resolve: bool) -> None:
-        """Fill in what follows from other settings: variables of env_file=, the job's file, the
-        run's name.
+        """Fill in what follows from other settings.
 
-        `resolve`: find the file of the job or script. A sweep itself has none: each of its runs may
-        have another.
+        These are the variables of env_file=, the job's file, and the run's name. `resolve`: find
+        the file of the job or script. A sweep itself has none, because each of its runs may have
+        another.
         """
         with open_dict(config.env):
             for name, value in env_file.read_env_file(str(config.env_file), os.environ).items():
-                if name not in config.env:  # a typed variable wins
+                if name not in config.env:  # a typed variable takes precedence
                     config.env[name] = references.refer_to(f"env.{name}", value)
         hide_in_config(config)
         target = self.target or str(config.job.target)
@@ -327,7 +335,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name of a run; ConfigError if it cannot be the name of a folder."""
+    """Return the name of a run; ConfigError if it cannot be the name of a folder."""
     if name in (".", ".."):
         raise ConfigError.of("name", name, "it cannot be the name of a folder", "name=NAME")
     if len(name.encode()) > LONGEST_NAME:
@@ -337,7 +345,7 @@ def check_name(name: str) -> str:
 
 
 def hide_in_config(config: DictConfig) -> None:
-    """Put references in place of the secrets that files of conf/ set."""
+    """Replace the secrets that files of conf/ set by references."""
     for key in (*OPEN, "args", "pip", "backend.mpi.args"):
         value = OmegaConf.to_container(OmegaConf.select(config, key), resolve=False)
         if (hidden := references.hide(value, key)) != value:
@@ -345,15 +353,17 @@ def hide_in_config(config: DictConfig) -> None:
 
 
 def to_job(config: DictConfig) -> Job:
-    """The Job of a composed config, checked, with the files and stores that it names."""
+    """Return the Job of a composed config, checked, with the files and stores that it names."""
     job = validated_job(config)
     check_files(job)
     return job
 
 
 def validated_job(config: DictConfig) -> Job:
-    """The Job of a composed config. ConfigError for values that cannot be right; files are not
-    read."""
+    """Return the Job of a composed config; ConfigError for values that cannot be right.
+
+    Files are not read.
+    """
     with config_errors(()):
         fields = [field.name for field in dataclasses.fields(Job)]
         job = OmegaConf.to_object(OmegaConf.merge(schema(), OmegaConf.masked_copy(config, fields)))
@@ -362,21 +372,25 @@ def validated_job(config: DictConfig) -> Job:
 
 
 def with_fast(job: Job) -> Job:
-    """The job with the collections of train.fast; its other part depends on the device of the
-    rank."""
+    """Return the job with the garbage collection of train.fast.
+
+    The other part of train.fast depends on the rank's device.
+    """
     if not job.train.fast or job.train.gc:
         return job
     return dataclasses.replace(job, train=dataclasses.replace(job.train, gc=100))
 
 
 def save_settings(job: Job, file: Path) -> None:
-    """Write all settings of a run as YAML, resolved, without the values of secrets."""
+    """Write all resolved settings of a run as YAML, without the values of secrets."""
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(as_saved(job))), encoding="utf-8")
 
 
 def hydra_app(loader: Loader, lenient: bool = False) -> Hydra:
-    """Hydra's own commands: show_cfg, show_info, shell_completion. `lenient`: accept overrides that
-    are half typed."""
+    """Return Hydra's own commands: show_cfg, show_info, shell_completion.
+
+    `lenient`: accept incomplete overrides.
+    """
     return Hydra("raydist", ConfigLoaderImpl(loader.get_search_path()) if lenient else loader)
 
 
@@ -405,7 +419,10 @@ class SweepConfig:
         config_dir: str | None = None,
         function: Callable[..., Any] | None = None,
     ) -> None:
-        """`name`, `config_dir`: --config-name and --config-dir. `function`: as for compose()."""
+        """Compose the settings that the trials have in common.
+
+        `name`, `config_dir`: --config-name and --config-dir. `function`: as for compose().
+        """
         with _one_at_a_time, hydra_set_up():
             self._loader = loader = Loader(None, function, config_dir)
             translated = loader.with_target(
@@ -431,14 +448,16 @@ class SweepConfig:
         self.overrides: dict[str, Override] = {
             each.get_key_element().lstrip("+"): each for each in parsed
         }
-        """Hydra's, by key without a sign; the last of each."""
+        """Hydra's overrides by key without a sign; the last one of each key."""
         self.typed = loader.typed
-        """All overrides, as typed, but with references in place of secrets."""
+        """All overrides as typed, but with references in place of secrets."""
         self._jobs: dict[tuple[str, ...], Job] = {}
 
     def job(self, overrides: Sequence[str]) -> Job:
-        """The Job of a trial, checked. `overrides`: all of them, in Hydra's grammar, each with one
-        value."""
+        """Return the checked Job of a trial.
+
+        `overrides`: all of them, in Hydra's grammar, each with one value.
+        """
         if (known := self._jobs.get(tuple(overrides))) is None:
             with _one_at_a_time, hydra_set_up():
                 _resolve_within(self._config)
@@ -447,7 +466,7 @@ class SweepConfig:
         return known
 
     def make_folder(self) -> str:
-        """Create the folder of the sweep, with its settings as Hydra has them."""
+        """Create the folder of the sweep, with its settings in Hydra's form."""
         with _one_at_a_time, hydra_set_up():
             folder = make_folder(self._config, "hydra.sweep.dir")
             OmegaConf.save(self._config, Path(folder, "multirun.yaml"))
@@ -455,7 +474,7 @@ class SweepConfig:
 
 
 def _saved(job: Job) -> Job:
-    """The job in the folder that Hydra has made for it, which gets its resolved settings."""
+    """Return the job in the folder that Hydra created for it; save its resolved settings there."""
     hydra = HydraConfig.get()
     job = dataclasses.replace(job, dir=hydra.runtime.output_dir)
     if hydra.output_subdir is not None:

@@ -1,8 +1,7 @@
-"""The settings of a run: frozen dataclasses. The docstring under each field is its text in --help.
-(either side)
+"""The settings of a run: frozen dataclasses; a field's docstring is its --help text. (either side)
 
-compose.py makes a `Job` of conf/ and the overrides. This file imports neither hydra nor torch nor
-ray, so that driver, nodes and ranks can read the settings.
+compose.py builds a `Job` from conf/ and the overrides. This file imports neither hydra nor torch
+nor ray, so that driver, nodes and ranks can read the settings.
 """
 
 from __future__ import annotations
@@ -19,24 +18,29 @@ TRACKERS = {
     "wandb": "wandb",
     "trackio": "trackio",
 }
-"""What `track` takes: the name of a tracker, also of its extra in pyproject.toml -> the module that
-writes it."""
+"""What `track` accepts: the name of a tracker -> the module that writes it.
+
+The name is also that of the tracker's extra in pyproject.toml.
+"""
 FUSED = ("sgd", "adam", "adamw", "adagrad")
-"""The optimizers of which torch has a fused implementation, on CPUs and GPUs."""
+"""The optimizers for which torch has a fused implementation, on CPUs and GPUs."""
 
 
 def one_of(default: str, *others: str | bool) -> Any:
-    """A field that takes one of a few values."""
+    """Define a field that accepts one of a few values."""
     return field(default=default, metadata={"choices": (default, *others)})
 
 
 def at_least(least: float, default: Any, most: int | None = None) -> Any:
-    """A number that is `least` or more, and `most` or less (or null, if the type allows it)."""
+    """Define a number from `least` to `most` (or null, if the type allows it).
+
+    `most`: None for no upper limit.
+    """
     return field(default=default, metadata={"least": least, "most": most})
 
 
 def greater_than(below: float, default: Any) -> Any:
-    """A number greater than `below` (or null, if the type allows it)."""
+    """Define a number greater than `below` (or null, if the type allows it)."""
     return field(default=default, metadata={"below": below})
 
 
@@ -471,13 +475,15 @@ class Job:
 
 
 def as_dict(job: Job) -> dict[str, Any]:
-    """The settings as dicts, lists and scalars, for JSON."""
+    """Return the settings as dicts, lists and scalars, for JSON."""
     return dataclasses.asdict(job)
 
 
 def as_saved(job: Job) -> dict[str, Any]:
-    """The settings as they may be saved: without the values of secrets, and of variables if there
-    is an env_file."""
+    """Return the settings as they may be saved: without the values of secrets.
+
+    If there is an env_file, the values of variables are left out too.
+    """
     plain = as_dict(job)
     if job.env_file:
         plain["env"] = dict.fromkeys(job.env, MASK)
@@ -486,7 +492,7 @@ def as_saved(job: Job) -> dict[str, Any]:
 
 
 def from_dict(plain: dict[str, Any]) -> Job:
-    """The Job of a dict from `as_dict`."""
+    """Return the Job of a dict from `as_dict`."""
     job: Job = _build(Job, plain)
     return job
 

@@ -10,10 +10,10 @@ from raydist.shared.home import expand_home
 
 
 def read_env_file(file: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a file; none if `file` is empty. Values are literal: no quotes, no comments
-    after them.
+    """Return the variables of a file; none if `file` is empty.
 
-    A line with a NAME only takes the variable from `environ`, if it is set there.
+    Values are literal: no quotes, no trailing comments. A line with only a NAME takes the variable
+    from `environ`, if it is set there.
     """
     if not file:
         return {}

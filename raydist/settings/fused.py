@@ -1,4 +1,4 @@
-"""`optim.fused`, `train.fast` -> whether torch's fused optimizer steps, and why. (pure)"""
+"""`optim.fused`, `train.fast` -> whether torch's fused optimizer is used, and why. (pure)"""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from raydist.settings.mesh import divides
 from raydist.shared.errors import ConfigError
 
 SHARDED = ("adam", "adamw")
-"""Those that torch's DTensor has a rule for: `_fused_sgd_` and `_fused_adagrad_` have none in torch
-2.14."""
+"""The optimizers that torch's DTensor has a rule for.
+
+`_fused_sgd_` and `_fused_adagrad_` have none in torch 2.14.
+"""
 
 
 class Fused(NamedTuple):
@@ -19,12 +21,17 @@ class Fused(NamedTuple):
     on: bool
     why: str
     exact: bool = False
-    """Only where each bit stays: it depends on the model too, which the rank knows."""
+    """Whether it is fused only if every bit stays the same.
+
+    That also depends on the model, which the rank knows.
+    """
 
 
 def fused_choice(job: Job, gpus: bool) -> Fused:
-    """The choice for a job. `gpus`: whether its ranks have GPUs. ConfigError: torch has no such
-    fused optimizer."""
+    """Return whether a job's optimizer is fused. ConfigError: torch has no such fused optimizer.
+
+    `gpus`: whether the job's ranks have GPUs.
+    """
     optim, sharded = job.optim, divides(job.parallel)
     obstacle = "torch has no fused RMSprop" if optim.name not in FUSED else ""
     if sharded and optim.name in FUSED and optim.name not in SHARDED:

@@ -1,7 +1,6 @@
-"""`raydist --help`: every group with its choices, every setting with type, default and docstring.
-(driver)
+"""`raydist --help`: every group and its choices; each setting's type, default, docstring. (driver)
 
-The docstring under a setting is read from the source of config.py.
+The docstring of a setting is read from the source of config.py.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ ALSO = {
     "model": "any of torchvision's {models} image models, as in model=resnet18",
     "scale": "NODESxRANKS, as in scale=2x8; MIN..MAX nodes, as in scale=2..8x8",
 }
-"""What a group takes besides the files in conf/."""
+"""What a group accepts besides the files in conf/."""
 
 
 def manual(loader: Loader, flags: Sequence[tuple[str, str]]) -> str:
-    """The whole text. `flags`: each flag with its help."""
+    """Return the whole help text. `flags`: each flag with its help."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     lines = [BEGINNING, "Flags", *columns(flags, width), "", "Groups"]
     lines += [*columns(list(config_groups(loader)), width), "", "Settings, each as NAME=VALUE"]
@@ -57,7 +56,7 @@ def manual(loader: Loader, flags: Sequence[tuple[str, str]]) -> str:
 
 
 def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
-    """Two columns, the right one wrapped."""
+    """Yield the lines of a table with two columns, the right one wrapped."""
     left = max(len(name) for name, _ in rows) + 4
     for name, text in rows:
         yield from textwrap.wrap(
@@ -66,7 +65,7 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
 
 
 def config_groups(loader: Loader) -> Iterator[tuple[str, str]]:
-    """Each group with the choices that have a file, and what else it takes."""
+    """Yield each group with the choices that have a file, and what else it accepts."""
     files = [source for source in loader.get_sources() if source.scheme() == "file"]
     for group in sorted(loader.groups):
         if group.partition("/")[0] == "hydra":
@@ -79,7 +78,7 @@ def config_groups(loader: Loader) -> Iterator[tuple[str, str]]:
 
 
 def by_part() -> dict[str, list[tuple[str, Field[Any]]]]:
-    """The settings by the first part of their name, those without a part first."""
+    """Return the settings by the first part of their name, those without a part first."""
     parts: dict[str, list[tuple[str, Field[Any]]]] = {"": []}
     for name, field in SETTINGS.items():
         parts.setdefault(name.partition(".")[0] if "." in name else "", []).append((name, field))
@@ -87,7 +86,7 @@ def by_part() -> dict[str, list[tuple[str, Field[Any]]]]:
 
 
 def type_text(field: Field[Any]) -> str:
-    """The type, or the values if there are only a few."""
+    """Return the type of a setting, or its values if there are only a few."""
     values = (
         each if isinstance(each, str) else json.dumps(each)
         for each in field.metadata.get("choices", ())
@@ -96,14 +95,14 @@ def type_text(field: Field[Any]) -> str:
 
 
 def default_text(field: Field[Any]) -> str:
-    """The default as one would type it."""
+    """Return the default as a person would type it."""
     value = field.default if field.default_factory is MISSING else field.default_factory()
     return (value or "''") if isinstance(value, str) else json.dumps(value)
 
 
 @functools.cache
 def texts() -> dict[str, str]:
-    """The docstring of each setting, and of each part, by its full name."""
+    """Return the docstring of each setting and of each part, by full name."""
     tree = ast.parse(Path(config.__file__).read_text(encoding="utf-8"))
     return dict(
         _texts(

@@ -1,5 +1,4 @@
-"""Errors of Hydra and OmegaConf -> one ConfigError with the wrong setting and what to type instead.
-(driver)"""
+"""Errors of Hydra and OmegaConf -> one ConfigError with the setting and a suggestion. (driver)"""
 
 from __future__ import annotations
 
@@ -25,14 +24,18 @@ from raydist.shared.errors import ConfigError, nearest
 
 TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 IN_FILE = re.compile(r"In '([^']+/[^']+)'")
-"""How Hydra's message begins if the error is in a file of conf/; its exceptions have no field for
-that."""
+"""How Hydra's message begins if the error is in a file of conf/.
+
+Hydra's exceptions have no field for that.
+"""
 
 
 @contextmanager
 def config_errors(overrides: Sequence[str]) -> Iterator[None]:
-    """Raise what Hydra and OmegaConf raise inside as ConfigError, with the override or the file
-    that caused it."""
+    """Convert errors of Hydra and OmegaConf in the block to ConfigError.
+
+    The ConfigError names the override or the file that caused it.
+    """
     try:
         yield
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
@@ -40,7 +43,7 @@ def config_errors(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def explain(error: BaseException, overrides: Sequence[str] = ()) -> ConfigError:
-    """The ConfigError for an error that composing `overrides` raised."""
+    """Return the ConfigError for an error that composing `overrides` raised."""
     match error:
         case OverrideParseException():
             key, _, value = error.override.partition("=")
@@ -71,8 +74,10 @@ def explain(error: BaseException, overrides: Sequence[str] = ()) -> ConfigError:
 def _wrong_value(
     error: OmegaConfBaseException, key: str, where: str, overrides: Sequence[str]
 ) -> ConfigError:
-    """The error for a setting that OmegaConf refused: its name, its type, or an interpolation in
-    it."""
+    """Return the error for a setting that OmegaConf refused.
+
+    The cause is its name, its type, or an interpolation in it.
+    """
     known = key in SETTINGS or key in PARTS or dictionary_of(key) is not None
     if not known and not key.startswith("hydra"):
         return unknown(key, None, typed=where.removesuffix(": ") or key)
@@ -101,7 +106,10 @@ def _wrong_value(
 
 
 def _missing_choice(error: MissingConfigException, overrides: Sequence[str]) -> ConfigError:
-    """A group has no such choice: the nearest one, and some of those that it has."""
+    """Return the error for a choice that the group does not have.
+
+    It names the nearest choice, and some of the existing ones.
+    """
     group, _, choice = str(error.missing_cfg_file).rpartition("/")
     if not group:
         return ConfigError.of(
@@ -139,6 +147,6 @@ def refuse_sweeps(overrides: Sequence[str]) -> None:
 
 
 def _text(error: BaseException) -> str:
-    """The message without the lines about types that OmegaConf appends."""
+    """Return the message without the lines about types that OmegaConf appends."""
     lines = [line.strip() for line in re.split(r"\n\s*full_key:", str(error))[0].splitlines()]
     return "; ".join(line for line in lines if line) or type(error).__name__

@@ -1,5 +1,4 @@
-"""Files and modules that settings name: found without importing them, or refused with the nearest
-name. (driver)"""
+"""Find files and modules that settings name without importing them, or suggest a name. (driver)"""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from raydist.state import object_store
 
 
 def override(key: str, value: str) -> str:
-    """`key=value` or `--flag value`, as typed in a shell."""
+    """Format `key=value` or `--flag value` as typed in a shell."""
     text = f'"{value}"' if " " in value else value
     return f"{key} {text}" if key.startswith("-") else f"{key}={text}"
 
@@ -24,10 +23,10 @@ def override(key: str, value: str) -> str:
 def missing_path(
     key: str, value: str, path: Path, *suggestions: str, folder: bool = False
 ) -> ConfigError:
-    """The error for a path that does not exist, with the nearest name beside its first part that
-    does not exist.
+    """Return the error for a path that does not exist.
 
-    `folder`: a folder is wanted, not a file. `suggestions`: what to type if no name is near.
+    It suggests the name nearest to the first part of the path that does not exist. `folder`: a
+    folder is wanted, not a file. `suggestions`: what to type if no name is near.
     """
     path = Path(os.path.abspath(path))
     while not path.parent.is_dir():
@@ -41,13 +40,15 @@ def missing_path(
 
 
 def find_module(key: str, value: str, name: str) -> ModuleSpec:
-    """The spec of module `name`, which is a part of `value`; ConfigError if there is no such
-    module."""
+    """Return the spec of module `name`, which is a part of `value`.
+
+    ConfigError: there is no such module.
+    """
     spec: ModuleSpec | None = None
     parts = name.split(".")
     for number, part in enumerate(parts):
         path = list(spec.submodule_search_locations or []) if spec else [os.getcwd(), *sys.path]
-        # importlib.util.find_spec would import the packages that contain it
+        # importlib.util.find_spec would import the packages that contain the module.
         package, spec = spec, PathFinder.find_spec(".".join(parts[: number + 1]), path)
         if spec is None:
             beside = {each.name for each in pkgutil.iter_modules(path)}
@@ -64,13 +65,15 @@ def find_module(key: str, value: str, name: str) -> ModuleSpec:
 
 
 def python_file(spec: ModuleSpec | None) -> Path | None:
-    """The Python file of a module; None for a compiled or built-in one."""
+    """Return the Python file of a module; None for a compiled or built-in module."""
     return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
 
 
 def check_files(job: Job) -> None:
-    """Raise ConfigError if a folder, a file, a store or a checkpoint that the settings name does
-    not exist."""
+    """Raise ConfigError if something that the settings name does not exist.
+
+    That is a folder, a file, a store or a checkpoint.
+    """
     _check_storage(job.storage)
     _check_trackers(job)
     _check_resume(job)
@@ -86,8 +89,10 @@ def check_files(job: Job) -> None:
 
 
 def _check_storage(storage: str) -> None:
-    """What is certain before anything is created: whether it can be written shows when the run is
-    reserved there."""
+    """Check what is certain before anything is created.
+
+    Whether the storage can be written shows when the run is reserved there.
+    """
     object_store.check_url("storage", storage)
     kind = object_store.scheme(storage)
     if kind in ("http", "https"):
@@ -101,7 +106,7 @@ def _check_storage(storage: str) -> None:
 
 
 def _check_trackers(job: Job) -> None:
-    """A tracker whose library is missing is refused with the command that installs it."""
+    """Refuse a tracker whose library is missing, with the command that installs it."""
     for name in job.track:
         if PathFinder.find_spec(TRACKERS[name]) is None:
             install = f"pip install 'raydist[{name}]'"

@@ -1,5 +1,4 @@
-"""`parallel=` and a number of ranks -> stages, copies, shards, shares of layers; or what to type
-instead. (pure)"""
+"""`parallel=` and a number of ranks -> stages, copies, shards, shares of layers. (pure)"""
 
 from __future__ import annotations
 
@@ -15,8 +14,10 @@ from raydist.shared.errors import ConfigError
 
 @dataclass(frozen=True)
 class MeshShape:
-    """pp x replicate x shard x tp = ranks. The last varies fastest: ranks of a tp group or a stage
-    are consecutive."""
+    """The sizes of the mesh: pp x replicate x shard x tp = ranks.
+
+    The last dimension varies fastest: the ranks of a tp group or a stage are consecutive.
+    """
 
     replicate: int = 1
     shard: int = 1
@@ -25,25 +26,31 @@ class MeshShape:
 
     @property
     def data(self) -> int:
-        """Ranks with samples of their own; those of one tp group, and the stages of one pipeline,
-        have the same."""
+        """The number of ranks with different samples.
+
+        The ranks of one tp group, and the stages of one pipeline, have the same samples.
+        """
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """The place of a rank among those with samples of their own."""
+        """Return the position of a rank among those with different samples."""
         return rank // self.tp % self.data
 
 
 def divides(settings: Parallel) -> bool:
-    """Whether parameters are DTensors, in shards: `parallel=ddp` without numbers leaves each rank
-    the whole model."""
+    """Report whether parameters are DTensors, in shards.
+
+    `parallel=ddp` without numbers gives each rank the whole model.
+    """
     numbers = (settings.shard, settings.tp, settings.replicate, settings.pp)
     return settings.name != "ddp" or max(number or 1 for number in numbers) > 1
 
 
 def mesh_shape(settings: Parallel, ranks: int, per_node: int) -> MeshShape:
-    """The shape for so many ranks. ConfigError: the numbers do not fit. `per_node`: ranks of each
-    node."""
+    """Return the mesh shape for a number of ranks. ConfigError: the numbers do not fit.
+
+    `per_node`: ranks of each node.
+    """
     if not divides(settings):
         return MeshShape(replicate=ranks)
     tp = settings.tp or (per_node if settings.name == "tp" else 1)
@@ -74,11 +81,10 @@ def mesh_shape(settings: Parallel, ranks: int, per_node: int) -> MeshShape:
 
 
 def check_words(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if the typed numbers alone cannot fit the typed ranks: no file of conf/
-    could mend that.
+    """Raise ConfigError if the typed numbers alone cannot fit the typed ranks.
 
-    This spares a wrong product the imports and the work of composing. All others are found once the
-    job is composed.
+    No file of conf/ could correct that. This spares a wrong product the imports and the time of
+    composing. All other errors are found once the job is composed.
     """
     typed = dict(text.partition("=")[::2] for text in overrides)
     numbers = {
@@ -96,10 +102,11 @@ def check_words(overrides: Sequence[str]) -> None:
 
 
 def microbatches(job: Job, shape: MeshShape) -> int:
-    """Parts of a batch that are on their way through the stages together.
+    """Return the number of parts of a batch that are in the pipeline at the same time.
 
-    By default as many as divide it, up to 4 for each stage, of two samples or more: batch norm
-    needs two, and more parts leave ranks idle for less of the time. Else one for each stage.
+    The default is the largest number that divides the batch, up to 4 for each stage, with at least
+    two samples per part: batch norm needs two, and with more parts the ranks are idle for less of
+    the time. If none fits, it is one part for each stage.
     """
     if job.parallel.microbatches:
         return job.parallel.microbatches
@@ -112,8 +119,10 @@ def microbatches(job: Job, shape: MeshShape) -> int:
 
 
 def check_microbatches(job: Job, shape: MeshShape) -> None:
-    """Raise ConfigError if a batch cannot be split into equal micro-batches, or they are too few
-    for the schedule."""
+    """Raise ConfigError if a batch cannot be split into micro-batches as the schedule needs.
+
+    They must be equal, and not too few for the schedule.
+    """
     if shape.pp == 1:
         return
     count, each = microbatches(job, shape), job.train.accumulate * shape.data
@@ -149,7 +158,7 @@ def check_microbatches(job: Job, shape: MeshShape) -> None:
 
 
 def _unfit(settings: Parallel, shape: MeshShape, ranks: int) -> ConfigError:
-    """The product is not the number of ranks: the error names the number that was typed."""
+    """Return the error for a product that is not the number of ranks; it names the typed number."""
     stages = f"pp {shape.pp} x " if shape.pp > 1 else ""
     cause = (
         f"{stages}replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp} are not "

@@ -1,7 +1,7 @@
-"""Overrides as typed -> overrides in Hydra's grammar; those without a meaning are refused. (pure)
+"""Overrides as typed -> overrides in Hydra's grammar; meaningless ones are refused. (pure)
 
-`model.num_classes=10` gets the `++` and `env.FLAGS=--a=b,c` the quotes that Hydra needs. Whether
-a choice exists and a value has the right type is left to Hydra.
+`model.num_classes=10` gets the `++` that Hydra needs, and `env.FLAGS=--a=b,c` the quotes. Hydra
+checks whether a choice exists and whether a value has the right type.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raydist.shared.errors import ConfigError
 VERBATIM = ("env", "scale.labels")
 """Dictionaries of text. Their values are literal, so they are quoted for Hydra's grammar."""
 SPECIAL, ESCAPED = re.compile(r"([][(){}:=, ])"), r"\\\1"
-"""Characters that Hydra's grammar wants escaped in a key between braces."""
+"""Characters that must be escaped in a key between braces in Hydra's grammar."""
 NOT_A_NAME = re.compile(r"[+-]?[\d.]+|null|true|false", re.IGNORECASE)
 """Text that Hydra reads as a number, a bool or null, where a choice must be a name."""
 ELEMENT = re.compile(r"\s*(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,]*)\s*(?=,|$)")
@@ -28,7 +28,7 @@ ELEMENT = re.compile(r"\s*(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,]*)\s*(?=
 
 
 class Override(NamedTuple):
-    """`sign` `key` = `value`; `value` is None if there is no `=`."""
+    """An override `sign` `key` = `value`; `value` is None if there is no `=`."""
 
     text: str
     sign: str
@@ -48,7 +48,7 @@ class Override(NamedTuple):
 def setting_fields(
     kind: type = Job, prefix: str = ""
 ) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Every setting with its full name, as `optim.lr`, in the order of the dataclasses."""
+    """Yield each setting by its full name, such as `optim.lr`, in the order of the dataclasses."""
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -60,16 +60,16 @@ def setting_fields(
 SETTINGS = dict(setting_fields())
 PARTS = frozenset(name[: dot.start()] for name in SETTINGS for dot in re.finditer(r"\.", name))
 OPEN = tuple(name for name, field in SETTINGS.items() if str(field.type).startswith("dict["))
-"""The dictionaries: settings that take any key."""
+"""The dictionaries: settings that accept any key."""
 
 
 def dictionary_of(key: str) -> str | None:
-    """The dictionary that `key` is an entry of, or None."""
+    """Return the dictionary that `key` is an entry of, or None."""
     return next((name for name in OPEN if key.startswith(f"{name}.")), None)
 
 
 def example(key: str) -> str:
-    """A valid override of a setting: its default, or a value of its type."""
+    """Return a valid override of a setting: its default, or a value of its type."""
     field = SETTINGS.get(key)
     kind = str(field.type).partition(" | ")[0] if field else ""
     if kind.startswith("dict"):
@@ -86,7 +86,7 @@ def example(key: str) -> str:
 def translate_overrides(
     texts: Sequence[str], groups: Collection[str], multirun: bool = False
 ) -> list[str]:
-    """The overrides in Hydra's grammar, one for each of spread(texts).
+    """Return the overrides in Hydra's grammar, one for each of spread(texts).
 
     `groups`: the config groups. ConfigError for an override that has no meaning.
     """
@@ -144,13 +144,16 @@ def _translate(override: Override, groups: Collection[str], multirun: bool) -> s
     if key in ("args", "pip", "track"):
         return f"{key}={as_list(key, value)}"
     if key in ("watch.output", "sweep.objective"):
-        return f"{key}={quote(_unquote(value))}"  # a list, not the values of a sweep
+        return f"{key}={quote(_unquote(value))}"  # the value is a list, not the values of a sweep
     return f"{sign}{key}={_quote_home(value)}"
 
 
 def as_list(key: str, value: str) -> str:
-    """`--rank {rank} --lr 0.1`, as typed in a shell, or `[--rank,{rank}]`, as a list whose elements
-    are quoted."""
+    """Return a value as a list in Hydra's grammar, its elements quoted.
+
+    The value is `--rank {rank} --lr 0.1`, as typed in a shell, or a list such as
+    `[--rank,{rank}]`.
+    """
     if value.startswith("[") and value.endswith("]"):
         elements = [_unquote(each.strip()) for each in ELEMENT.findall(value[1:-1]) if each.strip()]
     else:
@@ -171,7 +174,7 @@ def _choice(override: Override) -> str:
         raise override.wrong(
             "a group takes one choice", f"{key}={value.strip('[]{}').partition(',')[0]}"
         )
-    # each value of a sweep may look like a number
+    # Each value of a sweep may look like a number.
     choices = (
         f"'{each}'" if NOT_A_NAME.fullmatch(each) else _quote_home(each)
         for each in value.split(",")
@@ -180,7 +183,7 @@ def _choice(override: Override) -> str:
 
 
 def _entry(override: Override, dictionary: str, multirun: bool) -> str:
-    """An entry of a dictionary: Hydra wants `++` before a key that the schema does not name."""
+    """Return an entry of a dictionary; a key that the schema does not name needs `++` in Hydra."""
     name, value = override.key[len(dictionary) + 1 :], override.value
     if not name:
         raise override.wrong(f"{dictionary} is a dictionary", f"{dictionary}.NAME={value}")
@@ -189,28 +192,28 @@ def _entry(override: Override, dictionary: str, multirun: bool) -> str:
     if dictionary == "env" and re.search(r"\s", name):
         cause = f"{name!r} is not a variable's name"
         raise override.wrong(cause, f"env.{'_'.join(name.split())}={value}")
-    # the values of a sweep have commas; so may a connection string, of which there is one
+    # The values of a sweep contain commas. So may a connection string, which is a single value.
     several = multirun and "," in value and dictionary == "env" and masked(value, name) == value
     if dictionary in VERBATIM and not several and not value.startswith(("'", '"', "${")):
         value = quote(value)
     else:
         value = _quote_home(value)
     if dictionary.startswith("scale.") and not re.fullmatch(r"[A-Za-z_][\w-]*", name):
-        # labels of Ray such as ray.io/market-type: Hydra's grammar allows these characters only in
-        # braces
+        # Labels of Ray such as ray.io/market-type: Hydra's grammar allows these characters only in
+        # braces.
         return f"++{dictionary}={{{SPECIAL.sub(ESCAPED, name)}:{value}}}"
     return f"++{override.key}={value}"
 
 
 def quote(value: str) -> str:
-    """The value in quotes, for Hydra's grammar."""
-    # a backslash is escaped only before a quote and at the end
+    """Quote a value for Hydra's grammar."""
+    # A backslash is escaped only before a quote and at the end.
     escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
     return f"'{escaped}'"
 
 
 def _unquote(value: str) -> str:
-    """The text of a quoted value; another value as it is."""
+    """Return the text of a quoted value; any other value unchanged."""
     mark = value[:1]
     if len(value) < 2 or mark != value[-1] or mark not in "'\"":
         return value
@@ -218,14 +221,17 @@ def _unquote(value: str) -> str:
 
 
 def _quote_home(value: str) -> str:
-    """Hydra's grammar has no `~`, and not every shell expands it after a `=`."""
+    """Quote a value that begins with `~/`.
+
+    Hydra's grammar has no `~`, and not every shell expands it after a `=`.
+    """
     return quote(value) if value.startswith("~/") else value
 
 
 def unknown(
     key: str, value: str | None, groups: Collection[str] = (), typed: str = ""
 ) -> ConfigError:
-    """The error for a setting that does not exist, with the one that was probably meant."""
+    """Return the error for a setting that does not exist, with the most likely intended one."""
     known = sorted(name for name in {*SETTINGS, *PARTS, *groups} if not name.startswith("hydra"))
     parent = key.rpartition(".")[0]
     beside = (
@@ -240,8 +246,11 @@ def unknown(
 
 
 def nearest_key(key: str, known: Sequence[str], beside: Sequence[str] = ()) -> str | None:
-    """The setting that was meant: one with the same last part, one beside it with a similar name,
-    or a similar one."""
+    """Return the setting that was probably meant.
+
+    It is a setting with the same last part, else one of the same part with a similar name, else one
+    with a similar full name.
+    """
     last = key.rpartition(".")[2]
     by_last: dict[str, str] = {}
     for name in known:

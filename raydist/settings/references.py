@@ -1,5 +1,4 @@
-"""Secrets in overrides and config files -> references to them, which Hydra saves and shows instead.
-(driver)
+"""Replace secrets in overrides and config files by references, which Hydra saves. (driver)
 
 A reference is `${raydist.secret:job.args.api_key}`. Only the driver's process knows the values.
 """
@@ -22,24 +21,24 @@ _secrets: dict[str, object] = {}
 
 
 def secret_value(name: str) -> Any:
-    """What a reference stands for: OmegaConf calls this to resolve it."""
+    """Return the value that a reference stands for; OmegaConf calls this to resolve it."""
     if name not in _secrets:
         raise LookupError(f"{name} is a secret, so its value is not saved; type it again")
     return _secrets[name]
 
 
 def refer_to(name: str, value: Any) -> str:
-    """A reference to a value, which is a secret whatever its name."""
+    """Return a reference to a value, which is treated as a secret whatever its name."""
     return _References()(name, value)
 
 
 def hide(value: Any, name: str) -> Any:
-    """The value of a setting, with references to the secrets in it."""
+    """Return the value of a setting, with references to the secrets in it."""
     return replace_secrets(value, name, _unless_reference(_References()))
 
 
 def hide_all(overrides: Iterable[str]) -> list[str]:
-    """Overrides in Hydra's grammar, with references to the secrets in them."""
+    """Return overrides in Hydra's grammar, with references to the secrets in them."""
     references = _References()
     hidden = []
     for text in overrides:
@@ -51,12 +50,12 @@ def hide_all(overrides: Iterable[str]) -> list[str]:
 
 
 def mask_override(text: str) -> str:
-    """An override as typed, with *** in place of the secrets in it."""
+    """Return an override as typed, with *** in place of the secrets in it."""
     return _replace_typed(text, lambda _, value: MASK)
 
 
 def names_of_secrets(overrides: Iterable[str]) -> list[str]:
-    """The names of the secrets in overrides as typed."""
+    """Return the names of the secrets in overrides as typed."""
     names: dict[str, None] = {}
 
     def note(name: str, value: Any) -> Any:
@@ -75,7 +74,9 @@ class _References:
         self._given: dict[str, object] = {}
 
     def __call__(self, name: str, value: Any) -> str:
-        name = re.sub(r"[^\w.-]", "_", name)  # what OmegaConf's grammar admits in a reference
+        name = re.sub(
+            r"[^\w.-]", "_", name
+        )  # the characters that OmegaConf's grammar allows in a reference
         more = (f"{name}.{number}" for number in itertools.count(2))
         own = next(
             each for each in itertools.chain([name], more) if self._given.get(each, value) == value
@@ -85,7 +86,7 @@ class _References:
 
 
 def _replace_typed(text: str, replace: Replace) -> str:
-    """As _replace_in, for an override as typed: it may lack quotes that Hydra needs."""
+    """Do what _replace_in does, for an override as typed: it may lack quotes that Hydra needs."""
     try:
         return _replace_in(text, replace)
     except HydraException:
@@ -96,14 +97,17 @@ def _replace_typed(text: str, replace: Replace) -> str:
 
 
 def _replace_in(text: str, replace: Replace) -> str:
-    """The same text if there is no secret in it. HydraException: Hydra cannot read it."""
+    """Replace the secrets in an override; without a secret the text stays the same.
+
+    HydraException: Hydra cannot read it.
+    """
     replace = _unless_reference(replace)
     override = OverridesParser.create().parse_override(text)
     value = override.value()
     name = override.key_or_group
     if isinstance(value, ChoiceSweep):
         values = [Override._convert_value(each) for each in value.list]
-        # not as a list: each is the setting's value in one run
+        # Not as a list: each is the setting's value in one run.
         replaced = [replace_secrets(each, name, replace) for each in values]
         if replaced == values:
             return text
@@ -116,14 +120,14 @@ def _replace_in(text: str, replace: Replace) -> str:
 
 
 def _unless_reference(replace: Replace) -> Replace:
-    """The same for a literal value. A reference to a variable or a setting stays."""
+    """Apply `replace` to literal values only. A reference to a variable or a setting stays."""
     return lambda name, value: (
         value if isinstance(value, str) and "${" in value else replace(name, value)
     )
 
 
 def _written(value: Any) -> str:
-    """A value in Hydra's grammar."""
+    """Format a value in Hydra's grammar."""
     return str(Override._get_value_element_as_str(_quoted(value)))
 
 

@@ -1,4 +1,4 @@
-"""The program of `script=`: found before anything starts. (driver)"""
+"""Find the program of `script=` before anything starts. (driver)"""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ FOR_PROGRAMS_TOO = ("train.gc", "train.fast")
 
 
 def refuse_job_settings(script: str, overrides: Iterable[str]) -> None:
-    """Raise ConfigError for a typed setting that only a job gets. Files of conf/ may serve both."""
+    """Raise ConfigError for a typed setting that only a job receives.
+
+    Files of conf/ may serve both jobs and programs.
+    """
     for override in map(Override.parse, overrides):
         if override.key.partition(".")[0] in FOR_JOBS and override.key not in FOR_PROGRAMS_TOO:
             name = override.key.rpartition(".")[2]
@@ -25,8 +28,10 @@ def refuse_job_settings(script: str, overrides: Iterable[str]) -> None:
 
 
 def resolve_script(script: str) -> str:
-    """A file as an absolute path. `-m module` and a bare command stay: each node finds them by
-    itself."""
+    """Return a file as an absolute path.
+
+    `-m module` and a bare command stay as they are: each node finds them itself.
+    """
     if script.startswith("-m"):
         return _resolve_module(script)
     path = Path(os.path.abspath(expand_home("script", script)))
@@ -53,8 +58,7 @@ def _resolve_module(script: str) -> str:
 
 
 def file_of(script: str) -> Path | None:
-    """The Python file that a resolved script starts with; None if it starts with another
-    command."""
+    """Return the Python file that a resolved script starts with; None if it is another command."""
     if not script.startswith("-m "):
         return Path(script) if script.endswith(".py") else None
     name = script.removeprefix("-m ")
@@ -68,5 +72,5 @@ def file_of(script: str) -> Path | None:
 
 
 def script_stem(script: str) -> str:
-    """The short name of a resolved script."""
+    """Return the short name of a resolved script."""
     return script.rpartition(".")[2] if script.startswith("-m ") else Path(script).stem

@@ -1,5 +1,4 @@
-"""Which settings are secrets, by name or by value; settings without them, for files and
-checkpoints. (either side)"""
+"""Tell by name or value which settings are secrets; strip them for saving. (either side)"""
 
 from __future__ import annotations
 
@@ -12,46 +11,56 @@ CERTAIN = re.compile(
     r"SECRET|PASSW(?:OR)?D|PASSPHRASE|CREDENTIAL|API_?KEY|CONN(?:ECTION)?_?STR|WEBHOOK|COOKIE",
     re.IGNORECASE,
 )
-"""What the name of a secret has anywhere, as AZURE_STORAGE_CONNECTION_STRING."""
+"""What makes any name that of a secret, as in AZURE_STORAGE_CONNECTION_STRING."""
 LIKELY = re.compile(
     r"TOKEN(?:_|$)|(?:^|_)(?:AUTH|AUTHORIZATION|OAUTH|DSN|KEY|PASS|PGPASS|PWD|SAS|SIG|SIGNATURE)(?:_|$)",
     re.IGNORECASE,
 )
-"""Whole words in the name of a secret, unless its value is a number: `token` but not `tokenizer`,
-`num_keys`."""
+"""Whole words in the name of a secret, unless its value is a number.
+
+`token` matches, `tokenizer` and `num_keys` do not.
+"""
 NO_SECRET = re.compile(
     r"_(?:CLASS|COUNT|DIM|DIR|FILE|LEN|LENGTH|MODE|NAME|PATH|SIZE|TYPE)S?$|(?:^|_)(?:BOS|CLS|EOS|MASK|PAD|SEP|UNK)_TOKEN$",
     re.IGNORECASE,
 )
-"""How the name of a setting ends that only describes a secret, as AWS_WEB_IDENTITY_TOKEN_FILE, or a
-model's token."""
+"""Endings of names that only describe a secret, or name a model's token.
+
+An example is AWS_WEB_IDENTITY_TOKEN_FILE.
+"""
 NO_VALUES = frozenset({"", "true", "false", "none", "null", "auto"})
 """Values that are no secrets, whatever the name."""
 WORD_END = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
 IN_URL = re.compile(r"(://[^/\s:@]*:|https?://)([^/\s]+)(?=@)")
-"""A password or a token in a URL, as in postgres://me:word@host/db and
-git+https://token@github.com/x/y."""
+"""A password or a token in a URL.
+
+Examples: postgres://me:word@host/db and git+https://token@github.com/x/y.
+"""
 ASSIGNED = re.compile(
     r"""(?<![\w./-])(?:--([\w-]+)[\s=]\s*|([\w.-]+)(?:=|["']?\s*:\s+|["']\s*:)\s*["']?)(?=\S)"""
 )
-"""A name before its value within a text: `--token x`, `wandb.api_key=x`, `Authorization: Bearer x`,
-JSON."""
+"""A name before its value within a text.
+
+Examples: `--token x`, `wandb.api_key=x`, `Authorization: Bearer x`, JSON.
+"""
 MASK = "***"
 
 Replace = Callable[[str, Any], Any]
-"""(name, secret) -> what takes its place."""
+"""(name, secret) -> the replacement."""
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether the value of a setting, a variable or a flag must not be saved or printed, because of
-    its name."""
+    """Report whether a value must not be saved or printed because of its name.
+
+    The name is that of a setting, a variable or a flag.
+    """
     text, by_name = str(value), _by_name(name)
     if by_name == "no" or text.lower() in NO_VALUES:
         return False
     return by_name == "certain" or not _is_number(text)
 
 
-@functools.cache  # of the settings of a job, which each snapshot has
+@functools.cache  # for the settings of a job, which every snapshot contains
 def _by_name(name: str) -> Literal["certain", "likely", "no"]:
     words = WORD_END.sub("_", name)
     if NO_SECRET.search(words):
@@ -62,16 +71,15 @@ def _by_name(name: str) -> Literal["certain", "likely", "no"]:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Settings, or the value of the setting `name`, with MASK in place of each secret."""
+    """Return settings, or the value of the setting `name`, with MASK in place of each secret."""
     return replace_secrets(value, name, lambda _, secret: MASK)
 
 
 def replace_secrets(value: Any, name: str, replace: Replace) -> Any:
-    """The same dicts, lists and scalars, with each secret replaced. `name`: of the setting that has
-    this value.
+    """Return the same dicts, lists and scalars, with each secret replaced.
 
-    A name counts for all that is below it. `replace` gets the name of the secret's own setting,
-    flag or variable.
+    `name`: the name of the setting with this value; it applies to everything below it. `replace`
+    gets the name of the secret's own setting, flag or variable.
     """
     if isinstance(value, Mapping):
         return {
@@ -86,7 +94,7 @@ def replace_secrets(value: Any, name: str, replace: Replace) -> Any:
 
 
 def _replace_in_list(values: Sequence[Any], name: str, replace: Replace) -> Iterator[Any]:
-    """Each element. The one after `--token` has its name."""
+    """Yield each element, with secrets replaced. The element after `--token` gets that name."""
     flag = ""
     for index, value in enumerate(values):
         is_flag = isinstance(value, str) and value.startswith("-")
@@ -96,8 +104,7 @@ def _replace_in_list(values: Sequence[Any], name: str, replace: Replace) -> Iter
 
 
 def _replace_in_text(text: str, name: str, replace: Replace) -> str:
-    """The text without passwords of URLs, and without what follows the name of a secret, to the
-    end."""
+    """Replace the passwords of URLs, and all text after the name of a secret."""
     end, secret = len(text), ""
     for found in ASSIGNED.finditer(text):
         own, rest = found[1] or found[2], text[found.end() :]

@@ -1,5 +1,4 @@
-"""The function of `job=`: found by name, and its arguments checked, without importing its file.
-(driver)
+"""Find the function of `job=` by name and check its arguments, without importing it. (driver)
 
 digits                     jobs/digits.py, in this folder or in raydist's; its function `job`
 path/to/file.py[:function]
@@ -23,14 +22,16 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def shipped(name: str) -> Path:
-    """A folder that is part of raydist: in the installed package, or beside the package in a source
-    checkout."""
+    """Return a folder that is part of raydist.
+
+    It is in the installed package, or next to the package in a source checkout.
+    """
     inside = HERE / name
     return inside if inside.is_dir() else HERE.parent / name
 
 
 def job_files() -> dict[str, Path]:
-    """The file of each job that has a name; ./jobs wins over raydist's own."""
+    """Return the file of each job that has a name; ./jobs takes precedence over raydist's own."""
     folders = (shipped("jobs"), Path("jobs").absolute())
     return {
         file.stem: file
@@ -41,19 +42,21 @@ def job_files() -> dict[str, Path]:
 
 
 def is_name(target: str) -> bool:
-    """Whether it is the bare name of a job, neither a path nor a module."""
+    """Report whether this is the bare name of a job, neither a path nor a module."""
     return not any(mark in target for mark in "/:.")
 
 
 def target_stem(target: str) -> str:
-    """The short name of a target: of its file, or the last part of its module."""
+    """Return the short name of a target: that of its file, or the last part of its module."""
     where = target.rpartition(":")[0] or target
     return Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
 
 
 def resolve_target(target: str, args: Mapping[str, object]) -> str:
-    """`/abs/file.py:function` or `module:function`; ConfigError if it does not exist or does not
-    take `args`."""
+    """Return `/abs/file.py:function` or `module:function`.
+
+    ConfigError: it does not exist, or does not take `args`.
+    """
     where, name = split_target(target)
     if where.endswith(".py"):
         where = os.path.abspath(expand_home("job", where))
@@ -68,7 +71,7 @@ def resolve_target(target: str, args: Mapping[str, object]) -> str:
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """The file or module, and the function's name."""
+    """Split a target into the file or module, and the function's name."""
     if is_name(target):
         if target not in (files := job_files()):
             raise ConfigError.unknown("job", target, files, "there is no such job")
@@ -84,8 +87,7 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def check_function(target: str, file: Path, name: str, args: Mapping[str, object]) -> None:
-    """Raise ConfigError if the file does not define the function, or the function does not take
-    `args`."""
+    """Raise ConfigError if the file has no such function, or the function does not take `args`."""
     names = defined(parse_source(target, file))
     if name not in names and "*" not in names:
         functions = [each for each, node in names.items() if isinstance(node, Function)]
@@ -94,14 +96,14 @@ def check_function(target: str, file: Path, name: str, args: Mapping[str, object
             "job", target, f"{file} has no function {name}", guess=guess, known=functions
         )
     node = names.get(name)
-    # A decorator may change the arguments; those of an assigned or imported function are not known
-    # here.
+    # A decorator may change the arguments; the arguments of an assigned or imported function are
+    # unknown here.
     if isinstance(node, Function) and not node.decorator_list:
         check_args(target, node.args, args)
 
 
 def parse_source(target: str, file: Path) -> ast.Module:
-    """The syntax tree of a file."""
+    """Return the syntax tree of a file."""
     try:
         with tokenize.open(file) as source:
             return ast.parse(source.read(), filename=str(file))
@@ -112,8 +114,10 @@ def parse_source(target: str, file: Path) -> ast.Module:
 
 
 def defined(tree: ast.AST) -> dict[str, ast.AST | None]:
-    """The names that a file's top level defines, with the node of a function or class; `*` for a
-    star import."""
+    """Return the names that a file's top level defines.
+
+    Each has the node of its function or class; `*` stands for a star import.
+    """
     names: dict[str, ast.AST | None] = {}
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function | ast.ClassDef):
@@ -135,8 +139,7 @@ def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[str]:
 
 
 def check_args(target: str, signature: ast.arguments, args: Mapping[str, object]) -> None:
-    """Raise ConfigError for a keyword that the function does not take, and for a required one that
-    is missing."""
+    """Raise ConfigError for an unknown keyword of the function, or a missing required one."""
     known = [arg.arg for arg in (*signature.args, *signature.kwonlyargs) if arg.arg != "config"]
     for name, value in args.items():
         if name not in known and signature.kwarg is None:

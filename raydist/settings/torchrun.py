@@ -1,5 +1,4 @@
-"""torchrun's flags -> raydist's overrides: each is translated, reported as needless, or refused.
-(driver)
+"""torchrun's flags -> raydist's overrides, a note that a flag is needless, or a refusal. (driver)
 
 The names, defaults and environment variables (PET_…) are those of torch/distributed/run.py (2.15),
 repeated here because importing that file takes seconds.
@@ -65,7 +64,7 @@ REFUSED = {
 
 
 class TorchrunParser(argparse.ArgumentParser):
-    """Raises ConfigError instead of exiting."""
+    """A parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.match(r"unrecognized arguments: (--?[\w-]+)", message):
@@ -82,7 +81,10 @@ class TorchrunParser(argparse.ArgumentParser):
 
 
 def torchrun_parser(environ: Mapping[str, str]) -> TorchrunParser:
-    """torchrun's command line: flags with - or _, then the script, then the script's arguments."""
+    """Return a parser for torchrun's command line.
+
+    It has flags with - or _, then the script, then the script's arguments.
+    """
     parser = TorchrunParser(
         prog="raydist launch",
         usage="%(prog)s [torchrun's flags] [raydist's settings, as in scale.cpus=4] script [the "
@@ -119,13 +121,13 @@ def torchrun_parser(environ: Mapping[str, str]) -> TorchrunParser:
 
 
 def spellings(name: str) -> list[str]:
-    """A flag as torchrun accepts it."""
+    """Return the spellings of a flag that torchrun accepts."""
     short = [SHORT[name]] if name in SHORT else []
     return [*short, *dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))]
 
 
 def variable(name: str) -> str:
-    """The environment variable that has a flag's default."""
+    """Return the environment variable that has a flag's default."""
     return f"PET_{name.replace('-', '_').upper()}"
 
 
@@ -142,7 +144,7 @@ class Translated(NamedTuple):
 
 
 def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Translated:
-    """Overrides for torchrun's command line; ConfigError for what raydist cannot do."""
+    """Return the overrides for torchrun's command line; ConfigError for what raydist cannot do."""
     typed = vars(torchrun_parser(environ).parse_args(list(argv)))
     flags = {name.replace("_", "-"): value for name, value in typed.items()}
     own = list(itertools.takewhile(is_override, flags["rest"]))
@@ -190,12 +192,12 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
 
 
 def is_override(text: str) -> bool:
-    """Whether it is an override of raydist, as scale.cpus=4, not the script's name."""
+    """Report whether this is a raydist override such as scale.cpus=4, not the script's name."""
     return re.match(r"[+~]*[a-z_][\w./@-]*=", text) is not None
 
 
 def node_overrides(nnodes: str) -> list[str]:
-    """--nnodes 2, or 2:4."""
+    """Return the overrides for `--nnodes 2` or `--nnodes 2:4`."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
     if not match:
         raise ConfigError.of(
@@ -206,7 +208,10 @@ def node_overrides(nnodes: str) -> list[str]:
 
 
 def rank_overrides(per_node: str) -> list[str]:
-    """--nproc-per-node 8, gpu, cpu or auto (gpu if there are GPUs, else cpu)."""
+    """Return the overrides for --nproc-per-node.
+
+    Its value is a number, gpu, cpu or auto (gpu if there are GPUs, else cpu).
+    """
     if per_node.isdecimal():
         return [f"scale.per_node={int(per_node)}"]
     choices = {
@@ -221,17 +226,17 @@ def rank_overrides(per_node: str) -> list[str]:
 
 
 def restart_overrides(max_restarts: str) -> list[str]:
-    """--max-restarts 3: in the whole run, however long it takes."""
+    """Return the overrides for `--max-restarts 3`, a limit on the whole run, however long."""
     if not max_restarts.isdecimal():
         raise ConfigError.of("--max-restarts", max_restarts, "must be a number", "--max-restarts 3")
     return [f"restart.max={int(max_restarts)}", "restart.window_s=null"]
 
 
 def output_ranks(flags: Mapping[str, str]) -> str:
-    """The ranks whose output goes to the screen: those neither redirected (unless teed) nor
-    filtered out.
+    """Return the ranks whose output goes to the screen.
 
-    raydist keeps stdout and stderr of a rank together, so redirecting one of them redirects both.
+    They are the ranks that are neither redirected (unless teed) nor filtered out. raydist keeps
+    stdout and stderr of a rank together, so redirecting one of them redirects both.
     """
     redirected, teed = local_ranks("redirects", flags), local_ranks("tee", flags)
     only = flags["local-ranks-filter"]
@@ -252,7 +257,7 @@ def output_ranks(flags: Mapping[str, str]) -> str:
 
 
 def local_ranks(flag: str, flags: Mapping[str, str]) -> set[str]:
-    """The local ranks of `3`, which means "all", or of `0:1,1:2`."""
+    """Return the local ranks of `3`, which means "all", or of `0:1,1:2`."""
     value = flags[flag]
     if value in ("0", "1", "2", "3"):
         return set() if value == "0" else {"all"}
@@ -267,7 +272,7 @@ def local_ranks(flag: str, flags: Mapping[str, str]) -> set[str]:
 
 
 def program_overrides(program: Sequence[str], module: bool, python: bool) -> list[str]:
-    """script= and args=, each argument unchanged."""
+    """Return script= and args=, each argument unchanged."""
     name, args = program[0], list(program[1:])
     if module and not python:
         raise ConfigError.of(

@@ -15,21 +15,27 @@ from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
 
 MAX_RANKS = 1_000_000
-"""Limit on the ranks of a run: a typing error beyond it would take the driver's memory before it is
-refused."""
+"""Limit on the ranks of a run.
+
+Beyond it, a typing error would exhaust the driver's memory before it is refused.
+"""
 MIN_SHARE = 0.0001
-"""The least part of a GPU or another resource that Ray counts (Ray's fixed-point resources, units
-of 1/10000)."""
+"""The smallest part of a GPU or another resource that Ray counts.
+
+Ray's resources are fixed-point numbers in units of 1/10000.
+"""
 RANKS_OWN = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_WORLD_SIZE|MASTER_ADDR"
     r"|MASTER_PORT|HOROVOD_(LOCAL_|CROSS_)?(RANK|SIZE)"
 )
-"""Variables that differ among ranks, or that all ranks meet by: one value of them for all would let
-the run hang."""
+"""Variables that differ among ranks, or that all ranks use to meet.
+
+With one value for all ranks the run would hang.
+"""
 
 
 def validate(job: Job) -> Job:
-    """The job itself; ConfigError for the first value that cannot be right."""
+    """Return the job itself; ConfigError for the first value that cannot be right."""
     _check_fields(job, "")
     if (best := job.checkpoint.best) is not None:
         mode, _, metric = best.partition(":")
@@ -96,8 +102,10 @@ def validate(job: Job) -> Job:
 
 
 def _check_fields(node: Any, prefix: str) -> None:
-    """The checks that a field itself has: one of a few values, or limits. A number is a finite
-    one."""
+    """Apply the checks that a field itself defines: one of a few values, or limits.
+
+    A number must be finite.
+    """
     for field in dataclasses.fields(node):
         value, name = getattr(node, field.name), prefix + field.name
         choices, least, below, most = (
@@ -125,7 +133,7 @@ def _check_fields(node: Any, prefix: str) -> None:
 
 
 def example_number(field: dataclasses.Field[Any]) -> Any:
-    """A value that a field with a number takes."""
+    """Return a value that a field with a number accepts."""
     return 1 if field.default is None else field.default
 
 
@@ -150,8 +158,10 @@ def _check_horovod(backend: Backend, init_method: str) -> None:
 
 
 def _check_size(job: Job) -> None:
-    """The number of ranks and their resources. If it may change: what else the job must be for
-    that."""
+    """Check the number of ranks and their resources.
+
+    If that number may change, also check what else the job needs for that.
+    """
     scale = job.scale
     ranks = (scale.max_nodes or scale.nodes or 1) + scale.spares
     if ranks * (scale.per_node or 1) > MAX_RANKS:
@@ -210,7 +220,7 @@ def _check_size(job: Job) -> None:
 
 
 def _check_sweep(sweep: Sweep) -> None:
-    """Who needs an objective, and how many."""
+    """Check which settings of a sweep need an objective, and how many."""
     objectives = [each for each in sweep.objective.split(",") if each]
     for each in objectives:
         if not re.fullmatch(r"(min|max):\S(.*\S)?", each.strip()):
@@ -237,9 +247,12 @@ def _check_sweep(sweep: Sweep) -> None:
 
 
 def _check_batch(job: Job, max_nodes: int) -> None:
-    """A global batch, that of the initial ranks, must have a sample for each of the most ranks."""
+    """Check that a global batch has a sample for each rank of the largest size.
+
+    Without data.global_batch it is the batch of the initial ranks.
+    """
     per_node = job.scale.per_node or 1
-    # until the ranks of a node are known each has samples of its own
+    # Until the number of ranks per node is known, assume that each rank has different samples.
     parallel = job.parallel if job.scale.per_node else Parallel()
     first, ranks = (
         mesh_shape(parallel, nodes * per_node, per_node).data
@@ -262,8 +275,10 @@ def _check_repeatable(job: Job) -> None:
 
 
 def _check_parallel(job: Job) -> None:
-    """A model that is divided among ranks: what else the job must be for that. The number of ranks
-    may be open yet."""
+    """Check what else a job with a model divided among ranks needs.
+
+    The number of ranks may still be open.
+    """
     settings, scale = job.parallel, job.scale
     if not divides(settings):
         return
@@ -294,7 +309,7 @@ def _check_parallel(job: Job) -> None:
 
 
 def _check_portions(job: Job, parts: int) -> None:
-    """Of a global batch each part of the ranks has as many samples, in each pass."""
+    """Check that a global batch splits evenly among the parts of the ranks and the passes."""
     batch, each = job.data.global_batch, parts * job.train.accumulate
     if batch is not None and batch % each:
         near = max(1, round(batch / each)) * each
@@ -306,8 +321,10 @@ def _check_portions(job: Job, parts: int) -> None:
 
 
 def size_override(scale: Scale) -> str:
-    """The override that makes the number of nodes variable or asks for spare nodes; empty if there
-    is none."""
+    """Return the override that makes the number of nodes variable or asks for spare nodes.
+
+    Empty if there is none.
+    """
     if scale.max_nodes is not None:
         return f"scale.nodes={scale.nodes or 1}..{scale.max_nodes}"
     return f"scale.spares={scale.spares}" if scale.spares else ""
