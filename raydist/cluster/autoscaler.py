@@ -1,5 +1,7 @@
-"""Node types of Ray's autoscaler, read from its config file on the head node: Ray has no API for
-them. (driver)"""
+"""Node types of Ray's autoscaler, read from its config file: Ray has no API for them. (driver)
+
+The file is on the head node.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ READ_S = 60.0
 
 
 def autoscaler_types() -> list[NodeType] | None:
-    """The node types that the autoscaler may add; empty without an autoscaler, None if they can't
-    be read."""
+    """Return the node types that the autoscaler may add.
+
+    Empty without an autoscaler, None if they can't be read.
+    """
     import ray
 
     context = ray.get_runtime_context()
@@ -34,17 +38,18 @@ def autoscaler_types() -> list[NodeType] | None:
         return []
     else:
         config = read_config_there(head[0], context.gcs_address)
-    if config is None:  # the head node runs no autoscaler: on Kubernetes it has its own container
+    # The head node may run no autoscaler: on Kubernetes it has its own container.
+    if config is None:
         return None if is_active() else []
     return types_from_file(config)
 
 
 def read_config_there(node: str, gcs: str) -> Any:
-    """`read_config` on this node.
+    """Run `read_config` on this node.
 
-    The node is chosen by its id, not by a resource of it: a task without a strategy of its own
-    belongs to the placement group of the actor that calls, as that of a trial of Ray Tune, which
-    has no such resource.
+    The node is chosen by its id, not by one of its resources: a task without its own strategy
+    belongs to the placement group of the calling actor, such as that of a Ray Tune trial, which
+    lacks such a resource.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -56,17 +61,19 @@ def read_config_there(node: str, gcs: str) -> Any:
 
 
 def is_active() -> bool:
-    """Whether an autoscaler with its own node types serves this cluster."""
+    """Report whether an autoscaler with its own node types serves this cluster."""
     if internal_kv("__autoscaler_v2_enabled", namespace="__autoscaler") == b"1":
         return True
     status = json.loads(internal_kv("__autoscaling_status") or "{}")
     active = (status.get("autoscaler_report") or {}).get("active_nodes") or {}
-    # without a configuration Ray gives each node its own type, node_ADDRESS
+    # Without a configuration Ray gives each node its own type, node_ADDRESS.
     return any(not kind.startswith("node_") for kind in active)
 
 
 def read_config(gcs: str) -> dict[str, Any] | None:
-    """The node types in the config file of this machine's autoscaler for the cluster at `gcs`.
+    """Return the node types in the config file of this machine's autoscaler.
+
+    `gcs`: the address of its cluster.
 
     Empty if the autoscaler has no config file; None if it does not run on this machine.
     """
@@ -84,7 +91,7 @@ def read_config(gcs: str) -> dict[str, Any] | None:
 
 
 def read_cluster_yaml(path: Path) -> dict[str, Any] | None:
-    """The keys of a cluster.yaml that describe node types; None if the file can't be read."""
+    """Return the keys of a cluster.yaml that describe node types; None if it can't be read."""
     import yaml
 
     try:
@@ -102,7 +109,7 @@ def read_cluster_yaml(path: Path) -> dict[str, Any] | None:
 
 
 def command_lines() -> Iterator[list[str]]:
-    """The command line of every process that this process may read."""
+    """Yield the command line of every process that this process may read."""
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             yield entry.read_text(errors="replace").split("\0")

@@ -1,4 +1,4 @@
-"""The connection to Ray: join a cluster or start one here, and read its nodes. (driver)"""
+"""Join a Ray cluster or start one here, and read its nodes. (driver)"""
 
 from __future__ import annotations
 
@@ -28,27 +28,31 @@ from raydist.shared.home import home_folder
 CONNECT_S = 0.5
 """Longest wait for a connection to a node."""
 CONNECT_AT_ONCE = 16
-"""Nodes to which this process connects at the same time."""
+"""Number of nodes to which this process connects at the same time."""
 
 _lock = threading.Lock()
 """Held while a run connects or leaves: the runs of several threads share the connection."""
 _runs = 0
-"""Runs that use the connection now; the last one leaves Ray."""
+"""Number of runs that use the connection now; the last one leaves Ray."""
 _leave = False
-"""Whether it has to: the program itself was not connected, and the cluster is not its own."""
+"""Whether the last run must leave Ray.
+
+It must if the program itself was not connected, and the cluster is not the program's own.
+"""
 _local_cpus = 0
-"""CPUs of the Ray that this process has started; 0 if it has started none."""
+"""CPUs of the Ray that this process started; 0 if it started none."""
 _reaper: subprocess.Popen[bytes] | None = None
-"""Kills what remains of that Ray when this process ends it or is killed: Ray's agents may take over
-a minute."""
+"""Kills what remains of that Ray when this process ends it or is killed.
+
+Ray's agents may take over a minute.
+"""
 
 
 @contextlib.contextmanager
 def connect(job: Job, events: Events) -> Iterator[None]:
-    """Connect to a running cluster, or to a Ray that it starts on this machine and keeps for the
-    program's next run.
+    """Connect to a running cluster, or to a Ray that is started here and kept for the next run.
 
-    If the program is connected already (a notebook), its connection is used, and kept.
+    If the program is already connected (a notebook), its connection is used, and kept.
     """
     import ray
 
@@ -74,7 +78,7 @@ def _enter(job: Job) -> bool:
     with _lock:
         started = False
         if _runs == 0:
-            ending.tidied()  # of an earlier run of this process
+            ending.tidied()  # the cleanup of an earlier run of this process
             if _local_cpus and not (
                 _local_cpus >= cpus_needed(job) and answers(ray.get_runtime_context().gcs_address)
             ):
@@ -90,7 +94,7 @@ def _enter(job: Job) -> bool:
 
 
 def _exit() -> None:
-    """Leave Ray if this was the last run that used the connection, and a run has made it."""
+    """Leave Ray if this was the last run on the connection, and a run established it."""
     global _runs
     import ray
 
@@ -101,7 +105,7 @@ def _exit() -> None:
 
 
 def end_local_ray() -> None:
-    """End the Ray that this process has started, if it still runs."""
+    """End the Ray that this process started, if it is still running."""
     global _local_cpus, _reaper
     import ray
 
@@ -110,7 +114,7 @@ def end_local_ray() -> None:
         ray_private.kill_on_shutdown(node)
         ray.shutdown()
     if _reaper is not None:
-        # A line makes it kill Ray's agents now. Closing its input would not: processes that this
+        # This line makes it kill Ray's agents now. Closing its input would not: processes that this
         # program has forked keep it open.
         _reaper.communicate(b"\n")
         _reaper = None
@@ -118,8 +122,10 @@ def end_local_ray() -> None:
 
 
 def running_address() -> str | None:
-    """The address of a running Ray: RAY_ADDRESS, else the last Ray started on this machine; None if
-    none runs."""
+    """Return the address of a running Ray: RAY_ADDRESS, else the last Ray started on this machine.
+
+    None if none is running.
+    """
     address = ray_private.default_address()
     if address is None or answers(address):
         return address
@@ -135,14 +141,16 @@ def running_address() -> str | None:
 
 
 def cpus_needed(job: Job) -> int:
-    """The CPUs of a Ray that is started for this job: the machine's, or as many as the job's ranks
-    request if more."""
+    """Return the CPUs of a Ray that is started for this job.
+
+    It is the number of the machine's CPUs, or of those that the job's ranks request, if more.
+    """
     ranks = (job.scale.nodes or 1) * (job.scale.per_node or 2)
     return max(os.cpu_count() or 1, math.ceil(min(ranks, 64) * job.scale.cpus))
 
 
 def local_node(job: Job) -> Node:
-    """This machine as the only node of a Ray that would be started for the job."""
+    """Return this machine as the only node of a Ray that would be started for the job."""
     import ray.util
 
     gpus = ray_private.count_gpus()
@@ -157,7 +165,7 @@ def local_node(job: Job) -> Node:
 
 
 def settle_group(job: Job) -> Job:
-    """The job with `group=auto` replaced by what it means for it here."""
+    """Return the job with `group=auto` replaced by what it means for this job here."""
     if job.group != "auto":
         return job
     ray = sys.modules.get("ray")
@@ -167,15 +175,14 @@ def settle_group(job: Job) -> Job:
 
 
 def start_or_join(job: Job) -> bool:
-    """Connect this process to Ray; True if it had to start a Ray on this machine."""
+    """Connect this process to Ray; return whether it had to start a Ray on this machine."""
     import ray
 
     # Ray runs its workers at nice 15, below everything else on the node. On a node for training
     # that is wrong.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault(
-        "RUNTIME_ENV_RETRY_TIMES", "1"
-    )  # retries don't help where a package does not exist
+    # Retries don't help if a package does not exist.
+    os.environ.setdefault("RUNTIME_ENV_RETRY_TIMES", "1")
     ray_private.quiet_loggers()
     quiet: dict[str, Any] = {
         "logging_level": "ERROR",
@@ -186,9 +193,8 @@ def start_or_join(job: Job) -> bool:
         if address := running_address():
             ray.init(address=address, **quiet)
             return False
-        placement.resources_for(
-            job, [local_node(job)]
-        )  # refuse an impossible request before starting Ray for it
+        # Refuse an impossible request before starting Ray for it.
+        placement.resources_for(job, [local_node(job)])
         _start_local_ray(cpus_needed(job), quiet)
         return True
     except (OSError, RuntimeError, ValueError) as error:
@@ -212,30 +218,32 @@ def _start_local_ray(cpus: int, quiet: Mapping[str, Any]) -> None:
 
 
 def alive_nodes() -> list[Node]:
-    """The nodes that are alive now."""
+    """Return the nodes that are alive now."""
     import ray
 
     return nodes_from_ray(ray.nodes(), ray_private.free_resources())
 
 
 def remaining_nodes() -> list[Node]:
-    """The nodes that are alive and that Ray does not drain."""
+    """Return the nodes that are alive and not being drained by Ray."""
     return drain.not_draining(alive_nodes())
 
 
 def node_types() -> list[NodeType] | None:
-    """The node types that the autoscaler may add; empty without an autoscaler, None if they can't
-    be read."""
+    """Return the node types that the autoscaler may add.
+
+    Empty without an autoscaler, None if they can't be read.
+    """
     config = ray_private.cluster_config()
     return types_from_config(config) if config else autoscaler.autoscaler_types()
 
 
 def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
-    """Have Ray start so many workers on each of these nodes, by id, in which the actors of the next
-    run begin at once.
+    """Make Ray start this number of workers on each node, by id, for the next run's actors.
 
-    Ray ends them after `keep_s` seconds. None on a Ray that this process has started, and none for
-    a submitted job with a runtime_env, which has workers of its own.
+    The actors then begin at once. Ray ends the workers after `keep_s` seconds. None are started on
+    a Ray that this process started, and none for a submitted job with a runtime_env, which has its
+    own workers.
     """
     import ray
 
@@ -250,7 +258,7 @@ def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
         address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
         ray_private.prestart_workers(address, counts[node["NodeID"]], keep_s, CONNECT_S)
 
-    # no run fails for want of it: a node is gone, or busy, or Ray is
+    # No run fails without them: a node may be gone or busy, or Ray may be.
     with contextlib.suppress(Exception), ThreadPoolExecutor(CONNECT_AT_ONCE) as pool:
         list(
             pool.map(
@@ -260,7 +268,7 @@ def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
 
 
 def reachable(node_ids: Collection[str]) -> set[str]:
-    """Which of these nodes accept connections at the port of their raylets."""
+    """Return those of these nodes that accept connections at the port of their raylets."""
     import ray
 
     def accepts(node: Mapping[str, Any]) -> bool:

@@ -1,5 +1,4 @@
-"""Drain notices: Ray announces that it will take nodes away, with time to save and to leave.
-(driver)"""
+"""Drain notices: Ray announces that it will remove nodes, with time to save and leave. (driver)"""
 
 from __future__ import annotations
 
@@ -12,10 +11,12 @@ from raydist.cluster.placement import Slot
 from raydist.settings.config import Job
 
 USUAL_S = 30.0
-"""Assumed seconds if Ray names no deadline: what `ray start --block` has after SIGTERM."""
+"""Assumed seconds if Ray gives no deadline: what `ray start --block` has after SIGTERM."""
 SHARE = 1 / 3
-"""Part of the remaining time for ranks to reach their next step, and again for them to save on
-SIGTERM. The last third is for writing to disk."""
+"""Fraction of the remaining time for ranks to reach their next step.
+
+They get the same again to save on SIGTERM. The last third is for writing to disk.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class DrainNotice:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     left_s: float | None
-    """Seconds until Ray takes them away; None where Ray has named no deadline."""
+    """Seconds until Ray takes them away; None if Ray has given no deadline."""
 
     @property
     def text(self) -> str:
@@ -43,37 +44,44 @@ class DrainNotice:
 
 
 def draining() -> dict[str, float]:
-    """Node id -> deadline of each node that Ray drains, in seconds since the epoch; 0 without a
-    deadline."""
+    """Return node id -> deadline of each node that Ray drains.
+
+    A deadline is in seconds since the epoch; 0 means none.
+    """
     from ray.exceptions import RayError
 
     try:
         return {node: at / 1000 for node, at in ray_private.draining_nodes().items()}
+    # If the GCS does not answer, other parts report that it is gone.
     except (
         RayError,
         RuntimeError,
         OSError,
-    ):  # the GCS does not answer; other parts report a GCS that is gone
+    ):
         return {}
 
 
 def not_draining(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that Ray does not drain."""
+    """Return the nodes that Ray does not drain."""
     drained = draining()
     return [node for node in nodes if node.id not in drained]
 
 
 def usable_nodes(job: Job, nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that a job may plan with: without drained ones if it takes as many nodes as the
-    cluster has."""
+    """Return the nodes that a job may plan with.
+
+    Drained nodes are left out if the job takes all nodes that the cluster has.
+    """
     return not_draining(nodes) if job.scale.nodes is None or job.scale.max_nodes else list(nodes)
 
 
 def drain_notice(
     slots: Sequence[Slot], deadlines: Mapping[str, float], now: float
 ) -> DrainNotice | None:
-    """The notice for these ranks; None if Ray drains none of their nodes. `deadlines`: as
-    `draining` returns them."""
+    """Return the notice for these ranks; None if Ray drains none of their nodes.
+
+    `deadlines`: as returned by `draining`.
+    """
     drained = [slot for slot in slots if slot.node.id in deadlines]
     if not drained:
         return None

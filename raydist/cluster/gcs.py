@@ -6,12 +6,14 @@ from raydist.cluster import ray_private
 from raydist.shared.errors import LaunchError
 
 ANSWER_S = 10.0
-"""Longest wait for the GCS; one under load takes a second or two."""
+"""Longest wait for the GCS, which takes a second or two under load."""
 
 
 def answers(address: str) -> bool:
-    """Whether a GCS answers at host:port; LaunchError if it refuses this process's token: ray.init
-    would hang."""
+    """Report whether a GCS answers at host:port.
+
+    LaunchError: it refuses this process's token; ray.init would hang.
+    """
     import grpc
 
     ray_private.load_auth_token()

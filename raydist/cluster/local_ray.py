@@ -1,5 +1,4 @@
-"""A Ray that this program has started ends with the program, even if the program is killed.
-(driver)"""
+"""Make a Ray that this program started end with the program, even if it is killed. (driver)"""
 
 from __future__ import annotations
 
@@ -14,13 +13,17 @@ from raydist.shared.errors import LaunchError
 from raydist.shared.own_path import own_folder
 
 LONGEST = 107 - len("/ray/session_2026-11-24_23-53-23_123456_1234567/sockets/plasma_store")
-"""Maximum length in bytes of the path of Ray's folder. Linux takes 107 bytes for the path of a
-socket (unix(7))."""
+"""Maximum length in bytes of the path of Ray's folder.
+
+Linux allows 107 bytes for the path of a socket (unix(7)).
+"""
 
 
 def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
-    """Start a process that waits for the end of this one, and then kills the process groups of
-    `leaders`."""
+    """Start a process that waits for the end of this one, then kills these process groups.
+
+    `leaders`: the leaders of the groups.
+    """
     groups = [f"-{pid}" for pid in leaders]
     command = ["sh", "-c", 'read -r _; kill -s KILL -- "$@"', "reaper", *groups]
     return subprocess.Popen(
@@ -33,12 +36,11 @@ def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
 
 
 def protect_token(home: Path | None) -> None:
-    """Make Ray's token in this home readable by its owner only: Ray would make it so that others
-    may read it.
+    """Make Ray's token in this home readable only by its owner.
 
-    Who reads it can run programs as this user. Nothing is done where the environment has a token or
-    names its file. Without a home, or in one that can't be written (/ of a container), the token is
-    in this program's environment.
+    Ray would create it so that others may read it, and whoever reads it can run programs as this
+    user. Nothing is done if the environment has a token or names its file. Without a home, or in
+    one that can't be written (/ of a container), the token is in this program's environment.
     """
     if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys() or os.environ.get(
         "RAY_AUTH_MODE"
@@ -61,11 +63,11 @@ def protect_token(home: Path | None) -> None:
 
 
 def temp_folder() -> Path:
-    """The folder for the files of a Ray that is started here: one that no other user can enter. It
-    is made.
+    """Create and return the folder for the files of a Ray that is started here.
 
-    Ray gives its own folders mode 0777, also those with its sockets and with the code of jobs.
-    LaunchError: another user has made it, or it can't be made.
+    No other user can enter it. Ray gives its own folders mode 0777, including those with its
+    sockets and with the code of jobs. LaunchError: another user has created it, or it can't be
+    created.
     """
     folder = outer_folder()
     with contextlib.suppress(OSError):
@@ -86,22 +88,23 @@ def temp_folder() -> Path:
 
 
 def outer_folder() -> Path:
-    """The folder in which Ray makes its own, `ray`."""
+    """Return the folder in which Ray creates its own folder `ray`."""
     return Path(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")))
 
 
 def folder_of_user(folder: Path) -> Path:
-    """The name of this user's folder for Ray in one that others can enter: as
-    deploy/node/environment.sh has it."""
+    """Return this user's folder for Ray below a folder that others can enter.
+
+    deploy/node/environment.sh uses the same name.
+    """
     return folder / f"ray-{os.getuid()}"
 
 
 def noted_address() -> str | None:
-    """The address of the last Ray that this user, or root, has started on this machine by `ray
-    start`; None without.
+    """Return the address of the last Ray that this user or root started here by `ray start`.
 
-    Everybody can write into Ray's default folder. The address of a Ray of another user would get
-    this user's token and code.
+    None without one. Everybody can write into Ray's default folder. The address of another user's
+    Ray would receive this user's token and code.
     """
     for folder in dict.fromkeys(
         (outer_folder(), folder_of_user(outer_folder()), folder_of_user(Path("/tmp")))

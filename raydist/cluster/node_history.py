@@ -1,10 +1,10 @@
-"""A file of incidents: nodes that failed or slowed earlier runs, which the next run avoids if it
-can. (driver)
+"""A file of nodes that failed or slowed earlier runs, which later runs avoid if they can. (driver)
 
     ~/.cache/raydist/nodes.json     or below XDG_CACHE_HOME, or the file that RAYDIST_LEDGER names
 
-It holds host names, addresses, run folders and raydist's own terms; no output of a job. A run does
-not fail if the file can't be read or written: then it avoids no node, or records no incident.
+It contains host names, addresses, run folders and raydist's own terms, but no output of a job. A
+run does not fail if the file can't be read or written: it then avoids no node, or records no
+incident.
 """
 
 from __future__ import annotations
@@ -35,21 +35,26 @@ KEEP_S = 30 * 86400.0
 COUNT_S = 7 * 86400.0
 """Seconds for which an incident counts: after that the node may have been repaired."""
 MOST = 500
-"""Incidents that the file keeps: the newest."""
+"""Maximum number of incidents in the file: the newest are kept."""
 REPEATED = 2
-"""A node is avoided after incidents in this many runs; one may be an accident."""
+"""A node is avoided after incidents in this many runs; a single one may be an accident."""
 
 NODE_DIED = re.compile(
     r"node\b.*(died|dead|terminated unexpectedly|was terminated$)", re.IGNORECASE
 )
-"""Ray 2.60's text for an actor whose node died. It terminates a drained node "expectedly"; an actor
-that the memory monitor killed is the job's fault."""
+"""Ray 2.60's text for an actor whose node died.
+
+It terminates a drained node "expectedly"; an actor that the memory monitor killed is the job's
+fault.
+"""
 BROKEN_GPU = re.compile(
     r"uncorrectable (ECC|NVLink) error|fallen off the bus|hardware stack error|GPU is lost|ECC "
     r"error encountered"
 )
-"""Texts of CUDA for a broken GPU (cudaGetErrorString, nvidia-smi). Most other CUDA errors are the
-program's fault."""
+"""Texts of CUDA for a broken GPU (cudaGetErrorString, nvidia-smi).
+
+Most other CUDA errors are the program's fault.
+"""
 HOLD_S = 2
 """Longest wait for the CPUs of the avoided nodes."""
 PLACE_S = 5
@@ -76,7 +81,10 @@ class NodeIncident:
 def incidents(
     cluster: str, run: str, plan: Plan, cause: End | None, slow: Sequence[Slow], now: float
 ) -> list[NodeIncident]:
-    """The incidents of an attempt, at most one of a kind for each node. `cause`: the root cause."""
+    """Return the incidents of an attempt, at most one of each kind per node.
+
+    `cause`: the root cause.
+    """
     by_node = {}
     kinds = [(each.rank, "slow") for each in slow]
     if cause is not None and (what := incident_kind(cause)):
@@ -88,8 +96,10 @@ def incidents(
 
 
 def incident_kind(end: End) -> str:
-    """lost or gpu if the node is at fault for the end of a rank; empty if it is not, or if that is
-    unknown."""
+    """Return lost or gpu if the node is at fault for the end of a rank.
+
+    Empty if it is not, or if that is unknown.
+    """
     by_node = end.silent or end.stuck or NODE_DIED.search(end.message)
     if end.how == "lost" and not end.preempted and by_node:
         return "lost"
@@ -97,7 +107,7 @@ def incident_kind(end: End) -> str:
 
 
 def history_file() -> Path | None:
-    """The path of the file; None for a user without a home, where nothing is noted."""
+    """Return the path of the file; None for a user without a home, where nothing is recorded."""
     if named := os.environ.get(env_names.LEDGER):
         return Path(named)
     cache = home.user_cache()
@@ -105,7 +115,7 @@ def history_file() -> Path | None:
 
 
 def read_incidents(path: Path | None) -> list[NodeIncident]:
-    """All recorded incidents; none if the file does not exist or can't be read."""
+    """Return all recorded incidents; none if the file does not exist or can't be read."""
     if path is None:
         return []
     try:
@@ -118,8 +128,10 @@ def read_incidents(path: Path | None) -> list[NodeIncident]:
 
 
 def note_incidents(path: Path | None, new: Sequence[NodeIncident], now: float) -> None:
-    """Add incidents to the file, and delete old ones. Atomic: other runs may read or write the file
-    meanwhile."""
+    """Add incidents to the file, and delete old ones.
+
+    This is atomic: other runs may read or write the file at the same time.
+    """
     if not new or path is None:
         return
     with contextlib.suppress(OSError), _locked(path):
@@ -135,7 +147,7 @@ def note_incidents(path: Path | None, new: Sequence[NodeIncident], now: float) -
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Inside the block, no other process writes this file."""
+    """Keep other processes from writing this file while the block runs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -145,8 +157,10 @@ def _locked(path: Path) -> Iterator[None]:
 def repeat_offenders(
     noted: Iterable[NodeIncident], cluster: str, nodes: Iterable[Node], now: float
 ) -> dict[str, list[NodeIncident]]:
-    """Node id -> recent incidents, for nodes with incidents in several runs; those with most runs
-    come first."""
+    """Return node id -> recent incidents, for nodes with incidents in several runs.
+
+    Nodes with incidents in the most runs come first.
+    """
     offenders: dict[str, list[NodeIncident]] = {}
     recent = [each for each in noted if each.cluster == cluster and now - each.at < COUNT_S]
     for node in nodes:
@@ -159,10 +173,9 @@ def repeat_offenders(
 def avoidable(
     request: ResourceRequest, nodes: Sequence[Node], offenders: Sequence[str]
 ) -> list[str]:
-    """The first offenders, as many as the job can do without now: avoiding a node never makes a job
-    wait.
+    """Return the first offenders, as many as the job can currently do without.
 
-    `offenders`: node ids, the worst first.
+    Avoiding a node never makes a job wait. `offenders`: node ids, the worst first.
     """
     selected = [node for node in nodes if matches(node.labels, request.selector)]
     for count in range(len(offenders), 0, -1):
@@ -175,8 +188,11 @@ def avoidable(
 
 
 def incident_text(node: Node, of_node: Sequence[NodeIncident], avoided: bool) -> str:
-    """`node-7 (10.0.0.7) is avoided: in the last 7 days it was lost in 2 runs, the last on
-    2026-11-20; ...`."""
+    """Describe the incidents of a node.
+
+    Example: `node-7 (10.0.0.7) is avoided: in the last 7 days it was lost in 2 runs, the last on
+    2026-11-20; ...`.
+    """
     parts = [
         f"{text} in {counted(len(runs), 'run')}"
         for what, text in KINDS.items()
@@ -192,8 +208,10 @@ def incident_text(node: Node, of_node: Sequence[NodeIncident], avoided: bool) ->
 
 
 def reason_to_avoid(job: Job, cluster: str, node: Node, avoided: bool) -> str:
-    """The incidents of a node onto which a running job could grow, as text; empty if it need not be
-    avoided."""
+    """Describe the incidents of a node onto which a running job could grow.
+
+    Empty if the node need not be avoided.
+    """
     bad = (
         repeat_offenders(read_incidents(history_file()), cluster, [node], time.time())
         if job.scale.avoid
@@ -208,15 +226,17 @@ class Offender(NamedTuple):
     node: str
     """Ray's node id."""
     avoided: bool
-    """Whether the job has room without it."""
+    """Whether the job has room without the node."""
     text: str
 
 
 def offenders(
     job: Job, request: ResourceRequest, nodes: Sequence[Node], cluster: str
 ) -> list[Offender]:
-    """The nodes with incidents in several runs, those that the job avoids first. None with
-    scale.avoid=false."""
+    """Return the nodes with incidents in several runs, those that the job avoids first.
+
+    None with scale.avoid=false.
+    """
     if not job.scale.avoid or len(nodes) < 2:
         return []
     by_id = {node.id: node for node in nodes}
@@ -232,12 +252,12 @@ def offenders(
 def avoiding_offenders(
     job: Job, request: ResourceRequest, nodes: Sequence[Node], cluster: str, events: Events
 ) -> Iterator[bool]:
-    """Inside the block, Ray finds no free CPU on nodes with incidents, if the job has room without
-    them.
+    """Leave Ray no free CPU on nodes with incidents in this block, if the job has room elsewhere.
 
-    Yields whether it avoids any node. It reserves the nodes' free CPUs for the time of the block. A
-    label selector in the job's own placement group (`ray.io/node-id: !in(...)`) would be permanent:
-    after the loss of a node the job would wait for another node even while an avoided one is free.
+    Yields whether it avoids any node. It reserves the nodes' free CPUs for the duration of the
+    block. A label selector in the job's own placement group (`ray.io/node-id: !in(...)`) would be
+    permanent: after the loss of a node the job would wait for another node even while an avoided
+    one is free.
     """
     by_id = {node.id: node for node in nodes}
     found = offenders(job, request, nodes, cluster)
@@ -256,7 +276,7 @@ def avoiding_offenders(
 
 
 def _reserve_cpus(cpus: Mapping[str, float]) -> Any:
-    """A placement group with these CPUs (node id -> CPUs); None for none."""
+    """Return a placement group with these CPUs (node id -> CPUs); None for no CPUs."""
     if not cpus:
         return None
     from ray.util.placement_group import placement_group
@@ -264,5 +284,5 @@ def _reserve_cpus(cpus: Mapping[str, float]) -> Any:
     selectors = [{"ray.io/node-id": id} for id in cpus]
     bundles = [{"CPU": amount} for amount in cpus.values()]
     group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
-    group.wait(HOLD_S)  # if another job has taken the CPUs meanwhile, the node has no room anyway
+    group.wait(HOLD_S)  # if another job has taken the CPUs by then, the node has no room anyway
     return group

@@ -14,7 +14,7 @@ from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.rank_names import counted, joined_names
 
 UNLIMITED = 10_000
-"""Stands for the -1 that KubeRay gives a node type without a limit."""
+"""Replaces the -1 that KubeRay gives a node type without a limit."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,19 @@ class Node:
     ip: str
     """The node's address in Ray."""
     host: str
-    """Its host name, unique in the cluster: see `nodes_from_ray`."""
+    """The node's host name, unique in the cluster: see `nodes_from_ray`."""
     total: Mapping[str, float]
-    """All its resources: CPU, GPU, and others."""
+    """All resources of the node: CPU, GPU, and others."""
     free: Mapping[str, float]
     """Resources that are not reserved now."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key: numeric address, then id. It is the same in each process and after a
-        restart."""
+        """Sort key: numeric address, then id.
+
+        It is the same in each process and after a restart.
+        """
         try:
             address = ipaddress.ip_address(self.ip)
         except ValueError:
@@ -51,7 +53,7 @@ class NodeType:
     name: str
     resources: Mapping[str, float]
     most: int
-    """The most nodes of this type that the cluster may have."""
+    """The maximum number of nodes of this type in the cluster."""
     labels: Mapping[str, str] | None = None
     """None if Ray does not report them."""
 
@@ -59,11 +61,11 @@ class NodeType:
 def nodes_from_ray(
     ray_nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> list[Node]:
-    """The nodes of `ray.nodes()` that are alive. `free`: available resources by node id.
+    """Return the nodes of `ray.nodes()` that are alive. `free`: available resources by node id.
 
-    Machines with equal host names, as cloned images have, are named `ubuntu (10.0.0.7)`, by their
-    addresses: clocks, loads and lost nodes are told apart by the name. Nodes with the same address
-    are one machine.
+    Machines with equal host names, such as cloned images, are named `ubuntu (10.0.0.7)`, with their
+    addresses, because clocks, loads and lost nodes are identified by name. Nodes with the same
+    address are one machine.
     """
     alive = [node for node in ray_nodes if node["Alive"]]
     machines = {(node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in alive}
@@ -82,20 +84,22 @@ def nodes_from_ray(
 
 
 def _unique_name(host: str, ip: str, named: Mapping[str, int]) -> str:
-    """The name of a machine. `named`: how many machines have each host name."""
+    """Return the name of a machine. `named`: how many machines have each host name."""
     return f"{host} ({ip})" if named[host] > 1 else host
 
 
 def _countable(resources: Mapping[str, float]) -> dict[str, float]:
-    # node:10.0.0.1 and node:__internal_head__ only pin work to one node
+    # node:10.0.0.1 and node:__internal_head__ only pin work to one node.
     return {
         name: float(amount) for name, amount in resources.items() if not name.startswith("node:")
     }
 
 
 def types_from_config(config: Any) -> list[NodeType]:
-    """The node types of the autoscaler's ClusterConfig message; `config`: None without an
-    autoscaler."""
+    """Return the node types of the autoscaler's ClusterConfig message.
+
+    `config`: None without an autoscaler.
+    """
     return [
         NodeType(
             group.name, dict(group.resources), UNLIMITED if group.max_count < 0 else group.max_count
@@ -106,8 +110,10 @@ def types_from_config(config: Any) -> list[NodeType]:
 
 
 def types_from_file(config: Mapping[str, Any]) -> list[NodeType]:
-    """The node types of a cluster.yaml. The head's own type has no workers unless its max_workers
-    says so."""
+    """Return the node types of a cluster.yaml.
+
+    The head's own type has no workers unless it sets max_workers.
+    """
     head, limit = config.get("head_node_type"), config.get("max_workers")
     types = []
     for name, kind in (config.get("available_node_types") or {}).items():
@@ -121,7 +127,7 @@ def types_from_file(config: Mapping[str, Any]) -> list[NodeType]:
 
 
 def still_to_come(types: Iterable[NodeType], nodes: Iterable[Node]) -> list[tuple[NodeType, int]]:
-    """(type, number of nodes that the autoscaler may still add) for each type with such nodes."""
+    """Return each type of which the autoscaler may still add nodes, with their number."""
     groups = [node.labels.get("ray.io/node-group") for node in nodes]
     return [(kind, more) for kind in types if (more := kind.most - groups.count(kind.name)) > 0]
 
@@ -150,7 +156,7 @@ class ResourceRequest:
 
 
 def fit_count(have: Mapping[str, float], need: Mapping[str, float]) -> int:
-    """How often the resources `need` fit into `have`."""
+    """Return how often the resources `need` fit into `have`."""
     return min(
         (_fit_count(name, have.get(name, 0), amount) for name, amount in need.items() if amount),
         default=0,
@@ -159,18 +165,18 @@ def fit_count(have: Mapping[str, float], need: Mapping[str, float]) -> int:
 
 def _fit_count(name: str, have: float, amount: float) -> int:
     if name == "GPU" and amount < 1:
-        # a share of a GPU is on one GPU: 2 GPUs hold four ranks of 0.4 each, not five
+        # A share of a GPU is on one GPU: 2 GPUs hold four ranks of 0.4 each, not five.
         return math.floor(have) * _floor(1 / amount) + _floor(have % 1 / amount)
     return _floor(have / amount)
 
 
 def _floor(ratio: float) -> int:
-    # 0.3 / 0.1 is a little less than 3, and Ray counts in ten-thousandths
+    # 0.3 / 0.1 is slightly less than 3, and Ray counts in ten-thousandths.
     return math.floor(ratio + 1e-6)
 
 
 def bundle(need: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """The resources of `ranks` ranks together. `need`: resources of one rank."""
+    """Return the resources of `ranks` ranks together. `need`: resources of one rank."""
     resources = {name: round(amount * ranks, 4) for name, amount in need.items()}
     if resources.get("GPU", 0) > 1 > need["GPU"]:
         resources["GPU"] = float(math.ceil(ranks / _floor(1 / need["GPU"])))
@@ -178,15 +184,19 @@ def bundle(need: Mapping[str, float], ranks: int) -> dict[str, float]:
 
 
 def holds(request: ResourceRequest, capacity: Capacity) -> bool:
-    """Whether nodes that are otherwise empty hold all bundles. Exact, because all bundles are
-    equal."""
+    """Report whether nodes that are otherwise empty hold all bundles.
+
+    The result is exact, because all bundles are equal.
+    """
     fits = [(fit_count(have, request.bundles[0]), more) for have, more in capacity]
     return room(request, fits) >= len(request.bundles)
 
 
 def room(request: ResourceRequest, fits: Sequence[tuple[int, int]]) -> int:
-    """Number of bundles that fit at once under the request's strategy. `fits`: (bundles on a node,
-    number of nodes)."""
+    """Return the number of bundles that fit at once under the request's strategy.
+
+    `fits`: (bundles on a node, number of nodes).
+    """
     match request.strategy:
         case "STRICT_SPREAD":
             return sum(more for bundles, more in fits if bundles)
@@ -200,8 +210,10 @@ _SELECTOR = re.compile(rf"!?(?:in\({_VALUE}(?:, ?{_VALUE})*\)|{_VALUE})")
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node with these labels fits a label selector of Ray: v, !v, in(a,b) or !in(a,b) for
-    each key."""
+    """Report whether a node with these labels fits a label selector of Ray.
+
+    The selector has v, !v, in(a,b) or !in(a,b) for each key.
+    """
     return all(_matches(labels.get(key), pattern) for key, pattern in selector.items())
 
 
@@ -214,7 +226,7 @@ def _matches(value: str | None, pattern: str) -> bool:
 def select_nodes(
     nodes: Sequence[Node], types: Sequence[NodeType], selector: Mapping[str, str]
 ) -> tuple[list[Node], list[NodeType]]:
-    """The nodes and node types that the selector selects; a ConfigError if it can't select any."""
+    """Return the nodes and node types that the selector selects; ConfigError if it selects none."""
     for key, pattern in selector.items():
         if not _SELECTOR.fullmatch(pattern):
             right = f"scale.labels.{key}={re.sub(r'[^A-Za-z0-9_.-]', '', pattern) or 'VALUE'}"
@@ -258,7 +270,7 @@ def check_resource_names(need: Mapping[str, float], have: Iterable[Mapping[str, 
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """`8 GPU, 64 CPU`: GPUs first, then CPUs, then custom resources."""
+    """Format amounts as `8 GPU, 64 CPU`: GPUs first, then CPUs, then custom resources."""
     order = sorted(resources, key=lambda name: (name != "GPU", name != "CPU", name))
     return ", ".join(f"{resources[name]:g} {name}" for name in order) or "nothing"
 
@@ -266,8 +278,10 @@ def amounts(resources: Mapping[str, float]) -> str:
 def listing(
     nodes: Sequence[Node], types: Iterable[tuple[NodeType, int]], names: Iterable[str]
 ) -> list[str]:
-    """The cluster's amounts of the resources `names`, a line for equal nodes: `2 nodes with 8 GPU
-    (gpu-1, gpu-2)`."""
+    """List the cluster's amounts of the resources `names`, with one line for equal nodes.
+
+    A line is `2 nodes with 8 GPU (gpu-1, gpu-2)`.
+    """
     shown = {"CPU", "GPU", *names}
     hosts_with: dict[str, list[str]] = {}
     for node in sorted(nodes, key=lambda node: node.order):

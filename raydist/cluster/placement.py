@@ -1,5 +1,4 @@
-"""(Job, nodes) -> Plan: the node and the numbers of each rank, or an error if the nodes can't hold
-them. (pure)"""
+"""(Job, nodes) -> Plan: each rank's node and numbers, or an error if the nodes lack room. (pure)"""
 
 from __future__ import annotations
 
@@ -23,26 +22,28 @@ CPU_BACKENDS = ("gloo", "mpi")
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one rank."""
+    """The position of one rank."""
 
     rank: int
     local_rank: int
     node_rank: int
     local_world_size: int
     bundle: int
-    """Index of its bundle in the placement group."""
+    """Index of the rank's bundle in the placement group."""
     node: Node
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The slots of all ranks in order of rank. Ranks of a node are contiguous; nodes are in order
-    of address."""
+    """The slots of all ranks in order of rank.
+
+    Ranks of a node are contiguous; nodes are in order of address.
+    """
 
     request: ResourceRequest
     slots: tuple[Slot, ...]
     spares: tuple[Node, ...] = ()
-    """Nodes that are held without ranks."""
+    """Nodes that are reserved without ranks."""
 
     @property
     def world_size(self) -> int:
@@ -54,7 +55,10 @@ class Plan:
         return tuple(slot.node for slot in self.slots if slot.local_rank == 0)
 
     def as_event(self) -> dict[str, Any]:
-        """The fields of the event `plan`. `gpus` is a number: only the agents know the GPU ids."""
+        """Return the fields of the event `plan`.
+
+        `gpus` is a number: only the agents know the GPU ids.
+        """
         gpus = self.request.rank_resources.get("GPU", 0)
         slots = [
             {
@@ -73,8 +77,10 @@ class Plan:
 
 
 def needs_no_ray(job: Job) -> bool:
-    """Whether one machine is all that the job asks for, and Ray would do nothing for it: a program
-    on one node."""
+    """Report whether the job needs only one machine, and gains nothing from Ray.
+
+    Such a job is a program on one node.
+    """
     scale = job.scale
     one_node = scale.nodes == 1 and scale.max_nodes is None and not scale.spares
     by_ray = (
@@ -90,10 +96,10 @@ def needs_no_ray(job: Job) -> bool:
 def resources_for(
     job: Job, nodes: Sequence[Node], types: Sequence[NodeType] | None = ()
 ) -> ResourceRequest:
-    """The resources that a job requests from Ray; a ConfigError if the cluster can never hold them.
+    """Return the resources that a job requests from Ray.
 
-    `types`: node types that the autoscaler may add; None if they are not known: then no request is
-    refused.
+    ConfigError: the cluster can never provide them. `types`: node types that the autoscaler may
+    add; None if they are unknown, so that no request is refused.
     """
     scale = job.scale
     chosen, kinds = cluster_nodes.select_nodes(nodes, types or (), scale.labels)
@@ -114,8 +120,10 @@ def resources_for(
 
 
 def check_parallel(job: Job, request: ResourceRequest) -> None:
-    """Raise ConfigError if `parallel=` does not fit these ranks. Ranks of a node are consecutive,
-    as tp needs them."""
+    """Raise ConfigError if `parallel=` does not fit these ranks.
+
+    Ranks of a node are consecutive, as tp needs them.
+    """
     if not divides(job.parallel):
         return
     per_node = request.ranks_per_bundle
@@ -133,7 +141,10 @@ def check_parallel(job: Job, request: ResourceRequest) -> None:
 
 
 def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, float]:
-    """(backend, GPUs of one rank). The backend is never auto. `have`: resources of each node."""
+    """Return (backend, GPUs of one rank). The backend is never auto.
+
+    `have`: resources of each node.
+    """
     name, gpus, most = (
         job.backend.name,
         job.scale.gpus,
@@ -143,7 +154,7 @@ def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, 
         cause = "above 1 Ray assigns whole GPUs only"
         raise ConfigError.of("scale.gpus", f"{gpus:g}", cause, f"scale.gpus={math.ceil(gpus)}")
     if name in ("auto", "script"):
-        # NCCL refuses two ranks on one GPU
+        # NCCL refuses two ranks on one GPU.
         name = "nccl" if most and (gpus is None or gpus >= 1) else "gloo"
         return name, gpus if gpus is not None else float(name == "nccl")
     if name == "nccl" and not most:
@@ -159,7 +170,7 @@ def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, 
 
 
 def rank_resources(scale: Scale, gpus: float) -> dict[str, float]:
-    """The resources of one rank."""
+    """Return the resources of one rank."""
     for name in ("CPU", "GPU"):
         if name in scale.resources:
             amount = f"{scale.resources[name]:g}"
@@ -173,8 +184,10 @@ def rank_resources(scale: Scale, gpus: float) -> dict[str, float]:
 
 
 def scale_between(scale: Scale, need: Mapping[str, float], nodes: Sequence[Node]) -> Scale:
-    """With scale.max_nodes: `nodes` becomes the number of nodes with room now, from scale.nodes to
-    scale.max_nodes."""
+    """Return the scale with `nodes` set, if scale.max_nodes is set.
+
+    `nodes` becomes the number of nodes with room now, between scale.nodes and scale.max_nodes.
+    """
     if scale.max_nodes is None:
         return scale
     least, most = scale.nodes or 1, scale.max_nodes
@@ -185,8 +198,10 @@ def scale_between(scale: Scale, need: Mapping[str, float], nodes: Sequence[Node]
 def resource_request(
     scale: Scale, backend: str, need: Mapping[str, float], capacity: Capacity
 ) -> ResourceRequest:
-    """The placement group that the settings describe, whether or not it fits. `need`: resources of
-    one rank."""
+    """Return the placement group that the settings describe, whether or not it fits.
+
+    `need`: resources of one rank.
+    """
     strategy, fitting = (
         scale.placement,
         [fits for have, _ in capacity if (fits := fit_count(have, need))],
@@ -201,8 +216,8 @@ def resource_request(
     elif len(set(fitting)) < 2:
         nodes, per_node = len(fitting) or 1, max(fitting, default=1)
     else:
-        # Unequal nodes, each with all ranks that it can hold. Bundles of a group are equal here:
-        # one for each rank.
+        # The nodes are unequal, each with all ranks that it can hold. Bundles of a group are equal
+        # here: one for each rank.
         nodes, per_node = sum(fitting), 1
         strategy = "PACK" if strategy == "STRICT_SPREAD" else strategy
     ranks_per_bundle = per_node if strategy == "STRICT_SPREAD" else 1
@@ -220,8 +235,11 @@ def resource_request(
 
 
 def default_ranks_per_node(nodes: int, need: Mapping[str, float], capacity: Capacity) -> int:
-    """Ranks of each node if scale.per_node is not set: one per GPU; without GPUs 2 on one node,
-    else by scale.cpus."""
+    """Return the ranks of each node if scale.per_node is not set.
+
+    There is one per GPU. Without GPUs there are 2 on a single node; on several nodes scale.cpus
+    decides.
+    """
     if "GPU" not in need and nodes == 1:
         return 2
     by = "GPU" if "GPU" in need else "CPU"
@@ -233,11 +251,11 @@ def default_ranks_per_node(nodes: int, need: Mapping[str, float], capacity: Capa
 
 
 def assign_ranks(request: ResourceRequest, bundle_nodes: Sequence[Node]) -> Plan:
-    """The plan once Ray has placed bundle i on node bundle_nodes[i]."""
+    """Return the plan once Ray has placed bundle i on node bundle_nodes[i]."""
     bundles_of: dict[str, list[int]] = {}
     for i, node in enumerate(bundle_nodes):
         bundles_of.setdefault(node.id, []).extend([i] * request.ranks_per_bundle)
-    # by node id, not by address: two raylets on one machine are two nodes
+    # By node id, not by address: two raylets on one machine are two nodes.
     in_order = sorted(
         {node.id: node for node in bundle_nodes}.values(), key=lambda node: node.order
     )
@@ -246,7 +264,10 @@ def assign_ranks(request: ResourceRequest, bundle_nodes: Sequence[Node]) -> Plan
 
 
 def _slots(in_order: Sequence[Node], bundles_of: Mapping[str, Sequence[int]]) -> tuple[Slot, ...]:
-    """The slots on these nodes. `bundles_of`: by node id the bundle of each of its ranks."""
+    """Return the slots on these nodes.
+
+    `bundles_of`: by node id, the bundle of each of its ranks.
+    """
     slots: list[Slot] = []
     for node_rank, node in enumerate(in_order):
         bundles = bundles_of[node.id]
@@ -258,11 +279,10 @@ def _slots(in_order: Sequence[Node], bundles_of: Mapping[str, Sequence[int]]) ->
 
 
 def resize_plan(plan: Plan, ready: Mapping[int, Node], least: int, most: int) -> Plan | None:
-    """A plan for `least` to `most` of the ready nodes (bundle -> node); None if fewer than `least`
-    are ready.
+    """Return a plan for `least` to `most` of the ready nodes (bundle -> node).
 
-    A node that stays keeps its ranks if possible: new nodes first take the ranks of lost nodes,
-    then ranks behind the last.
+    None if fewer than `least` are ready. A node that stays keeps its ranks if possible: new nodes
+    first take the ranks of lost nodes, then ranks after the last.
     """
     per_node = plan.request.ranks_per_bundle
     before = [(slot.bundle, slot.node.id) for slot in plan.slots if slot.local_rank == 0]
@@ -286,8 +306,10 @@ def resize_plan(plan: Plan, ready: Mapping[int, Node], least: int, most: int) ->
 
 
 def replace_nodes(plan: Plan, bundle_nodes: Sequence[Node]) -> Plan:
-    """The same ranks in the same bundles, some of which Ray has moved to other nodes. Each rank
-    keeps its number."""
+    """Return the same ranks in the same bundles, after Ray has moved some bundles to other nodes.
+
+    Each rank keeps its number.
+    """
     moved = Plan(
         plan.request, tuple(replace(slot, node=bundle_nodes[slot.bundle]) for slot in plan.slots)
     )

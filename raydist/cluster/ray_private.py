@@ -24,10 +24,10 @@ from raydist.cluster import local_ray
 from raydist.shared.errors import LaunchError
 
 SHUTDOWN_IMPORTS = "ray.dag.compiled_dag_node:_shutdown_all_compiled_dags"
-"""ray.shutdown imports it, in 0.05 s."""
+"""The part that ray.shutdown imports, in 0.05 s."""
 SERIALIZERS = "ray.util:serialization_addons"
 LOG_EVERY_S = 0.5
-"""Seconds between two looks of Ray at a log that grows."""
+"""Seconds between two reads of a growing log by Ray."""
 CONNECT_S = 30.0
 """Limit on connecting to the dashboard for a log."""
 TOKEN_SETUP = "ray._private.authentication.authentication_token_setup"
@@ -47,16 +47,16 @@ OPTIONAL = {
 }
 """module:attribute -> the consequence for a run if this Ray lacks it."""
 NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
-"""Methods of Ray's Node that start the autoscaler, the forwarder of workers' output, and the
-dashboard's process.
+"""Methods of Ray's Node for services that a Ray for one program does not need.
 
-They take 2 s of CPU, of the 4.5 s of a Ray that is started for one program, while torch is imported
-beside them.
+They start the autoscaler, the forwarder of workers' output, and the dashboard's process. They take
+2 s of CPU, out of the 4.5 s of a Ray that is started for one program, while torch is being imported
+at the same time.
 """
 
 
 def find_part(path: str) -> Any:
-    """The object at `module:attribute`; None if this Ray lacks it."""
+    """Return the object at `module:attribute`; None if this Ray lacks it."""
     module, _, names = path.partition(":")
     try:
         return functools.reduce(getattr, names.split("."), importlib.import_module(module))
@@ -65,7 +65,7 @@ def find_part(path: str) -> Any:
 
 
 def require(path: str) -> Any:
-    """The object at `module:attribute`; LaunchError if this Ray lacks it."""
+    """Return the object at `module:attribute`; LaunchError if this Ray lacks it."""
     import ray
 
     if (part := find_part(path)) is None:
@@ -76,7 +76,7 @@ def require(path: str) -> Any:
 
 
 def missing_parts() -> list[str]:
-    """A warning for each optional part that the installed Ray lacks."""
+    """Return a warning for each optional part that the installed Ray lacks."""
     import ray
 
     return [
@@ -87,13 +87,15 @@ def missing_parts() -> list[str]:
 
 
 def nvml() -> Any:
-    """Ray's copy of pynvml; None in a process that does not use Ray, which would take a second to
-    import."""
+    """Return Ray's copy of pynvml; None in a process that does not use Ray.
+
+    Importing it there would take a second.
+    """
     return find_part("ray._private.thirdparty.pynvml:pynvml") if "ray" in sys.modules else None
 
 
 async def read_log(client: Any, node: str, name: str, follow: bool) -> AsyncIterator[bytes]:
-    """A file below the folder of Ray's logs on a node, through a JobSubmissionClient.
+    """Read a file below Ray's log folder on a node, through a JobSubmissionClient.
 
     `follow`: continue with what is added to it, until the connection breaks. FileNotFoundError: no
     such file; another OSError: the connection broke.
@@ -122,9 +124,9 @@ async def read_log(client: Any, node: str, name: str, follow: bool) -> AsyncIter
 
 
 def keep_alive(reply: Any) -> None:
-    """Have the system notice within a minute that the other end of a silent stream is gone.
+    """Make the system notice within a minute that the other end of a silent stream is gone.
 
-    A laptop that slept keeps a connection which its router has long forgotten.
+    A laptop that slept keeps a connection that its router has long forgotten.
     """
     sock = None if reply.connection is None else reply.connection.transport.get_extra_info("socket")
     if sock is None:
@@ -136,37 +138,38 @@ def keep_alive(reply: Any) -> None:
 
 
 def log_folder() -> Path:
-    """The folder of the logs of Ray on this machine, to which this process is connected."""
+    """Return the log folder of the Ray on this machine to which this process is connected."""
     return Path(current_node().get_logs_dir_path())
 
 
 def current_node() -> Any:
-    """The ray._private.node.Node that this process has started or is connected through; None
-    without a connection."""
+    """Return the ray._private.node.Node that this process started or is connected through.
+
+    None without a connection.
+    """
     return find_part("ray._private.worker:_global_node")
 
 
 def started_processes() -> list[int]:
-    """The process ids of the Ray that this process has started."""
+    """Return the process ids of the Ray that this process started."""
     return [info.process.pid for infos in current_node().all_processes.values() for info in infos]
 
 
 def own_actor() -> str:
-    """The id of the actor that this process is, in hex; empty if it is none."""
+    """Return the id of the actor that this process is, in hex; empty if it is none."""
     actor = require("ray._private.worker:global_worker").actor_id
     return "" if actor.is_nil() else str(actor.hex())
 
 
 def is_dead(actor: str) -> bool:
-    """Whether the actor of this id has ended; False if Ray does not know it."""
+    """Report whether the actor with this id has ended; False if Ray does not know it."""
     return bool(require(f"{STATE}:actors")(actor).get("State") == "DEAD")
 
 
 def default_address() -> str | None:
-    """The host:port of RAY_ADDRESS, else of the last Ray started on this machine; None if ray.init
-    would start one.
+    """Return the host:port of RAY_ADDRESS, else of the last Ray started on this machine.
 
-    It imports Ray only for the first.
+    None if ray.init would start one. Only RAY_ADDRESS requires importing Ray.
     """
     if os.environ.get("RAY_ADDRESS"):
         address: str | None = require(f"{SERVICES}:canonicalize_bootstrap_address")(None)
@@ -175,35 +178,39 @@ def default_address() -> str | None:
 
 
 def count_gpus() -> int:
-    """The number of NVIDIA GPUs that a Ray started here would have."""
+    """Return the number of NVIDIA GPUs that a Ray started here would have."""
     manager = require("ray._private.accelerators.nvidia_gpu:NvidiaGPUAcceleratorManager")
     visible = manager.get_current_process_visible_accelerator_ids()
     return int(manager.get_current_node_num_accelerators() if visible is None else len(visible))
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """Node id -> resources that are not reserved."""
+    """Return node id -> resources that are not reserved."""
     free: dict[str, dict[str, float]] = require(f"{STATE}:available_resources_per_node")()
     return free
 
 
 def cluster_config() -> Any:
-    """The autoscaler's ClusterConfig message; None without one."""
+    """Return the autoscaler's ClusterConfig message; None without one."""
     get_config = find_part(f"{STATE}:state.get_cluster_config")
     return get_config() if get_config else None
 
 
 def draining_nodes() -> dict[str, int]:
-    """Node id -> deadline of each node that Ray drains, in ms since the epoch; 0 without a
-    deadline."""
+    """Return node id -> deadline of each node that Ray drains.
+
+    A deadline is in ms since the epoch; 0 means none.
+    """
     get_draining = find_part(f"{STATE}:state.get_draining_nodes")
     deadlines: dict[str, int] = get_draining() if get_draining else {}
     return deadlines
 
 
 def upload_folder(folder: str, include_gitignore: bool, excludes: Sequence[str] = ()) -> str:
-    """Upload a folder to Ray's store unless it is there already; its URI. `excludes`: patterns as
-    in .gitignore."""
+    """Upload a folder to Ray's store unless it is already there; return its URI.
+
+    `excludes`: patterns as in .gitignore.
+    """
     worker = require("ray._private.worker:global_worker")
     connect_kv()
     uploaded = require("ray._private.runtime_env.working_dir:upload_working_dir_if_needed")(
@@ -216,11 +223,11 @@ def upload_folder(folder: str, include_gitignore: bool, excludes: Sequence[str] 
 
 @contextlib.contextmanager
 def few_processes_in_own_sessions() -> Iterator[None]:
-    """Inside the block, ray.init starts only the processes that a program of its own needs, each in
-    a new session.
+    """Make ray.init start only the processes that a single program needs, each in a new session.
 
-    `timeout`, a shell or a batch system sends SIGTERM to the whole process group. If that ended the
-    GCS, every call of Ray would wait for a minute, and Ray would then abort this process.
+    This applies inside the block. `timeout`, a shell or a batch system sends SIGTERM to the whole
+    process group. If that ended the GCS, every call of Ray would wait for a minute, and Ray would
+    then abort this process.
     """
     services, node = importlib.import_module(SERVICES), find_part("ray._private.node:Node")
     with contextlib.ExitStack() as stack:
@@ -236,7 +243,7 @@ def few_processes_in_own_sessions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside the block, this attribute has another value."""
+    """Give this attribute another value while the block runs."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -246,25 +253,30 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def kill_on_shutdown(node: Any) -> None:
-    """Make ray.shutdown() kill the processes of a Node that this process has started.
+    """Make ray.shutdown() kill the processes of a Node that this process started.
 
-    By default Ray ends them one after the other, and waits for each: more than a second, when
-    Ctrl-C allows two.
+    By default Ray ends them one after the other and waits for each: more than a second, when Ctrl-C
+    allows two.
     """
     end = node.kill_all_processes
     node.kill_all_processes = lambda **_: end(check_alive=False, allow_graceful=False)
 
 
 def quiet_loggers() -> None:
-    """Silence two warnings of ray.init: how to switch off its token, without which others could run
-    programs here, and that it installs no SIGTERM handler in a thread (raydist has its own)."""
+    """Silence two warnings of ray.init.
+
+    One tells how to switch off its token, without which others could run programs here. The other
+    is that it installs no SIGTERM handler in a thread; raydist has its own.
+    """
     for name in (TOKEN_SETUP, "ray._private.worker"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def refused_token(message: str) -> bool:
-    """Whether an AuthenticationError with this message says that the token is wrong, not that there
-    is none."""
+    """Report whether an AuthenticationError with this message is due to a wrong token.
+
+    The alternative is a missing token.
+    """
     wrong = find_part(
         "ray._private.authentication.authentication_constants:TOKEN_INVALID_ERROR_MESSAGE"
     )
@@ -272,14 +284,16 @@ def refused_token(message: str) -> bool:
 
 
 def load_auth_token() -> None:
-    """Use this user's token for clusters from now on, if the user has one, as Ray's own commands
-    do."""
+    """Use this user's token for clusters from now on, if the user has one.
+
+    Ray's own commands do the same.
+    """
     require(f"{TOKEN_SETUP}:maybe_enable_token_auth_if_token_available")(warn_if_disabled=False)
 
 
 @contextlib.contextmanager
 def grpc_channel(address: str) -> Iterator[Any]:
-    """A gRPC channel to the GCS, or to the raylet, at host:port.
+    """Open a gRPC channel to the GCS, or to the raylet, at host:port.
 
     Ray's own GCS client ends the whole process if the GCS is gone.
     """
@@ -298,10 +312,10 @@ def check_alive(address: str, timeout: float) -> None:
 
 
 def prestart_workers(address: str, number: int, keep_s: float, timeout: float) -> None:
-    """Have the raylet at host:port start so many workers, for whichever actor without a runtime_env
-    comes next.
+    """Make the raylet at host:port start this number of workers.
 
-    It ends those that nobody has used within `keep_s` seconds. grpc.RpcError if it does not answer.
+    The next actor without a runtime_env, whichever it is, can use them. The raylet ends those that
+    nobody has used within `keep_s` seconds. grpc.RpcError if it does not answer.
     """
     if (request := find_part(f"{NODE_MESSAGES}:PrestartWorkersRequest")) is not None:
         with grpc_channel(address) as channel:
@@ -312,17 +326,18 @@ def prestart_workers(address: str, number: int, keep_s: float, timeout: float) -
 
 
 def import_for_shutdown() -> None:
-    """Import what ray.shutdown imports, in a thread: while this process waits, not when a person
-    waits for its end."""
+    """Import what ray.shutdown imports, in a thread.
+
+    This happens while the process waits anyway, not when a person waits for its end.
+    """
     threading.Thread(target=find_part, args=(SHUTDOWN_IMPORTS,), daemon=True).start()
 
 
 def skip_serializers() -> None:
-    """Keep Ray from importing pydantic and pyarrow into this process, which sends and receives only
-    raydist's messages.
+    """Keep Ray from importing pydantic and pyarrow into this process.
 
-    Ray imports them before the first message, in case it holds objects of theirs: 0.08 s each, in
-    driver and actor.
+    The process sends and receives only raydist's messages. Ray imports them before the first
+    message, in case it contains their objects: 0.08 s each, in driver and actor.
     """
     if (addons := find_part(SERIALIZERS)) is not None:
         addons.apply = lambda context: None
@@ -331,8 +346,7 @@ def skip_serializers() -> None:
 def change_job_entry(
     address: str, id: str, change: Callable[[bytes], bytes | None], timeout: float
 ) -> None:
-    """Read the entry of a submitted job from the GCS at host:port, and write back the result of
-    `change`.
+    """Read the entry of a submitted job from the GCS at host:port; write back `change`'s result.
 
     `change`: JSON bytes -> JSON bytes, or None to write nothing. Raises grpc.RpcError, and
     LaunchError if this Ray stores its jobs in another way.
@@ -356,15 +370,17 @@ def change_job_entry(
 
 
 def connect_kv() -> None:
-    """Connect this process to the GCS's store, as ray.init does, if a Cluster of this process that
-    ended has cut it."""
+    """Connect this process to the GCS's store, as ray.init does.
+
+    This is needed if an earlier Cluster of this process has ended and cut the connection.
+    """
     if not require("ray.experimental.internal_kv:_internal_kv_initialized")():
         client = require("ray._private.worker:global_worker").gcs_client
         require("ray.experimental.internal_kv:_initialize_internal_kv")(client)
 
 
 def internal_kv(key: str, namespace: str | None = None) -> bytes | None:
-    """The value of a key in the GCS's store; None if it has none."""
+    """Return the value of a key in the GCS's store; None if it has none."""
     connect_kv()
     value: bytes | None = require("ray.experimental.internal_kv:_internal_kv_get")(
         key, namespace=namespace

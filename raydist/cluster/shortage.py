@@ -1,5 +1,4 @@
-"""Texts for a request that the cluster can't hold: request, capacity, what to set instead, what is
-missing. (pure)"""
+"""Texts for a request that the cluster can't hold: what is missing, what to set instead. (pure)"""
 
 from __future__ import annotations
 
@@ -28,8 +27,10 @@ ROOM = "waiting for Ray to place the ranks: the cluster has room for all"
 def never_fits(
     scale: Scale, request: ResourceRequest, capacity: Capacity, listed: Sequence[str]
 ) -> ConfigError:
-    """The error for a request that the cluster can never hold. `listed`: lines that describe the
-    cluster's nodes."""
+    """Return the error for a request that the cluster can never hold.
+
+    `listed`: lines that describe the cluster's nodes.
+    """
     size = f"{scale.nodes}x{request.world_size // scale.nodes}" if scale.nodes else "cluster"
     size += f" scale.spares={request.spares}" if request.spares else ""
     per_node = f" scale.per_node={scale.per_node}" if scale.per_node and not scale.nodes else ""
@@ -46,7 +47,7 @@ def never_fits(
 
 
 def describe_request(request: ResourceRequest) -> str:
-    """`2 nodes with 8 GPU, 8 CPU each`."""
+    """Format a request as `2 nodes with 8 GPU, 8 CPU each`."""
     n, resources = len(request.bundles), amounts(request.bundles[0])
     match request.strategy:
         case "STRICT_SPREAD":
@@ -57,7 +58,7 @@ def describe_request(request: ResourceRequest) -> str:
 
 
 def suggestion(request: ResourceRequest, capacity: Capacity) -> str:
-    """What to set instead: the settings nearest to the request that fit."""
+    """Return what to set instead: the settings nearest to the request that fit."""
     without_spares = replace(
         request, bundles=request.bundles[: len(request.bundles) - request.spares], spares=0
     )
@@ -71,7 +72,7 @@ def suggestion(request: ResourceRequest, capacity: Capacity) -> str:
     lacking = [_lacking(request.rank_resources, have) for have, _ in capacity]
     if not lacking:
         return "start a node first" + (", or leave out scale.labels" if request.selector else "")
-    # not even one rank fits: make it fit the node that lacks the least
+    # Not even one rank fits: make it fit the node that lacks the least.
     least = min(lacking, key=lambda each: (sum(not amount for amount in each.values()), len(each)))
     if least.get("CPU") == 0 or any(
         not amount for name, amount in least.items() if name not in ("CPU", "GPU")
@@ -90,7 +91,10 @@ def suggestion(request: ResourceRequest, capacity: Capacity) -> str:
 
 
 def fitting_size(request: ResourceRequest, need: Mapping[str, float], capacity: Capacity) -> str:
-    """`scale=2x4`: the most ranks that fit, at most as many as requested; empty if not one fits."""
+    """Return `scale=2x4` for the most ranks that fit, up to the requested number.
+
+    Empty if not even one fits.
+    """
     fits = sorted(
         (fit_count(have, need) for have, more in capacity for _ in range(more)), reverse=True
     )
@@ -105,7 +109,7 @@ def fitting_size(request: ResourceRequest, need: Mapping[str, float], capacity: 
 
 
 def _lacking(need: Mapping[str, float], have: Mapping[str, float]) -> dict[str, float]:
-    """The resources of which a node has too little for one rank, with the amount that it has."""
+    """Return the resources of which a node has too little for one rank, with its amounts."""
     return {
         name: have.get(name, 0.0)
         for name, amount in need.items()
@@ -116,7 +120,7 @@ def _lacking(need: Mapping[str, float], have: Mapping[str, float]) -> dict[str, 
 def smaller_rank(
     request: ResourceRequest, least: Mapping[str, float]
 ) -> tuple[str, dict[str, float]]:
-    """Settings for a rank that fits the amounts `least`, and its resources."""
+    """Return settings for a rank that fits the amounts `least`, and its resources."""
     need, settings = dict(request.rank_resources), []
     for name, have in least.items():
         if name == "CPU":  # ranks can share a CPU, so that all of them fit
@@ -135,7 +139,10 @@ def smaller_rank(
 
 
 def describe_shortage(request: ResourceRequest, nodes: Sequence[Node]) -> str:
-    """What a run waits for: `waiting for 1 more node with 8 GPU, 8 CPU: 1 of 2 has room; ...`."""
+    """Describe what a run waits for.
+
+    Example: `waiting for 1 more node with 8 GPU, 8 CPU: 1 of 2 has room; ...`.
+    """
     chosen = sorted(
         (node for node in nodes if matches(node.labels, request.selector)),
         key=lambda node: node.order,
@@ -166,10 +173,10 @@ def describe_shortage(request: ResourceRequest, nodes: Sequence[Node]) -> str:
 
 
 def describe_missing(request: ResourceRequest, nodes: Sequence[Node], held: Iterable[str]) -> str:
-    """What a run waits for that holds a bundle on each of these nodes, by id: bundles for those of
-    nodes that are gone.
+    """Describe what a run waits for that already holds a bundle on each of these nodes, by id.
 
-    The resources that the run itself holds are not taken by others.
+    It waits for bundles in place of those on nodes that are gone. Resources that the run itself
+    holds do not count as taken by others.
     """
     alive = {node.id for node in nodes}
     kept = [node_id for node_id in held if node_id in alive]
@@ -186,8 +193,10 @@ def _labels(request: ResourceRequest) -> str:
 
 
 def _occupied(node: Node, request: ResourceRequest) -> str:
-    """`node-7 has 8 GPU but 4 are taken`; empty for a node that would hold no more bundles if it
-    were free."""
+    """Return `node-7 has 8 GPU but 4 are taken`.
+
+    Empty for a node that would hold no more bundles if it were free.
+    """
     need, most = (
         request.bundles[0],
         1 if request.strategy == "STRICT_SPREAD" else len(request.bundles),
