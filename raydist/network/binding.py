@@ -1,9 +1,8 @@
-"""(scale.numa, the NUMA nodes and GPUs of one machine) -> the CPUs to which each of its ranks is
-bound. (pure)
+"""(scale.numa, NUMA nodes and GPUs of a machine) -> the CPUs to which its ranks are bound. (pure)
 
-The modes are those of torchrun's --numa-binding (torch/numa/binding.py). Memory needs no binding of
-its own: Linux puts a page on the NUMA node of the CPU that touches it first, and a rank is bound
-before it runs any code of its own.
+The modes are those of torchrun's --numa-binding (torch/numa/binding.py). Memory needs no separate
+binding: Linux puts a page on the NUMA node of the CPU that touches it first, and a rank is bound
+before it runs its own code.
 """
 
 from __future__ import annotations
@@ -29,12 +28,14 @@ class Binding:
     cpus: tuple[Cpus, ...] = ()
     """By local rank; empty: no rank is bound."""
     cores: int = 0
-    """Physical cores of each rank, divided by the ranks that share them; of the rank that has the
-    fewest."""
+    """Physical cores of each rank, divided by the number of ranks that share them.
+
+    If the ranks differ, it is the figure of the rank with the fewest.
+    """
 
 
 def bind_all(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Cpus | None]:
-    """The CPUs of every rank, by rank; None: not bound. `facts`: as for plan_variables."""
+    """Return the CPUs of every rank, by rank; None: not bound. `facts`: as for plan_variables."""
     of_node = {
         slot.node_rank: bind_node(job, plan, facts, slot)
         for slot in plan.slots
@@ -45,7 +46,7 @@ def bind_all(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Cpus | None]:
 
 
 def bind_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> Binding:
-    """The binding of the ranks of one machine. `lead`: its slot with local rank 0.
+    """Return the binding of the ranks of one machine. `lead`: its slot with local rank 0.
 
     ConfigError: the mode that scale.numa names is not possible there.
     """
@@ -80,9 +81,9 @@ def bind_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> Bindi
 
 
 def gpu_ids(plan: Plan, facts: Sequence[Facts], lead: Slot) -> list[str]:
-    """The GPUs of the job on one machine, in the order in which its ranks take them."""
+    """Return the GPUs of the job on one machine, in the order in which its ranks take them."""
     ids = assigned_gpus(facts, lead)
-    if not ids and plan.request.rank_resources.get("GPU"):  # without Ray: those that are visible
+    if not ids and plan.request.rank_resources.get("GPU"):  # without Ray: the visible GPUs
         visible = facts[lead.rank].environment.get("CUDA_VISIBLE_DEVICES")
         return (
             visible.split(",")
@@ -93,12 +94,11 @@ def gpu_ids(plan: Plan, facts: Sequence[Facts], lead: Slot) -> list[str]:
 
 
 def assigned_gpus(facts: Sequence[Facts], slot: Slot) -> list[str]:
-    """The GPUs that Ray has assigned to the ranks of a slot's node: by number, then the others by
-    name.
+    """Return the GPUs that Ray assigned to the ranks of a slot's node.
 
-    Where each rank has several, neighbours are of one rank, and the first ones of all ranks come
-    first: a program that takes the GPU of its LOCAL_RANK, as torch does by itself, has the first
-    one of its own.
+    They are in order of number, then the others by name. If each rank has several, neighbours
+    belong to one rank, and the first ones of all ranks come first: a program that takes the GPU of
+    its LOCAL_RANK, as torch does by default, then gets the first of its own GPUs.
     """
     first, ranks = slot.rank - slot.local_rank, slot.local_world_size
     found = {gpu for rank in range(first, first + ranks) for gpu in facts[rank].gpus or ()}
@@ -112,9 +112,10 @@ def assigned_gpus(facts: Sequence[Facts], slot: Slot) -> list[str]:
 
 
 def gpu_homes(node: Facts, ids: Sequence[str], ranks: int) -> list[int] | None:
-    """The NUMA node of each rank's GPU, by local rank; None if that of some GPU is not known.
+    """Return the NUMA node of each rank's GPU, by local rank; None if that of any GPU is unknown.
 
-    The number of a GPU is its place in PCI order, which is CUDA's order for GPUs of one model.
+    The number of a GPU is its position in PCI order, which is CUDA's order for GPUs of one
+    model.
     """
     named = {gpu.uuid: gpu.numa for gpu in node.devices} | {
         str(i): gpu.numa for i, gpu in enumerate(node.devices)
@@ -125,7 +126,7 @@ def gpu_homes(node: Facts, ids: Sequence[str], ranks: int) -> list[int] | None:
 
 
 def spread_ranks(nodes: Sequence[NumaNode], ranks: int) -> list[int]:
-    """NUMA nodes for ranks without GPUs: equal numbers on each, neighbours together."""
+    """Assign NUMA nodes to ranks without GPUs: equal numbers on each, neighbours together."""
     return [nodes[i * len(nodes) // ranks].number for i in range(ranks)]
 
 

@@ -1,5 +1,4 @@
-"""(settings, facts of all nodes) -> differences between nodes, and addresses that other nodes can't
-reach. (pure)"""
+"""(settings, facts of all nodes) -> differences between nodes, unreachable addresses. (pure)"""
 
 from __future__ import annotations
 
@@ -15,12 +14,14 @@ from raydist.settings.config import Job
 from raydist.shared.rank_names import joined_names
 
 VIRTUAL = re.compile(r"docker\d|virbr\d|cni\d|lxcbr\d|lxdbr\d|podman\d|br-[0-9a-f]{12}$")
-"""Names of bridges inside one machine: no other machine reaches their addresses."""
+"""Names of bridges inside one machine: no other machine can reach their addresses."""
 
 
 def check_addresses(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Addresses that no other node can reach. Different networks may be routed: only the doctor can
-    try that."""
+    """Find addresses that no other node can reach.
+
+    Different networks may be routed: only the doctor can test that.
+    """
     if len({(node.hostname, node.address) for node in nodes}) < 2:
         return
     fix = "ray start --node-ip-address=<one that the others reach>, or fabric.interface=NAME"
@@ -46,7 +47,7 @@ def check_addresses(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _different_networks(nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Nodes in other networks than most nodes: fine if a router connects the networks."""
+    """Find nodes in other networks than most nodes: harmless if a router connects the networks."""
     networks = [(node, nic.subnets) for node in nodes if (nic := _nic(node)) and nic.subnets]
     yield from odd_nodes(
         "interface",
@@ -58,7 +59,7 @@ def _different_networks(nodes: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def check_same_fabric(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Nodes whose chosen HCAs differ from the others' in number, link layer or speed."""
+    """Find nodes whose chosen HCAs differ from the others' in number, link layer or speed."""
     fabrics = [_fabric(rdma.choose_devices(job, node).hcas) for node in nodes]
     fix = "fabric.hca=[...] with HCAs that all nodes have, or fabric.kind=ethernet"
     yield from odd_nodes("same fabric", "fail", nodes, fabrics, fix)
@@ -73,7 +74,7 @@ def _fabric(hcas: tuple[Hca, ...]) -> str:
 
 
 def check_mtu(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Nodes whose chosen interface has another MTU than most, or on IPoIB another mode."""
+    """Find nodes whose chosen interface has a different MTU, or IPoIB mode, than most."""
     nics = [(node, nic) for node in nodes if (nic := _nic(node))]
     mtus = [
         f"{'IPoIB ' + nic.mode if nic.ipoib else 'interface'} with MTU {nic.mtu}" for _, nic in nics
@@ -88,8 +89,10 @@ def _nic(node: Facts) -> Nic | None:
 
 
 def check_roce(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """RoCE ports whose IP family or MTU differs between nodes. A packet longer than the other end's
-    MTU is lost."""
+    """Find RoCE ports whose IP family or MTU differs between nodes.
+
+    A packet longer than the MTU of the receiver is lost.
+    """
     gids_of = [(node, gids) for node in nodes if (gids := _gids(job, node))]
     families = [" and ".join(sorted({rdma.family(gid) for gid in gids})) for _, gids in gids_of]
     yield from odd_nodes(
@@ -118,8 +121,10 @@ def _gids(job: Job, node: Facts) -> list[Gid]:
 
 
 def check_gpu_versions(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Nodes with other versions of NCCL, CUDA or the NVIDIA driver; the doctor compares Python and
-    packages."""
+    """Find nodes with other versions of NCCL, CUDA or the NVIDIA driver.
+
+    The doctor compares Python and packages.
+    """
     for name, versions in {
         "NCCL": [node.versions.get("nccl", "") for node in nodes],
         "CUDA": [node.versions.get("cuda", "") for node in nodes],
@@ -130,7 +135,7 @@ def check_gpu_versions(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def check_identity(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Nodes with the same host name and boot id: NCCL's host hash takes them for one machine."""
+    """Find nodes with the same host name and boot id, which NCCL takes for one machine."""
     seen = Counter(
         (node.hostname, node.machine.boot_id)
         for node in nodes
@@ -147,8 +152,10 @@ def check_identity(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
 def odd_nodes(
     check: str, level: str, nodes: Sequence[Facts], values: Sequence[str], fix: str
 ) -> Iterator[Finding]:
-    """A finding for each node whose value differs from the most common one. `values`: one text for
-    each node."""
+    """Yield a finding for each node whose value differs from the most common one.
+
+    `values`: one text for each node.
+    """
     if not values:
         return
     common, n = Counter(values).most_common(1)[0]

@@ -1,5 +1,4 @@
-"""(settings, plan, facts of all nodes) -> problems that would keep ranks from the network, each
-with a fix. (pure)"""
+"""(settings, plan, facts of all nodes) -> what would keep ranks from the network; fixes. (pure)"""
 
 from __future__ import annotations
 
@@ -26,10 +25,12 @@ from raydist.shared.errors import LaunchError
 PROVIDERS = {"0x15b3": "mlx5", "0x1d0f": "efa", "0x14e4": "bnxt_re", "0x8086": "irdma"}
 """PCI vendor -> its user-space driver."""
 SHM, NOFILE = 2**30, 65536
-"""The least bytes of /dev/shm and the least number of open files that raise no finding."""
+"""The smallest number of bytes of /dev/shm, and of open files, that raises no finding."""
 LEAST_DRIVER = {13: (580,), 12: (525, 60), 11: (450, 80)}
-"""Major version of CUDA -> the oldest NVIDIA driver for it (CUDA release notes, minor version
-compatibility)."""
+"""Major version of CUDA -> the oldest NVIDIA driver for it.
+
+Source: CUDA release notes, minor version compatibility.
+"""
 STACK_SAFE = (2, 28)
 """The first NCCL version that runs with an unlimited stack (NCCL user guide, troubleshooting)."""
 RDMA = (
@@ -48,12 +49,14 @@ TCPX = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
 
 
 def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
-    """All findings, the worst first. `facts`: those of each rank's node, in order of rank."""
+    """Return all findings, the worst first.
+
+    `facts`: those of each rank's node, in order of rank.
+    """
     nodes = [facts[slot.rank] for slot in plan.slots if slot.local_rank == 0]
     found = [finding for node in nodes for check in EACH for finding in check(job, node)]
-    strict_mpi = (
-        job.fabric.strict and plan.request.backend == "mpi"
-    )  # UCX uses RDMA without GPUs too
+    # UCX uses RDMA without GPUs too.
+    strict_mpi = job.fabric.strict and plan.request.backend == "mpi"
     if plan.request.rank_resources.get("GPU") or plan.request.backend == "nccl" or strict_mpi:
         found += [finding for node in nodes for check in WITH_GPUS for finding in check(job, node)]
         found += [finding for check_all in BETWEEN_GPUS for finding in check_all(job, nodes)]
@@ -69,10 +72,10 @@ def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
 def check_nodes(
     job: Job, plan: Plan, facts: Sequence[Facts], warn: Callable[[str], object]
 ) -> None:
-    """Give each finding above a note to `warn`. With fabric.strict, raise LaunchError where RDMA
-    can't work.
+    """Pass each finding above a note to `warn`.
 
-    Findings that the error contains are not given to `warn`.
+    With fabric.strict, raise LaunchError if RDMA can't work. Findings that the error contains are
+    not passed to `warn`.
     """
     found = findings(job, plan, facts)
     refused = refusals(job, found)
@@ -84,8 +87,10 @@ def check_nodes(
 
 
 def refusals(job: Job, found: Sequence[Finding]) -> list[Finding]:
-    """The failures that stop a run with fabric.strict, because RDMA can't work; none without
-    fabric.strict."""
+    """Return the failures that stop a run with fabric.strict, because RDMA can't work.
+
+    Empty without fabric.strict.
+    """
     return [
         finding
         for finding in found
@@ -94,8 +99,10 @@ def refusals(job: Job, found: Sequence[Finding]) -> list[Finding]:
 
 
 def check_hostname(job: Job, node: Facts) -> Iterator[Finding]:
-    """A host name that resolves to a loopback address. A note only: raydist gives ranks the
-    interface by name."""
+    """Find a host name that resolves to a loopback address.
+
+    This is only a note, because raydist gives ranks the interface by name.
+    """
     loopback = [
         address for address in node.machine.own_name if ipaddress.ip_address(address).is_loopback
     ]
@@ -118,7 +125,7 @@ def check_hostname(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_limits(job: Job, node: Facts) -> Iterator[Finding]:
-    """A small /dev/shm, and a low limit of open files."""
+    """Find a small /dev/shm, and a low limit on open files."""
     if node.limits.shm is not None and node.limits.shm < SHM:
         yield Finding(
             "limits",
@@ -138,8 +145,10 @@ def check_limits(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_hca_state(job: Job, node: Facts) -> Iterator[Finding]:
-    """Ports of HCAs that carry no data: without link, without subnet manager, or not yet
-    configured."""
+    """Find ports of HCAs that carry no data.
+
+    They have no link, no subnet manager, or are not yet configured.
+    """
     host = (node.hostname,)
     for hca in node.hcas:
         requested = hca.name in job.fabric.hca
@@ -186,7 +195,7 @@ def check_hca_state(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_libraries(job: Job, node: Facts) -> Iterator[Finding]:
-    """libibverbs or the user-space driver of a chosen HCA is not installed."""
+    """Find chosen HCAs for which libibverbs or the user-space driver is not installed."""
     chosen = choose_devices(job, node).hcas
     fix = "apt install libibverbs1 ibverbs-providers, or dnf install rdma-core, in the ranks' image"
     if chosen and not node.rdma.libibverbs:
@@ -205,7 +214,7 @@ def check_libraries(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_device_files(job: Job, node: Facts) -> Iterator[Finding]:
-    """The /dev/infiniband file of a chosen HCA does not exist, or this user may not open it."""
+    """Find chosen HCAs whose /dev/infiniband file is missing, or closed to this user."""
     closed = [hca for hca in choose_devices(job, node).hcas if not hca.openable]
     if closed:
         names = ", ".join(hca.uverbs or f"{hca.name}, which has no device file" for hca in closed)
@@ -219,7 +228,7 @@ def check_device_files(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_memlock(job: Job, node: Facts) -> Iterator[Finding]:
-    """RDMA locks its buffers in memory: a limit of locked memory that is not `unlimited`."""
+    """Find a limit on locked memory that is not `unlimited`: RDMA locks its buffers in memory."""
     limit = node.limits.memlock
     if (
         choose_devices(job, node).hcas
@@ -237,9 +246,9 @@ def check_memlock(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_storage(job: Job, node: Facts) -> Iterator[Finding]:
-    """Active HCAs that raydist leaves out, and chosen HCAs that also carry storage.
+    """Find active HCAs that raydist leaves out, and chosen HCAs that also carry storage.
 
-    checks_site.check_hcas looks at lists of HCAs that a person wrote.
+    checks_site.check_hcas checks lists of HCAs that a person wrote.
     """
     choice, host = choose_devices(job, node), (node.hostname,)
     names = ",".join(hca.name for hca in choice.hcas)
@@ -274,7 +283,7 @@ def check_storage(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def servers_over(hca: Hca, node: Facts) -> list[str]:
-    """The addresses of mounted file servers that are in a network of this HCA's interface."""
+    """Return the addresses of mounted file servers in a network of this HCA's interface."""
     netdevs = {gid.netdev for port in hca.ports for gid in port.gids} - {""}
     nics = [nic for nic in node.nics if nic.name in netdevs or (nic.pci and nic.pci == hca.pci)]
     networks = [ipaddress.ip_network(subnet) for nic in nics for subnet in nic.subnets]
@@ -286,7 +295,7 @@ def servers_over(hca: Hca, node: Facts) -> list[str]:
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address of a mount; a host name becomes `::`, which is in no network."""
+    """Return the address of a mount; a host name becomes `::`, which is in no network."""
     try:
         return ipaddress.ip_address(text)
     except ValueError:
@@ -294,8 +303,10 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def check_gid(job: Job, node: Facts) -> Iterator[Finding]:
-    """A chosen RoCE port without a routable RoCE v2 GID, and GID indexes that an old NCCL can't
-    handle."""
+    """Find chosen RoCE ports without a routable RoCE v2 GID.
+
+    Also find GID indexes that an old NCCL can't handle.
+    """
     chosen = [
         hca
         for hca in choose_devices(job, node).hcas
@@ -324,7 +335,7 @@ def check_gid(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_gpudirect(job: Job, node: Facts) -> Iterator[Finding]:
-    """Neither nvidia_peermem nor DMA-BUF is available."""
+    """Find GPUs for which neither nvidia_peermem nor DMA-BUF is available."""
     if (
         node.devices
         and choose_devices(job, node).hcas
@@ -340,7 +351,7 @@ def check_gpudirect(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_affinity(job: Job, node: Facts) -> Iterator[Finding]:
-    """GPUs on a NUMA node that has no chosen HCA."""
+    """Find GPUs on a NUMA node that has no chosen HCA."""
     hcas = choose_devices(job, node).hcas
     far = [
         gpu.bdf
@@ -358,7 +369,7 @@ def check_affinity(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_links(job: Job, node: Facts) -> Iterator[Finding]:
-    """Chosen HCAs whose PCIe link is narrower or slower than card and slot allow."""
+    """Find chosen HCAs whose PCIe link is narrower or slower than card and slot allow."""
     for hca in choose_devices(job, node).hcas:
         if 0 < hca.link_width < hca.link_width_max or _gt(hca.link_speed) < _gt(hca.link_speed_max):
             yield Finding(
@@ -372,8 +383,7 @@ def check_links(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_slow_ports(job: Job, node: Facts) -> Iterator[Finding]:
-    """HCAs near a GPU that are of the same model as a chosen one, but whose network link is
-    slower."""
+    """Find HCAs near a GPU of the same model as a chosen one, but with a slower network link."""
     chosen = choose_devices(job, node).hcas
     usual = max((hca.active[0].gbps for hca in chosen if hca.active), default=0.0)
     boards = {(hca.board, hca.active[0].link_layer) for hca in chosen if hca.active}
@@ -398,7 +408,7 @@ def _gt(speed: str) -> float:
 
 
 def check_iommu(job: Job, node: Facts) -> Iterator[Finding]:
-    """An IOMMU that is on. Virtual machines are left out: they need it."""
+    """Find an IOMMU that is on. Virtual machines are left out, because they need it."""
     virtual = any(hca.virtual for hca in node.hcas)
     if node.machine.iommu and choose_devices(job, node).hcas and not virtual:
         yield Finding(
@@ -411,8 +421,10 @@ def check_iommu(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_plugin(job: Job, node: Facts) -> Iterator[Finding]:
-    """A cloud's network without its NCCL plug-in or variables; fabric.strict where NCCL_NET can't
-    name the plug-in."""
+    """Find a cloud's network without its NCCL plug-in or variables.
+
+    Also find fabric.strict where NCCL_NET can't name the plug-in.
+    """
     plugin, host = vendor_plugin(node), (node.hostname,)
     if any(hca.vendor == EFA for hca in node.hcas) and not node.machine.plugins:
         level = "fail" if job.fabric.strict else "warn"
@@ -455,7 +467,7 @@ def check_plugin(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_driver(job: Job, node: Facts) -> Iterator[Finding]:
-    """An NVIDIA driver that is too old for torch's CUDA."""
+    """Find an NVIDIA driver that is too old for torch's CUDA."""
     cuda, driver = node.versions.get("cuda", ""), node.machine.driver
     least = LEAST_DRIVER.get(version_numbers(cuda)[0]) if version_numbers(cuda) else None
     if least and driver and version_numbers(driver)[: len(least)] < least:
@@ -469,7 +481,7 @@ def check_driver(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_stack(job: Job, node: Facts) -> Iterator[Finding]:
-    """An unlimited stack with an NCCL that may crash with it."""
+    """Find an unlimited stack with an NCCL that may crash with it."""
     nccl = version_numbers(node.versions.get("nccl", ""))
     if node.limits.stack == -1 and nccl and nccl < STACK_SAFE:
         yield Finding(

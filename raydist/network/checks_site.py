@@ -1,5 +1,4 @@
-"""(settings, facts of one node) -> problems with variables that the site set, and with lists of
-HCAs. (pure)"""
+"""(settings, facts of a node) -> problems with the site's variables and lists of HCAs. (pure)"""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ ENVIRONMENT = "the environment"
 
 
 def check_site(job: Job, node: Facts) -> Iterator[Finding]:
-    """Variables that are set on the node, and that slow a job down or keep it from its network."""
+    """Find variables set on the node that slow a job down or keep it from its network."""
     for name, (value, origin) in site_settings(job, node).items():
         if name in job.env:
             continue
@@ -72,8 +71,10 @@ def check_site(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def site_settings(job: Job, node: Facts) -> Mapping[str, tuple[str, str]]:
-    """Variables that are set on the node: {name: (value, origin)}. The environment overrides NCCL's
-    files."""
+    """Return the variables that are set on the node: {name: (value, origin)}.
+
+    The environment takes precedence over NCCL's files.
+    """
     return {
         **node.nccl_conf,
         **{name: (value, ENVIRONMENT) for name, value in node.environment.items()},
@@ -85,8 +86,10 @@ def _site_finding(node: Facts, level: str, text: str, fix: str) -> Finding:
 
 
 def _nccl_interface_problem(value: str, node: Facts) -> str:
-    """The problem of a value of NCCL_SOCKET_IFNAME; empty if it has none. Syntax: NCCL's
-    parseStringList."""
+    """Return the problem of a value of NCCL_SOCKET_IFNAME; empty if it has none.
+
+    Syntax: NCCL's parseStringList.
+    """
     if value.startswith("^"):
         no_loopback = any(
             "lo".startswith(name) for name in value[1:].removeprefix("=").split(",") if name
@@ -110,8 +113,10 @@ def _nccl_interface_problem(value: str, node: Facts) -> str:
 
 
 def _gloo_interface_problem(value: str, node: Facts) -> str:
-    """The problem of gloo's interface names, which have no prefixes; gloo ignores values of one
-    character or less."""
+    """Return the problem of gloo's interface names; empty if they have none.
+
+    They have no prefixes, and gloo ignores values of one character or less.
+    """
     unknown = [name for name in value.split(",") if name not in node.interfaces]
     if len(value) < 2 or not unknown or not node.interfaces:
         return ""
@@ -122,8 +127,10 @@ def _gloo_interface_problem(value: str, node: Facts) -> str:
 
 
 def check_hcas(job: Job, node: Facts) -> Iterator[Finding]:
-    """Lists of HCAs that a person wrote: NCCL_IB_HCA (of the job or of the site), and
-    fabric.hca."""
+    """Check lists of HCAs that a person wrote.
+
+    They are NCCL_IB_HCA (of the job or of the site) and fabric.hca.
+    """
     usual = rdma.choose_devices(replace(job, fabric=replace(job.fabric, hca=[])), node)
     reasons = dict(usual.aside)
     best = ",".join(hca.name for hca in usual.hcas or node.hcas if hca.active)
@@ -153,8 +160,10 @@ def _storage_finding(node: Facts, level: str, text: str, fix: str) -> Finding:
 
 
 def names_in_value(value: str, node: Facts) -> list[str]:
-    """The node's HCAs that a value of NCCL_IB_HCA selects. Syntax: NCCL's matchIfList; ports are
-    ignored."""
+    """Return the node's HCAs that a value of NCCL_IB_HCA selects; ports are ignored.
+
+    Syntax: NCCL's matchIfList.
+    """
     if not value:
         return []
     hcas, names = [hca.name for hca in node.hcas], value.removeprefix("^")
@@ -169,8 +178,10 @@ def names_in_value(value: str, node: Facts) -> list[str]:
 
 
 def _prefixes(value: str, node: Facts) -> Iterator[tuple[str, list[str]]]:
-    """(name of an HCA in the list, other HCAs whose names begin with it); none for lists with = or
-    ^."""
+    """Yield (name of an HCA in the list, other HCAs whose names begin with it).
+
+    None for lists with = or ^.
+    """
     if value.startswith(("^", "=")):
         return
     listed = [entry.partition(":")[0] for entry in value.split(",")]

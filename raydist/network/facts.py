@@ -1,5 +1,4 @@
-"""Facts of one node as plain data: interfaces, HCAs, GPUs, limits, versions, variables of the site.
-(pure)"""
+"""Facts of a node as data: interfaces, HCAs, GPUs, limits, versions, site variables. (pure)"""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ class Nic:
 
     name: str
     up: bool = False
-    """operstate is up, or unknown (lo, some tunnels)."""
+    """Whether operstate is up, or unknown (lo, some tunnels)."""
     mtu: int = 0
     speed: int | None = None
-    """Mb/s; None where the kernel does not know it (virtual, IPoIB)."""
+    """Mb/s; None if the kernel does not know it (virtual, IPoIB)."""
     kind: int = 1
     """ARPHRD number: 1 Ethernet, 32 InfiniBand (IPoIB), 772 loopback."""
     default_route: bool = False
     subnets: tuple[str, ...] = ()
-    """IPv4 networks reached directly over it: 10.0.0.0/24."""
+    """IPv4 networks that are reached directly over it, such as 10.0.0.0/24."""
     mode: str = ""
     """datagram or connected; empty unless IPoIB."""
     pci: str = ""
@@ -29,7 +28,7 @@ class Nic:
 
     @property
     def ipoib(self) -> bool:
-        """IP over InfiniBand: TCP, not RDMA."""
+        """Whether the interface is IP over InfiniBand: TCP, not RDMA."""
         return self.kind == 32
 
 
@@ -41,7 +40,7 @@ class Gid:
     gid: str
     """Eight groups of four hex digits."""
     kind: str = ""
-    """`IB/RoCE v1`, `RoCE v2`, or empty where the kernel does not report it."""
+    """`IB/RoCE v1`, `RoCE v2`, or empty if the kernel does not report it."""
     netdev: str = ""
     """The network interface of a RoCE GID."""
 
@@ -56,9 +55,9 @@ class Port:
     phys_state: str = ""
     """LinkUp, Polling, Disabled."""
     gbps: float = 0.0
-    """Line rate in Gbit/s; 0 where unknown."""
+    """Line rate in Gbit/s; 0 if unknown."""
     rate: str = ""
-    """As the kernel writes it: 400 Gb/sec (4X NDR)."""
+    """The rate as the kernel writes it: 400 Gb/sec (4X NDR)."""
     link_layer: str = ""
     """InfiniBand, Ethernet (RoCE), Unknown (EFA)."""
     sm_lid: int = 0
@@ -69,7 +68,7 @@ class Port:
 
     @property
     def active(self) -> bool:
-        """Whether it carries data."""
+        """Whether the port carries data."""
         return self.state == "ACTIVE"
 
 
@@ -80,7 +79,7 @@ class Hca:
     name: str
     ports: tuple[Port, ...] = ()
     pci: str = ""
-    """Its path below /sys/devices."""
+    """The device's path below /sys/devices."""
     numa: int = -1
     vendor: str = ""
     """PCI vendor: 0x15b3 Mellanox, 0x1d0f EFA, 0x14e4 Broadcom, 0x8086 Intel."""
@@ -89,13 +88,13 @@ class Hca:
     card: str = ""
     """sys_image_guid: the same for all functions of one card."""
     virtual: bool = False
-    """A virtual function (SR-IOV)."""
+    """Whether it is a virtual function (SR-IOV)."""
     link_width: int = 0
     link_width_max: int = 0
     link_speed: str = ""
     link_speed_max: str = ""
     uverbs: str = ""
-    """Path of its device file, /dev/infiniband/uverbsN; empty where it has none."""
+    """Path of its device file, /dev/infiniband/uverbsN; empty if it has none."""
     openable: bool = False
     """Whether this process can open that file for reading and writing."""
 
@@ -110,31 +109,34 @@ class Gpu:
     """One GPU of the machine."""
 
     bdf: str
-    """Its PCI address: 0000:1b:00.0."""
+    """The GPU's PCI address, such as 0000:1b:00.0."""
     pci: str = ""
-    """Its path below /sys/devices."""
+    """The GPU's path below /sys/devices."""
     numa: int = -1
     model: str = ""
     uuid: str = ""
-    """`GPU-…`, by which Ray and CUDA may name it."""
+    """`GPU-…`, the name that Ray and CUDA may use."""
     instances: tuple[str, ...] = ()
-    """The names of its MIG instances: `MIG-…`."""
+    """The names of the GPU's MIG instances: `MIG-…`."""
 
 
 @dataclass(frozen=True)
 class NumaNode:
-    """One NUMA node with CPUs that this process may use. Others are left out, nodes and CPUs."""
+    """One NUMA node with the CPUs that this process may use.
+
+    Other nodes and CPUs are left out.
+    """
 
     number: int
     socket: int = 0
     cores: tuple[tuple[int, ...], ...] = ()
-    """The logical CPUs of each physical core, in order of the first."""
+    """The logical CPUs of each physical core, in order of the first one."""
     caches: tuple[tuple[int, ...], ...] = ()
     """The logical CPUs of each core complex: those that share the last cache level."""
 
     @property
     def cpus(self) -> tuple[int, ...]:
-        """All its logical CPUs."""
+        """All logical CPUs of the node."""
         return tuple(sorted(cpu for core in self.cores for cpu in core))
 
 
@@ -149,19 +151,21 @@ class Rdma:
     peermem: bool = False
     """Whether nvidia_peermem is loaded."""
     dmabuf: bool = False
-    """Whether the kernel is >= 5.12 and NVIDIA's driver the open one."""
+    """Whether the kernel is >= 5.12 and NVIDIA's driver is the open one."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of the probing process, which its ranks inherit. -1: unlimited; None: not
-    known."""
+    """Resource limits of the probing process, which its ranks inherit.
+
+    -1: unlimited; None: unknown.
+    """
 
     memlock: int | None = None
     """Bytes."""
     nofile: int | None = None
     ipc_lock: bool = False
-    """Whether the process has CAP_IPC_LOCK, with which memlock does not apply."""
+    """Whether the process has CAP_IPC_LOCK, to which memlock does not apply."""
     shm: int | None = None
     """Bytes of /dev/shm."""
     stack: int | None = None
@@ -181,7 +185,7 @@ class Machine:
     """Vendor by DMI: Amazon EC2, Google, ..."""
     iommu: bool = False
     own_name: tuple[str, ...] = ()
-    """The addresses that /etc/hosts gives the host's own name."""
+    """The addresses that /etc/hosts assigns to the host's own name."""
     storage: tuple[str, ...] = ()
     """Addresses of file servers that are mounted here."""
     plugins: tuple[str, ...] = ()
@@ -198,26 +202,28 @@ class Facts:
     ip: str
     """The node's address in Ray."""
     interface: str
-    """The network interface for training: the one that has `ip`, or fabric.interface."""
+    """The network interface for training: the one with `ip`, or fabric.interface."""
     address: str
     """The numeric address of that interface."""
     interfaces: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The addresses of every interface that is up and has one."""
     gpus: Sequence[str] | None = None
-    """The GPU ids that Ray assigned to this rank; None outside of Ray."""
+    """The GPU ids that Ray assigned to this rank; None outside Ray."""
     cpus: int = 1
-    """CPUs that this process may use, by its affinity and by the quota of its cgroup."""
+    """CPUs that this process may use, by its affinity and its cgroup's quota."""
     numa: tuple[NumaNode, ...] = ()
     python: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of raydist, and of torch, ray, nccl and cuda (runtime) where installed."""
+    """Versions of raydist, and of torch, ray, nccl and cuda (runtime) if installed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Network variables that were set before raydist started."""
     nccl_conf: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """NCCL's settings from its files: name -> (value, file)."""
     mpi: Mapping[str, str] = field(default_factory=dict)
-    """With backend=mpi: `kind`, `version`, `mpirun` (its path) and `rdma` (RDMA devices, separated
-    by commas)."""
+    """With backend=mpi: `kind`, `version`, `mpirun` (its path) and `rdma`.
+
+    `rdma` lists RDMA devices, separated by commas.
+    """
     nics: tuple[Nic, ...] = ()
     hcas: tuple[Hca, ...] = ()
     devices: tuple[Gpu, ...] = ()
@@ -228,6 +234,8 @@ class Facts:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version: (2, 18, 1) of 2.18.1, (2, 8) of 2.8.0+cu128; empty if it is
-    unknown."""
+    """Return the numbers of a version: (2, 18, 1) of 2.18.1, (2, 8) of 2.8.0+cu128.
+
+    Empty if the version is unknown.
+    """
     return tuple(int(part) for part in version.split(".") if part.isdigit())

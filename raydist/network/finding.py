@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from raydist.shared.rank_names import joined_names
 
 LEVELS = ("note", "warn", "fail")
-"""From harmless to severe: for information; the job runs, but less well than it could; the job
-would break."""
+"""From harmless to severe.
+
+note: for information; warn: the job runs, but less well than it could; fail: the job would
+break.
+"""
 CHECKS = {
     "interface": "each node's address is on an interface that is up, and the nodes' networks are "
     "connected",
@@ -32,7 +35,7 @@ CHECKS = {
     "iommu": "the IOMMU does not slow GPUDirect down",
     "vendor": "the network plug-in of the cloud is installed",
 }
-"""Checks that need nothing but the facts of the nodes, the most valuable first."""
+"""Checks that need only the facts of the nodes, the most valuable first."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +43,26 @@ class Finding:
     """One problem or piece of information that a person should know before the job runs."""
 
     check: str
-    """The check that found it: a key of CHECKS, or a check of the doctor."""
+    """The check that produced the finding: a key of CHECKS, or a check of the doctor."""
     level: str
     """note, warn or fail."""
     nodes: tuple[str, ...]
-    """The hosts that it concerns; empty: the whole job."""
+    """The hosts that the finding concerns; empty: the whole job."""
     text: str
     fix: str = ""
     """What to type to fix it."""
 
     def line(self) -> str:
-        """`hosts: text (fix: what to type)`."""
+        """Format the finding as `hosts: text (fix: what to type)`."""
         where = f"{joined_names(self.nodes)}: " if self.nodes else ""
         return f"{where}{self.text}" + (f" (fix: {self.fix})" if self.fix else "")
 
 
 def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge findings that differ only in their hosts. Sorted by level, the worst first; otherwise
-    order is kept."""
+    """Merge findings that differ only in their hosts.
+
+    Sorted by level, the worst first; otherwise the order is kept.
+    """
     hosts: dict[Finding, list[str]] = {}
     for finding in findings:
         hosts.setdefault(replace(finding, nodes=()), []).extend(finding.nodes)

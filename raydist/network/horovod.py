@@ -13,8 +13,10 @@ SERVER = "Horovod's rendezvous server on rank 0's node"
 
 
 def slot_lines(plan: Plan, slot: Slot) -> Iterator[EnvVar]:
-    """Horovod's names for a slot: "local" counts ranks on the node, "cross" counts nodes that have
-    this local rank."""
+    """Yield Horovod's names for a slot.
+
+    "local" counts ranks on the node, "cross" counts nodes that have this local rank.
+    """
     nodes = [other.node_rank for other in plan.slots if other.local_rank == slot.local_rank]
     values = {
         "HOSTNAME": f"node-{slot.node_rank}",
@@ -32,14 +34,16 @@ def slot_lines(plan: Plan, slot: Slot) -> Iterator[EnvVar]:
 
 
 def rendezvous_lines(address: str, port: str, secret: str) -> Iterator[EnvVar]:
-    """Horovod's rendezvous. `secret`: key of its server; empty for a job of one rank, which needs
-    no server."""
+    """Yield the variables of Horovod's rendezvous.
+
+    `secret`: key of its server; empty for a job of one rank, which needs no server.
+    """
     if secret:
         yield EnvVar(
             "HOROVOD_GLOO_RENDEZVOUS_ADDR", f"{address}:{port}/{secret}", SERVER + ", with its key"
         )
         yield EnvVar("HOROVOD_GLOO_RENDEZVOUS_PORT", port, SERVER)
-    # A Horovod that was built with MPI would choose MPI for both.
+    # A Horovod built with MPI would choose MPI for both.
     yield EnvVar(
         "HOROVOD_CONTROLLER", "gloo", "ranks negotiate over gloo: mpirun did not start them"
     )
@@ -47,8 +51,10 @@ def rendezvous_lines(address: str, port: str, secret: str) -> Iterator[EnvVar]:
 
 
 def horovod_settings(job: Job, interface: str) -> Iterator[EnvVar]:
-    """The network and the settings below backend.horovod. `interface`: the chosen one of the rank's
-    node."""
+    """Yield the variables of the network and of the settings below backend.horovod.
+
+    `interface`: the chosen interface of the rank's node.
+    """
     horovod, key = job.backend.horovod, "backend.horovod."
     if job.fabric.kind != "site":
         why = "the training network; by default gloo takes the interface of the host name's address"
@@ -58,7 +64,7 @@ def horovod_settings(job: Job, interface: str) -> Iterator[EnvVar]:
         str(max(1, round(job.backend.timeout_s))),
         "backend.timeout_s",
     )
-    # Horovod's autotune leaves values that are set alone: its own defaults must stay unset.
+    # Horovod's autotune does not touch values that are set: its own defaults must stay unset.
     if horovod.fusion_mb is not None:
         yield EnvVar(
             "HOROVOD_FUSION_THRESHOLD",

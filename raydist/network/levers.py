@@ -1,5 +1,4 @@
-"""Levers of speed: variables of threads, compilers and allocator; each lever on or off, and why.
-(pure)"""
+"""Levers of speed: variables of threads, compilers, allocator; each on or off, and why. (pure)"""
 
 from __future__ import annotations
 
@@ -18,19 +17,25 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "CUDA_CACHE_PATH": "cuda",
 }
-"""The folders of torch.compile, Triton and the CUDA driver. By default the first is in /tmp, at a
-path that another user may own, the others are in the home, which may be a network file system."""
+"""The folders of torch.compile, Triton and the CUDA driver.
+
+By default the first is in /tmp, at a path that another user may own; the others are in the home,
+which may be a network file system.
+"""
 EXPANDABLE = "less GPU memory is lost to fragments when sizes differ"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 RENAMED = (2, 9)
-"""The first torch that reads PYTORCH_ALLOC_CONF; earlier ones read the second name."""
+"""The first torch that reads PYTORCH_ALLOC_CONF; earlier versions read the second name."""
 REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
-"""Registers tensors with NCCL, as NVLS needs. torch switches it off where segments are expandable
-(ProcessGroupNCCL.cpp), because NCCL cannot register them (pytorch#165419)."""
+"""Registers tensors with NCCL, as NVLS needs.
+
+torch turns it off if segments are expandable (ProcessGroupNCCL.cpp), because NCCL cannot register
+them (pytorch#165419).
+"""
 
 
 class Lever(NamedTuple):
-    """One thing that may speed up the training."""
+    """One thing that may speed up training."""
 
     name: str
     on: bool
@@ -38,10 +43,10 @@ class Lever(NamedTuple):
 
 
 def thread_variables(job: Job, node: Facts, binding: Binding, ranks: int) -> Iterator[EnvVar]:
-    """OMP_NUM_THREADS: scale.cpus, or the cores to which a rank is bound, if that is more than the
-    default.
+    """Yield OMP_NUM_THREADS: scale.cpus, or the cores to which a rank is bound.
 
-    Equal for the `ranks` ranks of the node, so that none of them is slower; within the quota of
+    The number of cores is used if it is more than the default and scale.cpus is not above 1. It is
+    equal for the `ranks` ranks of the node, so that none of them is slower, and within the quota of
     their cgroup.
     """
     own, threads = max(1, int(job.scale.cpus)), min(binding.cores, node.cpus // ranks)
@@ -55,7 +60,7 @@ def thread_variables(job: Job, node: Facts, binding: Binding, ranks: int) -> Ite
 
 
 def compiler_variables(gpus: bool) -> Iterator[EnvVar]:
-    """The folders of compiled code."""
+    """Yield the folders of compiled code."""
     for name, folder in CACHES.items():
         if gpus or name != "CUDA_CACHE_PATH":
             yield EnvVar(
@@ -66,7 +71,7 @@ def compiler_variables(gpus: bool) -> Iterator[EnvVar]:
 
 
 def allocator_variables(job: Job, node: Facts, gpus: bool) -> Iterator[EnvVar]:
-    """The settings of torch's CUDA allocator, where nothing speaks against them."""
+    """Yield the settings of torch's CUDA allocator, unless there is an obstacle."""
     if not allocator_obstacle(job, node, gpus):
         version = version_numbers(node.versions.get("torch", ""))
         name = ALLOCATOR[1] if version and version < RENAMED else ALLOCATOR[0]
@@ -74,7 +79,7 @@ def allocator_variables(job: Job, node: Facts, gpus: bool) -> Iterator[EnvVar]:
 
 
 def allocator_obstacle(job: Job, node: Facts, gpus: bool) -> str:
-    """Why raydist does not set the allocator; empty if it does."""
+    """Return why raydist does not set the allocator; empty if it does."""
     if not gpus:
         return "the ranks have no GPU"
     for name in (*ALLOCATOR, REGISTERS):
@@ -92,7 +97,7 @@ def allocator_obstacle(job: Job, node: Facts, gpus: bool) -> str:
 def levers(
     job: Job, plan: Plan, facts: Sequence[Facts], variables: Sequence[EnvVar]
 ) -> Iterator[Lever]:
-    """Each lever for the ranks of rank 0's node. `variables`: those of rank 0."""
+    """Yield each lever for the ranks of rank 0's node. `variables`: those of rank 0."""
     gpus, reasons = (
         bool(plan.request.rank_resources.get("GPU")),
         {var.name: var for var in variables},
@@ -114,7 +119,7 @@ def levers(
 
 
 def collection(job: Job, ranks: int) -> Lever:
-    """Python's garbage collection at the same step."""
+    """Return the lever for Python's garbage collection at the same step."""
     name, every = "garbage collection", job.train.gc
     if ranks == 1:
         return Lever(name, False, "there is one rank")
@@ -128,7 +133,7 @@ def collection(job: Job, ranks: int) -> Lever:
 
 
 def tf32(job: Job, gpus: bool) -> Lever:
-    """fp32 matrix products in TF32."""
+    """Return the lever for fp32 matrix products in TF32."""
     if not gpus:
         return Lever("TF32", False, "the ranks have no GPU")
     name = "train.fast" if job.train.fast and not job.train.tf32 else "train.tf32"
@@ -141,7 +146,7 @@ def tf32(job: Job, gpus: bool) -> Lever:
 
 
 def cudnn_search(job: Job, gpus: bool) -> Lever:
-    """cuDNN's search for the fastest algorithm of a convolution."""
+    """Return the lever for cuDNN's search for the fastest algorithm of a convolution."""
     name, train = "cuDNN search", job.train
     if not gpus:
         return Lever(name, False, "the ranks have no GPU")
@@ -157,7 +162,7 @@ def cudnn_search(job: Job, gpus: bool) -> Lever:
 
 
 def loop_levers(job: Job, gpus: bool) -> Iterator[Lever]:
-    """The levers of raydist.fit."""
+    """Yield the levers of raydist.fit."""
     train = job.train
     if job.script:
         yield Lever("raydist.fit's own", False, "a script has its own loop")

@@ -7,26 +7,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from raydist.network.names import EnvVar
 
 CHILD = ("/bin/sh", "-c", 'exec "$RAYDIST_MPI_PYTHON" -IS "$RAYDIST_MPI_CHILD" rank')
-"""The command that mpirun starts for each rank. The rank's agent sets the variables: paths differ
-between hosts."""
+"""The command that mpirun starts for each rank.
+
+The rank's agent sets the variables, because paths differ between hosts.
+"""
 LOOPBACK = ("lo", "lo0")
 OPEN_MPI_TCP = (("OMPI_MCA_pml", "ob1"), ("OMPI_MCA_btl", "^openib,ofi,uct"))
 """Variables that leave Open MPI 4 or 5 only TCP and shared memory."""
 
 
 def host(node_rank: int) -> str:
-    """mpirun's name of a host. It is no real host name, so mpirun calls the launch agent for every
-    host."""
+    """Return mpirun's name of a host.
+
+    It is not a real host name, so that mpirun calls the launch agent for every host.
+    """
     return f"node{node_rank}"
 
 
 def command(
     mpi: Mapping[str, str], ranks: Sequence[int], interface: str, root: bool, more: Sequence[str]
 ) -> list[str]:
-    """mpirun's arguments. `ranks`: number of ranks on each host. `more`: the user's arguments
-    (backend.mpi.args).
+    """Return mpirun's arguments.
 
-    The caller replaces `{agent}` by the path of the launch agent. Source: prterun --help-placement,
+    `ranks`: number of ranks on each host. `more`: the user's arguments (backend.mpi.args). The
+    caller replaces `{agent}` by the path of the launch agent. Source: prterun --help-placement,
     prte_info --all, plm_ssh_component.c (PRRTE 3.0); mpiexec --help (Hydra 5.0).
     """
     hosts = ",".join(f"{host(i)}:{count}" for i, count in enumerate(ranks))
@@ -34,14 +38,14 @@ def command(
         options = open_mpi_5 if int(mpi["version"].partition(".")[0]) >= 5 else open_mpi_4
         arguments = options(len(ranks), interface)
         arguments += ["--allow-run-as-root"] if root else []
-        # the ranks fill all slots: without OVERSUBSCRIBE, MPI_Comm_spawn fails with MPI_ERR_UNKNOWN
+        # The ranks fill all slots: without OVERSUBSCRIBE, MPI_Comm_spawn fails with
+        # MPI_ERR_UNKNOWN.
         arguments += ["--host", hosts, "--map-by", "slot:OVERSUBSCRIBE", "--wdir", "/"]
         bind = "--bind-to"
     else:
         arguments = ["-launcher", "ssh", "-launcher-exec", "{agent}", "-hosts", hosts, "-wdir", "/"]
-        arguments += [
-            "-genvnone"
-        ]  # otherwise the ranks of all hosts get the environment of this one
+        # Otherwise the ranks of all hosts get the environment of this one.
+        arguments += ["-genvnone"]
         arguments += ["-iface", interface] if interface not in LOOPBACK else []
         bind = "-bind-to"
     if bind not in more and "--bind-to" not in more:
@@ -50,7 +54,7 @@ def command(
 
 
 def open_mpi_5(hosts: int, interface: str) -> list[str]:
-    """PRRTE's options. A launch failed without each of them."""
+    """Return PRRTE's options. A launch failed without each of them."""
     settings = {
         "plm_ssh_agent": "{agent}",
         "plm_ssh_no_tree_spawn": "1",  # otherwise daemons call the agent on their own hosts
@@ -59,11 +63,11 @@ def open_mpi_5(hosts: int, interface: str) -> list[str]:
         ),  # with fewer than hosts it waits for agents that never end
         "prte_do_not_resolve": "1",
         # PRRTE 3.0.11 does not understand a network (a.b.c.d/n) here; each agent puts in its host's
-        # interface name
+        # interface name.
         **({"prte_if_include": interface} if interface not in LOOPBACK else {}),
     }
-    # without --leave-session-attached daemons detach, and their launch agent would end while they
-    # still run
+    # Without --leave-session-attached daemons detach, and their launch agent would end while they
+    # still run.
     return [
         *(word for name in settings for word in ("--prtemca", name, settings[name])),
         "--leave-session-attached",
@@ -71,7 +75,7 @@ def open_mpi_5(hosts: int, interface: str) -> list[str]:
 
 
 def open_mpi_4(hosts: int, interface: str) -> list[str]:
-    """The same options with ORTE's names."""
+    """Return the same options with ORTE's names."""
     settings = {
         "plm_rsh_agent": "{agent}",
         "plm_rsh_no_tree_spawn": "1",
@@ -92,11 +96,10 @@ def network_options(
     tcp: bool = False,
     strict: bool = False,
 ) -> Iterator[EnvVar]:
-    """Variables that keep MPI on the interface and the HCAs. UCX finds a host's RDMA devices
-    without them.
+    """Yield variables that keep MPI on the interface and the HCAs.
 
-    `hcas`: ports of the chosen HCAs (mlx5_0:1), if others were left out. `tcp`: never RDMA.
-    `strict`: RDMA or an error.
+    UCX finds a host's RDMA devices without them. `hcas`: ports of the chosen HCAs (mlx5_0:1), if
+    others were left out. `tcp`: never RDMA. `strict`: RDMA or an error.
     """
     if interface in LOOPBACK:
         return

@@ -1,8 +1,7 @@
-"""NCCL's own log -> the transport between each pair of ranks, and why NCCL took no better one.
-(pure)
+"""NCCL's log -> the transport between each pair of ranks, and why none better was used. (pure)
 
 The patterns fit NCCL 2.10 to 2.30 (src/transport/net_ib, src/transport/net.cc, src/plugin/net.cc).
-A line that is cut off or mixed with another matches none of them.
+A line that is truncated or mixed with another matches none of them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ CHANNEL = re.compile(
 NETWORK = re.compile(r"NCCL INFO Using network (.+?)\s*$")
 COUNTED = re.compile(r"NCCL INFO comm \S+ rank \d+ nRanks (\d+) nNodes (\d+) ")
 FOUND_IB = re.compile(r"\[\d+\](\S+?):(\d+)(?::-?\d*)*/(?:IB|RoCE)")
-# No pattern is anchored at the start of the line: Ray and timestamps write before NCCL's own text.
+# No pattern is anchored at the start of the line: Ray and timestamps come before NCCL's own text.
 CAUSES = (
     (re.compile(r"NET/IB : No device found"), "NCCL found no active device"),
     (
@@ -46,7 +45,10 @@ class NcclChannel:
     kind: str
     """NET, P2P or SHM."""
     name: str
-    """Of NET: IB, Socket or a plug-in's name; of P2P and SHM: NCCL's name of the mechanism."""
+    """The name of the transport.
+
+    For NET: IB, Socket or a plug-in's name; for P2P and SHM: NCCL's name of the mechanism.
+    """
     direct: bool = False
     """Whether data goes from GPU memory directly to the network card (GPUDirect RDMA)."""
 
@@ -58,13 +60,15 @@ class Log:
     network: str = ""
     """IB, Socket or a plug-in's name; empty if the log does not name it."""
     hcas: tuple[str, ...] = ()
-    """The ports of HCAs that NCCL uses: mlx5_0:1."""
+    """The ports of HCAs that NCCL uses, such as mlx5_0:1."""
     channels: tuple[NcclChannel, ...] = ()
     why_not: str = ""
     """Why NCCL does not use InfiniBand; empty if the log gives no reason."""
     counted: tuple[int, int] = (0, 0)
-    """(ranks, nodes) of the largest communicator, as NCCL counts them; zeros if the log does not
-    name them."""
+    """(ranks, nodes) of the largest communicator, as NCCL counts them.
+
+    Zeros if the log does not name them.
+    """
 
 
 def parse_nccl_log(text: str) -> Log:
@@ -92,13 +96,18 @@ def parse_nccl_log(text: str) -> Log:
 
 
 def is_rdma(network: str) -> bool:
-    """Whether this NCCL network is RDMA. HPC-X writes a version after the name, as in IBext_v11."""
+    """Report whether this NCCL network is RDMA.
+
+    HPC-X appends a version to the name, as in IBext_v11.
+    """
     return re.sub(r"_v\d+$", "", network).partition("-")[0] in RDMA
 
 
 def channels_between(logs: Sequence[Log], node_of: Sequence[int]) -> list[NcclChannel]:
-    """The channels between ranks on different nodes. `node_of`: for each rank the number of its
-    node."""
+    """Return the channels between ranks on different nodes.
+
+    `node_of`: for each rank the number of its node.
+    """
     known = [
         channel
         for log in logs

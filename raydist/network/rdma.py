@@ -1,5 +1,4 @@
-"""(settings, facts of one node) -> its interface, HCAs, and their variables, each with its reason.
-(pure)"""
+"""(settings, facts of one node) -> its interface, HCAs, and their variables with reasons. (pure)"""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ MAPPED = "0000:0000:0000:0000:0000:ffff"
 FINDS_GID = (2, 21)
 """The first NCCL version that finds the GID index itself (NCCL user guide, troubleshooting)."""
 LIBFABRIC = "AWS Libfabric"
-"""Value of NCCL_NET that every version of aws-ofi-nccl answers to."""
+"""The value of NCCL_NET that every version of aws-ofi-nccl accepts."""
 LOUD = ("INFO", "TRACE")
 """Values of NCCL_DEBUG with which NCCL logs the network that it uses."""
 LinkClass = tuple[str, float, str]
@@ -38,32 +37,41 @@ class DeviceChoice:
     aside: tuple[tuple[str, str], ...] = ()
     """(name, reason) of each active HCA that is left out."""
     sure: bool = True
-    """False where no GPU is near an HCA, so that only the link's speed tells gradient HCAs from
-    storage HCAs."""
+    """Whether the choice is certain.
+
+    False if no GPU is near an HCA, so that only the link's speed distinguishes gradient HCAs from
+    storage HCAs.
+    """
 
 
 def vendor_plugin(node: Facts) -> str:
-    """The cloud vendor's NCCL plug-in or network, which NCCL_NET and NCCL_IB_HCA must not bypass;
-    empty if none."""
+    """Return the cloud vendor's NCCL plug-in or network; empty if there is none.
+
+    NCCL_NET and NCCL_IB_HCA must not bypass it.
+    """
     if node.machine.plugins:
         return node.machine.plugins[0]
     return "EFA" if any(hca.vendor == EFA for hca in node.hcas) else ""
 
 
 def share_bridge(pci: str, other: str) -> bool:
-    """Whether two devices share a PCIe bridge below the root complex (PIX or PXB in `nvidia-smi
-    topo -m`)."""
+    """Report whether two devices share a PCIe bridge below the root complex.
+
+    This is PIX or PXB in `nvidia-smi topo -m`.
+    """
     shared = 0
     for one, two in zip(pci.split("/")[:-1], other.split("/")[:-1], strict=False):
         if one != two:
             break
         shared += 1
-    return shared >= 2  # the first is the root complex
+    return shared >= 2  # the first one is the root complex
 
 
 def choose_devices(job: Job, node: Facts) -> DeviceChoice:
-    """The HCAs of fabric.hca; else the active HCAs of fabric.kind that are nearest to GPUs, all of
-    one link class."""
+    """Return the HCAs of fabric.hca, else the active HCAs of fabric.kind nearest to GPUs.
+
+    The latter all belong to one link class.
+    """
     if job.fabric.hca:
         return DeviceChoice(_requested_hcas(job, node), "fabric.hca")
     if job.fabric.kind in ("ethernet", "site") or vendor_plugin(node):
@@ -106,14 +114,14 @@ def _requested_hcas(job: Job, node: Facts) -> tuple[Hca, ...]:
 
 
 def link_class(hca: Hca) -> LinkClass:
-    """Link layer, Gbit/s and, on InfiniBand, subnet prefix of an HCA's first active port."""
+    """Return link layer, Gbit/s and, on InfiniBand, subnet prefix of an HCA's first active port."""
     port = hca.active[0]
     prefix = port.gids[0].gid[:19] if port.gids and port.link_layer == "InfiniBand" else ""
     return port.link_layer, port.gbps, prefix
 
 
 def _widest_class(hcas: list[Hca]) -> LinkClass:
-    """The link class whose HCAs have the most Gbit/s together."""
+    """Return the link class whose HCAs have the most Gbit/s in total."""
     count = Counter(link_class(hca) for hca in hcas)
     return max(count, key=lambda each: (count[each] * each[1], each[1]))
 
@@ -124,14 +132,14 @@ def _describe_link(of: LinkClass) -> str:
 
 
 def device_settings(job: Job, node: Facts, nodes: int) -> Iterator[EnvVar]:
-    """The network's variables of one node. `nodes`: number of nodes of the job."""
+    """Yield the network's variables of one node. `nodes`: number of nodes of the job."""
     if job.fabric.kind != "site":
         yield from socket_variables(job, node)
         yield from rdma_variables(job, node, nodes)
 
 
 def socket_variables(job: Job, node: Facts) -> Iterator[EnvVar]:
-    """Variables that put gloo and NCCL's sockets on the chosen interface."""
+    """Yield variables that put gloo and NCCL's sockets on the chosen interface."""
     requested = job.fabric.interface == node.interface
     why = "fabric.interface" if requested else f"it has {node.ip}, the node's address in Ray"
     name = node.interface
@@ -140,14 +148,14 @@ def socket_variables(job: Job, node: Facts) -> Iterator[EnvVar]:
         name,
         f"{why}; by default gloo takes the interface of the host name's address",
     )
-    # without the = it would be a prefix: eth1 also selects eth10
+    # Without the = it would be a prefix: eth1 also selects eth10.
     yield EnvVar(
         "NCCL_SOCKET_IFNAME", f"={name}", f"{why}; without = it would also select longer names"
     )
 
 
 def rdma_variables(job: Job, node: Facts, nodes: int) -> Iterator[EnvVar]:
-    """Variables that restrict NCCL to the chosen HCAs; none where NCCL's own choice is the same."""
+    """Yield variables that restrict NCCL to the chosen HCAs; none if NCCL would choose the same."""
     if job.fabric.kind == "ethernet":
         yield EnvVar(
             "NCCL_IB_DISABLE", "1", "fabric.kind=ethernet: TCP even where the node has RDMA"
@@ -157,7 +165,7 @@ def rdma_variables(job: Job, node: Facts, nodes: int) -> Iterator[EnvVar]:
     names = ",".join(hca.name for hca in choice.hcas)
     if names and (choice.aside or job.fabric.hca):
         left_out = "; ".join(f"{name} {why}" for name, why in choice.aside)
-        # without the = mlx5_1 would also select mlx5_10
+        # Without the = mlx5_1 would also select mlx5_10.
         yield EnvVar(
             "NCCL_IB_HCA", f"={names}", choice.reason + (f": {left_out}" if left_out else "")
         )
@@ -173,10 +181,10 @@ def rdma_variables(job: Job, node: Facts, nodes: int) -> Iterator[EnvVar]:
 
 
 def best_gid(hca: Hca) -> Gid | None:
-    """The GID that NCCL prefers for RoCE: routable, RoCE v2, IPv4 before IPv6; None if the port has
-    none.
+    """Return the GID that NCCL prefers for RoCE; None if the port has none.
 
-    Source: NCCL 2.30 src/transport/net_ib/connect.cc.
+    It is routable, RoCE v2, and IPv4 before IPv6. Source: NCCL 2.30
+    src/transport/net_ib/connect.cc.
     """
     port = hca.active[0] if hca.active else None
     if port is None or port.link_layer != "Ethernet":
@@ -188,19 +196,21 @@ def best_gid(hca: Hca) -> Gid | None:
 
 
 def family(gid: Gid) -> str:
-    """IPv4 or IPv6."""
+    """Return IPv4 or IPv6, the family of a GID."""
     return "IPv4" if gid.gid.startswith(MAPPED) else "IPv6"
 
 
 def nccl_finds_gid(node: Facts) -> bool:
-    """Whether this node's NCCL finds the right GID index of each HCA itself; True if its version is
-    unknown."""
+    """Report whether this node's NCCL finds the right GID index of each HCA itself.
+
+    True if its version is unknown.
+    """
     version = version_numbers(node.versions.get("nccl", ""))
     return len(version) < 2 or version >= FINDS_GID
 
 
 def gid_index(node: Facts, choice: DeviceChoice) -> Iterator[EnvVar]:
-    """NCCL_IB_GID_INDEX for an old NCCL, if one index is right for all HCAs."""
+    """Yield NCCL_IB_GID_INDEX for an old NCCL, if one index is right for all HCAs."""
     indexes = {gid.index for hca in choice.hcas if (gid := best_gid(hca))}
     if len(indexes) == 1 and not nccl_finds_gid(node):
         why = (
@@ -211,8 +221,10 @@ def gid_index(node: Facts, choice: DeviceChoice) -> Iterator[EnvVar]:
 
 
 def rdma_only_net(node: Facts) -> str:
-    """The value of NCCL_NET with which NCCL can't fall back to sockets; empty if no value selects
-    the plug-in."""
+    """Return the value of NCCL_NET with which NCCL can't fall back to sockets.
+
+    Empty if no value selects the plug-in.
+    """
     if not vendor_plugin(node):
         return "IB"
     if any(hca.vendor == EFA for hca in node.hcas):

@@ -1,5 +1,4 @@
-"""Port counters before and after a run, and NCCL's logs -> which network carried the run, in one
-line. (pure)"""
+"""Port counters before and after a run, and NCCL's logs -> the network that carried it. (pure)"""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ NOTICED = 10e6
 
 
 class _NicCounters(TypedDict):
-    """What every port has."""
+    """The fields that every port has."""
 
     hca: bool
     sent: int | None
-    """Bytes; None where the port has no counters."""
+    """Bytes; None if the port has no counters."""
     received: int | None
     rate: float
-    """GB/s; 0 where it is not known."""
+    """GB/s; 0 if unknown."""
     active: bool
 
 
@@ -35,17 +34,17 @@ class PortCounters(_NicCounters, total=False):
 
 
 Ports = Mapping[str, PortCounters]
-"""By port: eth0, or mlx5_0:1 of an HCA."""
+"""State by port: eth0, or mlx5_0:1 of an HCA."""
 
 
 class NodeBytes(TypedDict):
-    """What the ports of one node sent."""
+    """Bytes that the ports of one node sent."""
 
     host: str
     sent: dict[str, int]
     """Bytes by port."""
     rate: float
-    """GB/s of the ports that carried the run together; 0 where one is not known."""
+    """Total GB/s of the ports that carried the run; 0 if one is unknown."""
 
 
 class NetworkEvent(TypedDict):
@@ -67,8 +66,10 @@ class NodeTraffic:
     after: Ports
 
     def sent(self, port: str) -> int | None:
-        """Bytes sent during the run; None where the port has no counters, or where they were
-        reset."""
+        """Return the bytes that a port sent during the run.
+
+        None if the port has no counters, or if they were reset.
+        """
         start, end = (
             ports[port]["sent"] if port in ports else None for ports in (self.before, self.after)
         )
@@ -83,7 +84,7 @@ class NodeTraffic:
 def traffic_event(
     backend: str, nodes: Sequence[NodeTraffic], node_of: Sequence[int], logs: Sequence[Log]
 ) -> tuple[NetworkEvent, list[str]]:
-    """The fields of the event `network`, and warnings about contradictions and errors.
+    """Return the fields of the event `network`, and warnings about contradictions and errors.
 
     `node_of`: for each rank the index of its node in `nodes`. `logs`: NCCL's log of each rank.
     """
@@ -127,8 +128,10 @@ def _node_bytes(node: NodeTraffic, carriers: Sequence[str]) -> NodeBytes:
 
 
 def unused_infiniband(nodes: Sequence[NodeTraffic], logs: Sequence[Log], backend: str) -> str:
-    """The part of the line about InfiniBand after a run over TCP: how many nodes have it, and why
-    it was not used."""
+    """Return the part of the line about InfiniBand after a run over TCP.
+
+    It tells how many nodes have InfiniBand, and why it was not used.
+    """
     equipped = sum(bool(node.hcas) for node in nodes)
     if not equipped:
         return "no node has InfiniBand"
@@ -140,7 +143,7 @@ def unused_infiniband(nodes: Sequence[NodeTraffic], logs: Sequence[Log], backend
 
 
 def counter_contradictions(nodes: Sequence[NodeTraffic], hcas: Sequence[str]) -> list[str]:
-    """Where the port counters contradict NCCL's log, or the choice of the interface."""
+    """Return contradictions of the port counters to NCCL's log or the choice of the interface."""
     texts = []
     for node in nodes:
         chosen = node.sent(node.interface)
@@ -163,8 +166,10 @@ def counter_contradictions(nodes: Sequence[NodeTraffic], hcas: Sequence[str]) ->
 
 
 def merged_nodes(nodes: int, world_size: int, logs: Sequence[Log]) -> list[str]:
-    """Warnings if NCCL takes several nodes for one: it would try shared memory between them, or one
-    HCA for all."""
+    """Return warnings if NCCL takes several nodes for one.
+
+    It would then try shared memory between them, or one HCA for all.
+    """
     counts = {log.counted[1] for log in logs if log.counted[0] == world_size}
     return [
         f"NCCL counts {counted(count, 'node')}, but the job has {nodes}: give each container its "
@@ -176,7 +181,7 @@ def merged_nodes(nodes: int, world_size: int, logs: Sequence[Log]) -> list[str]:
 
 
 def port_errors(nodes: Sequence[NodeTraffic]) -> list[str]:
-    """Warnings for ports whose error counters grew during the run."""
+    """Return warnings for ports whose error counters grew during the run."""
     texts = []
     for node in nodes:
         for name, port in node.after.items():
@@ -192,7 +197,7 @@ def port_errors(nodes: Sequence[NodeTraffic]) -> list[str]:
 
 
 def amount(size: float) -> str:
-    """`1.2 GB`: `size` bytes in powers of 1000, as networks are measured."""
+    """Format `size` bytes as `1.2 GB`, in powers of 1000, as networks are measured."""
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

@@ -1,5 +1,4 @@
-"""(settings, facts of all nodes) -> each rank's environment variables, each with its reason.
-(pure)"""
+"""(settings, facts of all nodes) -> each rank's environment variables, with reasons. (pure)"""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from raydist.shared.errors import ConfigError
 
 LATER = "<chosen when it starts>"
 RECORDS_COLLECTIVES = (2, 14)
-"""A torch whose flight recorder is on by default; that of 2.8 is off."""
+"""The first torch whose flight recorder is certainly on by default; in 2.8 it is off."""
 SHARES_GPU = (2, 30)
 """The first NCCL version with NCCL_MULTI_RANK_GPU_ENABLE."""
 NCCL_LOG = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
@@ -31,7 +30,7 @@ class Rendezvous:
     """Where the ranks of an attempt find each other."""
 
     address: str = ""
-    """Numeric, on rank 0's node."""
+    """Numeric address, on rank 0's node."""
     port: int | None = None
     """Port of the store; None before it is open, and with init_method=file."""
     file: str | None = None
@@ -45,8 +44,10 @@ class Rendezvous:
 def plan_variables(
     job: Job, plan: Plan, facts: Sequence[Facts], rendezvous: Rendezvous
 ) -> list[tuple[EnvVar, ...]]:
-    """The variables of each rank. `facts`: for each rank, in order of rank, its node's, with the
-    rank's own GPUs."""
+    """Return the variables of each rank.
+
+    `facts`: for each rank, in order of rank, the facts of its node, with the rank's own GPUs.
+    """
     if plan.request.backend == "horovod":
         network_horovod.check_process_sets(job.backend.horovod.process_sets, plan.world_size)
     shared = tuple(rendezvous_variables(job, rendezvous))
@@ -67,7 +68,7 @@ def plan_variables(
 
 
 def slot_variables(plan: Plan, slot: Slot) -> Iterator[EnvVar]:
-    """torchrun's variables for a rank's number and place."""
+    """Yield torchrun's variables for a rank's number and position."""
     rank, world_size = str(slot.rank), str(plan.world_size)
     yield EnvVar("RANK", rank, "number of the rank")
     yield EnvVar("LOCAL_RANK", str(slot.local_rank), "number of the rank on its node")
@@ -81,7 +82,7 @@ def slot_variables(plan: Plan, slot: Slot) -> Iterator[EnvVar]:
 
 
 def rendezvous_variables(job: Job, rendezvous: Rendezvous) -> Iterator[EnvVar]:
-    """Variables for the rendezvous and for the identity of the run."""
+    """Yield variables for the rendezvous and for the identity of the run."""
     yield EnvVar(
         "MASTER_ADDR",
         rendezvous.address,
@@ -123,7 +124,7 @@ def rendezvous_variables(job: Job, rendezvous: Rendezvous) -> Iterator[EnvVar]:
 
 
 def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[EnvVar]:
-    """Variables that all ranks of a node share. `lead`: the node's slot with local rank 0."""
+    """Yield variables that all ranks of a node share. `lead`: the node's slot with local rank 0."""
     node, gpus = facts[lead.rank], bool(plan.request.rank_resources.get("GPU"))
     chosen = [
         *levers.thread_variables(
@@ -145,7 +146,7 @@ def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> 
 
 
 def recorder_variables(node: Facts) -> Iterator[EnvVar]:
-    """The variable that switches on torch's flight recorder, where it may be off by default."""
+    """Yield the variable that turns on torch's flight recorder, if it may be off by default."""
     version = version_numbers(node.versions.get("torch", ""))
     if version and version < RECORDS_COLLECTIVES:
         why = (
@@ -156,14 +157,14 @@ def recorder_variables(node: Facts) -> Iterator[EnvVar]:
 
 
 def connection_variables(job: Job, plan: Plan) -> Iterator[EnvVar]:
-    """The variable that makes init_process_group of gloo wait for all ranks."""
+    """Yield the variable that makes init_process_group of gloo wait for all ranks."""
     if job.backend.name == "gloo" and plan.world_size > 1:
         why = "no rank ends while others still connect: gloo would take that for a failure"
         yield EnvVar("TORCH_DIST_INIT_BARRIER", "1", why)
 
 
 def mpi_network(job: Job, node: Facts) -> Iterator[EnvVar]:
-    """Variables that keep MPI on the chosen interface and HCAs, if the node has MPI."""
+    """Yield variables that keep MPI on the chosen interface and HCAs, if the node has MPI."""
     if not node.mpi or job.fabric.kind == "site":
         return
     choice, fabric = rdma.choose_devices(job, node), job.fabric
@@ -175,8 +176,10 @@ def mpi_network(job: Job, node: Facts) -> Iterator[EnvVar]:
 
 
 def nccl_log_variables(job: Job, plan: Plan, slot: Slot, node: Facts) -> Iterator[EnvVar]:
-    """Variables that make NCCL log its network to a file; without fabric.debug only if the site
-    sets none of them."""
+    """Yield variables that make NCCL log its network to a file.
+
+    Without fabric.debug this applies only if the site sets none of them.
+    """
     file = f"{RANK_FOLDER}/rank-{slot.rank}.nccl"
     if job.fabric.debug:
         why = "fabric.debug: NCCL logs which network it chose, and why"
@@ -204,7 +207,7 @@ def nccl_log_variables(job: Job, plan: Plan, slot: Slot, node: Facts) -> Iterato
 def horovod_variables(
     job: Job, plan: Plan, slot: Slot, node: Facts, rendezvous: Rendezvous
 ) -> Iterator[EnvVar]:
-    """Horovod's variables: the rank's slot, the rendezvous, the network."""
+    """Yield Horovod's variables: the rank's slot, the rendezvous, the network."""
     port = LATER if rendezvous.port is None else str(rendezvous.port)
     yield from network_horovod.slot_lines(plan, slot)
     yield from network_horovod.rendezvous_lines(rendezvous.address, port, rendezvous.secret)
@@ -214,8 +217,11 @@ def horovod_variables(
 
 
 def gpu_variables(plan: Plan, facts: Sequence[Facts], slot: Slot) -> Iterator[EnvVar]:
-    """The GPUs that a rank sees: all of the job on its node, in one order for all its ranks, as
-    peer access needs."""
+    """Yield the GPUs that a rank sees.
+
+    They are all GPUs of the job on its node, in the same order for all its ranks, as peer access
+    needs.
+    """
     node, ids = facts[slot.rank], binding.assigned_gpus(facts, slot)
     why = "all GPUs of this job on the node; a rank takes its LOCAL_RANK's"
     if not plan.request.rank_resources.get("GPU"):
@@ -227,9 +233,8 @@ def gpu_variables(plan: Plan, facts: Sequence[Facts], slot: Slot) -> Iterator[En
         why = "the MIG instance of this rank: CUDA would use the first one of a list only"
     listed = ",".join(ids)
     yield EnvVar("CUDA_VISIBLE_DEVICES", listed, why)
-    if "rocm" in node.versions.get(
-        "torch", ""
-    ):  # Ray sets it to the GPUs of the actor, which are one rank's
+    # Ray sets HIP_VISIBLE_DEVICES to the GPUs of the actor, which are those of one rank.
+    if "rocm" in node.versions.get("torch", ""):
         yield EnvVar("HIP_VISIBLE_DEVICES", listed, why)
     if ids:
         order = EnvVar(
@@ -241,8 +246,10 @@ def gpu_variables(plan: Plan, facts: Sequence[Facts], slot: Slot) -> Iterator[En
 
 
 def mig_variables(plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[EnvVar]:
-    """The variable by which NCCL admits ranks with MIG instances of one GPU. ConfigError: this NCCL
-    has none."""
+    """Yield the variable that makes NCCL accept ranks with MIG instances of the same GPU.
+
+    ConfigError: this NCCL has no such variable.
+    """
     node = facts[lead.rank]
     parent = {instance: gpu.uuid for gpu in node.devices for instance in gpu.instances}
     held = [gpu for gpu in binding.assigned_gpus(facts, lead) if gpu.startswith("MIG-")]
@@ -270,8 +277,10 @@ def mig_variables(plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[En
 
 
 def unless_set(var: EnvVar, node: Facts) -> EnvVar:
-    """The variable, or the site's value: raydist overrides neither the node's environment nor
-    NCCL's own files."""
+    """Return the variable, or the site's value.
+
+    raydist overrides neither the node's environment nor NCCL's own files.
+    """
     hint = f"; raydist's own choice: env.{var.name}={var.value}"
     if var.name in node.environment:
         value = node.environment[var.name]
@@ -291,7 +300,7 @@ def unless_set(var: EnvVar, node: Facts) -> EnvVar:
 
 
 def override_variables(job: Job, planned: Sequence[EnvVar]) -> Iterator[EnvVar]:
-    """The planned variables, with the values and the additional variables of job.env."""
+    """Yield the planned variables, with the values and the additional variables of job.env."""
     for var in planned:
         yield _from_job(var.name, job.env) if var.name in job.env else var
     names = {var.name for var in planned}
