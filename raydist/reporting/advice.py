@@ -95,9 +95,9 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
         "where pdb works",
     ),
 )
-"""(test of a rank's end, advice). The first test that is true counts."""
+"""(test of a rank's end, advice). The first test that is true decides."""
 
 
 def advice_for(end: End) -> str:
-    """The advice for the end of a rank, in one line; empty if raydist has none."""
+    """Return the advice for the end of a rank, in one line; empty if raydist has none."""
     return next((advice for fits, advice in RULES if fits(end)), "")

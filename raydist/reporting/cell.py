@@ -1,5 +1,4 @@
-"""A screen for notebooks: lines that stay, and one line in the cell's output that IPython replaces.
-(driver)"""
+"""A screen for notebooks: lines that stay, and one output line that IPython replaces. (driver)"""
 
 from __future__ import annotations
 
@@ -14,12 +13,15 @@ from raydist.reporting.progress import Progress
 from raydist.reporting.wording import flat, table
 
 REPLACED_S = 0.2
-"""Shortest time between two versions of the live line."""
+"""Minimum time between two versions of the live line."""
 
 
 class Cell(Lines):
-    """Needs no widgets: a display with an id is a part of Jupyter's protocol, which every front end
-    has."""
+    """A screen in the output of a notebook cell.
+
+    It needs no widgets: a display with an id is a part of Jupyter's protocol, which every front end
+    has.
+    """
 
     def __init__(self, stream: TextIO, every_s: float) -> None:
         super().__init__(stream, every_s)
@@ -32,8 +34,10 @@ class Cell(Lines):
         self._replace(self._launch)
 
     def draw(self, progress: Progress, t: float, moment: str) -> None:
-        """Replace the live line, at most every REPLACED_S; an evaluation becomes a line that
-        stays."""
+        """Replace the live line, at most once per REPLACED_S.
+
+        An evaluation becomes a line that stays.
+        """
         if moment == "evaluation":
             self.say("  ".join([*progress.position(), *progress.evaluation()]))
         elif moment == "step" and abs(t - self._replaced) < REPLACED_S:
@@ -49,7 +53,7 @@ class Cell(Lines):
         self._replace(text, f"{bar}<code>{escape(text)}</code>")
 
     def show(self, rows: Sequence[Sequence[str]], t: float) -> None:
-        """Replace the live line by a table, at most every REPLACED_S. `t`: now, on any clock."""
+        """Replace the live line by a table, at most once per REPLACED_S. `t`: now, on any clock."""
         if abs(t - self._replaced) >= REPLACED_S:
             self._replaced = t
             self._replace("\n".join(table(rows)))
@@ -76,6 +80,6 @@ class Cell(Lines):
 
 
 def in_notebook() -> bool:
-    """Whether this process is a kernel of Jupyter: what it displays, a notebook shows."""
+    """Report whether this process is a Jupyter kernel, whose output a notebook displays."""
     ipython = sys.modules.get("IPython")
     return getattr(ipython and ipython.get_ipython(), "kernel", None) is not None

@@ -12,11 +12,11 @@ from pathlib import Path
 from raydist.shared.events import Event, read_events
 
 LAST_LAUNCH = ("rendezvous", "warm-up")
-"""The last phase of a launch; without a rendezvous the one before it."""
+"""The last phase of a launch; without a rendezvous it is the one before it."""
 
 
 def time_line(folder: Path, entered: float) -> str:
-    """One line: the parts of this process's wall time up to now, and their sum.
+    """Return one line with the parts of this process's wall time up to now, and their sum.
 
     `folder`: the run folder. `entered`: when main() was called, in seconds since the epoch.
     """
@@ -31,9 +31,9 @@ def time_line(folder: Path, entered: float) -> str:
 
 
 def process_began() -> float:
-    """When this process was started, in seconds since the epoch; from proc_pid_stat(5).
+    """Return when this process was started, in seconds since the epoch; from proc_pid_stat(5).
 
-    psutil adds the time of the machine's boot, which the kernel tells in whole seconds.
+    psutil adds the time of the machine's boot, which the kernel reports in whole seconds.
     """
     ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
@@ -42,12 +42,12 @@ def process_began() -> float:
 def split(
     events: Iterable[Event], began: float, entered: float, now: float
 ) -> list[tuple[str, float]]:
-    """The parts of the time from `began` to `now`, in order and without gaps: what each is for, and
-    its seconds.
+    """Return the parts of the time from `began` to `now`, in order and without gaps.
 
-    python: the interpreter. settings: imports, composing, checks. launch: until the ranks have met.
-    ranks: until the last has ended. records: until the result is written. exit: the rest. A run
-    that ended early has fewer parts. All times are in seconds since the epoch.
+    Each is (purpose, seconds). python: the interpreter. settings: imports, composing, checks.
+    launch: until the ranks have met. ranks: until the last one has ended. records: until the result
+    is written. exit: the rest. A run that ended early has fewer parts. All times are in seconds
+    since the epoch.
     """
     marks = {"python": entered}
     for event in events:

@@ -1,5 +1,4 @@
-"""Shows a run from its events: a live line in a terminal or a notebook, plain lines elsewhere.
-(driver)"""
+"""Show a run from its events: a live line in a terminal or notebook, else plain lines. (driver)"""
 
 from __future__ import annotations
 
@@ -25,14 +24,19 @@ if TYPE_CHECKING:
 
 
 class Console(AbstractContextManager["Console"]):
-    """A reader of events that writes to the screen. The driver calls it for each event, so it
-    redraws seldom."""
+    """A reader of events that writes to the screen.
+
+    The driver calls it for each event, so it redraws rarely.
+    """
 
     def __init__(
         self, settings: Watch, stream: TextIO | None = None, failures: Failures | None = None
     ) -> None:
-        """`failures`: reads each event before this does; without it no page of a failure is
-        named."""
+        """Set up the screen.
+
+        `failures`: reads each event before this reader does; without it no page of a failure is
+        named.
+        """
         self._quiet = settings.progress == "none"
         self._screen = screen(settings, sys.stdout if stream is None else stream)
         self._progress = Progress()
@@ -51,7 +55,10 @@ class Console(AbstractContextManager["Console"]):
         self._screen.close()
 
     def link(self, page: str) -> None:
-        """Show the address of the run's page, if it has one. It has a token: it is in no event."""
+        """Show the address of the run's page, if it has one.
+
+        The address contains a token, so it is in no event.
+        """
         if page:
             self._screen.say(f"page  {page}")
 
@@ -81,7 +88,7 @@ class Console(AbstractContextManager["Console"]):
     def _on_warning(self, event: Event) -> None:
         text = event["text"]
         if text in self._warned:
-            return  # shown once; the summary has its ranks and how often it came
+            return  # shown once; the summary has its ranks and its count
         self._warned.add(text)
         rank = event.get("rank")
         self._screen.say(f"warning: {text if rank is None else of_ranks(text, {rank})}", "yellow")
@@ -128,8 +135,7 @@ class Console(AbstractContextManager["Console"]):
         )
 
     def _show_pending(self) -> None:
-        """Show the pending restart on its own line, before an event that comes between it and the
-        next step."""
+        """Show the pending restart on its own line, before an event that precedes the next step."""
         if self._pending is not None:
             self._screen.say(
                 f"restart {self._pending['number']}: {self._pending['text']}", "yellow"
@@ -151,9 +157,8 @@ class Console(AbstractContextManager["Console"]):
         )
 
     def _on_stop(self, event: Event) -> None:
-        if (
-            event.get("cause") != StopReason.FAILURE.value
-        ):  # the text of a failure follows in another event
+        # The text of a failure follows in another event.
+        if event.get("cause") != StopReason.FAILURE.value:
             self._screen.say(f"stop  {event['reason']}", "yellow")
 
     def _on_result(self, event: Event) -> None:
@@ -174,7 +179,7 @@ class Console(AbstractContextManager["Console"]):
             self._screen.say(f"  warning: {text}", "yellow")
 
     def _more(self, event: Event) -> list[str]:
-        """The lines of the last failure's page that its own text does not have."""
+        """Return the lines of the last failure's page that its own text lacks."""
         last = self._failures.found[-1:] if event["status"] == "failed" else []
         return [f"  {line}" for failure in last for line in page_lines(failure, event["dir"])]
 
@@ -184,7 +189,7 @@ def _ignore(event: Event) -> None:
 
 
 def screen(settings: Watch, stream: TextIO) -> Lines | Terminal:
-    """The screen for these settings and this stream."""
+    """Return the screen for these settings and this stream."""
     if hasattr(stream, "reconfigure"):
         # A stream that is not UTF-8 shows \u…; the run must not end with a UnicodeEncodeError.
         stream.reconfigure(errors="backslashreplace")

@@ -13,14 +13,14 @@ from raydist.reporting.progress import PROGRESS_NAMES
 from raydist.shared.events import Event
 
 SHOWN = 1200
-"""Most points of a curve that a page gets: more than a chart has pixels."""
+"""Maximum number of points of a curve that a page receives: more than a chart has pixels."""
 
 Point = tuple[int, float, float | None]
-"""(step, seconds since the epoch, value); None: the value is no finite number."""
+"""(step, seconds since the epoch, value); None: the value is not a finite number."""
 
 
 class Piece(NamedTuple):
-    """Points that a page gets, as columns."""
+    """Points that a page receives, as columns."""
 
     steps: list[int]
     times: list[float]
@@ -29,17 +29,19 @@ class Piece(NamedTuple):
 
 @dataclass
 class Curve:
-    """One value over steps. Steps only grow: a step that is reported again replaces it and all that
-    came after it."""
+    """One value over steps.
+
+    Steps only grow: a step that is reported again replaces itself and everything after it.
+    """
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     times: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
     cuts: int = 0
-    """How often points were replaced: until it changes, a reader needs only what was added."""
+    """How often points were replaced: until this changes, a reader needs only the added points."""
 
     def add(self, step: int, t: float, value: float) -> None:
-        """Take in a point."""
+        """Add a point."""
         if self.steps and step <= self.steps[-1]:
             at = bisect_left(self.steps, step)
             del self.steps[at:], self.times[at:], self.values[at:]
@@ -51,14 +53,16 @@ class Curve:
     def piece(
         self, low: float = -math.inf, high: float = math.inf, by: str = "step", most: int = SHOWN
     ) -> Piece:
-        """The points between two steps (`by="time"`: times), thinned to `most`: of each stretch its
-        extremes."""
+        """Return the points between two steps (`by="time"`: times), thinned to `most`.
+
+        Each stretch keeps its extremes.
+        """
         column: Sequence[float] = self.times if by == "time" else self.steps
         first, last = bisect_left(column, low), bisect_right(column, high)
         return self._columns(thinned(self.values, first, last, most))
 
     def since(self, count: int) -> Piece:
-        """All points from this index on."""
+        """Return all points from this index on."""
         return self._columns(range(count, len(self.steps)))
 
     def _columns(self, chosen: Sequence[int]) -> Piece:
@@ -71,16 +75,20 @@ class Curve:
 
 
 def add_report(curves: dict[str, Curve], report: Event, step: int) -> None:
-    """Take in what rank 0 has reported of a step: every number that does not measure progress has a
-    curve."""
+    """Add what rank 0 reported for a step.
+
+    Every number that does not measure progress has a curve.
+    """
     for name, value in report["values"].items():
         if name not in PROGRESS_NAMES and isinstance(value, int | float):
             curves.setdefault(name, Curve()).add(step, report["t"], float(value))
 
 
 def thinned(values: Sequence[float], first: int, last: int, most: int) -> Sequence[int]:
-    """At most `most` indices from `first` to `last`: of each stretch its lowest, its highest, one
-    that is no number."""
+    """Return at most `most` indices from `first` to `last`.
+
+    Each stretch keeps its lowest value, its highest, and one that is not a number.
+    """
     if last - first <= most:
         return range(first, last)
     size = math.ceil((last - first) / (most // 3))

@@ -9,20 +9,25 @@ from typing import Any
 from raydist.shared.events import Event
 
 PARTS = ("detect", "kill", "save", "place", "fork", "rendezvous", "restore", "first step")
-"""The parts of the time from a failure to the next step. `save`: the state is written to disk
-before the run moves."""
+"""The parts of the time from a failure to the next step.
+
+`save`: the state is written to disk before the run moves.
+"""
 
 
 @dataclass
 class Failure:
-    """One failure, and what has happened since."""
+    """One failure, and what happened after it."""
 
     number: int
     """The number of the failure in its run, from 1."""
     page: str
-    """The name of its page in the run folder; the JSON file beside it has the same name."""
+    """The name of the failure's page in the run folder.
+
+    The JSON file next to it has the same name.
+    """
     t: float
-    """Seconds since the epoch when all ranks had ended."""
+    """When all ranks had ended, in seconds since the epoch."""
     cause: Mapping[str, Any]
     """The End of the rank that failed first, as a dict."""
     text: str
@@ -61,11 +66,11 @@ class Failure:
 
     @property
     def at(self) -> float:
-        """Seconds since the epoch when it broke."""
+        """When the rank failed, in seconds since the epoch."""
         return float(self.cause["at"])
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, as plain JSON data."""
+        """Return all fields as plain JSON data."""
         return {
             "number": self.number,
             "page": self.page,
@@ -95,14 +100,14 @@ class Failures:
 
     found: list[Failure] = field(default_factory=list)
     changed: Failure | None = None
-    """The failure that the last event changed: its page must be written again."""
+    """The failure that the last event changed: its page must be rewritten."""
     before: int = 0
     """The number of pages in this folder from earlier runs."""
     slots: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     before_it: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """The slots at the last failure."""
     silent: float = 0.0
-    """When the ranks of a confirmed hang fell silent."""
+    """When the ranks of a confirmed hang became silent."""
     stopped: float = 0.0
     """When the other ranks of this attempt were stopped."""
     marks: dict[str, float] = field(default_factory=dict)
@@ -112,11 +117,11 @@ class Failures:
 
     @property
     def open(self) -> Failure | None:
-        """The failure from which the run has not recovered yet."""
+        """The failure from which the run has not yet recovered."""
         return self.found[-1] if self.found and self.found[-1].status == "running" else None
 
     def add(self, happened: Event) -> None:
-        """Take in one event."""
+        """Process one event."""
         self.changed = self._fold(happened)
 
     def _fold(self, happened: Event) -> Failure | None:
@@ -161,12 +166,12 @@ class Failures:
         return None
 
     def _seat(self, happened: Event) -> None:
-        """Take in the slots of the ranks, if the event has them."""
+        """Store the slots of the ranks, if the event has them."""
         if "slots" in happened:
             self.slots = {slot["rank"]: slot for slot in happened["slots"]}
 
     def _moved(self, failure: Failure, ranks: Iterable[int]) -> None:
-        """Note which ranks moved to another node, and which got a new actor on the same one."""
+        """Record which ranks moved to another node, and which got a new actor on the same one."""
         for rank in ranks:
             new, old = self.slots.get(rank, {}), self.before_it.get(rank, {})
             stayed = "node" in new and new["node"] == old.get("node")
@@ -175,7 +180,7 @@ class Failures:
     def _begin(self, happened: Event) -> Failure:
         cause, t = happened["cause"], happened["t"]
         if (before := self.open) is not None:
-            before.status = "restarted"  # and broke again before it had done a step
+            before.status = "restarted"  # it failed again before it had completed a step
         detected = max(cause["at"], min(self.stopped or t, t))
         self.stopped, self.before_it = 0.0, self.slots
         number = len(self.found) + 1
@@ -209,14 +214,14 @@ class Failures:
         return failure
 
     def _over(self, failure: Failure, result: Event) -> Failure | None:
-        """The run has ended: complete the last failure; return it if it was still open."""
+        """Complete the last failure at the end of the run; return it if it was still open."""
         if failure.status != "running":
             return None
         failure.status = "restarted" if result["status"] == "finished" else result["status"]
         failure.why_last = result.get("why_last", "")
-        if failure.restart:  # there was no place for another attempt, or it was stopped
+        if failure.restart:  # no slot was free for another attempt, or it was stopped
             failure.why_last = failure.why_last or result.get("failure", "").partition("\n")[0]
-        if failure.status == "restarted":  # its job did no step
+        if failure.status == "restarted":  # its job completed no step
             return failure
         step, failure.checkpoint = self.saved
         failure.repeated = max(0, failure.reached - step)

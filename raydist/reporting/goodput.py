@@ -1,5 +1,4 @@
-"""Events of a run -> seconds of its parts: training steps, launch, failures, evaluation, saves,
-rest. (pure)"""
+"""Events of a run -> seconds of steps, launch, failures, evaluation, saves, rest. (pure)"""
 
 from __future__ import annotations
 
@@ -24,8 +23,10 @@ class Spent:
     repeated_s: float = 0.0
     """The part of earlier_s in steps that a later attempt repeated."""
     counted_s: float | None = None
-    """Seconds in steps of this attempt after the first, as the loop counted them; None if it has
-    not reported them."""
+    """Seconds in steps of this attempt after the first, as counted by the loop.
+
+    None if the loop has not reported them.
+    """
     beside: dict[str, float] = field(default_factory=dict)
     """Seconds outside of steps in earlier attempts, by activity."""
     steps: tuple[Event, ...] = ()
@@ -33,18 +34,18 @@ class Spent:
     now: dict[str, float] = field(default_factory=dict)
     """Seconds outside of steps in this attempt, by activity."""
     between_s: float = 0.0
-    """The part of `now` between the two reports."""
+    """The part of `now` between the two reports in `steps`."""
     waiting_s: float = 0.0
     """The part of `now` since the last report."""
     step_mean_s: float = 0.0
     """Mean seconds of a step in the previous attempt."""
 
     def add(self, event: Event) -> None:
-        """Take in one event."""
+        """Process one event."""
         self.failures.add(event)
         first = event.get("rank", 0) == 0
         match event["kind"]:
-            case "phase" if not self.failures.found:  # later ones are part of a restart
+            case "phase" if not self.failures.found:  # later phases are part of a restart
                 self.launch_s += event["s"]
             case "report" if first and "step" in event:
                 self._step(event)
@@ -60,7 +61,7 @@ class Spent:
                 self.repeated_s += min(self.earlier_s, event["repeated"] * self.step_mean_s)
 
     def _step(self, report: Event) -> None:
-        # a second report of one step is an evaluation: its time is no time of a step
+        # A second report of the same step is an evaluation, whose time does not belong to a step.
         if not self.steps or report["step"] != self.steps[-1]["step"]:
             self.steps = (*self.steps[:1], report)
             self.between_s, self.waiting_s = self.between_s + self.waiting_s, 0.0
@@ -81,8 +82,10 @@ class Spent:
         )
 
     def _attempt_s(self) -> float:
-        """Seconds in steps of this attempt: as the loop counted them, else the time between
-        reports."""
+        """The seconds in steps of this attempt, as counted by the loop.
+
+        Without that count it is the time between reports.
+        """
         return (
             max(0.0, apart(self.steps) - self.between_s)
             if self.counted_s is None
@@ -91,11 +94,11 @@ class Spent:
 
     @property
     def step_s(self) -> float:
-        """Seconds in training steps, without steps that were repeated later."""
+        """The seconds in training steps, without steps that were repeated later."""
         return max(0.0, self.earlier_s - self.repeated_s) + self._attempt_s()
 
     def parts(self, wall_s: float, end: float) -> dict[str, float]:
-        """Seconds of each part of a run; `rest` is the difference to the whole.
+        """Return the seconds of each part of a run; `rest` is the difference to the total.
 
         `wall_s`: seconds of the run. `end`: its end in seconds since the epoch.
         """
@@ -113,7 +116,10 @@ class Spent:
         return {**known, "rest": max(0.0, wall_s - sum(known.values()))}
 
     def failure_times(self, end: float) -> list[float]:
-        """Seconds of each failure: until the next step, the next failure, or the end of the run."""
+        """Return the seconds of each failure.
+
+        A failure lasts until the next step, the next failure, or the end of the run.
+        """
         failures = self.failures.found
         ends = [*(failure.at for failure in failures), end][1:]
         return [
@@ -123,8 +129,10 @@ class Spent:
 
     @property
     def recovery(self) -> dict[str, float]:
-        """Seconds of each part of a recovery (detect, kill, place, fork, ...), summed over all
-        failures."""
+        """Return the seconds of each part of a recovery, summed over all failures.
+
+        The parts are detect, kill, place, fork, ...
+        """
         total: dict[str, float] = {}
         for failure in self.failures.found:
             for part, s in failure.parts.items():
@@ -133,5 +141,5 @@ class Spent:
 
 
 def apart(events: Sequence[Event]) -> float:
-    """Seconds between the first and the last of these events."""
+    """Return the seconds between the first and the last of these events."""
     return max(0.0, events[-1]["t"] - events[0]["t"]) if events else 0.0

@@ -1,5 +1,7 @@
-"""watch.job_metadata=true: writes the result into the metadata of the Ray job, for `ray job list`.
-(driver)"""
+"""Write the result into the metadata of the Ray job, which `ray job list` shows. (driver)
+
+The setting is watch.job_metadata=true.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,18 @@ from raydist.shared.events import Event
 OVERRIDES = "raydist.words"
 """Key of the job's command line, which tools.submit sets."""
 MOST = 40
-"""Most metrics that are written; result.json has all."""
+"""Maximum number of metrics that are written; result.json has all of them."""
 LONGEST = 300
-"""Most characters of the culprit's line."""
+"""Maximum number of characters of the culprit's line."""
 ANSWER_S = 5.0
 """Longest wait for the GCS, for each of two calls."""
 
 
 def result_metadata(result: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of a result (the dict of result.json): names with the prefix raydist. ->
-    text."""
+    """Return the metadata of a result: names with the prefix raydist. -> text.
+
+    `result`: the dict of result.json.
+    """
     texts = {
         "result": result["status"],
         "run_dir": result["dir"],
@@ -41,13 +45,15 @@ def result_metadata(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, or the text that stands in JSON for one that JSON does not have."""
+    """Report whether this is a number, or the text for a number that JSON lacks."""
     return isinstance(value, int | float) or value in ("nan", "inf", "-inf")
 
 
 def merged(entry: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, Any] | None:
-    """A job's entry with this metadata in place of an earlier run's; None if Ray has recorded the
-    job's end."""
+    """Return a job's entry with this metadata instead of that of an earlier run.
+
+    None if Ray has recorded the job's end.
+    """
     if entry["status"] != "RUNNING":
         return None
     before = entry.get("metadata") or {}
@@ -60,13 +66,13 @@ def merged(entry: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, A
 
 
 class JobMetadata:
-    """A reader of events. It does nothing without watch.job_metadata, or outside of a job submitted
-    to Ray.
+    """A reader of events that writes the result into the job's metadata.
 
-    Ray has no API to change a job's metadata, so this reads the job's entry from the GCS and writes
-    it back. Ray itself writes the entry only before the job's process starts and after it has ended
-    (job_supervisor.py, Ray 2.60). If a Ray stores its jobs in another way, this reader raises: the
-    run warns of it, and continues.
+    It does nothing without watch.job_metadata, or outside of a job submitted to Ray. Ray has no API
+    to change a job's metadata, so this reads the job's entry from the GCS and writes it back. Ray
+    itself writes the entry only before the job's process starts and after it has ended
+    (job_supervisor.py, Ray 2.60). If a Ray stores its jobs in another way, this reader raises an
+    exception: the run warns of it and continues.
     """
 
     def __init__(self, settings: Watch) -> None:
@@ -90,15 +96,14 @@ class JobMetadata:
             changed = merged(json.loads(entry), metadata)
             return None if changed is None else json.dumps(changed).encode()
 
-        with contextlib.suppress(
-            grpc.RpcError
-        ):  # the GCS does not answer: other parts of the run report that
-            # Ray's job server sets RAY_ADDRESS to the address of the GCS
+        # If the GCS does not answer, other parts of the run report that.
+        with contextlib.suppress(grpc.RpcError):
+            # Ray's job server sets RAY_ADDRESS to the address of the GCS.
             ray_private.change_job_entry(os.environ["RAY_ADDRESS"], self._id, change, ANSWER_S)
 
 
 def submission_id() -> str:
-    """The id under which this program was submitted to Ray as a job; empty if it was not."""
+    """Return the id under which this program was submitted to Ray as a job; empty if it was not."""
     try:
         return str(
             json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]

@@ -10,7 +10,7 @@ from raydist.reporting.progress import Progress, duration
 from raydist.reporting.wording import clean, flat, table
 
 SAVED_S = 1.0
-"""Shortest time between two lines about checkpoints: small jobs save many times a second."""
+"""Minimum time between two lines about checkpoints: small jobs save many times a second."""
 
 
 class Lines:
@@ -44,10 +44,9 @@ class Lines:
         self.say(f"launch: {name} {seconds:.2f} s")
 
     def draw(self, progress: Progress, t: float, moment: str) -> None:
-        """Write a line of progress for the first step, the last, an evaluation, and every `every_s`
-        seconds.
+        """Write a progress line for the first and last step, evaluations, and every `every_s` s.
 
-        `t`: time of the event. `moment`: as Progress.report returns it.
+        `t`: time of the event. `moment`: as returned by Progress.report.
         """
         if moment == "step" and abs(t - self._drawn) < self._every_s:
             return

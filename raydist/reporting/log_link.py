@@ -1,9 +1,8 @@
-"""Links the run folder into the folder of Ray's logs, so that Ray's dashboard can read its files.
-(driver)
+"""Link the run folder into Ray's log folder, where Ray's dashboard can read its files. (driver)
 
 Ray's log API follows links out of its folder on purpose (log_agent.py `_resolve_filename`, Ray
-2.60): for `tools.watch --job ID` no other port than the dashboard's must be open, and the dashboard
-asks for the cluster's token.
+2.60). For `tools.watch --job ID` only the dashboard's port must be open, and the dashboard requires
+the cluster's token.
 """
 
 from __future__ import annotations
@@ -16,24 +15,25 @@ from raydist.reporting.job_metadata import submission_id
 from raydist.shared.events import Event
 
 FOLDER = "raydist"
-"""The folder of the links, below that of Ray's logs."""
+"""The folder of the links, below Ray's log folder."""
 
 
 class LogLink:
-    """A reader of events. The link has the job's id as its name, outside of a job NAME_RUN of the
-    run folder."""
+    """A reader of events that creates the link.
+
+    The link's name is the job's id; outside of a job it is the NAME_RUN of the run folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
 
     def __call__(self, event: Event) -> None:
-        # a Ray that this run has started has no dashboard
+        # A Ray that this run started has no dashboard.
         if event["kind"] == "cluster" and event["address"] and not event["started"]:
             name = submission_id() or f"{self._folder.parent.name}_{self._folder.name}"
             link = ray_private.log_folder() / FOLDER / name
-            with contextlib.suppress(
-                OSError
-            ):  # the Ray of another user: its page needs another way
+            # The Ray may belong to another user: its page needs another way.
+            with contextlib.suppress(OSError):
                 link.parent.mkdir(exist_ok=True)
-                link.unlink(missing_ok=True)  # of an earlier run of the same job
+                link.unlink(missing_ok=True)  # the link of an earlier run of the same job
                 link.symlink_to(self._folder)

@@ -1,11 +1,10 @@
-"""Figures of a run for Prometheus: Ray's node agents serve them, and its `/api/prometheus/sd` lists
-those. (driver)
+"""Figures of a run for Prometheus, served by Ray's node agents. (driver)
 
-Ray's agent drops a gauge that was not set for two report intervals (20 s), and an alert needs it
-for longer. So all gauges are set again each second while the run goes on, and none after its
-result: a gauge that is there is one of a run that goes on. Counters stay until Ray ends, also those
-of a driver that has left: there are few of them. docs/monitoring.md says what each is for;
-deploy/monitoring/ has a board and alerts of them.
+Ray's `/api/prometheus/sd` lists the agents. Ray's agent drops a gauge that was not set for two
+report intervals (20 s), and an alert needs it for longer. So all gauges are set again each second
+while the run continues, and none after its result: an existing gauge belongs to a running run.
+Counters stay until Ray ends, including those of a driver that has left: there are few of them.
+docs/monitoring.md explains each figure; deploy/monitoring/ has a board and alerts for them.
 """
 
 from __future__ import annotations
@@ -22,12 +21,17 @@ from raydist.reporting.result import Figures
 from raydist.shared.events import Event
 
 AGAIN_S = 1.0
-"""Seconds after which all gauges are set again: Ray's shortest report interval
-(`metrics_report_interval_ms`)."""
+"""Seconds after which all gauges are set again.
+
+This is Ray's shortest report interval (`metrics_report_interval_ms`).
+"""
 VALUES = 100
-"""The most names of `value`, each of which is a series: a job may make a name of each step."""
+"""Maximum number of names of `value`, each of which is a series.
+
+A job may create a name for each step.
+"""
 CAUSES = ("killed", "oom", "raised", "exited", "hung", "lost", "drained", "ended")
-"""How the rank ended that failed first (shared.outcome.End.how), and whether memory ran out."""
+"""How the rank that failed first ended (shared.outcome.End.how), and whether memory ran out."""
 GAUGES = {
     "step": ("newest step", ()),
     "steps": ("steps in all, if the loop says so", ()),
@@ -64,16 +68,21 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Metrics(AbstractContextManager["Metrics"]):
-    """A reader of events. Without Ray there is nobody who would serve the figures: it does nothing
-    then."""
+    """A reader of events that sets the figures.
+
+    Without Ray nobody would serve the figures: the reader then does nothing.
+    """
 
     def __init__(self, run: str, figures: Figures, warn: Callable[[str], None]) -> None:
-        """`run`: the label of all series. `figures`: reads each event before this does. `warn`:
-        says a warning."""
+        """Define the figures.
+
+        `run`: the label of all series. `figures`: reads each event before this reader does. `warn`:
+        prints a warning.
+        """
         self._run, self._figures, self._warn = run, figures, warn
         self._made: dict[str, Any] = {}
         self._gauges: dict[Series, float] = {}
-        """The newest value of each, which the thread sets again."""
+        """The newest value of each gauge, which the thread sets again."""
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="raydist-metrics", daemon=True)
         self._progress = Progress()
@@ -82,7 +91,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         self._full = False
         self._failed = CAUSES[0]
         self._slow: dict[int, str] = {}
-        """The ranks that were named as slow since the last restart, and their hosts."""
+        """The ranks reported as slow since the last restart, and their hosts."""
 
     def __call__(self, event: Event) -> None:
         if event["kind"] == "cluster" and event["address"]:
@@ -103,7 +112,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         self._thread.start()
 
     def _end(self) -> None:
-        """Set no gauge any more: the driver is about to leave Ray, or goes on without this run."""
+        """Stop setting gauges: the driver is about to leave Ray, or continues without this run."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -139,7 +148,7 @@ class Metrics(AbstractContextManager["Metrics"]):
             self._set_step(event)
 
     def _has_room(self, name: str) -> bool:
-        """Whether this name of a value has a series; the first that has none is a warning."""
+        """Report whether this name of a value has a series; warn of the first one that has none."""
         if len(self._names) < VALUES:
             self._names.add(name)
         elif name not in self._names and not self._full:
@@ -175,13 +184,15 @@ class Metrics(AbstractContextManager["Metrics"]):
 
     def _on_slow(self, event: Event) -> None:
         for each in event["ranks"]:
-            if "share" in each:  # not one whose garbage collector takes long
+            if "share" in each:  # a rank without `share` has a slow garbage collector
                 self._slow[each["rank"]] = each["host"]
                 self._set("slow_ratio", each["share"], rank=str(each["rank"]), host=each["host"])
 
     def _on_pace(self, event: Event) -> None:
-        """A rank is named as slow once: how slow it is now, or that it is no more, is in each
-        `pace`."""
+        """Update how slow the reported ranks are now, from each `pace`.
+
+        A rank is reported as slow once; `pace` also shows if it no longer is.
+        """
         if self._slow:
             shares = own_shares(
                 {int(rank): (int(own[0]), *own[1:]) for rank, own in event["ranks"].items()}

@@ -1,5 +1,4 @@
-"""The rich form of a Result in a notebook: the summary, and a small curve of each reported value.
-(driver)"""
+"""A Result in a notebook: the summary, and a small curve of each reported value. (driver)"""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ from raydist.reporting.progress import number_text
 from raydist.shared.events import Event, read_events
 
 WIDTH, HEIGHT, PAD = 240, 60, 4
-"""Of a curve, in pixels."""
+"""The size of a curve, in pixels."""
 CURVES = 8
-"""The most curves that are shown."""
+"""Maximum number of curves that are shown."""
 POINTS = 480
-"""The most points of a curve that are drawn."""
+"""Maximum number of points of a curve that are drawn."""
 Line = list[tuple[int, float]]
 """(step, value) of each point."""
 
 
 def result_html(facts: Mapping[str, Any]) -> str:
-    """A table of the summary, and the curves as SVG. No script, no colors of its own: it fits light
-    and dark.
+    """Return a table of the summary, and the curves as SVG.
 
-    `facts`: the content of result.json.
+    It has no script and sets no colors: it fits light and dark themes. `facts`: the content of
+    result.json.
     """
     rows = "".join(
         f"<tr><th style='text-align:left'>{escape(name)}</th><td "
@@ -47,8 +46,10 @@ def result_html(facts: Mapping[str, Any]) -> str:
 
 
 def curves_of(events: Iterable[Event]) -> tuple[dict[str, Line], list[int]]:
-    """The curve of each reported value as the page of the run has it, without what is no number;
-    and its restarts."""
+    """Return the curve of each reported value, and the restarts of a run.
+
+    The curves are those of the run's page, without values that are not numbers.
+    """
     curves, restarts = dict[str, Curve](), list[int]()
     for event in events:
         if event["kind"] == "restart":
@@ -68,7 +69,7 @@ def curves_of(events: Iterable[Event]) -> tuple[dict[str, Line], list[int]]:
 
 
 def svg(name: str, curve: Line, restarts: Sequence[int] = ()) -> str:
-    """A curve over its steps, its newest value as text; restarts are dashed lines."""
+    """Draw a curve over its steps, its newest value as text; restarts are dashed lines."""
     low, high = min(value for _, value in curve), max(value for _, value in curve)
     first, last = curve[0][0], curve[-1][0]
 

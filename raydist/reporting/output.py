@@ -6,11 +6,11 @@ import codecs
 from collections.abc import Iterator
 
 LONG = 2000
-"""Most characters of a line that are shown; the rank's log has the whole line."""
+"""Maximum number of characters of a line that are shown; the rank's log has the whole line."""
 
 
 class Output:
-    """Splits the bytes of each rank into lines. `shown`: all, none, or ranks as in 0,3."""
+    """Splits the bytes of each rank into lines. `shown`: all, none, or ranks such as 0,3."""
 
     def __init__(self, shown: str) -> None:
         self._shown = ranks_of(shown)
@@ -18,7 +18,7 @@ class Output:
         self._unfinished: dict[int, str] = {}
 
     def lines(self, rank: int, chunk: bytes) -> Iterator[str]:
-        """The lines that these bytes complete; none if the rank is not shown."""
+        """Return the lines that these bytes complete; none if the rank is not shown."""
         if self._shown is not None and rank not in self._shown:
             return
         decoder = self._decoders.setdefault(
@@ -31,7 +31,7 @@ class Output:
             yield _shown(rank, line)
 
     def rest(self) -> Iterator[str]:
-        """The last line of each rank that ended without a newline."""
+        """Yield the last line of each rank that ended without a newline."""
         for rank, line in sorted(self._unfinished.items()):
             if line:
                 yield _shown(rank, line)
@@ -39,20 +39,22 @@ class Output:
 
 
 def ranks_of(shown: str) -> set[int] | None:
-    """The ranks of `0,3`; None for all."""
+    """Return the ranks of `0,3`; None for all."""
     if shown == "all":
         return None
     return set() if shown in ("none", "auto") else {int(rank) for rank in shown.split(",")}
 
 
 def _visible(line: str) -> str:
-    """What is left of a line on a screen: a progress bar returns to its beginning, and may write it
-    for hours."""
+    """Return what remains of a line on a screen.
+
+    A progress bar returns to the beginning of its line, and may rewrite it for hours.
+    """
     last = line.rstrip("\r").rpartition("\r")[2][: LONG + 1]
     return last + "\r" if line.endswith("\r") else last
 
 
 def _shown(rank: int, line: str) -> str:
-    """`[0] the line`; of a progress bar, which rewrites its line, only the last text."""
+    """Format a line as `[0] the line`; for a progress bar, which rewrites it, the last text."""
     last = _visible(line).rstrip("\r")
     return f"[{rank}] {last[:LONG]}" + (" …" if len(last) > LONG else "")

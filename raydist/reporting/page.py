@@ -16,7 +16,7 @@ from raydist.shared.rank_names import counted, name_ranks
 
 
 def page(failure: Failure, dir: str) -> str:
-    """The whole page. `dir`: the run folder."""
+    """Return the whole page. `dir`: the run folder."""
     sections = (
         ("root cause", [*failure.text.splitlines(), *where_lines(failure)]),
         ("reason", [failure.reason]),
@@ -32,14 +32,14 @@ def page(failure: Failure, dir: str) -> str:
 
 
 def page_lines(failure: Failure, dir: str) -> list[str]:
-    """The lines of the page that the text of a failure does not have, and the path of the page."""
+    """Return the lines of the page that the text of a failure lacks, and the path of the page."""
     rows = [("reason", failure.reason), *(("cost", line) for line in cost_lines(failure))]
     rows += [("advice", line) for line in advice_lines(failure, dir)]
     return [*(f"{name}: {line}" for name, line in rows if line), f"page: {dir}/{failure.page}"]
 
 
 def where_lines(failure: Failure) -> list[str]:
-    """The rank's host, address and GPUs, and the files with stacks."""
+    """Return the rank's host, address and GPUs, and the files with stacks."""
     slot = failure.slot
     known = {
         "host": slot.get("host"),
@@ -60,14 +60,14 @@ def where_lines(failure: Failure) -> list[str]:
 
 
 def describe_gpus(gpus: Any) -> str:
-    """The GPUs of a slot: their ids, or `x 2` if only their number is known; empty without GPUs."""
+    """Return the GPUs of a slot: ids, or `x 2` if only their number is known; empty without."""
     if isinstance(gpus, Sequence) and not isinstance(gpus, str):
         return ", ".join(str(id) for id in gpus)
     return f"x {gpus:g}" if isinstance(gpus, int | float) and gpus else ""
 
 
 def cost_lines(failure: Failure) -> list[str]:
-    """Time and steps that the failure cost."""
+    """Return the time and the steps that the failure cost."""
     lines = []
     repeated = failure.repeated or 0
     if failure.status == "restarted" and failure.s is not None:
@@ -88,7 +88,7 @@ def cost_lines(failure: Failure) -> list[str]:
 
 
 def recovery_lines(failure: Failure) -> list[str]:
-    """The actions of raydist after the failure."""
+    """Return raydist's actions after the failure."""
     restart, over = failure.restart, failure.status in ("failed", "stopped")
     if not restart:
         return [f"not restarted: {failure.why_last or 'restart.max=0'}"] if over else []
@@ -121,7 +121,7 @@ def recovery_lines(failure: Failure) -> list[str]:
 
 
 def advice_lines(failure: Failure, dir: str) -> list[str]:
-    """Advice for the user."""
+    """Return advice for the user."""
     advice = advice_for(end_of(failure.cause))
     lines = [advice] if advice else []
     if failure.status in ("failed", "stopped") and failure.checkpoint:
@@ -130,6 +130,6 @@ def advice_lines(failure: Failure, dir: str) -> list[str]:
 
 
 def end_of(cause: Mapping[str, Any]) -> End:
-    """The End that an event's `cause` holds."""
+    """Return the End that an event's `cause` contains."""
     known = {each.name for each in fields(End)}
     return End(**{name: value for name, value in cause.items() if name in known})

@@ -1,5 +1,7 @@
-"""Writes a page for each failure into the run folder: blame-1.txt for people, blame-1.json for
-programs. (driver)"""
+"""Write a page for each failure into the run folder, as text and as JSON. (driver)
+
+blame-1.txt is for people, blame-1.json for programs.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,16 @@ from raydist.shared.events import Event
 
 
 class Pages:
-    """A reader of events. It writes a page when a failure is known, and again when its consequences
-    are."""
+    """A reader of events that writes the pages.
+
+    It writes a page when a failure is known, and again when its consequences are.
+    """
 
     def __init__(self, folder: Path, failures: Failures) -> None:
-        """`failures`: reads each event before this does."""
+        """Set the folder of the pages.
+
+        `failures`: reads each event before this reader does.
+        """
         self._folder, self._failures = folder, failures
 
     def __call__(self, event: Event) -> None:
@@ -31,6 +38,6 @@ class Pages:
 
 
 def last_page(folder: Path) -> int:
-    """The highest number of a page in this folder, from earlier runs; 0 without one."""
+    """Return the highest number of a page in this folder, from earlier runs; 0 without one."""
     numbers = (path.stem.partition("-")[2] for path in folder.glob("blame-*.json"))
     return max((int(number) for number in numbers if number.isdigit()), default=0)

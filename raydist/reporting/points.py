@@ -1,5 +1,4 @@
-"""Reports of rank 0 -> points of a curve: each step once over all attempts, and settled before it
-is told. (pure)"""
+"""Reports of rank 0 -> points of a curve: each step once over all attempts, and final. (pure)"""
 
 from __future__ import annotations
 
@@ -10,45 +9,51 @@ from typing import Any
 from raydist.shared.events import Event
 
 TOTALS = ("steps", "epochs")
-"""Reported names that say how long the training is: no curves."""
+"""Reported names that give the length of the training; they are not curves."""
 HELD_S = 30.0
-"""Longest time that a step waits for a snapshot or a checkpoint: a loop may save once an hour, or
-never."""
+"""Longest time that a step waits for a snapshot or a checkpoint.
+
+A loop may save once an hour, or never.
+"""
 
 
 @dataclass
 class Point:
-    """What rank 0 reported of one step."""
+    """What rank 0 reported for one step."""
 
     step: int
     t: float
-    """When it was first reported, in seconds since the epoch."""
+    """When the step was first reported, in seconds since the epoch."""
     attempt: int
     values: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class Points:
-    """Holds a step until no restart repeats it: a later step is reported, and a snapshot or a
-    checkpoint has it.
+    """Holds a step until no restart can repeat it.
 
-    If a step is told because it has waited HELD_S and is repeated all the same, its first values
-    stay: a tracker can not take a point back, and must not have two.
+    That is the case once a later step is reported, and a snapshot or a checkpoint contains the
+    step. If a step is released because it has waited HELD_S, and is repeated nevertheless, its
+    first values stay: a tracker cannot take a point back, and must not have two.
     """
 
     told: int = -1
-    """The newest step that was told, in this run or in the one that it resumes. It is never told
-    again."""
+    """The newest step that was released, in this run or in the one that it resumes.
+
+    It is never released again.
+    """
     repeats: bool = True
-    """Whether a restart can repeat steps; if not, a step is settled once a later one is
-    reported."""
+    """Whether a restart can repeat steps.
+
+    If not, a step is final once a later one is reported.
+    """
     attempt: int = 0
     kept: int = -1
     """The newest step in a snapshot or a checkpoint."""
     held: dict[int, Point] = field(default_factory=dict)
 
     def add(self, event: Event) -> list[Point]:
-        """Take in one event; the points that it settles, in the order of their steps."""
+        """Process one event; return the points that it makes final, in the order of their steps."""
         match event["kind"]:
             case "restart" | "regroup":
                 self.attempt += 1
@@ -64,7 +69,7 @@ class Points:
         return []
 
     def rest(self) -> list[Point]:
-        """All points that are held: the run is over."""
+        """Return all points that are held: the run is over."""
         return self._tell(list(self.held))
 
     def _take(self, report: Event) -> None:
@@ -79,13 +84,13 @@ class Points:
             )
 
     def _drop_after(self, step: int) -> None:
-        """Forget later steps of earlier attempts: this attempt does them again."""
+        """Forget later steps of earlier attempts: this attempt repeats them."""
         self.held = {
             at: one for at, one in self.held.items() if at <= step or one.attempt == self.attempt
         }
 
     def _settled(self, now: float) -> list[Point]:
-        """Steps before the newest, because an evaluation may still add to that one."""
+        """Return final steps before the newest one, to which an evaluation may still add values."""
         newest = max(self.held, default=-1)
         covered = [at for at in self.held if at < newest and (at <= self.kept or not self.repeats)]
         late = [at for at, one in self.held.items() if at < newest and now - one.t > HELD_S]
@@ -97,7 +102,7 @@ class Points:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The values that are numbers and make a curve."""
+    """Return the values that are numbers and form a curve."""
     return {
         name: float(value)
         for name, value in values.items()
@@ -106,7 +111,7 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def node_numbers(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The event `nodes` as flat names: `system/node-1/gpu0/util`."""
+    """Return the event `nodes` as flat names: `system/node-1/gpu0/util`."""
     found: dict[str, object] = {}
     for host, facts in nodes.items():
         at = f"system/{host}"
@@ -119,5 +124,5 @@ def node_numbers(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def share(value: Any) -> Any:
-    """(used, in all) as a share from 0 to 1; anything else as it is."""
+    """Return (used, total) as a share from 0 to 1; anything else unchanged."""
     return value[0] / value[1] if isinstance(value, list | tuple) else value

@@ -14,11 +14,11 @@ PROGRESS_NAMES = ("steps", "epoch", "epochs", "samples")
 WINDOW_S = 30.0
 """Seconds over which the rate is averaged."""
 MARK_S = 0.25
-"""Shortest time between two points of that window."""
+"""Minimum time between two points of that window."""
 
 
 class Progress:
-    """Reads `begin` and `report` events of rank 0. It uses the events' time, and no clock."""
+    """Reads `begin` and `report` events of rank 0. It uses the events' time, not a clock."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -38,7 +38,7 @@ class Progress:
         self._update_totals({name: event.get(name) for name in ("steps", "epochs")})
 
     def report(self, event: Event) -> str:
-        """Read a report; returns its kind: first, step, last or evaluation."""
+        """Read a report; return its kind: first, step, last or evaluation."""
         step, values = event.get("step"), event["values"]
         metrics = {name: value for name, value in values.items() if name not in PROGRESS_NAMES}
         self._update_totals(values)
@@ -66,7 +66,10 @@ class Progress:
         )
 
     def _second_report(self, step: int, metrics: Mapping[str, Any]) -> str:
-        """A second report of one step is an evaluation, unless the loop reports each step twice."""
+        """Return the kind of a second report of one step.
+
+        It is an evaluation, unless the loop reports each step twice.
+        """
         each_step = step - self._evaluated_at == 1
         self._evaluated_at = step
         if each_step:
@@ -82,21 +85,23 @@ class Progress:
             self._marks.popleft()
 
     def rates(self) -> tuple[float, float]:
-        """(steps, samples) per second over the window; zeros if it has fewer than two points."""
+        """Return (steps, samples) per second over the window; zeros for fewer than two points."""
         if len(self._marks) < 2:
             return 0.0, 0.0
         (t0, step0, samples0), (t1, step1, samples1) = self._marks[0], self._marks[-1]
         return (step1 - step0) / (t1 - t0), (samples1 - samples0) / (t1 - t0)
 
     def left(self) -> list[str]:
-        """`0:42 left` at the current rate; empty at the last step, or if the number of steps is not
-        known."""
+        """Return `0:42 left` at the current rate.
+
+        Empty at the last step, or if the number of steps is unknown.
+        """
         rate, _ = self.rates()
         steps = (self.totals.get("steps") or 0) - (self.step or 0)
         return [f"{duration(steps / rate)} left"] if steps > 0 and rate > 0 else []
 
     def position(self) -> list[str]:
-        """`epoch 2/8`, `step 45/360`."""
+        """Return `epoch 2/8`, `step 45/360`."""
         return [
             *filter(
                 None, (_of("epoch", self.totals), _of("step", {**self.totals, "step": self.step}))
@@ -104,8 +109,10 @@ class Progress:
         ]
 
     def health(self) -> list[str]:
-        """`loss 0.1234`, `1,234 samples/s`: the loss, or the first two metrics if the loop reports
-        no loss."""
+        """Return `loss 0.1234`, `1,234 samples/s`.
+
+        Without a loss it has the first two metrics.
+        """
         names = ["loss"] if "loss" in self.values else list(self.values)[:2]
         steps_per_s, samples_per_s = self.rates()
         rate = rate_text(samples_per_s, "samples") or rate_text(steps_per_s, "steps")
@@ -115,31 +122,31 @@ class Progress:
         ]
 
     def evaluation(self) -> list[str]:
-        """`accuracy 0.98`: the metrics of the newest evaluation."""
+        """Return the metrics of the newest evaluation, such as `accuracy 0.98`."""
         return [f"{name} {number_text(value)}" for name, value in self.evaluated.items()]
 
 
 def _of(name: str, totals: Mapping[str, Any]) -> str:
-    """`step 45/360`, or `step 45` if the total is not known."""
+    """Return `step 45/360`, or `step 45` if the total is unknown."""
     if totals.get(name) is None:
         return ""
     return f"{name} {totals[name]}" + (f"/{totals[f'{name}s']}" if totals.get(f"{name}s") else "")
 
 
 def rate_text(per_s: float, unit: str) -> str:
-    """`1,234 samples/s`; empty for 0."""
+    """Format a rate as `1,234 samples/s`; empty for 0."""
     if per_s <= 0:
         return ""
     return f"{per_s:,.0f} {unit}/s" if per_s >= 100 else f"{per_s:.3g} {unit}/s"
 
 
 def number_text(value: Any) -> str:
-    """A reported value in at most 40 characters; a float with 4 digits."""
+    """Format a reported value in at most 40 characters; a float with 4 digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)[:40]
 
 
 def duration(seconds: float) -> str:
-    """`0:07`, `12:05`, `3:04:05`."""
+    """Format a duration as `0:07`, `12:05`, `3:04:05`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

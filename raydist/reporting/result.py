@@ -1,4 +1,4 @@
-"""Figures: adds up the events of a run. Result: what `raydist.run` returns. (pure)"""
+"""Figures: the sums over a run's events. Result: what `raydist.run` returns. (pure)"""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from raydist.state.object_store import Remote, StoragePath, scheme
 
 T = TypeVar("T")
 WARNINGS = 1000
-"""Most different warnings that are counted: some have a number in them that changes from step to
-step."""
+"""Maximum number of different warnings that are counted.
+
+Some contain a number that changes from step to step.
+"""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class Result(Generic[T]):
 def make_result(
     folder: Path, tried: Attempt, figures: Figures, now: float | None = None
 ) -> Result[Any]:
-    """The Result of a run, from the outcome of its last attempt and its figures.
+    """Return the Result of a run, from the outcome of its last attempt and its figures.
 
     `now`: the end of the run in seconds since the epoch; None: now.
     """
@@ -216,17 +218,16 @@ class Figures:
     began: float | None = None
     """Time of the first event, in seconds since the epoch."""
     ended: float = 0.0
-    """Time of the end of the run, else of the last event."""
+    """Time of the end of the run, or of the last event."""
     done: int = 0
-    """Samples of the steps of the last attempt after its first over all ranks, as the loop itself
-    counted."""
+    """Samples of all ranks in the last attempt after its first step, as counted by the loop."""
     samples: tuple[Event, ...] = ()
     """The first and the last report with `samples`."""
     warned: dict[str, Counter[int | None]] = field(default_factory=dict)
     """How often each warning came from each rank; None for the driver."""
 
     def add(self, happened: Event) -> None:
-        """Take in one event. Of the ranks only rank 0 counts, except for warnings."""
+        """Process one event. Only rank 0's events count, except for warnings."""
         rank = happened.get("rank")
         self.began, self.ended = happened["t"] if self.began is None else self.began, happened["t"]
         self.spent.add(happened)
@@ -236,7 +237,7 @@ class Figures:
                     self.warned.setdefault(happened["text"], Counter())[rank] += 1
             case "plan":
                 self.world_size = happened["world_size"]
-            case "phase" if not self.spent.failures.found:  # later ones are part of a restart
+            case "phase" if not self.spent.failures.found:  # later phases are part of a restart
                 self.launch[happened["name"]] = (
                     self.launch.get(happened["name"], 0.0) + happened["s"]
                 )
@@ -267,12 +268,12 @@ class Figures:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first event to the end."""
+        """The seconds from the first event to the end."""
         return 0.0 if self.began is None else max(0.0, self.ended - self.began)
 
     @property
     def step_s(self) -> float:
-        """Seconds in training steps that counted."""
+        """The seconds in training steps that counted."""
         return self.spent.step_s
 
     @property
@@ -281,7 +282,7 @@ class Figures:
 
     @property
     def throughput(self) -> float:
-        """Samples per second: by the loop's own count, else from the first to the last report.
+        """The samples per second: by the loop's own count, else from the first to the last report.
 
         Reports count by their difference, because `samples` of a resumed run include those of
         earlier runs.
@@ -297,7 +298,7 @@ class Figures:
 
 
 def _saved(text: str) -> StoragePath:
-    """The path of a checkpoint in an event."""
+    """Return the path of a checkpoint in an event."""
     return Remote(text) if scheme(text) else Path(text)
 
 
@@ -306,14 +307,14 @@ def _warnings(warned: Mapping[str, Counter[int | None]]) -> tuple[str, ...]:
 
 
 def _warning(text: str, ranks: Counter[int | None]) -> str:
-    """A warning with its ranks, or with how often it occurred."""
+    """Format a warning with its ranks, or with how often it occurred."""
     if named := {rank for rank in ranks if rank is not None}:
         return of_ranks(text, named)
     return f"{text} ({ranks.total()} times)" if ranks.total() > 1 else text
 
 
 def strict_json(value: Any) -> Any:
-    """A value that strict JSON can hold: NaN and infinity become text."""
+    """Return a value that strict JSON can hold: NaN and infinity become text."""
     if isinstance(value, Mapping):
         return {str(name): strict_json(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -18,13 +18,13 @@ from raydist.reporting.progress import Progress
 from raydist.reporting.wording import clean, flat, table
 
 REDRAW_S = 0.2
-"""Shortest time between two drawings of the live line."""
+"""Minimum time between two drawings of the live line."""
 WIDE = 100
-"""Least number of columns for position, bar, loss and time left on one line."""
+"""Minimum number of columns for position, bar, loss and time left on one line."""
 
 
 class Terminal:
-    """Draws only when an event comes. It has no thread that could slow the run."""
+    """A screen that draws only when an event arrives. It has no thread that could slow the run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(
@@ -35,9 +35,11 @@ class Terminal:
         self._drawn = -math.inf
 
     def say(self, text: str, style: str = "") -> None:
-        """Write one or more lines that stay. They are not wrapped, so that a path can be copied
-        whole."""
-        # Text, not str: brackets in a job's text are no markup.
+        """Write one or more lines that stay.
+
+        They are not wrapped, so that a path can be copied whole.
+        """
+        # Text, not str: brackets in a job's text are not markup.
         self._console.print(Text(clean(text), style=style), soft_wrap=True)
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
@@ -47,8 +49,10 @@ class Terminal:
         self.say("\n".join(rest))
 
     def show(self, rows: Sequence[Sequence[str]], t: float) -> None:
-        """Redraw a table in place of the live line, at most every REDRAW_S. `t`: now, on any
-        clock."""
+        """Redraw a table instead of the live line, at most once per REDRAW_S.
+
+        `t`: now, on any clock.
+        """
         if abs(t - self._drawn) < REDRAW_S:
             return
         self._drawn = t
@@ -71,14 +75,14 @@ class Terminal:
             )
 
     def phase(self, name: str, seconds: float) -> None:
-        """Append the time of a part of the launch to the live line; the bar will replace it."""
+        """Append the time of a part of the launch to the live line, which the bar will replace."""
         self._launch += f"  {clean(name)} {seconds:.2f} s"
         self._refresh(Text(self._launch, style="dim"))
 
     def draw(self, progress: Progress, t: float, moment: str) -> None:
-        """Redraw the bar, at most every REDRAW_S. An evaluation becomes a line that stays above it.
+        """Redraw the bar, at most once per REDRAW_S. An evaluation becomes a line above it.
 
-        `t`: time of the event. `moment`: as Progress.report returns it.
+        `t`: time of the event. `moment`: as returned by Progress.report.
         """
         if moment == "evaluation":
             self.say("  ".join([*progress.position(), *progress.evaluation()]))
@@ -104,8 +108,10 @@ class Terminal:
         self._live.refresh()
 
     def _bar(self, progress: Progress) -> RenderableType:
-        """One row in a wide terminal, two in a narrow one, no bar without a known number of
-        steps."""
+        """Return one row in a wide terminal, two in a narrow one.
+
+        There is no bar without a known number of steps.
+        """
         position, health, left = map(
             _one_line, (progress.position(), progress.health(), progress.left())
         )
@@ -113,9 +119,8 @@ class Terminal:
         if step is None or not steps or steps < 0:
             return Text("  ").join((position, health))
         done = max(0, min(step, steps)) / steps
-        bar = ProgressBar(
-            total=1, completed=done
-        )  # not of `steps`: rich multiplies, and a huge number overflows
+        # Not of `steps`: rich multiplies, and a huge number overflows.
+        bar = ProgressBar(total=1, completed=done)
         if self._console.width >= WIDE:
             return _row(position, bar, Text("  ").join((health, left)))
         return Group(_row(position, bar, left), health)

@@ -1,10 +1,9 @@
-"""Events of a run -> a trace for Perfetto and chrome://tracing: launch, steps, saves, failures.
-(pure)
+"""Events of a run -> a trace for Perfetto: launch, steps, saves, failures. (pure)
 
-Format: Trace Event Format, as https://ui.perfetto.dev reads it: `X` is a span, `i` an instant, `M`
-a name. A process is a host, a thread is a rank; the run itself is process 1. Times are in
-microseconds since the run began. Each event has the clock of its own host: between hosts spans are
-as far off as those clocks are.
+chrome://tracing reads it too. The format is the Trace Event Format, as https://ui.perfetto.dev
+reads it: `X` is a span, `i` an instant, `M` a name. A process is a host, a thread is a rank; the
+run itself is process 1. Times are in microseconds since the run began. Each event has the clock of
+its own host: between hosts spans are as far off as those clocks are.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from raydist.shared.events import Event
 
 SpanJson = dict[str, object]
 RUN, PHASES, FAILURES, SAVES = 1, 1, 2, 3
-"""The run's process, and its threads. 0 is no id: Perfetto takes it for the idle process."""
+"""The run's process, and its threads. 0 is not an id: Perfetto takes it for the idle process."""
 PREFIX = {"hang": "silent: ", "slow": "", "notice": "", "warning": "warning: "}
 """Kinds with a `text` that are marks on the run's first thread."""
 
@@ -30,16 +29,16 @@ class Trace:
         self._hosts: dict[str, int] = {}
         self._seats: dict[int, str] = {}
         self._since: dict[int, float] = {}
-        """When the step of a rank began that is not done yet."""
+        """When the current step of a rank began, by rank."""
         self._steps: dict[int, int] = {}
         self._failed: Event | None = None
         for thread, name in ((PHASES, "launch"), (FAILURES, "failures"), (SAVES, "checkpoints")):
             self._name("thread_name", RUN, thread, name)
 
     def add(self, event: Event) -> None:
-        """Take in one event."""
+        """Process one event."""
         if event["kind"] == "run":
-            self.__init__()  # type: ignore[misc]  # the folder of an earlier run
+            self.__init__()  # type: ignore[misc]  # the folder had an earlier run
             self._began = event["t"]
             self._name("process_name", RUN, 0, f"run {event['name']}")
         self._place(event)
@@ -50,7 +49,7 @@ class Trace:
             self._mark(PREFIX[event["kind"]] + event["text"], event["t"], RUN, PHASES)
 
     def _place(self, event: Event) -> None:
-        """Note where the ranks are, and that they begin anew."""
+        """Record where the ranks are, and that they start over."""
         for slot in event.get("slots", ()):
             host = slot["host"]
             if host not in self._hosts:
@@ -77,7 +76,7 @@ class Trace:
             return
         since = self._since.get(rank)
         if since is not None and before is not None and step > before:
-            # of ranks other than 0 not every report arrives
+            # for ranks other than 0, not every report arrives
             name = f"step {step}" if step == before + 1 else f"steps {before + 1}-{step}"
             self._span(name, since, event["t"] - since, *self._seat(rank), args=event["values"])
         self._since[rank], self._steps[rank] = event["t"], step
@@ -113,7 +112,7 @@ class Trace:
         self._mark(event["status"], event["t"], RUN, PHASES)
 
     def _failure(self, end: float) -> None:
-        """From its beginning until the next step, or the end of the run."""
+        """Add a span from the failure's beginning to the next step, or to the end of the run."""
         assert self._failed is not None
         text, at = self._failed["text"], self._failed["cause"]["at"]
         self._span(text.partition("\n")[0], at, end - at, RUN, FAILURES, args={"text": text})
@@ -158,7 +157,7 @@ class Trace:
 
 
 def trace_of(events: Iterable[Event]) -> dict[str, object]:
-    """The content of a trace file: of the last run in these events."""
+    """Return the content of a trace file for the last run in these events."""
     trace = Trace()
     for event in events:
         trace.add(event)

@@ -28,13 +28,15 @@ def clean(text: str) -> str:
 
 
 def flat(text: str) -> str:
-    """`clean`, and on one line."""
+    """Apply `clean`, and put the text on one line."""
     return clean(text).replace("\n", " ")
 
 
 def cluster_line(event: Mapping[str, Any]) -> str:
-    """Ray's address, whether this run started it, and its number of nodes; or why there is no
-    Ray."""
+    """Return Ray's address, whether this run started it, and its number of nodes.
+
+    Without Ray it is the reason for that.
+    """
     if not event.get("address"):
         why = (
             "for a program on one node; group=ray starts one"
@@ -47,7 +49,7 @@ def cluster_line(event: Mapping[str, Any]) -> str:
 
 
 def plan_line(event: Mapping[str, Any]) -> str:
-    """Number of ranks and nodes, the spares, and the backend."""
+    """Return the number of ranks and nodes, the spares, and the backend."""
     nodes = {slot.get("node", slot.get("ip")) for slot in event["slots"]}
     hosts = [node["host"] for node in event.get("spares", ())]
     spares = (
@@ -61,14 +63,16 @@ def plan_line(event: Mapping[str, Any]) -> str:
 
 
 def resize_line(event: Mapping[str, Any]) -> str:
-    """Number of ranks and nodes from now on, and the number of nodes before."""
+    """Return the number of ranks and nodes from now on, and the number of nodes before."""
     ranks = f"{counted(event['world_size'], 'rank')} on {counted(event['nodes'], 'node')}"
     return f"resize: continues with {ranks} (before: {counted(event['before'], 'node')})"
 
 
 def slot_rows(event: Mapping[str, Any]) -> list[list[str]]:
-    """A table of the slots: a row of headings, then a row for each rank, or for each node if there
-    are many ranks."""
+    """Return a table of the slots: a row of headings, then a row for each rank.
+
+    With many ranks it has a row for each node.
+    """
     slots: Sequence[Mapping[str, Any]] = event["slots"]
     if len(slots) <= RANKS_SHOWN:
         head = ["rank", "host", "ip", "local_rank", "gpus"]
@@ -94,7 +98,7 @@ def slot_rows(event: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _gpus(slots: Sequence[Mapping[str, Any]]) -> str:
-    """GPU ids as ranges if they are known, else their number."""
+    """Return GPU ids as ranges if they are known, else their number."""
     gpus = [slot.get("gpus") or 0 for slot in slots]
     ids = [str(id) for each in gpus if isinstance(each, list | tuple) for id in each]
     if ids:
@@ -104,8 +108,10 @@ def _gpus(slots: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Rows as lines with aligned columns. If `width` characters are too few, the widest column is
-    cut."""
+    """Format rows as lines with aligned columns.
+
+    If `width` characters are too few, the widest column is cut.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     if width is not None and (over := sum(widths) + 2 * len(widths) - width) > 0:
         widest = widths.index(max(widths))
@@ -118,7 +124,7 @@ def _fit(cell: str, width: int) -> str:
 
 
 def restart_cost(event: Mapping[str, Any]) -> str:
-    """The cost of a restart: `back at step 12 after 0.31 s, no step repeated`."""
+    """Format the cost of a restart: `back at step 12 after 0.31 s, no step repeated`."""
     return (
         f"back at step {event['step']} after {event['s']:.2f} s, "
         f"{repeated_steps(event['repeated'])}"
@@ -126,12 +132,12 @@ def restart_cost(event: Mapping[str, Any]) -> str:
 
 
 def repeated_steps(n: int) -> str:
-    """`no step repeated`, `1 step repeated`."""
+    """Return `no step repeated`, `1 step repeated`."""
     return f"{counted(n, 'step') if n else 'no step'} repeated"
 
 
 def headline(result: Mapping[str, Any], step: int | None) -> str:
-    """The line on how the run ended."""
+    """Return the line on how the run ended."""
     after = f"after {result['wall_s']:.1f} s" + (f", at step {step}" if step else "")
     if result["status"] == "finished":
         return f"finished in {result['wall_s']:.1f} s"
@@ -141,7 +147,7 @@ def headline(result: Mapping[str, Any], step: int | None) -> str:
 
 
 def signal_name(signum: int) -> str:
-    """SIGINT for 2."""
+    """Return the name of a signal, such as SIGINT for 2."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -151,8 +157,10 @@ def signal_name(signum: int) -> str:
 def summary(
     result: Mapping[str, Any], first: Iterable[str] = (), brief: bool = False
 ) -> list[tuple[str, str]]:
-    """The summary as (name, value) rows. `first`: metrics that come first; `brief`: only the
-    essential rows."""
+    """Return the summary as (name, value) rows.
+
+    `first`: metrics that come first; `brief`: only the essential rows.
+    """
     finished = result["status"] == "finished"
     reported = result.get("metrics", {})
     names = [
@@ -184,8 +192,10 @@ def summary(
 
 
 def other_time(result: Mapping[str, Any]) -> str:
-    """Seconds outside of training steps, with the parts of failures: `launch 6.04 + failures 0.31
-    (...) s`."""
+    """Format the seconds outside of training steps, with the parts of failures.
+
+    Example: `launch 6.04 + failures 0.31 (...) s`.
+    """
     spent: Mapping[str, float] = result.get("spent") or {}
     recovery: Mapping[str, float] = result.get("recovery") or {}
     parts = {
@@ -198,11 +208,14 @@ def other_time(result: Mapping[str, Any]) -> str:
 
 
 def launch_times(result: Mapping[str, Any]) -> str:
-    """`connect 1.12 + place 0.03 + first step 0.20 = 1.35 s`."""
+    """Format the times of a launch: `connect 1.12 + place 0.03 + first step 0.20 = 1.35 s`."""
     return sum_text(result.get("launch") or {})
 
 
 def sum_text(parts: Mapping[str, float]) -> str:
-    """Seconds of named parts and their sum: `detect 0.02 + kill 0.01 = 0.03 s`; empty for none."""
+    """Format the seconds of named parts and their sum; empty for none.
+
+    Example: `detect 0.02 + kill 0.01 = 0.03 s`.
+    """
     terms = " + ".join(f"{name} {s:.2f}" for name, s in parts.items())
     return f"{terms} = {sum(parts.values()):.2f} s" if parts else ""
