@@ -1,9 +1,8 @@
-"""track=…: starts a process for each tracker, passes on what it says, and waits for its end.
-(driver)
+"""track=…: start a process per tracker, forward its messages, and wait for its end. (driver)
 
-Each tracker has a process of its own: one that hangs, raises or has no network delays neither the
-run nor the others. It reads events.jsonl by itself, so the driver does nothing for it while the run
-goes on.
+Each tracker has its own process: one that hangs, raises an exception or has no network delays
+neither the run nor the others. It reads events.jsonl itself, so the driver does nothing for it
+while the run continues.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from raydist.watch.web.sweep import RECORD
 KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 """Set in the pods of a TrainJob: its status gets the progress, without a setting."""
 PATIENCE_S = 2.0
-"""Seconds after the end of a run from which the person is told for which trackers the command
-waits."""
+"""Seconds after the end of a run until the command prints for which trackers it waits."""
 READY_S = 30.0
 """Longest wait for the variables of a program, before its ranks start."""
 
@@ -57,10 +55,9 @@ class Trackers(AbstractContextManager["Trackers"]):
                 )
 
     def with_ids(self) -> Job:
-        """The job; that of a program with the variables by which its own tracker goes on in the
-        same run.
+        """Return the job; a program gets the variables that make its own tracker join the run.
 
-        What the person has set stays.
+        What the person has set takes precedence.
         """
         if not self._job.script or not self._all:
             return self._job
@@ -89,14 +86,17 @@ class TrackerProcess:
     """The process of one tracker."""
 
     def __init__(self, name: str, job: Job, events: Events, before: Path | None) -> None:
-        """`before`: the folder of the run that this one resumes."""
+        """Start the process.
+
+        `before`: the folder of the run that this one resumes.
+        """
         self.name, self._events = name, events
         self._variables: dict[str, str] = {}
         self._ready = threading.Event()
         self._warned = False
         folder = Path(job.dir).absolute()
         ledger = Ledger.read(before or folder, name) if job.resume != "none" else Ledger()
-        if name == "wandb":  # the only one whose ids are made by the client
+        if name == "wandb":  # the only one whose client creates the ids
             ledger.id = ledger.id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
             self._variables = {"WANDB_RUN_ID": ledger.id, "WANDB_RESUME": "allow"}
         if name != "mlflow":
@@ -131,26 +131,28 @@ class TrackerProcess:
         self._ready.set()
 
     def variables(self) -> dict[str, str]:
-        """The variables of a program, once the tracker has its run, or READY_S later those that are
-        known."""
+        """Return the variables of a program, once the tracker has its run.
+
+        After READY_S they are those known so far.
+        """
         self._ready.wait(READY_S)
         return self._variables
 
     def close(self) -> None:
-        """The run is over: say so, which is the end of its input."""
+        """Signal that the run is over by closing the process's input."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
 
     def ended(self, until: float) -> bool:
-        """Whether it ends before this time of the monotonic clock."""
+        """Report whether the process ends before this time of the monotonic clock."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, until - time.monotonic()))
             return True
         return False
 
     def wait(self, until: float) -> None:
-        """Wait for its end until this time of the monotonic clock; then end it."""
+        """Wait for the process to end until this time of the monotonic clock; then kill it."""
         why = ""
         try:
             if code := self._process.wait(max(0.0, until - time.monotonic())):
@@ -167,8 +169,10 @@ class TrackerProcess:
 
 
 def start(task: Task, job: Job) -> subprocess.Popen[str]:
-    """Start the process of a tracker: a new interpreter in a session of its own, so that Ctrl-C
-    does not reach it."""
+    """Start the process of a tracker: a new interpreter in its own session.
+
+    Ctrl-C thus does not reach it.
+    """
     log = Path(task.folder, "logs", f"track-{task.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, **job.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -189,14 +193,14 @@ def start(task: Task, job: Job) -> subprocess.Popen[str]:
 
 
 def settings_of_trial(folder: Path) -> Mapping[str, str]:
-    """The settings that differ among the trials of a sweep; empty for a run of its own."""
+    """Return the settings that differ among the trials of a sweep; empty for any other run."""
     with suppress(OSError, ValueError, KeyError):
         return {**json.loads((folder / RECORD).read_text(encoding="utf-8"))["settings"]}
     return {}
 
 
 def resumed_folder(job: Job, events: Events) -> Path | None:
-    """The folder on this machine of the run that `resume=` continues, if that has been tracked."""
+    """Return the local folder of the run that `resume=` continues, if that run was tracked."""
     here = run_folder(job)
     try:
         with environment(job.env):
@@ -211,8 +215,10 @@ def resumed_folder(job: Job, events: Events) -> Path | None:
 
 
 def earlier_runs(resume: str, here: StoragePath) -> list[StoragePath]:
-    """The run folders that `resume=` may mean; `here`: the run's own. Checkpoints are not verified:
-    ranks do that."""
+    """Return the run folders that `resume=` may mean.
+
+    `here`: the run's own folder. Checkpoints are not verified: ranks do that.
+    """
     if resume == "none":
         return []
     if resume != "auto":

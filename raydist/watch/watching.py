@@ -1,5 +1,4 @@
-"""What writes and shows the events of a run: records, failure pages, console, page, metrics.
-(driver)"""
+"""What writes and shows a run's events: records, failure pages, console, page, metrics. (driver)"""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ class Watched(NamedTuple):
 def watching(
     job: Job, shown: Reader | None = None, also: Reader | None = None
 ) -> Iterator[Watched]:
-    """Inside the block, all events of the run have their readers.
+    """Connect all events of the run to their readers while the block runs.
 
-    `shown`: one in place of the console. `also`: a further one, the caller's own.
+    `shown`: a reader that replaces the console. `also`: an additional reader of the caller.
     """
     folder, figures = Path(job.dir), Figures()
     console = Console(job.watch, failures=figures.failures) if shown is None else None
@@ -58,7 +57,10 @@ def watching(
 
 
 def run_label(job: Job) -> str:
-    """`NAME/FOLDER`: of a trial the folder is `SWEEP/NUMBER`, since each sweep has a trial 0."""
+    """Return `NAME/FOLDER`, the label of a run.
+
+    For a trial the folder is `SWEEP/NUMBER`, since each sweep has a trial 0.
+    """
     folder = Path(job.dir)
     return (
         f"{job.name}/{Path(job.sweep.dir).name}/{folder.name}"

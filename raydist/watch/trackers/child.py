@@ -1,9 +1,9 @@
-"""The main loop: follows events.jsonl, retries, and tells the truth at the end. (driver)
+"""The main loop: follows events.jsonl, retries, and reports how the run ended. (driver)
 
     python -m raydist.watch.trackers.child    reads a Task as a line of JSON; ends with the run
 
-It says lines of JSON: `warning`, `track` (where a person finds the run), `variables`, `ready`. What
-libraries print goes to logs/track-NAME.log of the run folder.
+It prints lines of JSON: `warning`, `track` (where a person finds the run), `variables`, `ready`.
+The output of libraries goes to logs/track-NAME.log of the run folder.
 """
 
 from __future__ import annotations
@@ -35,31 +35,30 @@ CLASSES = {
     "kubeflow": "Kubeflow",
 }
 LOOK_S = 0.5
-"""Seconds between two looks at the events."""
+"""Seconds between two reads of the events."""
 AGAIN_S = 10.0
-"""Seconds from a call that raised to the next."""
+"""Seconds from a call that raised an exception to the next."""
 HANG_S = 60.0
 """Seconds after which a call that does not return is a warning."""
 ROWS = 200
-"""The most rows of one call."""
+"""Maximum number of rows in one call."""
 KEPT_ROWS = 100_000
-"""The most rows that wait for a tracker that does not answer; the oldest go first."""
+"""Maximum number of rows that wait for a tracker that does not answer; the oldest are dropped."""
 Say = Callable[..., None]
 
 
 class Life(threading.Thread):
-    """Knows when the run is over: the driver has closed our input, or is gone. Then there is an end
-    to all of this.
+    """A thread that knows when the run is over: the driver closed our input, or is gone.
 
-    A driver's forked processes may keep the other end of our input open, so its process id counts
-    too.
+    After that everything here must end. A driver's forked processes may keep the other end of our
+    input open, so the driver's process id counts too.
     """
 
     def __init__(self, name: str, say: Say) -> None:
         super().__init__(daemon=True)
         self.over = threading.Event()
         self.called = 0.0
-        """When the call began that has not returned, on the monotonic clock; 0: there is none."""
+        """When the pending call began, on the monotonic clock; 0 if there is none."""
         self._name, self._say, self._driver = name, say, os.getppid()
 
     def run(self) -> None:
@@ -72,7 +71,7 @@ class Life(threading.Thread):
                     "without it"
                 )
         self.over.set()
-        time.sleep(END_S + LOOK_S)  # the driver, if it lives, ends this process before
+        time.sleep(END_S + LOOK_S)  # the driver, if it is alive, ends this process earlier
         os.killpg(0, signal.SIGKILL)
 
 
@@ -108,7 +107,7 @@ class Follower:
         self._try(self._finish)
 
     def _take_guarded(self, happened: Event) -> None:
-        """Take in one event; one that cannot be read is left out, with a warning."""
+        """Process one event; one that cannot be read is left out, with a warning."""
         try:
             self._take(happened)
         except Exception as error:
@@ -139,7 +138,7 @@ class Follower:
         return [Measured(point.t, point.step, point.values) for point in points if point.values]
 
     def _try(self, act: Callable[[], None]) -> None:
-        """Call this; what it raises is one warning, and is tried again later."""
+        """Call this function; an exception becomes one warning, and the call is repeated later."""
         self._life.called = time.monotonic()
         try:
             act()
@@ -151,7 +150,7 @@ class Follower:
             self._life.called = 0.0
 
     def _warn(self, error: Exception, what: str) -> None:
-        """Say once what was raised, and what follows from it."""
+        """Report once which exception was raised, and its consequence."""
         if not self._warned:
             self._warned = True
             first = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -159,17 +158,17 @@ class Follower:
             self._say(warning=f"{self._task.name}: {first[:300]}; {what} ({log})")
 
     def _bring_up_to_date(self) -> None:
-        """Write what is there to write."""
+        """Write the waiting rows and failure pages."""
         if self._tracker is None and self._wanted():
             self._tracker = self._open()
         if self._tracker is None:
             return
-        if self._task.name == "kubeflow":  # it shows the newest state, settled or not
+        if self._task.name == "kubeflow":  # it shows the newest state, final or not
             self._tracker.write(())
         while self._rows:
             some = self._rows[:ROWS]
-            # noted first: if this process is killed in between, a step is missing rather than there
-            # twice
+            # This is recorded first: if this process is killed in between, a step is missing
+            # instead of existing twice.
             self._ledger.told = max(
                 [self._ledger.told, *(row.step for row in some if row.step is not None)]
             )
@@ -183,10 +182,10 @@ class Follower:
             self._pages.add(page)
 
     def _wanted(self) -> bool:
-        """Whether it is time for the tracker's run: not before the ranks have a place, nor for a
-        program's own one.
+        """Report whether it is time to open the tracker's run.
 
-        MLflow's makes the id that the program needs.
+        That is not before the ranks have slots. If a program has its own tracker, it is only once
+        the program reports; but MLflow's run creates the id that the program needs.
         """
         if self._task.program:
             return self._task.name == "mlflow" or any(row.step is not None for row in self._rows)
@@ -222,8 +221,10 @@ class Follower:
 
 
 def read_on(path: Path, begin: int) -> Iterator[list[Event]]:
-    """At each call the events that were added; a line that is still being written comes with the
-    next ones."""
+    """At each call yield the events that were added.
+
+    A line that is still being written comes with the next ones.
+    """
     cut = b""
     with path.open("rb") as file:
         file.seek(begin)
@@ -236,9 +237,8 @@ def read_on(path: Path, begin: int) -> Iterator[list[Event]]:
 def main() -> None:
     """Track one run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # sent to a whole job: the run's own end comes first
+    # SIGTERM may be sent to a whole job: the run's own end comes first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(10)
     task = Task(**json.loads(sys.stdin.readline()))
     said = os.fdopen(os.dup(1), "w", buffering=1)
@@ -257,7 +257,7 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
     finally:
-        os._exit(code)  # threads of a library that has failed would wait for ever
+        os._exit(code)  # threads of a library that failed would wait forever
 
 
 if __name__ == "__main__":

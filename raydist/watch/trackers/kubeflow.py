@@ -1,8 +1,8 @@
 """Progress to Kubeflow Trainer: what `kubectl describe trainjob` shows as Trainer Status. (driver)
 
-A TrainJob's pods get the three variables if its controller has the feature gate TrainJobStatus
-(alpha in 2.2). The request is that of its documentation, docs/user-guides/trainjob-progress.md:
-POST {"trainerStatus": {…}} with the token of a file, which is replaced now and then.
+The pods of a TrainJob get the three variables if its controller has the feature gate TrainJobStatus
+(alpha in 2.2). The request follows its documentation, docs/user-guides/trainjob-progress.md:
+POST {"trainerStatus": {…}} with the token in a file, which is replaced from time to time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from raydist.watch.trackers import Ending, Measured, Task
 
 URL, TOKEN, CA = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "TOKEN", "CA_CERT"))
 EVERY_S = 5.0
-"""Shortest time between two requests."""
+"""Minimum time between two requests."""
 ANSWER_S = 5.0
 METRICS = 16
-"""The most metrics that are sent: they are kept in the TrainJob object."""
+"""Maximum number of metrics that are sent: they are stored in the TrainJob object."""
 
 
 class Kubeflow:
-    """Shows the newest state, not each step."""
+    """A tracker that shows the newest state, not each step."""
 
     def __init__(self, task: Task, run: str) -> None:
         self.id, self.link, self.variables = task.run, os.environ[URL], dict[str, str]()
         self.progress = Progress()
-        """The main loop's own, once it is set."""
+        """The progress of the main loop, once it is set."""
         self._due = 0.0
 
     def write(self, rows: Sequence[Measured]) -> None:
@@ -43,13 +43,13 @@ class Kubeflow:
             self._due = time.monotonic() + EVERY_S
 
     def page(self, path: Path) -> None:
-        """There is no place for it."""
+        """Do nothing: Kubeflow has no page for it."""
 
     def close(self, ending: Ending) -> None:
         self._send(100 if ending.status == "finished" else 99)
 
     def _send(self, most: int) -> None:
-        """Send the progress; 100 percent is for a run that has finished."""
+        """Send the progress; 100 percent is reserved for a run that has finished."""
         body = json.dumps({"trainerStatus": status(self.progress, most)}).encode()
         headers = {
             "Authorization": f"Bearer {Path(os.environ[TOKEN]).read_text().strip()}",
@@ -61,7 +61,7 @@ class Kubeflow:
 
 
 def status(progress: Progress, most: int) -> Mapping[str, object]:
-    """The fields of TrainJob.status.trainerStatus, those that are known."""
+    """Return the known fields of TrainJob.status.trainerStatus."""
     found: dict[str, object] = {"lastUpdatedTime": datetime.now(timezone.utc).isoformat()}
     step, steps, (rate, _) = progress.step or 0, progress.totals.get("steps"), progress.rates()
     if most == 100:

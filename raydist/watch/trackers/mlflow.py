@@ -15,16 +15,20 @@ from raydist.watch.trackers import Ending, Measured, Task, by_full_name
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 METRICS, PARAMS, LONGEST = 1000, 100, 6000
-"""The most metrics and params of one request, and characters of a param
-(mlflow.utils.validation)."""
+"""Maximum number of metrics and params of one request, and of characters of a param.
+
+Source: mlflow.utils.validation.
+"""
 
 
 class Mlflow:
-    """The user's MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME count; the run has the name of its
-    folder."""
+    """A run in MLflow, with the name of the run folder.
+
+    The user's MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME apply.
+    """
 
     def __init__(self, task: Task, run: str) -> None:
-        # its own retries last minutes; a call that raised is made again anyway
+        # MLflow's own retries last minutes; a call that raised is repeated anyway.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
         import mlflow
@@ -68,9 +72,8 @@ class Mlflow:
             for t, step, values in rows
             for name, value in values.items()
         )
-        while some := list(
-            islice(metrics, METRICS)
-        ):  # one that it has already is left out by the server
+        # The server ignores metrics that it already has.
+        while some := list(islice(metrics, METRICS)):
             self._client.log_batch(self.id, metrics=some)
 
     def page(self, path: Path) -> None:
@@ -85,8 +88,11 @@ class Mlflow:
 
 @contextmanager
 def one_at_a_time(task: Task) -> Iterator[None]:
-    """Trials of a sweep begin together: of two that make a database or an experiment at once, one
-    would fail."""
+    """Let one trial of a sweep at a time run the block.
+
+    Trials begin together: of two that create a database or an experiment at once, one would
+    fail.
+    """
     if not task.sweep:
         yield
         return
@@ -97,5 +103,5 @@ def one_at_a_time(task: Task) -> Iterator[None]:
 
 
 def plain(name: str) -> str:
-    """A name of the characters that MLflow takes."""
+    """Return a name with the characters that MLflow accepts."""
     return re.sub(r"[^\w\-. :/]", "_", name)

@@ -10,11 +10,10 @@ from raydist.watch.trackers import Ending, Measured, Task, by_full_name
 
 
 class TensorBoard:
-    """Written by tensorboardX, which needs no torch. A run that resumes adds a file to the folder
-    of the first.
+    """Event files, written by tensorboardX, which needs no torch.
 
-    Trials are beside each other in the folder of their sweep, with what TensorBoard's tab HPARAMS
-    needs.
+    A run that resumes adds a file to the folder of the first run. Trials are next to each other in
+    the folder of their sweep, with what TensorBoard's tab HPARAMS needs.
     """
 
     def __init__(self, task: Task, run: str) -> None:
@@ -53,7 +52,7 @@ class TensorBoard:
 
 
 def number_or_text(value: str) -> float | str:
-    """A setting's value as TensorBoard compares it."""
+    """Return a setting's value as TensorBoard compares it."""
     try:
         return float(value)
     except ValueError:
@@ -61,6 +60,6 @@ def number_or_text(value: str) -> float | str:
 
 
 def objective_names(settings: Mapping[str, Any]) -> list[str]:
-    """The names in `sweep.objective=min:test_loss,max:accuracy`."""
+    """Return the names in `sweep.objective=min:test_loss,max:accuracy`."""
     parts = str(settings.get("sweep", {}).get("objective", "")).split(",")
     return [name for part in parts if (name := part.partition(":")[2].strip())]

@@ -9,8 +9,10 @@ from raydist.watch.trackers import Ending, Measured, Task, by_full_name
 
 
 class Trackio:
-    """The user's TRACKIO_… variables count; the run has the name of its folder, which is its id as
-    well."""
+    """A run in Trackio, with the name of the run folder, which is also its id.
+
+    The user's TRACKIO_… variables apply.
+    """
 
     def __init__(self, task: Task, run: str) -> None:
         import trackio

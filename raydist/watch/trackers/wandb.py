@@ -14,10 +14,10 @@ INIT_S = 20.0
 
 
 class Wandb:
-    """The user's WANDB_… variables count; the run has the name of its folder.
+    """A run in W&B, with the name of the run folder.
 
-    `step` is a value of its own: W&B's internal step must grow with each call, and the nodes'
-    metrics have none.
+    The user's WANDB_… variables apply. `step` is a separate value: W&B's internal step must grow
+    with each call, and the nodes' metrics have none.
     """
 
     def __init__(self, task: Task, run: str) -> None:

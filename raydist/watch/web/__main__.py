@@ -1,5 +1,4 @@
-"""The process that serves the page beside a run; its standard input ends with the driver.
-(driver)"""
+"""The process that serves the page of a run; its standard input ends with the driver. (driver)"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""watch.page=true: the page beside a run or a sweep, by a process that starts with the first visit.
-(driver)"""
+"""watch.page=true: the page of a running run or sweep, served from the first visit on. (driver)
+
+The process that serves it starts with that visit.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 END_S = 3.0
-"""Longest wait at the end of a run for viewers to get the last news."""
+"""Longest wait at the end of a run for viewers to get the last changes."""
 
 
 class PageBeside(AbstractContextManager["PageBeside"]):
-    """Inside the `with` block the page of a run is served. While nobody has opened it, that costs
-    nothing."""
+    """Serves the page of a run inside the `with` block.
+
+    It costs nothing while nobody has opened the page.
+    """
 
     def __init__(self, folder: Path, wanted: bool) -> None:
-        """`folder`: of a run or of a sweep."""
+        """Open the port, if the page is wanted.
+
+        `folder`: that of a run or of a sweep.
+        """
         self._folder = folder
         self._token = secrets.token_urlsafe(16)
         self._child: subprocess.Popen[bytes] | None = None
@@ -60,8 +67,7 @@ class PageBeside(AbstractContextManager["PageBeside"]):
                 self._child.wait()
 
     def _wait(self) -> None:
-        """Start the process at the first connection, which stays in the socket's queue until
-        then."""
+        """Start the process at the first connection, which waits in the socket's queue."""
         assert self._socket is not None
         waiting = select.poll()
         for descriptor in (self._socket.fileno(), self._end):
@@ -73,8 +79,11 @@ class PageBeside(AbstractContextManager["PageBeside"]):
         os.close(self._end)
 
     def _start(self, sock: socket.socket) -> subprocess.Popen[bytes]:
-        """It ends when its standard input does, also after a SIGKILL of the driver; no Ctrl-C
-        reaches it."""
+        """Start the process.
+
+        It ends when its standard input does, even after a SIGKILL of the driver; no Ctrl-C reaches
+        it.
+        """
         number = str(sock.fileno())
         child = subprocess.Popen(
             [sys.executable, "-m", "raydist.watch.web", str(self._folder.absolute()), number],

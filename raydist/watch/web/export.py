@@ -1,5 +1,7 @@
-"""The page of a run or a sweep as one file that opens from a disk: styles, scripts, curves, logs
-inside. (driver)"""
+"""The page of a run or sweep as one file: styles, scripts, curves and logs inside. (driver)
+
+It opens from a disk.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ from raydist.watch.web.server import STATIC
 from raydist.watch.web.sweep import FollowedSweep
 
 LOGS = 32
-"""Ranks whose logs go into the file: all ranks with a failure, then the first."""
+"""Number of ranks whose logs go into the file: all ranks with a failure, then the first ones."""
 
 
 async def export(run: FollowedRun, to: Path) -> None:
-    """Write the page of a run as it is now. OSError: it can't be written; ConnectionError: the run
-    can't be read."""
+    """Write the page of a run as it is now.
+
+    OSError: the file can't be written; ConnectionError: the run can't be read.
+    """
     await run.fetch("events.jsonl", whole=True)
     while await run.catch_up() < 1:
         pass
@@ -49,7 +53,7 @@ async def export_sweep(sweep: FollowedSweep, to: Path) -> None:
 
 
 def one_file(name: str, data: Mapping[str, object]) -> str:
-    """A page with all that it would load, and its data."""
+    """Return a page with its data and everything that it would load."""
     page = (STATIC / name).read_text(encoding="utf-8")
 
     def style(match: re.Match[str]) -> str:

@@ -1,5 +1,4 @@
-"""Follows a run folder while somebody looks: folds new events, gives what a viewer has not seen
-yet. (driver)"""
+"""Follow a run folder while somebody looks: fold new events, return the news. (driver)"""
 
 from __future__ import annotations
 
@@ -18,49 +17,52 @@ from raydist.shared.events import parse_event
 from raydist.watch.web.model import Model
 
 SLICE = 1 << 19
-"""Bytes of events that are folded before other work gets its turn: some 30 ms."""
+"""Bytes of events that are folded before other work gets its turn: about 30 ms."""
 TURN_S = 0.3
-"""Seconds of folding after which viewers are told how far it is."""
+"""Seconds of folding after which viewers get the progress."""
 TAIL = 1 << 17
 """Bytes at the end of a log that a viewer gets before its new lines."""
 MOST_SHOWN = 4 * SHOWN
-"""Most points of a curve in a page: beyond, it gets the curve again, thinned."""
+"""Maximum number of points of a curve in a page: beyond it, the page gets a thinned curve."""
 HEAD = 256
-"""Bytes at the beginning of a file that tell it from a later file of the same name."""
+"""Bytes at the beginning of a file that distinguish it from a later file of the same name."""
 LOOKED_S = 30.0
-"""If nobody has looked for longer than this, it is not known when in that time something new
-came."""
+"""Seconds without a look after which it is unknown when something new arrived."""
 FOUND = 300
-"""Most lines that a search gives."""
+"""Maximum number of lines that a search returns."""
 SHARED = re.compile(r"blame-\d+\.txt|logs/rank-\d+\.(log|nccl|stacks)")
-"""The files of a run folder that a page may read beside its events."""
+"""The files of a run folder, besides its events, that a page may read."""
 
 
 class Fetch(Protocol):
-    """Brings a file into the run folder before it is read: its beginning, or the whole of it as it
-    is now."""
+    """Fetches a file into the run folder before it is read.
+
+    It fetches the beginning, or the whole file in its current state.
+    """
 
     async def __call__(self, name: str, whole: bool = False) -> None: ...
 
 
 async def is_here(name: str, whole: bool = False) -> None:
-    """For a run folder of this machine."""
+    """Do nothing: for a run folder on this machine."""
 
 
 @dataclass
 class SameFile:
-    """Tells whether a name still stands for the file that was read so far: a run folder may be made
-    anew."""
+    """Reports whether a name still refers to the file that was read so far.
+
+    A run folder may be recreated.
+    """
 
     _inode: int = 0
     """0: no file was seen so far."""
     _head: bytes = b""
 
     def is_another(self, path: Path, read: int) -> bool:
-        """Whether it is another file than at the last call, or has fewer bytes than were read.
+        """Report whether this is another file than at the last call, or shorter than what was read.
 
-        The number of an inode is soon used again, so the first bytes are compared too: an event has
-        its time there.
+        An inode number is soon reused, so the first bytes are compared too: an event has its time
+        there.
         """
         try:
             with path.open("rb") as file:
@@ -74,7 +76,7 @@ class SameFile:
 
 @dataclass
 class Silence:
-    """How long nothing new has come, by this machine's clock if somebody has looked meanwhile.
+    """How long nothing new has arrived, by this machine's clock if somebody has looked.
 
     The clock of the driver, which dates the events, may be wrong.
     """
@@ -82,28 +84,28 @@ class Silence:
     _read: int = 0
     _looked: float | None = None
     _came: float | None = None
-    """When the newest event came; None if nobody looked then."""
+    """When the newest event arrived; None if nobody looked then."""
 
     def look(self, read: int) -> None:
-        """Note that so many bytes of events were read."""
+        """Record how many bytes of events were read."""
         now = time.monotonic()
         if read != self._read:
             self._came = now if self._looked is not None and now - self._looked < LOOKED_S else None
         self._read, self._looked = read, now
 
     def seconds(self, last: float) -> float:
-        """The seconds. `last`: the time of the newest event."""
+        """Return the seconds without anything new. `last`: the time of the newest event."""
         return max(0.0, time.time() - last) if self._came is None else time.monotonic() - self._came
 
 
 class LogPiece(NamedTuple):
-    """What a viewer of a log has not seen yet."""
+    """What a viewer of a log has not yet seen."""
 
     text: str
     at: int
-    """Where it ends, in bytes."""
+    """Where the piece ends, in bytes."""
     anew: bool
-    """It does not continue what was sent before: it is the end of the log."""
+    """Whether the piece does not continue what was sent before: it is the end of the log."""
 
 
 @dataclass
@@ -116,13 +118,13 @@ class FollowedRun:
     read: int = 0
     """Bytes of events.jsonl that were folded."""
     files: int = 1
-    """Files of that name so far: one more each time that the folder was made anew."""
+    """Number of files of that name so far: one more each time that the folder was recreated."""
     silence: Silence = field(default_factory=Silence)
     _file: SameFile = field(default_factory=SameFile)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def catch_up(self, turn_s: float = TURN_S) -> float:
-        """Fold new events, for at most so many seconds; the share of the file that is folded."""
+        """Fold new events, for at most `turn_s` seconds; return the folded share of the file."""
         await self.fetch("events.jsonl")
         path, until = self.folder / "events.jsonl", time.monotonic() + turn_s
         async with self._lock:
@@ -130,7 +132,7 @@ class FollowedRun:
                 self.model, self.read, self.files = Model(), 0, self.files + 1
             while (size := file_size(path)) > self.read:
                 if not self._fold(path):
-                    break  # the beginning of a line: still being written, or cut off by a crash
+                    break  # the beginning of a line: still being written, or truncated by a crash
                 if time.monotonic() > until:
                     return self.read / size
                 await asyncio.sleep(0)
@@ -138,11 +140,11 @@ class FollowedRun:
         return 1.0
 
     def silent_s(self) -> float:
-        """Seconds without a new event."""
+        """Return the seconds without a new event."""
         return self.silence.seconds(self.model.figures.ended)
 
     def _fold(self, path: Path) -> int:
-        """Fold the next whole lines; their bytes."""
+        """Fold the next whole lines; return their number of bytes."""
         with path.open("rb") as file:
             file.seek(self.read)
             lines = file.read(SLICE)
@@ -150,13 +152,16 @@ class FollowedRun:
                 lines += file.readline()
         *whole, _ = lines.split(b"\n")
         for line in whole:
-            self.read += len(line) + 1  # first: a line that cannot be folded is not folded again
+            self.read += len(line) + 1  # first: a line that cannot be folded is not tried again
             self._fold_line(line)
         return sum(len(line) + 1 for line in whole)
 
     def _fold_line(self, line: bytes) -> None:
-        """Fold one line. An event that the page does not understand is a warning: it must not hide
-        all later ones."""
+        """Fold one line.
+
+        An event that the page does not understand becomes a warning: it must not hide all later
+        events.
+        """
         event = parse_event(line)
         if event is None:
             return
@@ -169,8 +174,10 @@ class FollowedRun:
             self.model.warn(text)
 
     async def log(self, rank: int, poll_s: float, at: int = -1) -> AsyncIterator[LogPiece]:
-        """A rank's log after byte `at`, else its end; then its new lines; an empty text each time
-        there are none."""
+        """Yield a rank's log after byte `at`, or its end; then its new lines.
+
+        The text is empty whenever there are no new lines.
+        """
         path, file = self.folder / log_name(rank), SameFile()
         while True:
             await self.fetch(log_name(rank))
@@ -183,8 +190,7 @@ class FollowedRun:
                 await asyncio.sleep(poll_s)
 
     async def fetch_logs(self, limit_s: float) -> int:
-        """Bring the logs of all ranks into the folder; the number of those that did not come in so
-        many seconds."""
+        """Fetch the logs of all ranks into the folder; return how many did not arrive in time."""
         tasks = [
             asyncio.ensure_future(self.fetch(log_name(rank), whole=True))
             for rank in self.model.ranks
@@ -197,8 +203,10 @@ class FollowedRun:
         return len(late) + sum(task.exception() is not None for task in done)
 
     def search(self, text: str) -> list[tuple[int, int, str]]:
-        """(rank, number of the line, line) of the lines in all logs that contain this text, in any
-        case."""
+        """Return (rank, line number, line) of the lines in all logs that contain this text.
+
+        Case is ignored.
+        """
         found: list[tuple[int, int, str]] = []
         paths = {int(path.stem[5:]): path for path in self.folder.glob("logs/rank-*.log")}
         for rank, path in sorted(paths.items()):
@@ -207,13 +215,15 @@ class FollowedRun:
 
 
 def log_name(rank: int, of: str = "log") -> str:
-    """A rank's log in the run folder. `of`: `stacks` for its stacks at the last hang, `nccl` for
-    NCCL's log."""
+    """Return the name of a rank's log in the run folder.
+
+    `of`: `stacks` for its stacks at the last hang, `nccl` for NCCL's log.
+    """
     return f"logs/rank-{rank}.{of}"
 
 
 def file_size(path: Path) -> int:
-    """In bytes; 0 without the file."""
+    """Return the size in bytes; 0 without the file."""
     try:
         return path.stat().st_size
     except OSError:
@@ -221,8 +231,10 @@ def file_size(path: Path) -> int:
 
 
 def read_from(path: Path, at: int) -> tuple[str, int]:
-    """The whole lines of a log after byte `at`, and where they end; below 0: of its last TAIL
-    bytes."""
+    """Return the whole lines of a log after byte `at`, and where they end.
+
+    If `at` is below 0: those of its last TAIL bytes.
+    """
     size = file_size(path)
     begin = max(0, size - TAIL) if at < 0 else at
     if size <= begin:
@@ -236,7 +248,7 @@ def read_from(path: Path, at: int) -> tuple[str, int]:
 
 
 def matching(rank: int, path: Path, text: str, most: int) -> Iterator[tuple[int, int, str]]:
-    """The lines of one log that contain a text, at most so many."""
+    """Yield the lines of one log that contain a text, at most `most`."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if most <= 0:
@@ -254,12 +266,12 @@ class Shown(NamedTuple):
     read: int
     """Points that were sent or thinned away."""
     points: int
-    """Points that it holds."""
+    """Points that the page holds."""
 
 
 @dataclass
 class Viewer:
-    """What one open page has been sent."""
+    """What was sent to one open page."""
 
     run: FollowedRun
     sent: dict[str, str] = field(default_factory=dict)
@@ -267,8 +279,10 @@ class Viewer:
     """By the name of a curve."""
 
     def news(self, share: float) -> Iterator[tuple[str, str]]:
-        """(name, JSON) of each section that has changed; of curves only what was added, where
-        nothing was replaced."""
+        """Yield (name, JSON) of each section that has changed.
+
+        Of curves it yields only what was added, if nothing was replaced.
+        """
         for name, section in {
             **self.run.model.sections(),
             "read": {"share": round(share, 3)},
@@ -285,7 +299,7 @@ class Viewer:
             yield "curves", json.dumps(curves, separators=(",", ":"))
 
     def _new(self, name: str, curve: Curve) -> tuple[bool, Piece] | None:
-        """(whether it takes the place of all before, the points); None without new ones."""
+        """Return (whether it replaces everything before, the points); None without new points."""
         known, count = self.points.get(name), len(curve.steps)
         added = count - known.read if known else 0
         if (

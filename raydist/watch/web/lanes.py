@@ -1,5 +1,4 @@
-"""Events `pace` -> a lane per rank over time: the share of each step that is its own work.
-(pure)"""
+"""Events `pace` -> a lane per rank over time: its own work as a share of each step. (pure)"""
 
 from __future__ import annotations
 
@@ -7,25 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 COLUMNS = 240
-"""Most columns of a lane: when there are twice as many, two become one."""
+"""Maximum number of columns of a lane: at twice as many, two become one."""
 LANES = 64
-"""Most lanes that a page gets: those of the ranks with the most own work."""
+"""Maximum number of lanes in a page: those of the ranks with the most own work."""
 
 UNKNOWN = -1
-"""In a column: nothing is known of this rank."""
+"""In a column: nothing is known about this rank."""
 
 
 @dataclass
 class Lanes:
-    """What was told of all ranks, in columns of time."""
+    """What was reported about all ranks, in columns of time."""
 
     times: list[float] = field(default_factory=list)
-    """Of each column, in seconds since the epoch."""
+    """The time of each column, in seconds since the epoch."""
     shares: dict[int, list[int]] = field(default_factory=dict)
-    """By rank: its own work as a share of the step in percent, by column."""
+    """By rank, its own work as a percentage of the step in each column."""
 
     def add(self, t: float, ranks: Mapping[str, Sequence[float]]) -> None:
-        """Take in one event."""
+        """Add one event."""
         for rank in map(int, ranks):
             self.shares.setdefault(rank, [UNKNOWN] * len(self.times))
         self.times.append(t)
@@ -38,5 +37,5 @@ class Lanes:
 
 
 def pairs(lane: Sequence[int]) -> list[int]:
-    """Half as many columns, each with the greater of two."""
+    """Return half as many columns, each with the greater of two values."""
     return [max(two) for two in zip(lane[::2], [*lane[1::2], UNKNOWN], strict=False)]

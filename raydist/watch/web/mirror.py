@@ -1,5 +1,4 @@
-"""A run folder on this machine whose files come from elsewhere when they are read: a URL, a
-cluster's logs. (driver)"""
+"""A local run folder whose files come from elsewhere on read: a URL, a cluster's logs. (driver)"""
 
 from __future__ import annotations
 
@@ -13,24 +12,24 @@ from pathlib import Path
 from raydist.state.object_store import StoragePath
 
 FIRST_S = 3.0
-"""Limit on the wait for the first bytes of a file that is followed; what comes later is read
-later."""
+"""Limit on the wait for the first bytes of a file that is followed; later bytes are read later."""
 AGAIN_S = 5.0
-"""Seconds until a file that was not there, or whose connection broke, is requested again."""
+"""Seconds until a file that was missing, or whose connection broke, is requested again."""
 IDLE_S = 60.0
 """Seconds after which a file that nobody reads is no longer followed."""
 AT_ONCE = 16
-"""Maximum number of whole files that are read at a time. Ray's log API refuses more than 100
-requests at a time."""
+"""Maximum number of whole files that are read at a time.
+
+Ray's log API refuses more than 100 requests at a time.
+"""
 TRIES = 3
 """How often a whole file is requested if the connection breaks."""
 
 Read = Callable[[str, bool], AsyncIterator[bytes]]
-"""Gives the bytes of a file (its name) of the run; with True also those that are added to it,
-without an end.
+"""Yields the bytes of a file of the run, by name.
 
-FileNotFoundError: it is not there. Another OSError: the connection broke, and the file has more
-bytes.
+With True it also yields those that are added to it, without an end. FileNotFoundError: the file
+does not exist. Another OSError: the connection broke, and the file has more bytes.
 """
 
 
@@ -40,33 +39,33 @@ class Following:
 
     task: asyncio.Task[None]
     begun: asyncio.Event
-    """Set once bytes of it are here, or will not come for now."""
+    """Set once bytes of the file are here, or will not arrive for now."""
     wanted: float
-    """When it was last asked for, in the seconds of time.monotonic."""
+    """When the file was last requested, in the seconds of time.monotonic."""
 
 
 @dataclass
 class Mirror:
-    """Copies each file into `folder` once it is asked for."""
+    """Copies each file into `folder` once it is requested."""
 
     folder: Path
     read: Read
     grows: bool
-    """Whether files grow. If not, each is read once and whole."""
+    """Whether files grow. If not, each is read once and completely."""
     _following: dict[str, Following] = field(default_factory=dict)
     _reading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """The files that are being read whole, by name."""
+    """The files that are being read completely, by name."""
     _absent: dict[str, float] = field(default_factory=dict)
-    """When files were not there, by name, in the seconds of time.monotonic."""
+    """When files were missing, by name, in the seconds of time.monotonic."""
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     async def fetch(self, name: str, whole: bool = False) -> None:
-        """Return when the file is in the folder, or not to be had.
+        """Return when the file is in the folder, or unavailable.
 
-        `whole`: with all that it has now; OSError: the connection broke, again and again. Otherwise
-        its beginning is enough: it is followed for as long as it is asked for.
+        `whole`: with all its current content; OSError: the connection broke repeatedly. Otherwise
+        its beginning suffices: it is followed for as long as it is requested.
         """
-        await asyncio.sleep(0)  # a caller that asks in a loop must not keep the bytes from coming
+        await asyncio.sleep(0)  # a caller's loop must not keep the bytes from arriving
         if whole or not self.grows:
             await self._fetch_whole(name)
         else:
@@ -80,14 +79,13 @@ class Mirror:
         if name not in self._reading:
             task = self._reading[name] = asyncio.create_task(self._read_whole(name))
             task.add_done_callback(lambda done: self._read_ended(name, done))
-        await asyncio.shield(
-            self._reading[name]
-        )  # whoever gives up leaves it to those who still wait
+        # Whoever gives up leaves the task to those who still wait.
+        await asyncio.shield(self._reading[name])
 
     def _read_ended(self, name: str, task: asyncio.Task[None]) -> None:
         del self._reading[name]
         if not task.cancelled():
-            task.exception()  # asyncio complains about one that nobody has asked for
+            task.exception()  # asyncio complains about an exception that nobody has retrieved
 
     async def _read_whole(self, name: str) -> None:
         async with self._slots:
@@ -113,7 +111,7 @@ class Mirror:
         if not (self.folder / name).exists():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(following.begun.wait(), FIRST_S)
-        following.begun.set()  # a silent file is waited for once
+        following.begun.set()  # wait only once for a silent file
 
     def _leave_unwanted(self) -> None:
         """Close the streams of files that nobody reads any more."""
@@ -124,8 +122,10 @@ class Mirror:
                 del self._following[name]
 
     async def _follow(self, name: str, begun: asyncio.Event) -> None:
-        """Copy what is added to a file. Whatever ends the stream (a laptop that sleeps, ssh), it is
-        opened again."""
+        """Copy what is added to a file.
+
+        Whatever ends the stream (a laptop that sleeps, ssh), it is opened again.
+        """
         while True:
             with contextlib.suppress(OSError):
                 await self._copy(name, follow=True, begun=begun)
@@ -133,8 +133,7 @@ class Mirror:
             await asyncio.sleep(AGAIN_S)
 
     async def _copy(self, name: str, follow: bool, begun: asyncio.Event) -> None:
-        """Read a file from its beginning, as Ray's log API gives it, and add what the copy
-        lacks."""
+        """Read a file from its beginning, as Ray's log API does, and add what the copy lacks."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         before, at = path.stat().st_size if path.exists() else 0, 0
@@ -148,8 +147,10 @@ class Mirror:
 
 
 def add(path: Path, at: int, block: bytes) -> None:
-    """Have the copy hold these bytes at this position. Several readers may add to it, each in its
-    turn."""
+    """Make the copy contain these bytes at this position.
+
+    Several readers may add to it, each in its turn.
+    """
     path.touch()
     with path.open("r+b") as file:
         file.seek(at)
@@ -161,20 +162,22 @@ def add(path: Path, at: int, block: bytes) -> None:
 
 
 def begin_anew(path: Path, content: bytes) -> None:
-    """Put a new file in the place of a copy: the name now belongs to another file, as in the folder
-    of a new trial."""
+    """Replace a copy by a new file.
+
+    The name now belongs to another file, as in the folder of a new trial.
+    """
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(content)
     new.replace(path)
 
 
 def stored(run: StoragePath) -> Read:
-    """Files of a run's records in its storage; they are there when the run has ended."""
+    """Return a reader of a run's records in its storage; they exist once the run has ended."""
 
     async def read(name: str, follow: bool) -> AsyncIterator[bytes]:
         try:
             yield await asyncio.to_thread((run / name).read_bytes)
-        except Exception as error:  # each store has its own
+        except Exception as error:  # each store has its own exceptions
             raise FileNotFoundError(str(error)) from error
 
     return read

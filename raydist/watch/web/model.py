@@ -15,10 +15,10 @@ from raydist.shared.events import Event
 from raydist.watch.web.lanes import LANES, Lanes
 
 RATE_S = 1.0
-"""Shortest time between two points of the curve of the rate."""
+"""Minimum time between two points of the curve of the rate."""
 RATE = "steps/s"
 MARKS = 300
-"""Most marks of a kind that are kept: beyond, every second one goes."""
+"""Maximum number of marks of a kind that are kept: beyond it, every second one is dropped."""
 WARNINGS = 50
 QUIET_S = 60.0
 """Seconds without an event after which the page says that there is no news."""
@@ -60,26 +60,26 @@ class Model:
     lanes: Lanes = field(default_factory=Lanes)
     ranks: dict[int, RankShown] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
-    """By rank: the newest step. It changes with every report."""
+    """By rank, the newest step. It changes with every report."""
     marks: dict[str, list[CurveMark]] = field(default_factory=dict)
     nodes: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By host: its newest load, with the bytes per second of each port."""
+    """By host, its newest load, with the bytes per second of each port."""
     run: Event = field(default_factory=dict)
     result: Event = field(default_factory=dict)
     waits: str = ""
-    """What the run waits for, or does beside steps."""
+    """What the run waits for, or does outside of steps."""
     attempt: int = 1
     reported: int = 0
-    """Reports of rank 0."""
+    """Number of reports of rank 0."""
     longest_s: float = 0.0
     """The longest time between two events."""
     _loads: dict[str, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
     _rated: float = 0.0
 
     def add(self, event: Event) -> None:
-        """Take in one event."""
+        """Process one event."""
         kind, rank = event["kind"], event.get("rank")
-        if kind == "run":  # another run in the same folder goes on with its curves
+        if kind == "run":  # another run in the same folder continues its curves
             vars(self).update(
                 vars(Model(run=event, curves=self.curves, lanes=self.lanes, waits="for Ray"))
             )
@@ -91,7 +91,7 @@ class Model:
         getattr(self, f"_on_{kind}", _pass)(event)
 
     def warn(self, text: str) -> None:
-        """Show a warning of the page's own."""
+        """Show a warning of the page itself."""
         self.figures.warned.setdefault(text, Counter())[None] += 1
 
     def _row(self, rank: int) -> RankShown:
@@ -101,7 +101,7 @@ class Model:
         return self.ranks[rank]
 
     def _note(self, rank: int, **facts: Any) -> None:
-        """Something is new of a rank."""
+        """Update facts about a rank."""
         self.ranks[rank] = replace(self._row(rank), **facts)
 
     def _on_cluster(self, event: Event) -> None:
@@ -120,7 +120,7 @@ class Model:
     _on_resize = _on_takeover = _on_placed
 
     def _seat(self) -> None:
-        """The ranks have the slots of the newest plan."""
+        """Give the ranks the slots of the newest plan."""
         slots = self.figures.failures.slots
         self.ranks = {rank: self._row(rank) for rank in slots}
         for rank, slot in slots.items():
@@ -237,7 +237,7 @@ class Model:
             del marks[1:-1:2]
 
     def sections(self) -> dict[str, Section]:
-        """All sections but the curves, by name."""
+        """Return all sections except the curves, by name."""
         shown = self._shown_ranks()
         return {
             "state": self._state(),
@@ -265,8 +265,10 @@ class Model:
         }
 
     def _shown_ranks(self) -> list[int]:
-        """The ranks that the page shows: those in trouble first, then those with the most own
-        work."""
+        """Return the ranks that the page shows.
+
+        Those in trouble come first, then those with the most own work.
+        """
         rows = self.ranks
 
         def order(rank: int) -> tuple[bool, float, int]:
@@ -275,7 +277,7 @@ class Model:
         return sorted(rows, key=order)[:LANES]
 
     def _spent(self) -> dict[str, float]:
-        """Seconds of each part of the run so far."""
+        """Return the seconds of each part of the run so far."""
         figures = self.figures
         spent = self.result.get("spent") or figures.spent.parts(figures.wall_s, figures.ended)
         return {name: round(s, 2) for name, s in spent.items() if s >= 0.005}
@@ -307,16 +309,20 @@ class Model:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds without an event after which the page says so: three times the longest silence,
-        at least QUIET_S."""
+        """The seconds without an event after which the page reports it.
+
+        It is three times the longest silence, at least QUIET_S.
+        """
         return max(QUIET_S, 3 * self.longest_s)
 
 
 def port_rates(
     now: Mapping[str, Any], before: Mapping[str, Any], s: float
 ) -> dict[str, list[float] | None]:
-    """Of each port the bytes per second [received, sent] over the last `s` seconds; None where they
-    are not known."""
+    """Return the bytes per second [received, sent] of each port over the last `s` seconds.
+
+    None if they are unknown.
+    """
     return {
         name: [
             max(0.0, round((new - old) / s)) for new, old in zip(counts, before[name], strict=True)
@@ -328,7 +334,7 @@ def port_rates(
 
 
 def failure_row(failure: Failure) -> Section:
-    """What the page shows of a failure; its own page has the rest."""
+    """Return what the page shows of a failure; its own page has the rest."""
     cause = failure.cause
     return {
         "number": failure.number,
@@ -347,4 +353,4 @@ def failure_row(failure: Failure) -> Section:
 
 
 def _pass(event: Event) -> None:
-    """Kinds that the page does not show."""
+    """Ignore kinds that the page does not show."""

@@ -1,5 +1,4 @@
-"""Finds folders of runs and of sweeps: the one that a person names, the newest, those beside it.
-(driver)"""
+"""Find run and sweep folders: the one that a person names, the newest, its neighbours. (driver)"""
 
 from __future__ import annotations
 
@@ -15,32 +14,34 @@ from raydist.watch.web.sweep import SUMMARY, FollowedSweep, is_sweep, trials_sho
 
 EVENTS = "events.jsonl"
 TAIL = 1 << 16
-"""Bytes at the end of a run's events in which its result is looked for; more, if its last line is
-longer."""
+"""Bytes at the end of a run's events in which its result is searched.
+
+It is more if the last line is longer.
+"""
 MOST = 500
-"""Most runs of a list, the newest first."""
+"""Maximum number of runs in a list, the newest first."""
 
 
 class RunRow(TypedDict):
     """One line in the list of runs."""
 
     run: str
-    """Its path below the folder of the list."""
+    """The path of the run below the folder of the list."""
     changed: float
-    """When its newest event was written, in seconds since the epoch."""
+    """When the run's newest event was written, in seconds since the epoch."""
     status: str
     """finished, failed, stopped; without a result: running, or no news."""
     text: str
-    """Its metrics, or its failure."""
+    """The run's metrics, or its failure."""
     sweep: bool
-    """It is a sweep: one line for all its trials."""
+    """Whether this is a sweep: one line for all its trials."""
 
 
 def runs_below(root: Path, file: str = EVENTS) -> dict[str, Path]:
-    """The run folders at most three levels below `root`, itself included, the newest first; by
-    their paths below it.
+    """Return the run folders at most three levels below `root`, the newest first.
 
-    `file`: what makes a folder one that is looked for.
+    They include `root` itself; the keys are their paths below it. `file`: what identifies a folder
+    of the wanted kind.
     """
     paths = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in root.glob(depth + file)]
     newest = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[:MOST]
@@ -48,13 +49,15 @@ def runs_below(root: Path, file: str = EVENTS) -> dict[str, Path]:
 
 
 def sweeps_below(root: Path) -> dict[str, Path]:
-    """The folders of sweeps below `root`, itself included as `.`."""
+    """Return the folders of sweeps below `root`, itself included as `.`."""
     return runs_below(root, SUMMARY)
 
 
 def list_rows(root: Path) -> list[RunRow]:
-    """The list: a line for each run, and one for each sweep below `root` with all its trials, the
-    newest first."""
+    """Return the list of runs, the newest first.
+
+    It has a line for each run, and one for each sweep below `root` with all its trials.
+    """
     sweeps = {name: path for name, path in sweeps_below(root).items() if path != root}
     runs = {
         name: path for name, path in runs_below(root).items() if path.parent not in sweeps.values()
@@ -65,11 +68,11 @@ def list_rows(root: Path) -> list[RunRow]:
 
 
 def find_place(place: str, here: Path) -> tuple[Path, str]:
-    """(the folder of a list of runs, the run in it or "" for the list) of what a person typed: a
-    folder, `newest`.
+    """Return what a person's text refers to: a folder, or `newest`.
 
-    The folder of a sweep is the list of its trials. `here`: the folder in which `newest` is looked
-    for; if the newest run is a trial, its sweep is meant.
+    The result is (the folder of a list of runs, the run in it or "" for the list). The folder of a
+    sweep is the list of its trials. `here`: the folder in which `newest` is searched; if the newest
+    run is a trial, its sweep is meant.
     """
     if place == "newest":
         runs = runs_below(here)
@@ -91,17 +94,18 @@ def find_place(place: str, here: Path) -> tuple[Path, str]:
 
 
 def no_run(place: str, why: str, instead: str) -> ConfigError:
-    """The refusal of a place that a person typed, and what to type instead."""
+    """Return the refusal of a place that a person typed, with what to type instead."""
     return ConfigError(f"{place}: {why}; type {instead}", "RUN", place, instead)
 
 
 def run_row(name: str, folder: Path) -> RunRow:
-    """One line of the list, from the end of the run's events."""
+    """Return one line of the list, from the end of the run's events."""
     path = folder / EVENTS
+    # After a result, another run may have begun in the folder.
     kinds = (
         b'"kind": "result"',
         b'"kind": "run"',
-    )  # after a result, another run may have begun in the folder
+    )
     last = next(
         (line for line in reversed(last_lines(path)) if any(kind in line for kind in kinds)), b"{}"
     )
@@ -124,8 +128,10 @@ def run_row(name: str, folder: Path) -> RunRow:
 
 
 def last_lines(path: Path) -> list[bytes]:
-    """The lines at the end of a file: at least the last one whole, which of 2048 ranks has 75
-    kB."""
+    """Return the lines at the end of a file, with at least the last line complete.
+
+    The last line of a run with 2048 ranks has 75 kB.
+    """
     size, wanted = path.stat().st_size, TAIL
     with path.open("rb") as file:
         while True:
@@ -137,7 +143,7 @@ def last_lines(path: Path) -> list[bytes]:
 
 
 def sweep_row(name: str, folder: Path) -> RunRow:
-    """One line of the list for a sweep."""
+    """Return one line of the list for a sweep."""
     sweep = FollowedSweep(folder)
     trials, summary = trials_shown(sweep.summary), sweep.summary
     states = dict.fromkeys(trial.state for trial in trials)

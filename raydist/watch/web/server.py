@@ -1,5 +1,7 @@
-"""Serves the page on 127.0.0.1 to whoever has its token: static files, a stream of news, logs,
-other runs. (driver)"""
+"""Serve the page on 127.0.0.1 to whoever has its token. (driver)
+
+It consists of static files, a stream of changes, logs, and other runs.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ TYPES = {
 POLL_S = 0.5
 """Seconds between two looks at a run folder while somebody watches."""
 PING_S = 15.0
-"""Seconds of silence after which a stream says that it is alive: proxies close silent
+"""Seconds of silence after which a stream sends a sign of life: proxies close silent
 connections."""
 CURVES_S = 2.0
 """Seconds between two looks for new points of a sweep's curves."""
 SEARCH_S = 20.0
-"""Limit on the wait of a search for logs from elsewhere; browsers give up after minutes."""
+"""Limit on a search's wait for logs from elsewhere; browsers give up after minutes."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; "
@@ -55,16 +57,18 @@ class PageServer:
 
     root: Path
     first: str
-    """The run that the page shows if its address names none; empty: the list of runs, or the sweep
-    that `root` is."""
+    """The run that the page shows if its address names none.
+
+    Empty: the list of runs, or the sweep that `root` is.
+    """
     token: str
     fetch: Fetch = is_here
-    """Brings files of the first run into its folder."""
+    """Fetches files of the first run into its folder."""
     followed: dict[str, FollowedRun] = field(default_factory=dict)
     sweeps: dict[str, FollowedSweep] = field(default_factory=dict)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request whose path has the token in it: behind a proxy it may have a prefix."""
+        """Answer a request whose path contains the token. A proxy may add a prefix to the path."""
         from aiohttp import web
 
         *before, name = request.path.split("/")
@@ -97,7 +101,7 @@ class PageServer:
         )
 
     def run(self, request: web.Request) -> FollowedRun:
-        """The run that the request names, else the first; HTTPNotFound if it is not there."""
+        """Return the run that the request names, else the first; HTTPNotFound if it is missing."""
         from aiohttp import web
 
         name = request.query.get("run") or self.first
@@ -106,7 +110,7 @@ class PageServer:
         return self.follow(name)
 
     def follow(self, name: str) -> FollowedRun:
-        """A run of the list, with all that was read of it."""
+        """Return a run of the list, with everything that was read of it."""
         if name not in self.followed:
             self.followed[name] = FollowedRun(
                 self.root / name, self.fetch if name == self.first else is_here
@@ -114,12 +118,12 @@ class PageServer:
         return self.followed[name]
 
     async def read_first(self) -> None:
-        """Read the events of the first run: who opens its page later need not wait."""
+        """Read the events of the first run: whoever opens its page later need not wait."""
         while self.first and await self.follow(self.first).catch_up() < 1:
             pass
 
     async def runs(self, request: web.Request) -> web.Response:
-        """The runs below the folder."""
+        """Return the runs below the folder."""
         rows = await asyncio.to_thread(list_rows, self.root)
         sweep = is_sweep(self.root)
         return as_json(
@@ -127,8 +131,10 @@ class PageServer:
         )
 
     def sweep(self, request: web.Request) -> FollowedSweep:
-        """The sweep that the request names, else that of the folder; HTTPNotFound if it is not
-        there."""
+        """Return the sweep that the request names, else that of the folder.
+
+        HTTPNotFound: it does not exist.
+        """
         from aiohttp import web
 
         name = request.query.get("sweep") or "."
@@ -139,8 +145,10 @@ class PageServer:
         return self.sweeps[name]
 
     async def trials(self, request: web.Request) -> web.StreamResponse:
-        """News of a sweep and of the curves of one reported name, as server-sent events, until the
-        viewer leaves."""
+        """Stream changes of a sweep and of the curves of one reported name.
+
+        They are sent as server-sent events, until the viewer leaves.
+        """
         viewer = SweepViewer(self.sweep(request), request.query.get("name", ""))
         return await send_events(request, self._sweep_news(viewer))
 
@@ -164,7 +172,7 @@ class PageServer:
             await asyncio.sleep(POLL_S)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """News of the run, as server-sent events, until the viewer leaves."""
+        """Stream changes of the run as server-sent events, until the viewer leaves."""
         run = self.run(request)
         return await send_events(request, self._news(run))
 
@@ -188,8 +196,10 @@ class PageServer:
                 await asyncio.sleep(POLL_S)
 
     async def curves(self, request: web.Request) -> web.Response:
-        """All curves of a run, or between `from` and `to` of `by` (step or time), thinned to a
-        screen."""
+        """Return all curves of a run, thinned to a screen.
+
+        With `from` and `to`, only the part between these values of `by` (step or time).
+        """
         run = self.run(request)
         while await run.catch_up() < 1:
             pass
@@ -201,7 +211,7 @@ class PageServer:
         return as_json({"began": run.model.figures.began, "curves": pieces})
 
     async def file(self, request: web.Request) -> web.Response:
-        """A page of a failure, or another text of the run folder that a page may read."""
+        """Return a page of a failure, or another text of the run folder that a page may read."""
         from aiohttp import web
 
         run, name = self.run(request), request.query.get("name", "")
@@ -215,7 +225,7 @@ class PageServer:
         return web.Response(text=text, headers=HEADERS)
 
     async def log(self, request: web.Request) -> web.StreamResponse:
-        """A rank's log: its end, or all after the byte `from`; then its new lines."""
+        """Stream a rank's log: its end, or everything after the byte `from`; then its new lines."""
         run, rank = self.run(request), int(query_number(request, "rank", 0))
         at = int(query_number(request, "from", -1))
 
@@ -226,8 +236,10 @@ class PageServer:
         return await send_events(request, lines())
 
     async def search(self, request: web.Request) -> web.Response:
-        """The lines of all logs that contain a text, and how many logs are not here after
-        SEARCH_S."""
+        """Return the lines of all logs that contain a text.
+
+        Also return how many logs are not here after SEARCH_S.
+        """
         run, text = self.run(request), request.query.get("text", "")
         absent = await run.fetch_logs(SEARCH_S) if text else 0
         lines = await asyncio.to_thread(run.search, text) if text else []
@@ -241,7 +253,7 @@ def as_json(value: object) -> web.Response:
 
 
 def query_number(request: web.Request, name: str, default: float) -> float:
-    """A finite number in the query, or the default; HTTPBadRequest for anything else."""
+    """Return a finite number in the query, or the default; HTTPBadRequest for anything else."""
     from aiohttp import web
 
     try:
@@ -256,8 +268,10 @@ def query_number(request: web.Request, name: str, default: float) -> float:
 async def send_events(
     request: web.Request, news: AsyncIterator[tuple[str, str]]
 ) -> web.StreamResponse:
-    """Send (name, JSON) pairs as server-sent events until the viewer leaves; without a name only a
-    sign of life."""
+    """Send (name, JSON) pairs as server-sent events until the viewer leaves.
+
+    A pair without a name is only a sign of life.
+    """
     from aiohttp import web
 
     response = web.StreamResponse(
@@ -278,12 +292,12 @@ async def send_events(
 
 
 def open_port(port: int = 0) -> socket.socket:
-    """A socket that listens on 127.0.0.1; OSError: the port is taken."""
+    """Return a socket that listens on 127.0.0.1; OSError: the port is taken."""
     return socket.create_server(("127.0.0.1", port), backlog=16)
 
 
 async def serve_page(server: PageServer, sock: socket.socket, until: Awaitable[object]) -> None:
-    """Serve until this is done; then viewers get what is new, and their streams end."""
+    """Serve until `until` is done; then viewers get what is new, and their streams end."""
     from aiohttp import web
 
     app = web.Application()
@@ -298,5 +312,5 @@ async def serve_page(server: PageServer, sock: socket.socket, until: Awaitable[o
 
 
 def link(sock: socket.socket, token: str) -> str:
-    """The address of the page."""
+    """Return the address of the page."""
     return f"http://127.0.0.1:{sock.getsockname()[1]}/{token}/"

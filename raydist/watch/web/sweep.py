@@ -1,5 +1,4 @@
-"""The folder of a sweep -> what its page shows: trials, axes of their settings and results, curves.
-(driver)"""
+"""A sweep's folder -> its page: trials, axes of their settings and results, curves. (driver)"""
 
 from __future__ import annotations
 
@@ -16,14 +15,13 @@ from raydist.watch.web.follow import FollowedRun, file_size
 from raydist.watch.web.model import Section
 
 SUMMARY, RECORD = "sweep.json", "trial.json"
-"""The file that makes a folder that of a sweep, and the one that makes a run folder that of a
-trial."""
+"""The file that identifies the folder of a sweep, and the one that identifies a trial's."""
 TRIALS = 100
-"""Most trials whose curves a page gets: those under way, then the best."""
+"""Maximum number of trials whose curves a page gets: those under way, then the best."""
 POINTS = 240
-"""Most points of one of them."""
+"""Maximum number of points of one of these curves."""
 CHOICES = 12
-"""Up to so many values of a list, numbers too, each have their own place on an axis."""
+"""Lists with at most this many values give each value, numbers too, its own position on an axis."""
 LOG = 30.0
 """A number that differs by more than this factor, without a sign, has a logarithmic axis."""
 
@@ -34,12 +32,12 @@ class TrialShown:
 
     trial: int
     run: str
-    """Its run folder, below the folder of the sweep."""
+    """The trial's run folder, below the folder of the sweep."""
     state: str
     step: int
     settings: Mapping[str, str]
     values: Mapping[str, float | None]
-    """The last value of each objective; None: none yet, or no finite number."""
+    """The last value of each objective; None: none yet, or not a finite number."""
     wall_s: float
     why: str = ""
     best: bool = False
@@ -52,7 +50,7 @@ class Axis:
     name: str
     kind: Literal["choice", "linear", "log"]
     values: Sequence[str | float]
-    """All choices in their order, or the least and the greatest number."""
+    """All choices in their order, or the smallest and the largest number."""
     objective: bool = False
 
 
@@ -68,14 +66,14 @@ class FollowedSweep:
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """sweep.json, which is whole at any time; read again once it has changed."""
+        """Return sweep.json, which is complete at any time; read it again once it has changed."""
         path = self.folder / SUMMARY
         if (now := (path.stat().st_mtime, file_size(path))) != self._read:
             self._read, self._summary = now, json.loads(path.read_text(encoding="utf-8"))
         return self._summary
 
     async def section(self) -> Section:
-        """All but the curves, the best trial first."""
+        """Return everything except the curves, the best trial first."""
         summary = self.summary
         objectives: Sequence[Mapping[str, str]] = summary["objectives"]
         names = [each["name"] for each in objectives]
@@ -95,7 +93,7 @@ class FollowedSweep:
         }
 
     async def curves(self) -> Section:
-        """By reported name and trial: [steps, values] of the trials that are shown."""
+        """Return by reported name and trial: [steps, values] of the trials that are shown."""
         section, found = await self.section(), dict[str, dict[int, tuple[object, object]]]()
         for trial in with_curves(section["trials"]):
             run = self.run(trial["run"])
@@ -107,25 +105,29 @@ class FollowedSweep:
         return found
 
     def first_curve(self, names: Collection[str]) -> str:
-        """The name whose curves are shown first: of an objective, else the loss; empty without
-        names."""
+        """Return the name whose curves are shown first.
+
+        It is that of an objective, else the loss; empty without names.
+        """
         wanted = [*(each["name"] for each in self.summary["objectives"]), "loss", *sorted(names)]
         return next((name for name in wanted if name in names), "")
 
     def silent_s(self) -> float:
-        """Seconds without a change of sweep.json, and without a new event of a trial that is
-        followed."""
+        """Return the seconds without a change of sweep.json or a new event of a followed trial."""
         runs = (run.silent_s() for run in self.runs.values())
         return min([max(0.0, time.time() - self._read[0]), *runs])
 
     def run(self, name: str) -> FollowedRun:
-        """The run of a trial, by its folder."""
+        """Return the run of a trial, by its folder."""
         if name not in self.runs:
             self.runs[name] = FollowedRun(self.folder / name)
         return self.runs[name]
 
     async def _with_news(self, trial: TrialShown, names: Sequence[str]) -> TrialShown:
-        """A trial under way as far as its own events say: sweep.json has it when it ends."""
+        """Return a trial under way with the state of its own events.
+
+        sweep.json has it only when the trial ends.
+        """
         if trial.state != "running":
             return trial
         run = self.run(trial.run)
@@ -140,20 +142,22 @@ class FollowedSweep:
 
 @dataclass
 class SweepViewer:
-    """What one open page has been sent of the curves: those of one reported name."""
+    """What was sent to one open page of the curves of one reported name."""
 
     sweep: FollowedSweep
     name: str = ""
     """Empty until the trials have reported something."""
     _sent: dict[int, tuple[Curve, int, int]] = field(default_factory=dict)
-    """By trial: the curve, how often points of it were replaced, and how many it had."""
+    """By trial: the curve, how often points of it were replaced, and its number of points."""
     _head: Section = field(default_factory=dict)
 
     async def news(
         self, trials: Sequence[Mapping[str, Any]], turn_s: float
     ) -> tuple[float, Section]:
-        """(share of the trials that were read, the curves that have changed); reads for at most so
-        many seconds."""
+        """Return (share of the trials that were read, the curves that have changed).
+
+        Reads for at most `turn_s` seconds.
+        """
         shown, until, read = with_curves(trials), time.monotonic() + turn_s, 0
         for trial in shown:
             if time.monotonic() > until or await self.sweep.run(trial["run"]).catch_up() < 1:
@@ -179,24 +183,24 @@ class SweepViewer:
         }
 
     def _is_new(self, number: int, curve: Curve) -> bool:
-        """Whether the curve of a trial is not what the page has."""
+        """Report whether the curve of a trial differs from what the page has."""
         before, now = self._sent.get(number), (curve, curve.cuts, len(curve.steps))
         self._sent[number] = now
         return before is None or before[0] is not curve or before[1:] != now[1:]
 
 
 def with_curves(trials: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The trials whose curves are shown: those under way, then the best."""
+    """Return the trials whose curves are shown: those under way, then the best."""
     return sorted(trials, key=lambda trial: trial["state"] != "running")[:TRIALS]
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a folder is that of a sweep."""
+    """Report whether a folder is that of a sweep."""
     return (folder / SUMMARY).is_file()
 
 
 def trials_shown(summary: Mapping[str, Any]) -> list[TrialShown]:
-    """The trials of sweep.json."""
+    """Return the trials of sweep.json."""
     names, best = [each["name"] for each in summary["objectives"]], summary["best"]
     return [
         TrialShown(
@@ -217,7 +221,7 @@ def trials_shown(summary: Mapping[str, Any]) -> list[TrialShown]:
 def best_first(
     trials: Sequence[TrialShown], objectives: Sequence[Mapping[str, str]]
 ) -> list[TrialShown]:
-    """The best, then by the first objective, then those that have no value of it."""
+    """Return the best trials, then the others by the first objective, those without it last."""
     first = objectives[0] if objectives else {"name": "", "direction": "minimize"}
     name, sign = first["name"], 1 if first["direction"] == "minimize" else -1
 
@@ -229,8 +233,7 @@ def best_first(
 
 
 def axes(trials: Sequence[TrialShown], summary: Mapping[str, Any]) -> Iterator[Axis]:
-    """An axis for each setting that differs, then one for each objective of which a trial has a
-    value."""
+    """Yield an axis for each setting that differs, then one for each objective with a value."""
     for key, typed in summary["space"].items():
         texts = list(
             dict.fromkeys(trial.settings[key] for trial in trials if key in trial.settings)
@@ -259,7 +262,7 @@ def _axis(name: str, numbers: Sequence[float], log: bool = False) -> Axis:
 
 
 def number_of(text: str) -> float | None:
-    """A setting's value as a finite number; None: it is none."""
+    """Return a setting's value as a finite number; None if it is not one."""
     try:
         return finite(float(text))
     except ValueError:
@@ -267,5 +270,5 @@ def number_of(text: str) -> float | None:
 
 
 def finite(value: object) -> float | None:
-    """A reported value that a chart can show, else None: sweep.json has a NaN as text."""
+    """Return a reported value that a chart can show, else None: sweep.json has NaN as text."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
