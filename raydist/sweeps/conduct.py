@@ -1,8 +1,7 @@
-"""The trials of a sweep, from the first to the last: starts them as there is room, hears them, ends
-them. (driver)
+"""Start, observe and end the trials of a sweep, from the first to the last. (driver)
 
-Each trial is a run in a thread of its own, on its own part of the cluster. This thread decides, by
-rules.py.
+A trial starts when there is room for it. Each is a run in its own thread, on its own part of the
+cluster. The main thread decides, by rules.py.
 """
 
 from __future__ import annotations
@@ -44,13 +43,15 @@ END_S = 60.0
 POLL_S = 0.2
 """Seconds between two drawings of the table."""
 ROOM_S = 2.0
-"""Seconds to which the time between two looks for room grows while no trial ends: each asks Ray for
-all nodes and placement groups."""
+"""Maximum seconds between two looks for room, reached gradually while no trial ends.
+
+Each look asks Ray for all nodes and placement groups.
+"""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A trial has reported its objective at the next milestone."""
+    """Message: a trial has reported its objective at the next milestone."""
 
     number: int
     step: int
@@ -59,14 +60,14 @@ class Reached:
 
 @dataclass(frozen=True)
 class Over:
-    """The run of a trial has ended."""
+    """Message: the run of a trial has ended."""
 
     number: int
     error: BaseException | None
 
 
 Message = Reached | Over | Stopped | None
-"""None: a trial has got its place, or lost it."""
+"""None: a trial has got its slots, or lost them."""
 
 
 @dataclass
@@ -75,17 +76,19 @@ class Live:
 
     watched: WatchedTrial
     milestones: int
-    """How many it has reached; its own thread counts them."""
+    """Number of milestones that the trial has reached; its own thread counts them."""
     thread: threading.Thread
     halt: Halt = field(default_factory=Halt)
     began: float = field(default_factory=time.monotonic)
     intent: Literal["", "paused", "ended", "stopped"] = ""
-    """Its state once it has stopped."""
+    """The trial's state once it has stopped."""
 
 
 class Conductor:
-    """Runs the trials. `trials` is their state at any time, `results` has those that ran to their
-    end here."""
+    """Runs the trials.
+
+    `trials` is their state at any time, `results` has those that ran to their end here.
+    """
 
     def __init__(
         self,
@@ -100,10 +103,10 @@ class Conductor:
         summarize: Callable[[Sequence[Trial]], None],
         call: RemoteCall | None = None,
     ) -> None:
-        """`most`: number of trials in all. `wanted`: the objectives. `trials`: of an earlier part
-        of the sweep.
+        """Prepare the sweep.
 
-        `summarize`: writes the summary of the sweep.
+        `most`: total number of trials. `wanted`: the objectives. `trials`: of an earlier part of
+        the sweep. `summarize`: writes the summary of the sweep.
         """
         self.trials, self.results = trials, dict[int, Result[Any]]()
         self._space, self._sampler, self._sweep, self._most, self._wanted = (
@@ -123,8 +126,10 @@ class Conductor:
         self._error: BaseException | None = None
         """Why no other trial is started."""
         self._look_at, self._look_s = 0.0, POLL_S
-        """When to look for room again, by time.monotonic(), and how long after that if there is
-        none."""
+        """When to look for room again, by time.monotonic(), and how long to wait after that look.
+
+        The second applies if the look finds no room.
+        """
 
     @property
     def states(self) -> list[Trial]:
@@ -132,7 +137,7 @@ class Conductor:
         return [self.trials[number] for number in sorted(self.trials)]
 
     def run(self) -> None:
-        """Run all trials. Raises what ended the sweep before: Stopped, or the error of a trial."""
+        """Run all trials. Raise what ended the sweep early: Stopped, or the error of a trial."""
         try:
             with signals.passed_to(self._messages.put):
                 while True:
@@ -150,7 +155,7 @@ class Conductor:
             raise self._error
 
     def _next(self) -> int | None:
-        """The number of the next trial, which may be a new one."""
+        """Return the number of the next trial, which may be a new one."""
         more = len(self.trials) < self._most
         if (number := rules.next_trial(self.states, self._rule, more)) is not None or not more:
             return number
@@ -159,13 +164,15 @@ class Conductor:
         return number
 
     def _start_next(self) -> bool:
-        """Start the next trial if there is room for it; whether it was started, or could never
-        be."""
+        """Start the next trial if there is room for it.
+
+        Return whether it was started, or could never be.
+        """
         if len(self._live) >= (self._sweep.parallel or len(self.trials) + 1):
             return False
         if not all(live.watched.settled for live in self._live.values()):
             if any(live.watched.waiting for live in self._live.values()):
-                self._gangs.clear()  # they may hold what it waits for
+                self._gangs.clear()  # they may hold what that trial waits for
             return False
         if time.monotonic() < self._look_at or (number := self._next()) is None:
             return False
@@ -184,8 +191,8 @@ class Conductor:
 
     def _start(self, number: int, job: Job) -> None:
         before = self.trials[number]
-        # asha promotes a trial from a milestone once: what goes on from a pause has passed those
-        # that it has reached
+        # asha promotes a trial from a milestone once: a trial that continues after a pause has
+        # passed those that it has reached.
         passed = max(before.passed, len(before.curve))
         trial = self._change(replace(before, state="running", passed=passed, why=""), show=True)
         sweep = replace(job.sweep, dir=str(self._folder.path))
@@ -200,7 +207,7 @@ class Conductor:
         thread.start()
 
     def _run(self, trial: Trial, job: Job) -> None:
-        """In the trial's thread."""
+        """Run a trial, in its own thread."""
         live = self._live[trial.number]
 
         def read(event: Event) -> None:
@@ -221,14 +228,16 @@ class Conductor:
 
     @staticmethod
     def _recall(live: Live, file: Path) -> None:
-        """Read what a trial reported before: if it was killed after its last report, it says
-        nothing now."""
+        """Read what a trial reported before.
+
+        If it was killed after its last report, it reports nothing now.
+        """
         with suppress(OSError):
             for event in read_events(file, kind="report"):
                 live.watched.add(event)
 
     def _read(self, number: int, live: Live, event: Event) -> None:
-        """An event of a trial, in its thread."""
+        """Process an event of a trial, in the trial's thread."""
         settled = live.watched.settled
         reported = live.watched.add(event)
         if event["kind"] == "warning":
@@ -246,7 +255,7 @@ class Conductor:
             self._messages.put(None)
 
     def _hear(self) -> None:
-        """Take in a message, if one comes before it is time to look for room again."""
+        """Process a message, if one arrives before it is time to look for room again."""
         try:
             message = self._messages.get(timeout=POLL_S)
         except queue.Empty:
@@ -305,7 +314,7 @@ class Conductor:
                 self._end(error)
 
     def _fail(self, number: int, error: RaydistError) -> None:
-        """A trial has failed; `sweep.on_failure` says what follows."""
+        """Handle the failure of a trial as `sweep.on_failure` specifies."""
         trial = self.trials[number]
         again = (
             self._sweep.on_failure == "retry"
@@ -323,7 +332,7 @@ class Conductor:
             self._end(error)
 
     def _tell(self, trial: Trial) -> None:
-        """A trial has changed its state."""
+        """Handle a change of a trial's state."""
         self._change(trial, show=True)
         if trial.state in ("finished", "failed", "paused", "ended"):
             self._sampler.tell(trial)
@@ -337,7 +346,7 @@ class Conductor:
         return trial
 
     def _end(self, error: BaseException) -> None:
-        """Start no other trial, and stop those under way, which can be gone on with."""
+        """Start no other trial, and stop those under way, which can be continued later."""
         if self._error is None:
             self._error = error
             self._stop_all(Stopped(signal.SIGTERM))
@@ -349,7 +358,7 @@ class Conductor:
 
 
 def write_settings(job: Job, settings: Mapping[str, str]) -> None:
-    """Write what a run folder has of its settings."""
+    """Write the settings into a run folder."""
     folder, own = (
         Path(job.dir, ".hydra"),
         OmegaConf.create([f"{key}={value}" for key, value in settings.items()]),

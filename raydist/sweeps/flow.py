@@ -1,5 +1,4 @@
-"""A sweep on one screen: settings -> space -> folder -> cluster -> trials -> SweepResult.
-(driver)"""
+"""A sweep in one file: settings -> space -> folder -> cluster -> trials -> SweepResult. (driver)"""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from raydist.sweeps.trial import OPEN, Objective, State, Trial, best_trials, obj
 from raydist.watch.web.beside import PageBeside
 
 MAY_CHANGE = ("sweep.", "watch.", "env.", "env=", "env_file=")
-"""The overrides that may be typed beside sweep.resume=."""
+"""The overrides that may be typed together with sweep.resume=."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,10 @@ def run_sweep(
     function: Callable[..., Any] | None = None,
     call: RemoteCall | None = None,
 ) -> SweepResult:
-    """Check all, create or reopen the folder, and run the trials. The arguments are those of
-    SweepConfig."""
+    """Check everything, create or reopen the folder, and run the trials.
+
+    The arguments are those of SweepConfig.
+    """
     began = time.monotonic()
     resumed, overrides, name = gone_on_with(overrides, name)
     config = SweepConfig(overrides, name, config_dir, function)
@@ -145,8 +146,10 @@ def run_sweep(
 
 
 def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list[str], str]:
-    """(folder, overrides, config's name) of the sweep that `sweep.resume=` names; without it None,
-    and as they are."""
+    """Return (folder, overrides, config's name) of the sweep that `sweep.resume=` names.
+
+    Without that setting the folder is None, and the others are unchanged.
+    """
     parsed = [Override.parse(text) for text in overrides]
     folder = next((each.value for each in reversed(parsed) if each.key == "sweep.resume"), None)
     if not folder:
@@ -173,7 +176,7 @@ def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list
 
 
 def checked(job: Job) -> Job:
-    """The job of a trial; ConfigError for what a trial can't have."""
+    """Return the job of a trial; ConfigError for what a trial can't have."""
     if job.group == "inline":
         raise ConfigError.of("group", "inline", "a sweep runs on Ray", "group=ray")
     if job.resume == "auto":
@@ -183,8 +186,10 @@ def checked(job: Job) -> Job:
 
 
 def reopened(trial: Trial, settings: Sweep, wanted: Sequence[Objective]) -> Trial:
-    """A trial of an earlier part of the sweep: what was under way waits, and so does a failure that
-    may be retried."""
+    """Return a trial of an earlier part of the sweep, in its state at the start of this one.
+
+    A trial that was under way waits, and so does a failed one that may be retried.
+    """
     again = (
         trial.state == "failed"
         and settings.on_failure == "retry"
@@ -196,7 +201,7 @@ def reopened(trial: Trial, settings: Sweep, wanted: Sequence[Objective]) -> Tria
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """What sweep.json has beside the trials."""
+    """The content of sweep.json apart from the trials."""
 
     overrides: list[str]
     config_name: str
@@ -209,7 +214,7 @@ class SweepRecord:
     def to_json(
         self, state: str, trials: Sequence[Trial], importance: Mapping[str, float]
     ) -> Mapping[str, Any]:
-        """As plain JSON."""
+        """Return the record as plain JSON."""
         return {
             "state": state,
             "overrides": self.overrides,
@@ -227,7 +232,7 @@ class SweepRecord:
         }
 
     def command(self, trial: Trial) -> str:
-        """What to type to run a trial alone."""
+        """Return what to type to run a trial alone."""
         fixed = [
             text
             for text in self.overrides

@@ -1,10 +1,9 @@
-"""The folder of a sweep: a record of each trial, and a summary of all. Each file is whole at any
-time. (driver)
+"""The folder of a sweep: a record per trial, and a summary; every file always complete. (driver)
 
     RUNS/NAME/DATE_sweep/sweep.json     the overrides, space, state, best, and all trials
                          sweep.csv      a line for each trial
                          sweep.jsonl    events of the sweep itself: the cluster, warnings
-                         multirun.yaml  the settings, as Hydra has them
+                         multirun.yaml  the settings, in Hydra's form
                          optuna.journal with one of Optuna's samplers
                          7/trial.json   the record of trial 7, in its run folder
 
@@ -34,13 +33,13 @@ class Folder:
     """The folder of a sweep, which only this process writes to."""
 
     def __init__(self, path: Path, warn: Callable[[str], None] = lambda text: None) -> None:
-        """ConfigError: another process runs the sweep."""
+        """Lock the folder. ConfigError: another process runs the sweep."""
         self.path, self.warn = path, warn
         self._full = False
         self._lock = _locked(path)
 
     def close(self) -> None:
-        """Let another process go on with the sweep."""
+        """Allow another process to continue the sweep."""
         self._lock.close()
 
     def note(self, trial: Trial) -> None:
@@ -53,8 +52,10 @@ class Folder:
     def summarize(
         self, facts: Mapping[str, Any], trials: Sequence[Trial], keys: Sequence[str]
     ) -> None:
-        """Write sweep.json and sweep.csv. `facts`: of the sweep. `keys`: the settings that
-        differ."""
+        """Write sweep.json and sweep.csv.
+
+        `facts`: of the sweep. `keys`: the settings that differ.
+        """
         records = [trial.to_json() for trial in trials]
         self._write(
             self.path / SUMMARY, json.dumps({**facts, "trials": records}, indent=1, default=str)
@@ -102,7 +103,7 @@ def _locked(path: Path) -> IO[str]:
 
 
 def read_summary(folder: str) -> Mapping[str, Any]:
-    """sweep.json of a sweep to go on with; ConfigError if the folder has none."""
+    """Return sweep.json of a sweep to continue; ConfigError if the folder has none."""
     path = expand_home("sweep.resume", folder)
     try:
         summary: Mapping[str, Any] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
@@ -116,7 +117,10 @@ def read_summary(folder: str) -> Mapping[str, Any]:
 
 
 def read_trials(folder: Path) -> dict[int, Trial]:
-    """The trials by their records; one whose folder was deleted by the summary of the sweep."""
+    """Return the trials by their records.
+
+    A trial whose folder was deleted is read from the summary of the sweep.
+    """
     summary = (
         json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         if (folder / SUMMARY).exists()

@@ -1,5 +1,7 @@
-"""Optuna's samplers by ask and tell, its journal in the folder of the sweep; the importance of
-settings. (driver)"""
+"""Optuna's samplers by ask and tell, with a journal; the importance of settings. (driver)
+
+The journal is in the folder of the sweep.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 NUMBER = "raydist_trial"
-"""The attribute of Optuna's trials with our number: one that is taken up again after it was paused
-is told twice."""
+"""The attribute of Optuna's trials with raydist's trial number.
+
+A trial that continues after a pause is reported twice.
+"""
 PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch"), "qmc": ("scipy",)}
-"""What samplers need beside Optuna."""
+"""What samplers need besides Optuna."""
 POPULATION = 50
-"""Trials of a generation of nsga2: Optuna's default. Of few trials it would make no second
-generation."""
+"""Trials of a generation of nsga2: Optuna's default.
+
+With few trials it would make no second generation.
+"""
 
 
 def check_optuna(name: str) -> None:
@@ -40,8 +46,10 @@ def check_optuna(name: str) -> None:
 
 
 class OptunaSampler:
-    """A study of Optuna. What it has proposed is in its journal, so a sweep that is gone on with
-    gets the same."""
+    """A study of Optuna.
+
+    Its proposals are in its journal, so a sweep that is continued gets the same ones.
+    """
 
     def __init__(
         self,
@@ -51,8 +59,11 @@ class OptunaSampler:
         journal: Path,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`journal`: its file; no other process writes to it. `warn`: gets what a person should
-        know."""
+        """Open the study.
+
+        `journal`: its file; no other process writes to it. `warn`: gets what a person should
+        know.
+        """
         self._name, self._sweep, self._space, self._warn = name, sweep, space, warn
         self._wanted = objectives(sweep.objective)
         self._distributions = {key: _distribution(part) for key, part in space.parts.items()}
@@ -70,13 +81,15 @@ class OptunaSampler:
             )
 
     def propose(self, number: int) -> dict[str, str]:
-        """Optuna's proposal; for a trial that it has proposed before, the same. Random ones if the
-        disk is full."""
+        """Return Optuna's proposal; for a trial that it has proposed before, the same one.
+
+        If the disk is full, the settings are random.
+        """
         with _quiet():
             if (known := self._known(number)) is not None:
                 return self._texts(known.params)
-            # a new generator for each trial: its numbers do not depend on how often the sweep was
-            # gone on with
+            # A new generator for each trial: its numbers do not depend on how often the sweep was
+            # continued.
             self._study.sampler = _sampler(self._name, self._sweep, number)
             try:
                 trial = self._study.ask(self._distributions)
@@ -87,8 +100,10 @@ class OptunaSampler:
             return self._texts(trial.params)
 
     def tell(self, trial: Trial) -> None:
-        """A trial is paused or over. One that is paused counts as pruned; if it goes on, its end is
-        told too."""
+        """Report to Optuna that a trial is paused or over.
+
+        A paused trial counts as pruned; if it continues, its end is reported too.
+        """
         try:
             with _quiet() as optuna:
                 self._tell(trial, optuna)
@@ -126,7 +141,7 @@ class OptunaSampler:
             )
 
     def _known(self, number: int) -> FrozenTrial | None:
-        """The newest of Optuna's trials that stands for ours."""
+        """Return the newest of Optuna's trials that represents this trial of raydist."""
         found = [
             each
             for each in self._study.get_trials(deepcopy=False)
@@ -142,9 +157,11 @@ class OptunaSampler:
 
 
 def mend(journal: Path) -> None:
-    """Remove what a driver has left that was killed, or whose disk was full, in the middle of a
-    line: Optuna would read no further, and wait for the lock. Only this process writes to the
-    journal: the folder of the sweep is locked.
+    """Remove an incomplete last line of the journal, and the lock.
+
+    A driver leaves them if it was killed, or its disk was full, in the middle of a line: Optuna
+    would read no further, and wait for the lock. Only this process writes to the journal: the
+    folder of the sweep is locked.
     """
     Path(f"{journal}.lock").unlink(missing_ok=True)
     if journal.exists() and not (text := journal.read_bytes()).endswith(b"\n"):
@@ -154,8 +171,10 @@ def mend(journal: Path) -> None:
 def importance(
     space: Space, wanted: Sequence[Objective], trials: Sequence[Trial]
 ) -> dict[str, float]:
-    """How much each setting matters to the first objective, in fractions of 1; empty without Optuna
-    or few trials."""
+    """Return how much each setting matters to the first objective, in fractions of 1.
+
+    Empty without Optuna, or with few trials.
+    """
     done = [
         trial
         for trial in trials
@@ -164,10 +183,11 @@ def importance(
     if find_spec("optuna") is None or len(done) < 4 or len(space.parts) < 2:
         return {}
     distributions = {key: _distribution(part) for key, part in space.parts.items()}
+    # A side result must not fail a sweep that has ended well.
     with (
         _quiet() as optuna,
         contextlib.suppress(Exception),
-    ):  # an aside must not fail a sweep that has ended well
+    ):
         study = optuna.create_study(direction=wanted[0].direction)
         for trial in done:
             params = {key: _number(space.parts[key], text) for key, text in trial.settings.items()}
@@ -209,7 +229,7 @@ def _sampler(name: str, sweep: Sweep, number: int) -> BaseSampler:
         case "nsga2":
             population = min(POPULATION, max(4, (sweep.trials or 0) // 4))
             return samplers.NSGAIISampler(seed=seed, population_size=population)
-        case "qmc":  # one sequence for all trials: its place in it is in the journal
+        case "qmc":  # one sequence for all trials: the position in it is in the journal
             first = samplers.RandomSampler(seed=seed)
             return samplers.QMCSampler(
                 scramble=True, seed=sweep.seed % 2**32, independent_sampler=first
@@ -220,7 +240,7 @@ def _sampler(name: str, sweep: Sweep, number: int) -> BaseSampler:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[Any]:
-    """Optuna without its lines about each trial and about what is experimental."""
+    """Yield Optuna without its lines about each trial and about experimental features."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

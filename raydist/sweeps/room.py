@@ -1,8 +1,8 @@
-"""Whether the cluster has room for another trial now, and whether it can ever have it. (driver)
+"""Find out whether the cluster has room for another trial now, or can ever have it. (driver)
 
 A trial is one placement group, which Ray places as a whole or not at all: two trials never hold a
 part each. It is started only when there is room for all of it, and while every other trial has its
-place: so nodes that are free go to a trial that has lost one.
+slots: free nodes thus go to a trial that has lost one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def check_can_ever_fit(job: Job) -> None:
 
 
 def find_room(job: Job, gangs: Gangs, alone: bool) -> Job | None:
-    """The job to start now, or None. `gangs`: those of trials that have ended. `alone`: no trial is
-    under way."""
+    """Return the job to start now, or None.
+
+    `gangs`: those of trials that have ended. `alone`: no trial is under way.
+    """
     usable = drain.usable_nodes(job, connect.alive_nodes())
     request = placement.resources_for(job, usable, None)
     if gangs.has(request):
@@ -40,7 +42,7 @@ def find_room(job: Job, gangs: Gangs, alone: bool) -> Job | None:
     ]
     if nodes.room(request, free) >= len(request.bundles):
         return job
-    gangs.clear()  # they are of another size
+    gangs.clear()  # they have another size
     if alone:
         return job
     may_grow = connect.node_types() != []
@@ -48,8 +50,10 @@ def find_room(job: Job, gangs: Gangs, alone: bool) -> Job | None:
 
 
 def placed_resources() -> Mapping[str, Counter[str]]:
-    """By node, the resources of all bundles that are placed. Ray's view of free resources has them
-    a moment later."""
+    """Return by node the resources of all placed bundles.
+
+    Ray's view of free resources includes them a moment later.
+    """
     from ray.util import placement_group_table
 
     held: dict[str, Counter[str]] = defaultdict(Counter)
@@ -61,14 +65,16 @@ def placed_resources() -> Mapping[str, Counter[str]]:
 
 
 def unplaced_resources(node: Node, held: Mapping[str, Counter[str]]) -> dict[str, float]:
-    """What is free on a node, of what both views say the lesser."""
+    """Return what is free on a node: for each resource the lesser of what both views report."""
     own = held.get(node.id, Counter())
     return {key: min(node.free.get(key, 0), total - own[key]) for key, total in node.total.items()}
 
 
 def job_of_all(jobs: list[Job], parallel: int) -> Job:
-    """A job that needs as many CPUs as `parallel` of these: a Ray that is started for it has room
-    for them."""
+    """Return a job that needs as many CPUs as `parallel` of these jobs.
+
+    A Ray that is started for it has room for them.
+    """
     largest = max(jobs, key=connect.cpus_needed)
     ranks = (largest.scale.nodes or 1) * (largest.scale.per_node or 2)
     scale = replace(largest.scale, nodes=1, max_nodes=None, per_node=ranks * parallel, spares=0)

@@ -1,9 +1,9 @@
-"""(trials, rule) -> which trial goes on, which is paused or ended, and which one is next. (pure)
+"""(trials, rule) -> which trial continues, is paused or ended, and which one is next. (pure)
 
 asha is Algorithm 2 of Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning"
 (arXiv:1810.05934): a trial is promoted from a rung if it is in the best 1/reduction of those that
-have reached it. A rung is a milestone. Of few trials none may be: once all are paused, the best of
-the highest rung goes on, so that one trial finishes.
+have reached it. A rung is a milestone. With few trials there may be no such trial: once all are
+paused, the best one of the highest rung continues, so that one trial finishes.
 
 median is the rule of Golovin et al. 2017, "Google Vizier" (KDD, section 3.2.2), over all trials
 that have come as far.
@@ -19,12 +19,12 @@ from typing import Literal
 from raydist.sweeps.trial import OPEN, Objective, Trial
 
 LEAST = 3
-"""Other trials that must have reached a milestone before the median of them ends one."""
+"""Number of other trials that must reach a milestone before their median can end one."""
 
 
 @dataclass(frozen=True)
 class Prune:
-    """Who ends early."""
+    """The rule that ends trials early."""
 
     kind: str = "none"
     """none, asha or median."""
@@ -34,15 +34,17 @@ class Prune:
     reduction: int = 3
 
     def milestone(self, number: int) -> int:
-        """Steps of a milestone, from 0."""
+        """Return the steps of a milestone, counted from 0."""
         return self.first * (self.reduction**number if self.kind == "asha" else number + 1)
 
 
 def verdict(
     trials: Sequence[Trial], number: int, rule: Prune, more: bool
 ) -> Literal["go on", "pause", "end"]:
-    """What a running trial does that has just reached a milestone. `more`: trials may still be
-    proposed."""
+    """Return what a running trial that has just reached a milestone does.
+
+    `more`: trials may still be proposed.
+    """
     trial = next(each for each in trials if each.number == number)
     rung = len(trial.curve) - 1
     if rule.kind == "median":
@@ -54,8 +56,10 @@ def verdict(
 
 
 def next_trial(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
-    """The number of the next trial to run: a promoted one, else one that waits; None: propose one,
-    or there is none."""
+    """Return the number of the next trial to run: a promoted one, else one that waits.
+
+    None: propose one, or there is none.
+    """
     if rule.kind == "asha":
         for rung in range(max((len(trial.curve) for trial in trials), default=0) - 1, -1, -1):
             if paused := [
@@ -70,8 +74,10 @@ def next_trial(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
 
 
 def promotable(trials: Sequence[Trial], rung: int, rule: Prune) -> list[int]:
-    """The trials that are in the best 1/reduction of a rung and were not promoted from it yet, the
-    best first."""
+    """Return the trials in the best 1/reduction of a rung that were not yet promoted from it.
+
+    The best comes first.
+    """
     ranked = _ranked(trials, rung, rule)
     return [
         trial.number for trial in ranked[: len(ranked) // rule.reduction] if trial.passed <= rung
@@ -79,8 +85,10 @@ def promotable(trials: Sequence[Trial], rung: int, rule: Prune) -> list[int]:
 
 
 def last_resort(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
-    """The best of the highest rung, if all trials are paused or over, none has finished, and none
-    is to come."""
+    """Return the best trial of the highest rung if no other trial could finish.
+
+    That is so if all trials are paused or over, none has finished, and none is to come.
+    """
     if more or any(trial.state in (*OPEN, "finished") for trial in trials):
         return None
     paused = [trial for trial in trials if trial.state == "paused"]
@@ -89,8 +97,10 @@ def last_resort(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
 
 
 def worse_than_median(trials: Sequence[Trial], trial: Trial, rule: Prune) -> bool:
-    """Whether the best value of a trial so far is worse than the median of the others' means up to
-    here."""
+    """Report whether a trial's best value so far is worse than the median of the others' means.
+
+    The means are those up to the same milestone.
+    """
     n, cost = len(trial.curve), rule.objective.cost
     others = [
         each.curve[:n] for each in trials if each.number != trial.number and len(each.curve) >= n

@@ -19,10 +19,10 @@ class Sampler(Protocol):
     """Proposes trials in the order of their numbers."""
 
     def propose(self, number: int) -> dict[str, str]:
-        """The settings of a trial; for a number that it had before, the same."""
+        """Return the settings of a trial; the same ones for a number that it had before."""
 
     def tell(self, trial: Trial) -> None:
-        """A trial is paused or over."""
+        """Process that a trial is paused or over."""
 
 
 class Grid:
@@ -38,7 +38,7 @@ class Grid:
 
 
 class Random:
-    """Random settings, which depend on the seed and the trial's number only."""
+    """Random settings, which depend only on the seed and the trial's number."""
 
     def __init__(self, space: Space, seed: int) -> None:
         self._space, self._seed = space, seed
@@ -50,7 +50,7 @@ class Random:
 
 
 def choose_sampler(sweep: Sweep, space: Space) -> tuple[str, int]:
-    """(sampler, number of trials); ConfigError if the sampler can't do the space."""
+    """Return (sampler, number of trials); ConfigError if the sampler can't handle the space."""
     combinations, name = space.combinations, sweep.sampler
     if name == "auto":
         name = (
@@ -87,7 +87,7 @@ def choose_sampler(sweep: Sweep, space: Space) -> tuple[str, int]:
 
 
 def sampler(name: str, sweep: Sweep, space: Space, folder: Folder) -> Sampler:
-    """The sampler of this name. `folder`: of the sweep."""
+    """Return the sampler of this name. `folder`: that of the sweep."""
     if name == "grid":
         return Grid(space)
     if name == "random":

@@ -1,5 +1,7 @@
-"""Overrides in Hydra's grammar -> the space of a sweep: what is fixed, what differs, and every
-combination. (driver)"""
+"""Overrides -> the space of a sweep: what is fixed, what differs, all combinations. (driver)
+
+The overrides are in Hydra's grammar.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from raydist.settings.hydra_errors import config_errors
 from raydist.shared.errors import ConfigError
 
 CHECKED = 64
-"""Up to so many combinations of a grid are all checked before anything starts; else each value
-alone is."""
+"""Maximum number of combinations of a grid that are all checked before anything starts.
+
+In a larger grid each value is checked alone.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,14 +30,14 @@ class Choice:
     """A setting with a list of values."""
 
     values: tuple[str, ...]
-    """As in overrides."""
+    """The values as in overrides."""
 
     def draw(self, numbers: random.Random) -> str:
-        """One of them."""
+        """Return one of the values at random."""
         return numbers.choice(self.values)
 
     def ends(self) -> tuple[str, ...]:
-        """All values: each is checked before anything starts."""
+        """Return all values: each is checked before anything starts."""
         return self.values
 
 
@@ -44,16 +48,16 @@ class Interval:
     low: float
     high: float
     log: bool
-    """Drawn by its logarithm: tag(log, interval(1e-4, 1e-1))."""
+    """Whether it is drawn by its logarithm: tag(log, interval(1e-4, 1e-1))."""
     whole: bool
-    """A whole number: int(interval(8, 64))."""
+    """Whether it is a whole number: int(interval(8, 64))."""
 
     def text(self, value: float) -> str:
-        """As in overrides."""
+        """Return a value as in overrides."""
         return str(round(value)) if self.whole else repr(float(value))
 
     def draw(self, numbers: random.Random) -> str:
-        """A number in it, uniform or log-uniform."""
+        """Return a number in the interval, uniform or log-uniform."""
         low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
         if self.log:
             value = math.exp(numbers.uniform(math.log(max(low, 1e-300)), math.log(high)))
@@ -62,7 +66,7 @@ class Interval:
         return self.text(min(max(value, self.low), self.high))
 
     def ends(self) -> tuple[str, ...]:
-        """Its ends: they are checked before anything starts."""
+        """Return the ends of the interval: they are checked before anything starts."""
         return self.text(self.low), self.text(self.high)
 
 
@@ -86,22 +90,22 @@ class Space:
 
     @property
     def combinations(self) -> int | None:
-        """Number of combinations; None with an interval."""
+        """The number of combinations; None with an interval."""
         sizes = [len(part.values) for part in self.parts.values() if isinstance(part, Choice)]
         return math.prod(sizes) if len(sizes) == len(self.parts) else None
 
     def grid(self) -> Iterator[dict[str, str]]:
-        """Every combination of the choices, the last setting first."""
+        """Yield every combination of the choices; the last setting varies fastest."""
         lists = [part.ends() for part in self.parts.values()]
         return (dict(zip(self.parts, values, strict=True)) for values in itertools.product(*lists))
 
     def draw(self, seed: int, number: int) -> dict[str, str]:
-        """The random settings of a trial: always the same for this seed and number."""
+        """Return the random settings of a trial: always the same for this seed and number."""
         numbers = random.Random(f"{seed} {number}")
         return {key: part.draw(numbers) for key, part in self.parts.items()}
 
     def job(self, settings: Mapping[str, str]) -> Job:
-        """The Job with these settings, checked."""
+        """Return the checked Job with these settings."""
         own = [
             f"{self._config.overrides[key].get_key_element()}={value}"
             for key, value in settings.items()
@@ -109,8 +113,10 @@ class Space:
         return self._config.job([*self._fixed, *own])
 
     def jobs(self) -> Iterator[Job]:
-        """The Jobs to check before anything starts: all combinations, or each value and each end of
-        an interval."""
+        """Yield the Jobs to check before anything starts.
+
+        They are all combinations, or each value and each end of an interval.
+        """
         first = {key: part.ends()[0] for key, part in self.parts.items()}
         if (self.combinations or math.inf) <= CHECKED:
             yield from (self.job(settings) for settings in self.grid())

@@ -1,5 +1,4 @@
-"""What a person sees of a sweep: a live table in a terminal, a line for each change elsewhere, a
-summary. (driver)"""
+"""The screen of a sweep: a live table in a terminal, else a line per change; a summary. (driver)"""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ STYLES = {"finished": "green", "failed": "red", "paused": "dim", "ended": "dim"}
 
 
 class SweepScreen:
-    """Writes each change of a trial, and redraws the table where there is a terminal."""
+    """Writes each change of a trial, and redraws the table if there is a terminal."""
 
     def __init__(
         self, settings: Watch, wanted: Sequence[Objective], stream: TextIO | None = None
@@ -75,9 +74,9 @@ class SweepScreen:
 def table_rows(
     trials: Sequence[Trial], live: Mapping[int, WatchedTrial], wanted: Sequence[Objective]
 ) -> Iterator[list[str]]:
-    """The table: headings, the best, the trials under way, then the others, the newest first.
+    """Yield the table: headings, the best trials, those under way, then the others, newest first.
 
-    The settings come last: a terminal that is too narrow cuts them, and not the objectives.
+    The settings come last: a terminal that is too narrow cuts them off, not the objectives.
     """
     keys = list(trials[0].settings)
     leaders = best_trials(trials, wanted)
@@ -101,18 +100,18 @@ def table_rows(
 
 
 def brief(value: str) -> str:
-    """A value of a setting in few digits."""
+    """Format a value of a setting with few digits."""
     digits = value.lstrip("-").replace(".", "", 1).replace("e-", "", 1)
     return f"{float(value):.4g}" if digits.isdigit() and len(digits) > 6 else value
 
 
 def settings_text(settings: Mapping[str, str]) -> str:
-    """`optim.lr=0.01 model=mlp`."""
+    """Format settings as `optim.lr=0.01 model=mlp`."""
     return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def sweep_headline(trials: Sequence[Trial], wall_s: float, how: str) -> str:
-    """`sweep finished in 35.2 s: 12 finished, 3 paused`."""
+    """Format the headline: `sweep finished in 35.2 s: 12 finished, 3 paused`."""
     states = dict.fromkeys(trial.state for trial in trials)
     parts = [f"{sum(trial.state == state for trial in trials)} {state}" for state in states]
     return f"sweep {how} in {wall_s:.1f} s: {counted(len(trials), 'trial')}, {', '.join(parts)}"
@@ -125,8 +124,10 @@ def summary_facts(
     folder: str,
     command: Callable[[Trial], str],
 ) -> list[tuple[str, str]]:
-    """(name, value) lines. `shares`: the importance of settings. `command`: what to type for a
-    trial alone."""
+    """Return (name, value) lines.
+
+    `shares`: the importance of settings. `command`: what to type for a trial alone.
+    """
     facts = []
     for trial in best_trials(trials, wanted)[:5]:
         values = [f"{each.name} {number_text(trial.values[each.name])}" for each in wanted]

@@ -1,4 +1,4 @@
-"""A trial of a sweep: its settings, how far it is, and how it ended. Its record as JSON. (pure)"""
+"""A trial of a sweep: its settings, progress, end, and its record as JSON. (pure)"""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.events import Event
 
 State = Literal["waiting", "running", "stopped", "paused", "finished", "failed", "ended"]
-"""`paused`: worse than others at a milestone, and may still go on. `ended`: for the same reason,
-for good. `stopped`: with the sweep."""
+"""`paused`: worse than others at a milestone, but may still continue. `ended`: permanently, for the
+same reason. `stopped`: with the sweep."""
 OPEN: tuple[State, ...] = ("waiting", "running", "stopped")
-"""The states of a trial that is still to be run, or to be gone on with."""
+"""The states of a trial that is still to be run, or to be continued."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A reported number that is to become small or large."""
+    """A reported number that should become small or large."""
 
     name: str
     sign: int
@@ -34,28 +34,28 @@ class Objective:
         return "minimize" if self.sign > 0 else "maximize"
 
     def cost(self, value: float | None) -> float:
-        """The value as a cost: small is good, and no number is the worst."""
+        """Return the value as a cost: small is good, and a missing number is the worst."""
         return math.inf if value is None or math.isnan(value) else self.sign * value
 
 
 def objectives(text: str) -> tuple[Objective, ...]:
-    """Those of `sweep.objective=min:test_loss,max:accuracy`."""
+    """Return the objectives of `sweep.objective=min:test_loss,max:accuracy`."""
     parts = [each.strip().partition(":") for each in text.split(",") if each.strip()]
     return tuple(Objective(name, 1 if mode == "min" else -1) for mode, _, name in parts)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep, of which `trial.json` in its folder has all."""
+    """One run of a sweep; `trial.json` in its folder has all of it."""
 
     number: int
     settings: Mapping[str, str]
     """What differs among the trials, as in overrides: {"optim.lr": "0.01"}."""
     state: State = "waiting"
     passed: int = 0
-    """Number of milestones that it may pass: it went on after so many."""
+    """Number of milestones that the trial may pass: it continued after this many."""
     curve: Sequence[tuple[int, float]] = ()
-    """(step, objective) at each milestone that it has reached."""
+    """(step, objective) at each milestone that the trial has reached."""
     step: int = 0
     values: Mapping[str, float] = field(default_factory=dict)
     """The last value of each objective."""
@@ -63,53 +63,54 @@ class Trial:
     """The last value of each name that rank 0 reported."""
     failures: int = 0
     why: str = ""
-    """Why it failed."""
+    """Why the trial failed."""
     wall_s: float = 0.0
-    """Seconds in which it ran."""
+    """Seconds in which the trial ran."""
     dir: str = ""
     """The run folder, relative to the folder of the sweep."""
 
     def to_json(self) -> Mapping[str, Any]:
-        """The record, as plain JSON; numbers that JSON does not have become text."""
+        """Return the record as plain JSON; numbers that JSON lacks become text."""
         plain: Mapping[str, Any] = strict_json(dataclasses.asdict(self))
         return plain
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Trial:
-        """The trial of such a record."""
+        """Return the trial of such a record."""
         curve = tuple((int(step), float(value)) for step, value in plain["curve"])
-        values = {
-            name: float(value) for name, value in plain["values"].items()
-        }  # a NaN is text there
+        # A NaN is text in the record.
+        values = {name: float(value) for name, value in plain["values"].items()}
         metrics = {**plain["metrics"], **values}
         return cls(**{**plain, "curve": curve, "values": values, "metrics": metrics})
 
     def reached(self, step: int, value: float) -> Trial:
-        """The trial at its next milestone."""
+        """Return the trial at its next milestone."""
         return dataclasses.replace(self, curve=(*self.curve, (step, value)))
 
 
 class WatchedTrial:
-    """Reads the events of a trial: its step, its values, the milestones that it reaches. In the
-    trial's thread."""
+    """Reads a trial's events: its step, its values, the milestones that it reaches.
+
+    It runs in the trial's thread.
+    """
 
     def __init__(self, wanted: Sequence[Objective]) -> None:
         self.step = 0
         self.metrics: dict[str, Any] = {}
         """The last value of each name that rank 0 reported."""
         self.settled = False
-        """All ranks have a place, and none is being restarted."""
+        """Whether all ranks have slots, and none is being restarted."""
         self.waiting = False
-        """It waits for resources."""
+        """Whether the trial waits for resources."""
         self._wanted = wanted
 
     @property
     def values(self) -> dict[str, float]:
-        """The last value of each objective."""
+        """Return the last value of each objective."""
         return values_of(self._wanted, self.metrics)
 
     def add(self, happened: Event) -> bool:
-        """Take in an event; whether it is a report of the first objective at a step."""
+        """Process an event; return whether it is a report of the first objective at a step."""
         self.waiting = happened["kind"] == "wait"
         match happened["kind"]:
             case "plan" | "restarted" | "placed":
@@ -127,14 +128,16 @@ class WatchedTrial:
 
 
 def values_of(wanted: Sequence[Objective], metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The objectives among these metrics that are numbers."""
+    """Return the objectives among these metrics that are numbers."""
     found = {each.name: metrics.get(each.name) for each in wanted}
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
 def unreported_objective(trial: Trial, wanted: Sequence[Objective]) -> ConfigError | None:
-    """What is wrong if a trial has finished without reporting an objective: it names what the job
-    reports."""
+    """Return the error if a trial has finished without reporting an objective.
+
+    It names what the job reports.
+    """
     for each in wanted:
         if each.name not in trial.values:
             known = sorted(trial.metrics.keys() - {*PROGRESS_NAMES})
@@ -148,8 +151,11 @@ def unreported_objective(trial: Trial, wanted: Sequence[Objective]) -> ConfigErr
 
 
 def best_trials(trials: Sequence[Trial], wanted: Sequence[Objective]) -> list[Trial]:
-    """The best finished trial; with several objectives those that no other is better than in all
-    (the Pareto front)."""
+    """Return the best finished trial.
+
+    With several objectives they are those that no other is better than in all (the Pareto
+    front).
+    """
     done = [
         trial
         for trial in trials
