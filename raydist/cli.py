@@ -34,7 +34,7 @@ COMMANDS = (
     Command("warm", "tools.warm", "list the fork servers that wait for the next run"),
     Command("horovod", "tools.horovod", "build Horovod for the installed torch"),
 )
-"""In the order in which a person meets them."""
+"""The commands in the order in which a person meets them."""
 OVERVIEW = f"""\
 raydist {__version__} runs a training program on every GPU of a Ray cluster.
 
@@ -52,13 +52,16 @@ raydist {__version__} runs a training program on every GPU of a Ray cluster.
 
 
 def overview() -> str:
-    """The text of `raydist --help`."""
+    """Return the text of `raydist --help`."""
     rows = [f"    {command.name:<11}{command.help}" for command in COMMANDS]
     return OVERVIEW.format(commands="\n".join(rows))
 
 
 def select(words: list[str]) -> tuple[Command, list[str]]:
-    """The subcommand and its arguments. Settings or flags without a subcommand are for train."""
+    """Return the subcommand and its arguments.
+
+    Settings or flags without a subcommand are for train.
+    """
     commands = {command.name: command for command in COMMANDS}
     first = words[0]
     if first in commands:
@@ -81,9 +84,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     if os.getcwd() not in sys.path:
-        sys.path.insert(
-            0, os.getcwd()
-        )  # `python -m` finds modules there; a console script does not
+        # `python -m` finds modules in the current folder; a console script does not.
+        sys.path.insert(0, os.getcwd())
     sys.argv[1:] = arguments
     if "COMP_LINE" in os.environ:
         complete_command()
@@ -92,8 +94,10 @@ def main() -> int:
 
 
 def complete_command() -> None:
-    """Complete the command's name for the shell, and leave the rest of the line to Hydra, which
-    knows the settings."""
+    """Complete the command's name for the shell, and leave the rest of the line to Hydra.
+
+    Hydra knows the settings.
+    """
     program, _, rest = os.environ["COMP_LINE"].partition(" ")
     first, space, settings = rest.partition(" ")
     names = [command.name for command in COMMANDS]

@@ -1,5 +1,7 @@
-"""`python -m raydist.train`, the command `raydist`: command line -> Job -> run -> exit code.
-(driver)"""
+"""The command `raydist train`: command line -> Job -> run -> exit code. (driver)
+
+`python -m raydist.train` is the same.
+"""
 
 from __future__ import annotations
 
@@ -76,14 +78,14 @@ _run_dir = ""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of exiting."""
+    """A parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def train_parser() -> Parser:
-    """The flags; all other arguments are overrides."""
+    """Return the parser of the flags; all other arguments are overrides."""
     # Hydra's parser cannot be used: Python 3.14 rejects one of its help texts, and it stops at
     # flags between overrides.
     parser = Parser(prog="raydist train", add_help=False, allow_abbrev=False)
@@ -94,7 +96,7 @@ def train_parser() -> Parser:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags and the overrides; ConfigError for an unknown flag."""
+    """Return the flags and the overrides; ConfigError for an unknown flag."""
     typed, unknown = train_parser().parse_known_intermixed_args(list(argv))
     if wrong := [text for text in unknown if text.startswith("-")]:
         flags = [name for names, _ in FLAGS for name in names if name.startswith("--")]
@@ -122,13 +124,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. The exit code: 0, 1 if the run failed, 2 for a wrong setting, 128+n
-    after signal n."""
+    """Run the command line.
+
+    The exit code: 0, 1 if the run failed, 2 for a wrong setting, 128+n after signal n.
+    """
     entered = time.time()
     if argv is None and os.getcwd() not in sys.path:
-        sys.path.insert(
-            0, os.getcwd()
-        )  # the command `raydist` finds the modules that `python -m raydist.train` finds
+        # The command `raydist` must find the modules that `python -m raydist.train` finds.
+        sys.path.insert(0, os.getcwd())
     try:
         typed = parse_arguments(sys.argv[1:] if argv is None else argv)
         if typed.time:  # before all others: exit handlers run in reverse order
@@ -148,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_error(error: RaydistError) -> int:
-    """Print an error, unless the run's summary has shown it. Returns the exit code."""
+    """Print an error, unless the run's summary has shown it. Return the exit code."""
     if error.facts.get("unexpected") and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)
     elif not isinstance(error, RunFailed | Stopped):
@@ -157,8 +160,10 @@ def print_error(error: RaydistError) -> int:
 
 
 def warn_of_secrets(overrides: Sequence[str]) -> None:
-    """Print a warning if secrets were typed: a run's files don't have them, but this process's
-    command line has."""
+    """Print a warning if secrets were typed.
+
+    A run's files don't contain them, but this process's command line does.
+    """
     from raydist.settings.references import names_of_secrets
 
     if names := names_of_secrets(overrides):
@@ -172,15 +177,17 @@ def warn_of_secrets(overrides: Sequence[str]) -> None:
 
 
 def show_time(entered: float) -> None:
-    """Print where the time of this process went, which is about to end. `entered`: when main() was
-    called."""
+    """Print where the time of this process went, just before it ends.
+
+    `entered`: when main() was called.
+    """
     from raydist.reporting.command_time import time_line
 
     print(time_line(Path(_run_dir), entered), flush=True)
 
 
 def run_command(typed: argparse.Namespace) -> None:
-    """One of: help, show, complete in the shell, one run, a sweep."""
+    """Run one of: help, show, completion in the shell, one run, a sweep."""
     if not (typed.help or typed.cfg or typed.info or typed.shell_completion):
         from raydist.settings.mesh import check_words
 
@@ -215,12 +222,11 @@ def run_command(typed: argparse.Namespace) -> None:
 
 
 def show_settings(loader: Loader, typed: argparse.Namespace) -> None:
-    """--cfg and --info, which Hydra prints."""
+    """Run --cfg and --info, which Hydra prints."""
     from raydist.settings import compose
 
-    compose.to_job(
-        loader.load(typed.overrides, typed.config_name)
-    )  # raises ConfigError for wrong settings
+    # This raises ConfigError for wrong settings.
+    compose.to_job(loader.load(typed.overrides, typed.config_name))
     hydra, overrides = compose.hydra_app(loader), loader.translate(typed.overrides)
     if typed.cfg:
         hydra.show_cfg(typed.config_name, overrides, typed.cfg, typed.package, typed.resolve)
@@ -229,7 +235,7 @@ def show_settings(loader: Loader, typed: argparse.Namespace) -> None:
 
 
 def run_every_combination(typed: argparse.Namespace) -> None:
-    """A sweep over a grid, which ends with the first run that fails."""
+    """Run a sweep over a grid, which ends with the first run that fails."""
     from raydist.sweeps.flow import run_sweep
 
     try:
@@ -242,7 +248,7 @@ def run_every_combination(typed: argparse.Namespace) -> None:
 
 
 def run_composed(job: Job) -> None:
-    """One run, in the folder that Hydra has created for it."""
+    """Run a job in the folder that Hydra has created for it."""
     with uncollected():
         from raydist.flow import run_job
 
@@ -251,7 +257,7 @@ def run_composed(job: Job) -> None:
     try:
         run_job(job)
     except RaydistError as error:
-        # not an Exception: Hydra would print this error in its own way
+        # Not an Exception: Hydra would print this error in its own way.
         raise SystemExit(print_error(error)) from None
     except Exception:
         traceback.print_exc()
@@ -259,7 +265,7 @@ def run_composed(job: Job) -> None:
 
 
 def entry_point() -> NoReturn:
-    """The command `raydist`."""
+    """Run the command `raydist`."""
     run_to_the_end(main)
 
 
