@@ -58,9 +58,8 @@ def open_mpi_5(hosts: int, interface: str) -> list[str]:
     settings = {
         "plm_ssh_agent": "{agent}",
         "plm_ssh_no_tree_spawn": "1",  # otherwise daemons call the agent on their own hosts
-        "plm_ssh_num_concurrent": str(
-            max(128, hosts)
-        ),  # with fewer than hosts it waits for agents that never end
+        # With fewer than `hosts`, mpirun waits for agents that never end.
+        "plm_ssh_num_concurrent": str(max(128, hosts)),
         "prte_do_not_resolve": "1",
         # PRRTE 3.0.11 does not understand a network (a.b.c.d/n) here; each agent puts in its host's
         # interface name.

@@ -74,9 +74,8 @@ class _References:
         self._given: dict[str, object] = {}
 
     def __call__(self, name: str, value: Any) -> str:
-        name = re.sub(
-            r"[^\w.-]", "_", name
-        )  # the characters that OmegaConf's grammar allows in a reference
+        # OmegaConf's grammar allows only these characters in a reference.
+        name = re.sub(r"[^\w.-]", "_", name)
         more = (f"{name}.{number}" for number in itertools.count(2))
         own = next(
             each for each in itertools.chain([name], more) if self._given.get(each, value) == value

@@ -1,36 +1,34 @@
-"""Commands beside train: `python -m raydist.tools.NAME`. (driver)
+"""The commands besides train: `python -m raydist.tools.NAME`. (driver)
 
-Each gets the same overrides as `python -m raydist.train`.
+Each takes the same overrides as `python -m raydist.train`.
 
-    bandwidth.py          `python -m raydist.tools.bandwidth`: measures collectives on the ranks
-                          that a job would have
+    bandwidth.py          The command `raydist bandwidth`: measure collectives on the ranks of a job
     bandwidth_figures.py  Times -> algorithm and bus bandwidth, schedule of pairs, slow nodes and
                           pairs, verdict
-    bandwidth_plot.py     Bus bandwidth over message size as an SVG, without a plotting library,
-                          which would be larger than raydist
-    bandwidth_ranks.py    The part of tools.bandwidth that runs in each rank: checks every operation
-                          once, then times it
-    command_line.py       Command lines of the tools: flags anywhere between overrides, exit codes,
-                          errors in raydist's form
-    doctor.py             `python -m raydist.tools.doctor`: tests whether the nodes and the network
-                          can run the job
+    bandwidth_plot.py     Bus bandwidth over message size as an SVG, without a plotting library
+    bandwidth_ranks.py    The part of tools.bandwidth in each rank: check each operation once, then
+                          time it
+    command_line.py       Command lines of the tools: flags between overrides, exit codes, raydist's
+                          errors
+    doctor.py             The command `raydist doctor`: test whether nodes and network can run the
+                          job
     doctor_findings.py    The doctor's measurements -> findings, each with a fix
-    doctor_report.py      The doctor's report: a table of nodes and checks, the findings with their
-                          fixes, a verdict
+    doctor_report.py      The doctor's report: a table of nodes and checks, findings with fixes, a
+                          verdict
     doctor_rounds.py      The doctor's checks in order; each sends one request to all nodes at once
     horovod.py            `python -m raydist.tools.horovod`: `build` builds Horovod for the
                           installed torch, `check` tests it
-    horovod_build.py      Patches and builds Horovod's source distribution for the installed torch
-    launch.py             `python -m raydist.tools.launch`: takes torchrun's command line, and runs
-                          on the nodes of a Ray cluster
-    plan.py               `python -m raydist.tools.plan`: prints where ranks would run and with
-                          which variables; starts nothing
-    submit.py             `python -m raydist.tools.submit`: submits a job to a running Ray cluster,
-                          and shows its log
-    sweep.py              `python -m raydist.tools.sweep`: runs a job with many settings, side by
-                          side, the bad ones ended early
-    warm.py               `python -m raydist.tools.warm`: lists the fork servers that stay on the
-                          nodes for the next run
-    watch.py              `python -m raydist.tools.watch`: the page of a run or a sweep: its folder,
-                          its storage, a Ray job's id
+    horovod_build.py      Patch and build Horovod's source distribution for the installed torch
+    launch.py             The command `raydist launch`: torchrun's command line on the nodes of a
+                          Ray cluster
+    plan.py               The command `raydist plan`: print where ranks would run and with which
+                          variables
+    submit.py             The command `raydist submit`: submit a job to a running Ray cluster, show
+                          its log
+    sweep.py              The command `raydist sweep`: run a job with many settings, ending bad
+                          trials early
+    warm.py               The command `raydist warm`: list the fork servers that nodes keep for the
+                          next run
+    watch.py              The command `raydist watch`: the page of a run or sweep, by folder,
+                          storage or job id
 """

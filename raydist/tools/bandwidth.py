@@ -1,5 +1,7 @@
-"""`python -m raydist.tools.bandwidth`: measures collectives on the ranks that a job would have.
-(driver)"""
+"""The command `raydist bandwidth`: measure collectives on the ranks of a job. (driver)
+
+`python -m raydist.tools.bandwidth` is the same.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,10 @@ class Measurement:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. The exit code: 0; 1 if the run failed or a result was wrong; 2 for a wrong
-    setting."""
+    """Measure and print.
+
+    The exit code: 0; 1 if the run failed or a result was wrong; 2 for a wrong setting.
+    """
 
     def bandwidth() -> int:
         typed = parse_arguments(sys.argv[1:] if argv is None else argv)
@@ -70,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags, checked, and the overrides."""
+    """Return the checked flags, and the overrides."""
     parser = ToolParser("bandwidth", DESCRIPTION)
     parser.add_argument(
         "--ops", metavar="A,B", default=",".join(OPS), help=f"only these of: {', '.join(OPS)}"
@@ -158,7 +162,7 @@ def gather_rows(done: Result[RankMeasurement]) -> Measurement:
 
 
 def measured_as_data(measured: Measurement) -> dict[str, Any]:
-    """The measurement for --json and bandwidth.json."""
+    """Return the measurement for --json and bandwidth.json."""
     nodes, pairs = figures.slow(measured.matrix) if measured.matrix else ([], [])
     names = measured.names
     return {
@@ -178,7 +182,7 @@ def measured_as_data(measured: Measurement) -> dict[str, Any]:
 
 
 def measured_as_text(measured: Measurement) -> Iterator[str]:
-    """The measurement as lines."""
+    """Yield the measurement as lines."""
     yield from wording.table(figures.as_table(measured.rows, measured.backend))
     if measured.matrix:
         yield "\neach pair, both directions at once"
@@ -191,7 +195,7 @@ def measured_as_text(measured: Measurement) -> Iterator[str]:
 
 
 def verdict_lines(measured: Measurement) -> Iterator[str]:
-    """The measured bandwidth compared with the rate of the ports; none if the rate is not known."""
+    """Compare the measured bandwidth with the rate of the ports; no line if the rate is unknown."""
     rate = port_rate(measured)
     reduced = [
         row.busbw for row in measured.rows if row.op == "all_reduce" and row.time_us is not None
@@ -203,8 +207,10 @@ def verdict_lines(measured: Measurement) -> Iterator[str]:
 
 
 def port_rate(measured: Measurement) -> float:
-    """GB/s of the ports in use on the slowest node; 0 if it is not known, or if there is only one
-    node."""
+    """Return the GB/s of the ports in use on the slowest node.
+
+    0 if it is unknown, or if there is only one node.
+    """
     rates = [float(node.get("rate", 0.0)) for node in measured.network.get("nodes", [])]
     return min(rates) if len(rates) > 1 else 0.0
 

@@ -26,9 +26,9 @@ OPS = (
 SHARED = ("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
 """Operations whose size counts the shares of all ranks together."""
 SLOW = 0.7
-"""A pair or node is slow below this part of the median."""
+"""A pair or node is slow below this fraction of the median."""
 PASS, WARN = 0.8, 0.5
-"""Parts of the port's rate: PASS from the first, WARN from the second, FAIL below."""
+"""Fractions of the port's rate: PASS from the first, WARN from the second, FAIL below."""
 
 Pair = tuple[int, int]
 
@@ -40,7 +40,7 @@ class RankRow(TypedDict):
     size: int
     """Bytes."""
     seconds: float | None
-    """Of one call; None if the backend lacks the operation."""
+    """Seconds of one call; None if the backend lacks the operation."""
     wrong: int
     """Wrong elements."""
 
@@ -59,9 +59,10 @@ class Row:
 
     op: str
     size: int
-    """Bytes, as nccl-tests counts them: for the operations in SHARED, of all ranks together."""
+    """Bytes, as nccl-tests counts them: for the operations in SHARED, those of all ranks
+    together."""
     time_us: float | None
-    """Of one call on the slowest rank; None if the backend lacks the operation."""
+    """Microseconds of one call on the slowest rank; None if the backend lacks the operation."""
     algbw: float = 0.0
     """GB/s (1e9 bytes): size / time."""
     busbw: float = 0.0
@@ -71,7 +72,7 @@ class Row:
 
 
 def row(op: str, size: int, seconds: float | None, wrong: int, ranks: int) -> Row:
-    """The figures of one measurement.
+    """Return the figures of one measurement.
 
     Source: nccl-tests, doc/PERFORMANCE.md, and the getBw of each of its src/*.cu.
     """
@@ -82,21 +83,23 @@ def row(op: str, size: int, seconds: float | None, wrong: int, ranks: int) -> Ro
 
 
 def factor(op: str, ranks: int) -> float:
-    """busbw / algbw."""
+    """Return busbw / algbw."""
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if op in SHARED else 1.0
 
 
 def elements(op: str, size: int, ranks: int) -> int:
-    """Number of float32 elements of a message of about `size` bytes: at least one, and equal
-    shares, for each rank."""
+    """Return the number of float32 elements of a message of about `size` bytes.
+
+    For each rank there is at least one, and the shares are equal.
+    """
     count = max(1, size // 4)
     return max(ranks, count // ranks * ranks) if op in SHARED else count
 
 
 def message_sizes(low: int, high: int, by: float) -> list[int]:
-    """Sizes in bytes from `low` to at most `high`, each `by` times the previous one."""
+    """Return sizes in bytes from `low` to at most `high`, each `by` times the previous one."""
     sizes = [low]
     while math.floor(sizes[-1] * by) <= high:
         sizes.append(math.floor(sizes[-1] * by))
@@ -104,7 +107,7 @@ def message_sizes(low: int, high: int, by: float) -> list[int]:
 
 
 def in_bytes(flag: str, text: str) -> int:
-    """The bytes of `64M`; K, M and G are powers of 1024, as in nccl-tests."""
+    """Return the bytes of `64M`; K, M and G are powers of 1024, as in nccl-tests."""
     match = re.fullmatch(r"(\d+)([KMG]?)i?B?", text, re.IGNORECASE)
     if not match or int(match[1]) == 0:
         digits = re.match(r"[1-9]\d*", text)
@@ -114,10 +117,10 @@ def in_bytes(flag: str, text: str) -> int:
 
 
 def rounds(n: int) -> list[list[Pair]]:
-    """All pairs of n in rounds, in each of which no one is in two pairs (round-robin tournament,
-    circle method).
+    """Return all pairs of n in rounds; no member is in two pairs of a round.
 
-    An even n takes n-1 rounds; an odd n takes n, and one pauses in each.
+    The method is the circle method of a round-robin tournament. An even n takes n-1 rounds; an odd
+    n takes n, and one member pauses in each.
     """
     circle: list[int | None] = [*range(n), *([None] if n % 2 else [])]
     schedule = []
@@ -131,14 +134,14 @@ def rounds(n: int) -> list[list[Pair]]:
 
 
 def slow(matrix: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
-    """The slow nodes, and the slow pairs among the other nodes.
+    """Return the slow nodes, and the slow pairs among the other nodes.
 
     A node is judged by its best pair: one slow node of three makes two of three pairs slow, and
     with them the median.
     """
     every = sorted({node for pair in matrix for node in pair})
     best = {node: max(speed for pair, speed in matrix.items() if node in pair) for node in every}
-    # with two nodes the measurement does not show which one is slow
+    # With two nodes the measurement does not show which one is slow.
     usual = statistics.median(best.values()) if len(every) > 2 else 0.0
     nodes = [node for node in every if best[node] < SLOW * usual]
     rest = {pair: speed for pair, speed in matrix.items() if not set(pair) & set(nodes)}
@@ -147,7 +150,7 @@ def slow(matrix: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
 
 
 def bandwidth_verdict(measured: float, possible: float) -> str:
-    """`11.2 of 12.5 GB/s, 90%: PASS`.
+    """Format a verdict: `11.2 of 12.5 GB/s, 90%: PASS`.
 
     The share may exceed 100%: two nodes may reduce by a tree, which sends less than the ring that
     busbw assumes.
@@ -158,7 +161,7 @@ def bandwidth_verdict(measured: float, possible: float) -> str:
 
 
 def size_text(size: float) -> str:
-    """`64M`."""
+    """Format a size as `64M`."""
     for unit in ("", "K", "M"):
         if size < 1024:
             return f"{size:.4g}{unit}"
@@ -167,7 +170,7 @@ def size_text(size: float) -> str:
 
 
 def as_table(rows: Sequence[Row], backend: str) -> list[list[str]]:
-    """A table of the rows; the first row is its headings."""
+    """Return a table of the rows; the first row is its headings."""
     head = ["op", "size", "time us", "algbw GB/s", "busbw GB/s", "wrong"]
     return [head, *(_cells(each, backend) for each in rows)]
 
@@ -188,7 +191,7 @@ def _cells(of: Row, backend: str) -> list[str]:
 
 
 def as_matrix(matrix: Mapping[Pair, float], names: Sequence[str]) -> list[list[str]]:
-    """A table with the GB/s of every pair: a row and a column for each node."""
+    """Return a table with the GB/s of every pair: a row and a column for each node."""
 
     def cell(a: int, b: int) -> str:
         return "-" if a == b else f"{matrix[min(a, b), max(a, b)]:.3f}"
@@ -200,7 +203,7 @@ def as_matrix(matrix: Mapping[Pair, float], names: Sequence[str]) -> list[list[s
 
 
 def slow_lines(matrix: Mapping[Pair, float], names: Sequence[str]) -> Iterator[str]:
-    """A line for each slow node and pair."""
+    """Yield a line for each slow node and pair."""
     nodes, pairs = slow(matrix)
     usual = statistics.median(speed for pair, speed in matrix.items() if not set(pair) & set(nodes))
     for node in nodes:

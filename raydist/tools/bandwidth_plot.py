@@ -1,5 +1,7 @@
-"""Bus bandwidth over message size as an SVG, without a plotting library, which would be larger than
-raydist. (pure)"""
+"""Bus bandwidth over message size as an SVG, without a plotting library. (pure)
+
+Such a library would be larger than raydist.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ COLOURS = (
 
 
 def plot(rows: Sequence[Row]) -> str:
-    """A line for each operation; both axes logarithmic."""
+    """Draw a line for each operation; both axes are logarithmic."""
     shown = [row for row in rows if row.busbw > 0]
     parts = ['<rect width="100%" height="100%" fill="white"/>']
     if shown:
@@ -66,7 +68,7 @@ def plot(rows: Sequence[Row]) -> str:
 
 
 def span(values: Sequence[float]) -> tuple[int, int]:
-    """The nearest integers below and above the values; they always differ."""
+    """Return the nearest integers below and above the values; they always differ."""
     low = math.floor(min(values))
     return low, max(low + 1, math.ceil(max(values)))
 

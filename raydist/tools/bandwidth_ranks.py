@@ -1,5 +1,4 @@
-"""The part of tools.bandwidth that runs in each rank: checks every operation once, then times it.
-(rank side)"""
+"""The part of tools.bandwidth in each rank: check each operation once, then time it. (rank side)"""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Case:
     rank: int
     ranks: int
     count: int
-    """Elements of the whole message."""
+    """Number of elements of the whole message."""
     device: torch.device
 
     @property
@@ -43,13 +42,15 @@ class Case:
         return self.count // self.ranks
 
     def given(self, rank: int, count: int | None = None) -> torch.Tensor:
-        """A rank's input: small whole numbers, so that sums are exact in float32. Shape
-        (count,)."""
+        """Return a rank's input: small whole numbers, so that sums are exact in float32.
+
+        Shape (count,).
+        """
         ramp = torch.arange(self.count if count is None else count, device=self.device) % 13
         return (ramp + rank + 1).float()
 
     def mine(self, numbers: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a whole message."""
+        """Return this rank's share of a whole message."""
         return numbers[self.rank * self.share : (self.rank + 1) * self.share]
 
     def empty(self, count: int) -> torch.Tensor:
@@ -57,7 +58,7 @@ class Case:
 
 
 def expected(op: str, case: Case) -> torch.Tensor | None:
-    """The correct result on this rank; None if it gets none."""
+    """Return the correct result on this rank; None if it gets none."""
     every = range(case.ranks)
     match op:
         case "sendrecv":
@@ -86,13 +87,13 @@ def expected(op: str, case: Case) -> torch.Tensor | None:
 
 
 def sum_of(case: Case) -> torch.Tensor:
-    """The sum of all ranks' inputs."""
+    """Return the sum of all ranks' inputs."""
     first = case.given(0)
     return first * case.ranks + case.ranks * (case.ranks - 1) / 2
 
 
 def with_torch(op: str, case: Case) -> Call:
-    """An operation of torch.distributed; its tensors are allocated here."""
+    """Return an operation of torch.distributed; its tensors are allocated here."""
     mine = case.given(case.rank, case.share if op in ("all_gather", "gather") else case.count)
     whole, part = case.empty(case.count), case.empty(case.share)
     root = case.rank == 0
@@ -129,7 +130,7 @@ def exchange(to: int, source: int, mine: torch.Tensor, got: torch.Tensor) -> Non
 
 
 def with_horovod(op: str, case: Case) -> Call:
-    """An operation of Horovod; NotImplementedError if it lacks the operation."""
+    """Return an operation of Horovod; NotImplementedError if it lacks the operation."""
     import horovod.torch as hvd
 
     mine = case.given(case.rank, case.share if op == "all_gather" else case.count)
@@ -162,8 +163,10 @@ def measure_operations(
     warmup: int,
     pairs: bool = False,
 ) -> RankMeasurement:
-    """Measure all operations at all sizes on this rank, and with `pairs` its pairs. `sizes`: in
-    bytes."""
+    """Measure all operations at all sizes on this rank, and with `pairs` its pairs.
+
+    `sizes`: in bytes.
+    """
     me, barrier = context.rank(), _barrier(config)
     rows: list[RankRow] = []
     for op in ops:
@@ -192,15 +195,17 @@ def measure_operations(
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether this error means that the backend lacks the operation."""
+    """Report whether this error means that the backend lacks the operation."""
     return isinstance(error, NotImplementedError) or any(
         text in str(error).lower() for text in MISSING
     )
 
 
 def check_operation(op: str, case: Case, call: Call) -> int:
-    """Run the operation once; the number of wrong elements. It zeroes the result: repeated sums
-    would overflow."""
+    """Run the operation once; return the number of wrong elements.
+
+    The result is zeroed: repeated sums would overflow.
+    """
     got, right = call(), expected(op, case)
     if got is None or right is None:
         return 0
@@ -212,8 +217,10 @@ def check_operation(op: str, case: Case, call: Call) -> int:
 def timed(
     call: Call, iters: int, warmup: int, barrier: Callable[[], Any], device: torch.device
 ) -> float:
-    """Mean seconds of one call on this rank. On a GPU by CUDA events, because NCCL's calls are
-    asynchronous."""
+    """Return the mean seconds of one call on this rank.
+
+    On a GPU CUDA events measure it, because NCCL's calls are asynchronous.
+    """
     for _ in range(warmup):
         call()
     barrier()
@@ -246,7 +253,7 @@ def _barrier(job: Job) -> Callable[[], Any]:
 
 
 def pair_ranks() -> list[int]:
-    """The ranks that measure pairs: the first of each node; with only one node, all ranks."""
+    """Return the ranks that measure pairs: the first of each node; with a single node, all."""
     me = context.rank()
     every = [torch.zeros(1, device=me.device) for _ in range(me.world_size)]
     dist.all_gather(every, torch.tensor([float(me.node_rank)], device=me.device))
@@ -256,8 +263,10 @@ def pair_ranks() -> list[int]:
 
 
 def measure_pairs(size: int, iters: int, warmup: int) -> list[tuple[int, int, float]]:
-    """(rank, rank, GB/s in each direction) of this rank's pairs; the pairs of a round run at the
-    same time."""
+    """Return (rank, rank, GB/s in each direction) of this rank's pairs.
+
+    The pairs of a round run at the same time.
+    """
     me, ranks = context.rank(), pair_ranks()
     mine, got = torch.zeros(size // 4, device=me.device), torch.zeros(size // 4, device=me.device)
     speeds = []

@@ -1,5 +1,4 @@
-"""Command lines of the tools: flags anywhere between overrides, exit codes, errors in raydist's
-form. (driver)"""
+"""Command lines of the tools: flags between overrides, exit codes, raydist's errors. (driver)"""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from raydist.train import Parser, print_error, warn_of_secrets
 class ToolParser(Parser):
     """The parser of `raydist NAME [flags] [overrides]`; errors are ConfigErrors.
 
-    `remainder`: all arguments after the first override are for another program, also those that
-    look like flags.
+    `remainder`: all arguments after the first override are for another program, including those
+    that look like flags.
     """
 
     def __init__(self, name: str, description: str, remainder: bool = False) -> None:
@@ -33,12 +32,15 @@ class ToolParser(Parser):
         )
 
     def positional(self, metavar: str, help: str) -> None:
-        """The command takes no overrides but this."""
+        """Replace the overrides by this argument."""
         (action,) = (action for action in self._actions if action.dest == "overrides")
         action.metavar, action.help = metavar, help
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The flags and `overrides`; ConfigError for an unknown flag, SystemExit after --help."""
+        """Return the flags and `overrides`.
+
+        ConfigError: an unknown flag. SystemExit: after --help.
+        """
         parse = self.parse_known_args if self._remainder else self.parse_known_intermixed_args
         typed, unknown = parse(list(argv))
         if wrong := [text for text in unknown if text.startswith("-")]:
@@ -59,7 +61,7 @@ class ToolParser(Parser):
 
 
 def run_tool(command: Callable[[], int]) -> int:
-    """Run a command; its exit code, or that of the error that it raised."""
+    """Run a command; return its exit code, or that of the error that it raised."""
     try:
         return command()
     except RaydistError as error:
@@ -69,7 +71,7 @@ def run_tool(command: Callable[[], int]) -> int:
 
 
 def number(flag: str, text: str, low: float, high: float = 1e9, whole: bool = False) -> float:
-    """The value of a flag; ConfigError unless it is a number from `low` to `high`."""
+    """Return the value of a flag; ConfigError unless it is a number from `low` to `high`."""
     try:
         value = float(int(text) if whole else float(text))
     except ValueError:

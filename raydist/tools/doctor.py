@@ -1,8 +1,7 @@
-"""`python -m raydist.tools.doctor`: tests whether the nodes and the network can run the job.
-(driver)
+"""The command `raydist doctor`: test whether nodes and network can run the job. (driver)
 
-It places the job's worker group and runs checks in its agents. It starts no rank and leaves nothing
-behind.
+`python -m raydist.tools.doctor` is the same. It places the job's worker group and runs checks in
+its agents. It starts no rank and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -47,8 +46,10 @@ TIMEOUT_S = 3.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Test and report. The exit code: 0, 1 if something would break the job, 2 for a wrong
-    setting."""
+    """Test and report.
+
+    The exit code: 0, 1 if something would break the job, 2 for a wrong setting.
+    """
 
     def doctor() -> int:
         parser = ToolParser("doctor", DESCRIPTION)
@@ -71,8 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine_cluster(job: Job, timeout: float) -> Report:
-    """Run all checks. ConfigError if raydist.train would refuse the job; other launch failures
-    become findings."""
+    """Run all checks.
+
+    ConfigError: raydist.train would refuse the job. Other launch failures become findings.
+    """
     backends.check_installed(job.backend.name)
     report = Report()
     with (
@@ -95,7 +98,7 @@ def examine_cluster(job: Job, timeout: float) -> Report:
 
 @contextlib.contextmanager
 def checked_group(job: Job, events: Events) -> Iterator[WorkerGroup]:
-    """The worker group that raydist.train would start."""
+    """Open the worker group that raydist.train would start."""
     if connect.settle_group(job).group == "inline":
         node = inline.inline_node(job)
         request = placement.resources_for(job, [node])
@@ -112,8 +115,10 @@ def checked_group(job: Job, events: Events) -> Iterator[WorkerGroup]:
 
 @contextlib.contextmanager
 def trial_folder(job: Job, report: Report) -> Iterator[Path]:
-    """A temporary folder beside the run folder; a finding, and a folder elsewhere, if it can't be
-    made there."""
+    """Yield a temporary folder next to the run folder.
+
+    If it can't be created there, add a finding and yield a folder elsewhere.
+    """
     parent = next(folder for folder in Path(job.dir).absolute().parents if folder.is_dir())
     with contextlib.ExitStack() as stack:
         try:
@@ -133,16 +138,16 @@ def trial_folder(job: Job, report: Report) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def storage_probe(job: Job, report: Report) -> Iterator[str]:
-    """A file in the job's storage, removed at the end; empty without storage, or with a finding.
+    """Yield a file in the job's storage, removed at the end.
 
-    ConfigError: the storage can't be right.
+    Empty without storage, or with a finding. ConfigError: the storage can't be right.
     """
     if not job.storage:
         yield ""
         return
     object_store.check_url("storage", job.storage)
     place = object_store.parse_path(job.storage)
-    if not isinstance(place, Remote):  # a run makes the folder, the doctor leaves nothing
+    if not isinstance(place, Remote):  # a run creates the folder; the doctor leaves nothing behind
         place = next(folder for folder in (place, *place.parents) if folder.is_dir())
     probe = place / f".raydist-doctor-{secrets.token_hex(4)}"
     try:

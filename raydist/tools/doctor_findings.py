@@ -14,15 +14,19 @@ from raydist.network.finding import Finding
 from raydist.shared.rank_names import HOSTS_NAMED, joined_names
 
 FAR_S = 0.01
-"""A longer round trip than any network of one site has."""
+"""A longer round trip than that of any network of a single site."""
 SKEW_S = 0.5
-"""With a larger difference of clocks the order of events, and the root cause of a failure, would be
-wrong."""
+"""Above this difference of clocks, the order of events would be wrong.
+
+So would the root cause of a failure.
+"""
 SLOW_LOOKUP_S = 2.0
-"""A longer look-up waited for a name server; with the shortest timeout of resolv.conf(5) it waits 1
-s."""
+"""A longer look-up waited for a name server.
+
+With the shortest timeout of resolv.conf(5) it waits 1 s.
+"""
 LINES = 8
-"""Most findings about pairs of one kind."""
+"""Maximum number of findings about pairs of one kind."""
 
 CHECKS = {
     "launch": "Ray can place the worker group, and its agents start and answer",
@@ -51,7 +55,7 @@ class Host:
 
     name: str
     address: str
-    """Its training address."""
+    """The node's training address."""
     interface: str
 
 
@@ -59,7 +63,10 @@ Pairs = Collection[tuple[int, int]]
 
 
 def check_answers(step: str, nodes_by_error: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
-    """Nodes whose agent did not answer in a step. `nodes_by_error`: {error: names of nodes}."""
+    """Find nodes whose agent did not answer in a step.
+
+    `nodes_by_error`: {error: names of nodes}.
+    """
     for error, names in nodes_by_error.items():
         text = f"{joined_names(names)} did not complete the doctor's step '{step}': {error}"
         fix = (
@@ -72,8 +79,10 @@ def check_answers(step: str, nodes_by_error: Mapping[str, Sequence[str]]) -> Ite
 def check_rendezvous(
     hosts: Sequence[Host], errors: Sequence[str | None], port: int
 ) -> Iterator[Finding]:
-    """Nodes that can't reach the store. `errors`: by node, empty if it reached the store, None if
-    it gave no answer."""
+    """Find nodes that can't reach the store.
+
+    `errors`: by node, empty if it reached the store, None if it gave no answer.
+    """
     first = hosts[0]
     for why in sorted({why for why in errors if why}):
         bad = tuple(host.name for host, error in zip(hosts, errors, strict=True) if error == why)
@@ -109,8 +118,10 @@ FIXES = {
 
 
 def check_peers(hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]) -> Iterator[Finding]:
-    """Pairs that don't connect, or lose long packets. `trips`: by caller, then by called; None: no
-    answer."""
+    """Find pairs that don't connect, or lose long packets.
+
+    `trips`: by caller, then by called; None: no answer.
+    """
     bad: dict[tuple[str, str], set[tuple[int, int]]] = {}
     for caller, row in enumerate(trips):
         for index, trip in enumerate(row or ()):
@@ -174,7 +185,7 @@ def _biggest_first(line: tuple[frozenset[int], bool, list[int]]) -> tuple[int, i
 def peer_line(
     hosts: Sequence[Host], callers: Sequence[int], called: Sequence[int], both: bool
 ) -> str:
-    """`host1 (10.0.0.1) <-> host2 (10.0.0.2)`."""
+    """Format a connection as `host1 (10.0.0.1) <-> host2 (10.0.0.2)`."""
     if callers == called:
         return (
             f"{'all nodes' if len(called) == len(hosts) else side(hosts, called)}, from each "
@@ -184,7 +195,7 @@ def peer_line(
 
 
 def side(hosts: Sequence[Host], nodes: Sequence[int]) -> str:
-    """One end of a connection: a node with its address, or several nodes."""
+    """Describe one end of a connection: a node with its address, or several nodes."""
     if len(nodes) == 1:
         return f"{hosts[nodes[0]].name} ({hosts[nodes[0]].address})"
     if len(nodes) == len(hosts) - 1 and len(nodes) > HOSTS_NAMED:
@@ -195,8 +206,10 @@ def side(hosts: Sequence[Host], nodes: Sequence[int]) -> str:
 def suspects(
     hosts: Sequence[Host], callers: Sequence[int], called: Sequence[int]
 ) -> tuple[str, ...]:
-    """The nodes that are probably at fault: the end with fewer nodes; both ends if they are
-    equal."""
+    """Return the nodes that are probably at fault.
+
+    They are the end with fewer nodes; both ends if they are equal.
+    """
     ends = sorted((callers, called), key=len)
     nodes = ends[0] if len(ends[0]) < len(ends[1]) else sorted({*callers, *called})
     return tuple(hosts[node].name for node in nodes)
@@ -205,7 +218,7 @@ def suspects(
 def check_latency(
     hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]
 ) -> Iterator[Finding]:
-    """Pairs with a long round trip."""
+    """Find pairs with a long round trip."""
     far = {
         (caller, called)
         for caller, row in enumerate(trips)
@@ -232,7 +245,7 @@ def check_latency(
 def check_clocks(
     hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]
 ) -> Iterator[Finding]:
-    """Nodes whose clock differs from the median, as the first node that answered measured it."""
+    """Find nodes whose clock differs from the median, measured by the first node that answered."""
     row = next((row for row in trips if row), ())
     ahead = [trip.ahead_s for trip in row if trip.kind in ("fine", "stalled")]
     for host, trip in zip(hosts, row, strict=False):
@@ -251,8 +264,10 @@ def check_clocks(
 def check_loaded_libraries(
     hosts: Sequence[Host], replies: Sequence[Mapping[str, Mapping[str, Any]] | None]
 ) -> Iterator[Finding]:
-    """Nodes where gloo or NCCL can't start, or would use another interface. `replies`: by node, of
-    node.dryrun."""
+    """Find nodes where gloo or NCCL can't start, or would use another interface.
+
+    `replies`: by node, of node.dryrun.
+    """
     for host, reply in zip(hosts, replies, strict=True):
         for name, answer in (reply or {}).items():
             variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}[name]
@@ -267,7 +282,7 @@ def check_loaded_libraries(
                 loopback = all(
                     ipaddress.ip_address(address).is_loopback for address in answer["addresses"]
                 )
-                # nodes differ in their addresses; the interface's name folds them into one finding
+                # Nodes differ in their addresses; the interface's name folds them into one finding.
                 if not loopback:
                     where = answer.get("interface", "another interface")
                 level = "fail" if loopback and len(hosts) > 1 else "warn"
@@ -285,10 +300,10 @@ def check_imports(
     errors: Sequence[Mapping[str, str]],
     packages: Mapping[str, Sequence[str]],
 ) -> Iterator[Finding]:
-    """Modules that a rank would fail to import.
+    """Find modules that a rank would fail to import.
 
     `errors`: by node, {module: error}. `packages`: by top-level module, the packages of this
-    machine that bring it. The name of a module is often not that of its package, and may be
+    machine that provide it. The name of a module is often not that of its package, and may be
     somebody else's package.
     """
     for name in sorted({name for of_node in errors for name in of_node}):
@@ -310,7 +325,7 @@ def check_imports(
 
 
 def check_shm(hosts: Sequence[Host], errors: Sequence[str | None]) -> Iterator[Finding]:
-    """Nodes whose /dev/shm can't be written. `errors`: by node, empty if it can."""
+    """Find nodes whose /dev/shm can't be written. `errors`: by node, empty if it can."""
     fix = (
         "start the container with --shm-size=8g (Kubernetes: an emptyDir with medium: Memory "
         "on /dev/shm)"
@@ -323,8 +338,10 @@ def check_shm(hosts: Sequence[Host], errors: Sequence[str | None]) -> Iterator[F
 def check_hostnames(
     hosts: Sequence[Host], resolved: Sequence[Sequence[str] | None]
 ) -> Iterator[Finding]:
-    """Hosts whose own name resolves to no address that others reach. `resolved`: by node, the
-    name's addresses."""
+    """Find hosts whose own name resolves to no address that others reach.
+
+    `resolved`: by node, the name's addresses.
+    """
     for host, addresses in zip(hosts, resolved, strict=True):
         loopback = [
             address for address in addresses or () if ipaddress.ip_address(address).is_loopback
@@ -345,8 +362,10 @@ def check_hostnames(
 
 
 def check_lookups(hosts: Sequence[Host], seconds: Sequence[float | None]) -> Iterator[Finding]:
-    """Nodes where looking up the name of another's address takes long. `seconds`: by node; None if
-    it did not reply."""
+    """Find nodes where looking up the name of another node's address takes long.
+
+    `seconds`: by node; None if it did not reply.
+    """
     slow = [
         (host.name, took)
         for host, took in zip(hosts, seconds, strict=True)
@@ -369,14 +388,16 @@ def check_lookups(hosts: Sequence[Host], seconds: Sequence[float | None]) -> Ite
 
 
 SAME = ("raydist", "torch", "ray", "python")
-"""Packages whose versions must be equal on all nodes; of Python's only major and minor, which
-pickle depends on."""
+"""Packages whose versions must be equal on all nodes.
+
+For Python only major and minor count, on which pickle depends.
+"""
 
 
 def compare_versions(
     hosts: Sequence[Host], versions: Sequence[Mapping[str, str]]
 ) -> Iterator[Finding]:
-    """Nodes with another version than most. `versions`: by node, {name: version}."""
+    """Find nodes with a version different from most. `versions`: by node, {name: version}."""
     for name in SAME:
         have = [of_node.get(name, "") for of_node in versions]
         installed = [version for version in have if version]
@@ -399,7 +420,7 @@ def compare_versions(
 
 
 def _same_version(name: str, version: str, nodes: Sequence[str]) -> str:
-    """What to type on nodes that have another version of a package, or of Python."""
+    """Return what to type on nodes that have another version of a package, or of Python."""
     public, _, build = version.partition("+")
     if name == "python":
         return f"the same image on every node, with Python {version}"
@@ -418,8 +439,10 @@ def _same_version(name: str, version: str, nodes: Sequence[str]) -> str:
 def check_storage_seen(
     hosts: Sequence[Host], errors: Sequence[Mapping[str, str] | None], storage: str
 ) -> Iterator[Finding]:
-    """Nodes that can't see the storage. `errors`: by node, empty if it can; None if it gave no
-    answer."""
+    """Find nodes that can't see the storage.
+
+    `errors`: by node, empty if it can; None if it gave no answer.
+    """
     for why in sorted({text for of_node in errors for text in (of_node or {}).values()}):
         bad = tuple(
             host.name
@@ -437,7 +460,7 @@ def check_storage_seen(
 def check_run_folder(
     hosts: Sequence[Host], sees: Sequence[bool | None], folder: str
 ) -> Iterator[Finding]:
-    """Nodes that don't see the run folder. `sees`: by node; None if it gave no answer."""
+    """Find nodes that don't see the run folder. `sees`: by node; None if it gave no answer."""
     without = tuple(host.name for host, seen in zip(hosts, sees, strict=True) if seen is False)
     if without:
         yield Finding(

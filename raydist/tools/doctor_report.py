@@ -1,5 +1,4 @@
-"""The doctor's report: a table of nodes and checks, the findings with their fixes, a verdict.
-(driver)"""
+"""The doctor's report: a table of nodes and checks, findings with fixes, a verdict. (driver)"""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ STATES = ("ok", *SHOWN.values())
 COLOURS = {"ok": "green", "note": "cyan", "warn": "yellow", "FAIL": "bold red", "": ""}
 ROWS_SHOWN = 16
 FINDINGS_SHOWN = 12
-"""Most findings of one level that are shown; --json has all."""
+"""Maximum number of findings of one level that are shown; --json has all."""
 
 
 class NetworkData(TypedDict):
@@ -41,21 +40,21 @@ class NetworkData(TypedDict):
 
 @dataclass
 class Report:
-    """The checks that were made, and their findings."""
+    """The checks that were run, and their findings."""
 
     hosts: Sequence[Host] = ()
     summary: str = ""
     """Ranks, nodes, backend, network: one line."""
     gpus: bool = False
     checks: dict[str, list[Finding]] = field(default_factory=dict)
-    """Findings by check, for each check that was made; empty for a check that passed."""
+    """Findings by check, for each check that was run; empty for a check that passed."""
     trips: Sequence[Sequence[Trip] | None] = ()
     """Connections by caller, then by called node; None for a caller that did not answer."""
     took_s: float = 0.0
-    """Seconds that all calls from every node to every other took."""
+    """Total seconds of the calls from every node to every other node."""
 
     def passed(self, check: str) -> None:
-        """Record that a check was made."""
+        """Record that a check was run."""
         self.checks.setdefault(check, [])
 
     def add(self, check: str, *findings: Finding) -> None:
@@ -74,7 +73,7 @@ class Report:
         )
 
     def measured(self, trips: Sequence[Sequence[Trip] | None], took_s: float) -> None:
-        """Record the calls from every node to every other."""
+        """Record the calls from every node to every other node."""
         self.trips, self.took_s = trips, took_s
 
     @property
@@ -84,7 +83,7 @@ class Report:
 
     @property
     def made(self) -> list[str]:
-        """The checks that were made, in the order of CHECKS: causes before their effects."""
+        """The checks that were run, in the order of CHECKS: causes before their effects."""
         order = [*CHECKS]
         return sorted(
             self.checks, key=lambda check: order.index(check) if check in order else len(order)
@@ -92,17 +91,17 @@ class Report:
 
     @property
     def broken(self) -> bool:
-        """Whether the job would fail, or run otherwise than its settings say."""
+        """Whether the job would fail, or run in another way than its settings specify."""
         return any(finding.level == "fail" for finding in self.findings)
 
     def state(self, check: str, host: Host) -> str:
-        """`ok`, or the worst level of this check's findings for this node."""
+        """Return `ok`, or the worst level of this check's findings for this node."""
         levels = [f.level for f in self.checks[check] if host.name in f.nodes or not f.nodes]
         return SHOWN[max(levels, key=LEVELS.index)] if levels else "ok"
 
     @property
     def verdict(self) -> str:
-        """The report in one line."""
+        """Return the report in one line."""
         failed = [
             check
             for check in self.made
@@ -120,7 +119,7 @@ class Report:
 
 
 def round_trips(report: Report) -> list[tuple[float, str, str]]:
-    """(seconds, caller, called) of every call that succeeded."""
+    """Return (seconds, caller, called) of every call that succeeded."""
     return [
         (trip.rtt_s, report.hosts[caller].name, report.hosts[called].name)
         for caller, row in enumerate(report.trips)
@@ -130,7 +129,7 @@ def round_trips(report: Report) -> list[tuple[float, str, str]]:
 
 
 def report_as_data(report: Report) -> dict[str, Any]:
-    """The report for --json."""
+    """Return the report for --json."""
     return {
         "ok": not report.broken,
         "verdict": report.verdict,
@@ -146,7 +145,7 @@ def report_as_data(report: Report) -> dict[str, Any]:
 
 
 def network_data(report: Report) -> NetworkData | None:
-    """Median and longest round trip; None if no call succeeded."""
+    """Return the median and longest round trip; None if no call succeeded."""
     trips = sorted(round_trips(report))
     if not trips:
         return None
@@ -161,7 +160,7 @@ def network_data(report: Report) -> NetworkData | None:
 
 
 def show_report(report: Report, as_json: bool) -> None:
-    """Print the report, on a terminal with colours."""
+    """Print the report, with colours on a terminal."""
     if as_json:
         print(json.dumps(report_as_data(report), indent=2))
         return
@@ -183,7 +182,7 @@ def show_report(report: Report, as_json: bool) -> None:
 
 
 def rich_table(table: Sequence[Sequence[str]]) -> Table:
-    """The rows as a table of rich, with colours."""
+    """Return the rows as a table of rich, with colours."""
     from rich.table import Table
     from rich.text import Text
 
@@ -196,7 +195,7 @@ def rich_table(table: Sequence[Sequence[str]]) -> Table:
 
 
 def header_lines(report: Report, width: int) -> Iterator[str]:
-    """The job, the round trips, and the checks that passed on all nodes."""
+    """Yield the job, the round trips, and the checks that passed on all nodes."""
     if report.summary:
         yield f"job   {report.summary}"
     if network := network_data(report):
@@ -212,7 +211,7 @@ def header_lines(report: Report, width: int) -> Iterator[str]:
 
 
 def finding_lines(report: Report, width: int) -> Iterator[str]:
-    """Each finding, and its fix."""
+    """Yield each finding, and its fix."""
     for level in reversed(LEVELS):
         findings = [finding for finding in report.findings if finding.level == level]
         for finding in findings[:FINDINGS_SHOWN]:
@@ -229,7 +228,7 @@ def finding_lines(report: Report, width: int) -> Iterator[str]:
 
 
 def finding_text(report: Report, finding: Finding) -> str:
-    """`gloo on host1, host2: text`, without hosts that the text names itself."""
+    """Format a finding as `gloo on host1, host2: text`, without hosts that the text names."""
     named = not finding.nodes or any(node in finding.text for node in finding.nodes)
     everywhere = len(finding.nodes) == len(report.hosts)
     where = (
@@ -239,7 +238,7 @@ def finding_text(report: Report, finding: Finding) -> str:
 
 
 def wrapped(head: str, text: str, width: int) -> list[str]:
-    """Text beside its heading, wrapped between words, so that commands can be copied."""
+    """Wrap text next to its heading between words, so that commands can be copied."""
     return textwrap.wrap(
         text,
         max(60, min(120, width)),
@@ -251,8 +250,10 @@ def wrapped(head: str, text: str, width: int) -> list[str]:
 
 
 def rows(report: Report) -> list[list[str]]:
-    """A table of nodes and checks, without checks that passed everywhere. Equal nodes share a row,
-    the worst first."""
+    """Return a table of nodes and checks, without checks that passed everywhere.
+
+    Equal nodes share a row, the worst first.
+    """
     shown = [check for check in report.made if report.checks[check]]
     if not shown or not report.hosts:
         return []

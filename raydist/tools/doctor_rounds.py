@@ -30,10 +30,12 @@ Reply = TypeVar("Reply")
 
 ANSWER_S = 60.0
 TRY_S = 300.0
-"""Longest wait for gloo and NCCL to be replies out: torch comes from a cold network file system
-once for each."""
+"""Longest wait for gloo and NCCL to be tried out.
+
+For each of them torch is loaded once from a cold network file system.
+"""
 TRIED = {"gloo": ("gloo",), "nccl": ("gloo", "nccl"), "horovod": ("nccl",)}
-"""Backend -> libraries to try. Horovod's own gloo can't be replies without ranks."""
+"""Backend -> libraries to try. Horovod's own gloo can't be tried without ranks."""
 
 
 class Rounds:
@@ -42,8 +44,10 @@ class Rounds:
     def __init__(
         self, job: Job, group: WorkerGroup, report: Report, timeout: float, probe: str = ""
     ) -> None:
-        """`probe`: a file in the job's storage, which every node has to see; empty without
-        storage."""
+        """Prepare the checks.
+
+        `probe`: a file in the job's storage, which every node must see; empty without storage.
+        """
         self._job = job
         self._probe = probe
         self._group = group
@@ -53,7 +57,7 @@ class Rounds:
         self._facts = [group.facts[lead.rank] for lead in self._leads]
         names = [lead.node.host for lead in self._leads]
         self._hosts = [
-            # two raylets on one machine, or pods that all have one name
+            # Host names may be equal: two raylets on one machine, or pods that all have one name.
             Host(
                 name if names.count(name) == 1 else f"{name}/{lead.node.ip}",
                 facts.address,
@@ -79,7 +83,10 @@ class Rounds:
     def _ask(
         self, step: str, requests: Sequence[Request[Reply]], extra: float = 0.0
     ) -> list[Reply | None]:
-        """The reply of each node to its request; None and a finding for a node without a reply."""
+        """Return the reply of each node to its request.
+
+        A node without a reply yields None and a finding.
+        """
         patience = ANSWER_S + extra
         calls = [
             self._group.call(lead.rank, request)
@@ -101,8 +108,10 @@ class Rounds:
         return replies
 
     def _check_facts(self) -> None:
-        """The checks that need only facts. A job without GPUs does not use RDMA: its passed checks
-        are not listed."""
+        """Run the checks that need only facts.
+
+        A job without GPUs does not use RDMA: its passed checks are not listed.
+        """
         for check in CHECKS if self._report.gpus else ():
             self._report.passed(check)
         for finding in checks_node.findings(self._job, self._group.plan, self._group.facts):
@@ -151,7 +160,7 @@ class Rounds:
             self._report.add("lookup", *doctor_findings.check_lookups(self._hosts, lookups))
 
     def _check_storage(self) -> None:
-        """Have each node look for a file in the storage, with the job's credentials."""
+        """Make each node look for a file in the storage, with the job's credentials."""
         request = FindUnreachablePaths({"storage": self._probe}, self._job.env)
         errors = self._ask("storage", [request] * len(self._hosts), CHECK_S)
         storage = self._probe.rpartition("/")[0]

@@ -38,7 +38,8 @@ except (ImportError, AttributeError):
 cuda, gpu = torch.version.cuda or "", torch.cuda.is_available()
 print(json.dumps({"torch": torch.__version__, "cuda": cuda, "gpu": gpu, "nccl": nccl}))
 """
-"""Runs in its own process, because the driver does not import torch."""
+"""The program that reads these facts in its own process, because the driver does not import
+torch."""
 
 CHECK = """
 import sys, torch
@@ -60,7 +61,7 @@ class Installed:
 
     torch: str
     cuda: str
-    """The CUDA version that it was built with; empty: none."""
+    """The CUDA version that torch was built with; empty: none."""
     gpu: bool
     nccl: str
     """The folder of torch's NCCL."""
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The subcommand and its flags."""
+    """Return the subcommand and its flags."""
     parser = Parser(prog="raydist horovod", description=__doc__.split(" (")[0])
     commands = parser.add_subparsers(dest="do", required=True)
     commands.add_parser("check", help="run an all-reduce on two ranks of this machine")
@@ -101,7 +102,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def build_command(typed: argparse.Namespace) -> str:
-    """Build a wheel or take it from the cache, install it and check it; the result as text."""
+    """Build a wheel or take it from the cache, install and check it; return the result as text."""
     recipe = choose_recipe(installed_versions(), cpu=typed.cpu, cuda=typed.cuda, mpi=typed.mpi)
     if installed() == recipe.version and not typed.again:
         return f"Horovod {recipe.version} is installed already: {check_command()}"
@@ -132,15 +133,14 @@ def make(recipe: Recipe, shelf: Path, jobs: int) -> Path:
     show(f"building in {folder}")
     built = horovod_build.build_wheel(recipe, folder, jobs, show)
     show.end()
-    built.replace(
-        wheel := shelf / built.name
-    )  # atomic: of two builds at once the last one's wheel stays
+    # This is atomic: of two builds at once, the wheel of the last one stays.
+    built.replace(wheel := shelf / built.name)
     shutil.rmtree(folder)
     return wheel
 
 
 def installed_versions() -> Installed:
-    """Facts about the torch of this environment."""
+    """Return facts about the torch of this environment."""
     done = subprocess.run(
         [sys.executable, "-c", FACTS], capture_output=True, text=True, check=False
     )
@@ -153,8 +153,11 @@ def installed_versions() -> Installed:
 
 
 def choose_recipe(facts: Installed, *, cpu: bool, cuda: bool, mpi: bool) -> Recipe:
-    """The build to make. By default with NCCL if this machine has a GPU and all build tools for it,
-    else for CPUs."""
+    """Return the build to make.
+
+    By default it has NCCL if this machine has a GPU and all build tools for it, else it is for
+    CPUs.
+    """
     plain = Recipe(torch=facts.torch, mpi=mpi)
     if cpu or not (cuda or facts.gpu):
         return plain
@@ -184,7 +187,7 @@ def choose_recipe(facts: Installed, *, cpu: bool, cuda: bool, mpi: bool) -> Reci
 
 
 def toolkit() -> str:
-    """The folder of a complete CUDA toolkit; empty without one. nvcc alone is not complete."""
+    """Return the folder of a complete CUDA toolkit (more than nvcc); empty without one."""
     on_path = shutil.which("nvcc")
     beside = str(Path(on_path).resolve().parent.parent) if on_path else ""
     for home in filter(None, (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda", beside)):
@@ -196,7 +199,7 @@ def toolkit() -> str:
 
 
 def release(home: str) -> str:
-    """The version of a CUDA toolkit, from its nvcc."""
+    """Return the version of a CUDA toolkit, from its nvcc."""
     text = subprocess.run(
         [f"{home}/bin/nvcc", "--version"], capture_output=True, text=True, check=False
     ).stdout
@@ -210,7 +213,7 @@ def has_nccl(folder: str) -> bool:
 
 
 def missing_programs(recipe: Recipe) -> list[str]:
-    """Tools that the build needs and this machine lacks, each with the command that installs it."""
+    """Return tools that the build needs and this machine lacks, each with its install command."""
     needs = {
         "a C++20 compiler (apt-get install g++)": shutil.which(os.environ.get("CXX", "c++")),
         f"Python's own headers (apt-get install "
@@ -227,7 +230,7 @@ def missing_programs(recipe: Recipe) -> list[str]:
 
 
 def metadata_of(package: str) -> str:
-    """The version of a package; empty if it is not installed."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -235,25 +238,29 @@ def metadata_of(package: str) -> str:
 
 
 def installed() -> str:
-    """The installed version of Horovod; a build of raydist names in it the torch that it was built
-    against."""
+    """Return the installed version of Horovod.
+
+    A build of raydist names in it the torch that it was built against.
+    """
     return metadata_of("horovod")
 
 
 def cache() -> Path:
-    """The folder for wheels: RAYDIST_CACHE, or ~/.cache/raydist."""
+    """Return the folder for wheels: RAYDIST_CACHE, or ~/.cache/raydist."""
     return Path(os.environ.get(env_names.CACHE) or Path.home() / ".cache" / "raydist")
 
 
 def jobs() -> int:
-    """Number of parallel compilers: each needs up to 2 GiB for torch's headers."""
+    """Return the number of parallel compilers: each needs up to 2 GiB for torch's headers."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     return max(1, min(os.cpu_count() or 1, int(memory / 2)))
 
 
 def check_command() -> str:
-    """Run an all-reduce on two ranks of this machine; Horovod's features as text. LaunchError if it
-    fails."""
+    """Run an all-reduce on two ranks of this machine; return Horovod's features as text.
+
+    LaunchError: it failed.
+    """
     from raydist.node.rendezvous_http import serving
 
     if not installed():
@@ -287,7 +294,10 @@ def check_command() -> str:
 
 
 def judge(ranks: Sequence[subprocess.Popen[str]], patience: float = 120.0) -> str:
-    """The output of rank 0 once all ranks have ended without an error. `patience`: seconds."""
+    """Return the output of rank 0 once all ranks have ended without an error.
+
+    `patience`: seconds.
+    """
     until = time.monotonic() + patience
     try:
         outputs = [rank.communicate(timeout=max(1.0, until - time.monotonic())) for rank in ranks]

@@ -1,4 +1,4 @@
-"""Patches and builds Horovod's source distribution for the installed torch. (driver)
+"""Patch and build Horovod's source distribution for the installed torch. (driver)
 
 0.28.1 is Horovod's last release (June 2023). It requires C++14 and a Python with distutils, and it
 takes any nvcc for a CUDA toolkit. PATCHES corrects that.
@@ -25,8 +25,10 @@ SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 REVISION = 4
 """The version of PATCHES: another version makes another wheel."""
 TOOLS = ("cmake==3.31.6", "ninja==1.13.0", "setuptools==80.9.0", "wheel==0.45.1", "packaging==25.0")
-"""The build tools, installed into a separate folder. CMake 4 refuses the old CMake files of
-gloo."""
+"""The build tools, installed into a separate folder.
+
+CMake 4 refuses the old CMake files of gloo.
+"""
 
 PATCHES = (
     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
@@ -75,7 +77,7 @@ PATCHES = (
         "global_ranks_.resize(size_);",
     ),
     # Every collective uses a process set, and process sets ignored HOROVOD_GLOO_IFACE: they used
-    # the host name's address, which is 127.0.1.1 on a Debian.
+    # the host name's address, which is 127.0.1.1 on Debian.
     (
         "horovod/common/gloo/gloo_context.cc",
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
@@ -92,8 +94,10 @@ PATCHES = (
     ("setup.py", "setup_requires=require_list if is_build_action() else []", "setup_requires=[]"),
     ("setup.py", "require_list.append('cffi>=1.4.0')", "pass"),
 )
-"""(file, text, replacement). If a text is missing, the source is another one than these patches
-expect."""
+"""(file, text, replacement).
+
+If a text is missing, the source is not the one that these patches expect.
+"""
 
 Tell = Callable[[str], None]
 
@@ -103,7 +107,7 @@ class Recipe:
     """The options of a build."""
 
     torch: str
-    """The version of torch, as in 2.15.0+cu132."""
+    """The version of torch, such as 2.15.0+cu132."""
     cuda: str = ""
     """The folder of the CUDA toolkit; empty for a build for CPUs."""
     nccl: str = ""
@@ -125,7 +129,7 @@ class Recipe:
         return f"{VERSION}+{self.stamp}"
 
     def environment(self) -> dict[str, str]:
-        """The variables that Horovod's setup.py and CMake read."""
+        """Return the variables that Horovod's setup.py and CMake read."""
         chosen = {
             "HOROVOD_LOCAL_VERSION": self.stamp,
             "HOROVOD_WITH_PYTORCH": "1",
@@ -147,8 +151,10 @@ class Recipe:
 
 
 def build_wheel(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
-    """Build the wheel in an empty `folder`. LaunchError: it failed; the text has the errors of the
-    compiler."""
+    """Build the wheel in an empty `folder`.
+
+    LaunchError: it failed; the text has the errors of the compiler.
+    """
     tools = folder / "tools"
     tell("fetching cmake, ninja and the source")
     pip("install", "--target", str(tools), *TOOLS)
@@ -170,7 +176,7 @@ def build_wheel(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
         "HOROVOD_CMAKE": str(tools / "cmake" / "data" / "bin" / "cmake"),
         "CMAKE_GENERATOR": "Ninja",
         "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs),
-        # whatever it says: its being there keeps setup.py from handing -j8 to ninja
+        # Whatever its value, its presence keeps setup.py from passing -j8 to ninja.
         "MAKEFLAGS": "-j",
     }
     compile_wheel(source, env, folder / "build.log", tell)
@@ -178,23 +184,27 @@ def build_wheel(recipe: Recipe, folder: Path, jobs: int, tell: Tell) -> Path:
 
 
 def nccl_libraries(root: Path) -> list[Path]:
-    """The shared libraries of NCCL below `root`, libnccl.so first if it exists."""
+    """Return the shared libraries of NCCL below `root`, libnccl.so first if it exists."""
     return sorted(
         found for pattern in ("lib*", "lib*/*") for found in root.glob(f"{pattern}/libnccl.so*")
     )
 
 
 def link_nccl(root: Path, folder: Path) -> Path:
-    """A folder with libnccl.so. The NCCL that torch installs has only libnccl.so.2, which a linker
-    does not find."""
+    """Create and return a folder with libnccl.so.
+
+    The NCCL that torch installs has only libnccl.so.2, which a linker does not find.
+    """
     folder.mkdir()
     (folder / "libnccl.so").symlink_to(nccl_libraries(root)[0])
     return folder
 
 
 def pip(*arguments: str, path: Path | None = None) -> None:
-    """Run pip of this Python; print its output only if it fails. `path`: a folder of packages for
-    its PYTHONPATH."""
+    """Run pip of this Python; print its output only if it fails.
+
+    `path`: a folder of packages for its PYTHONPATH.
+    """
     quiet = {
         "PIP_QUIET": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -225,7 +235,7 @@ def unpack_source(archive: Path, folder: Path) -> Path:
             f"{archive} is not Horovod {VERSION}: its sha256 is {found}, not {SHA256}"
         )
     with tarfile.open(archive) as tar:
-        # Python 3.10 and 3.11 have filters from 3.10.12 and 3.11.4 on; Debian 12 has 3.11.2
+        # Python 3.10 and 3.11 have filters from 3.10.12 and 3.11.4 on; Debian 12 has 3.11.2.
         tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
         tar.extractall(folder)
     return folder / f"horovod-{VERSION}"
@@ -266,7 +276,7 @@ def compile_wheel(source: Path, env: Mapping[str, str], log: Path, tell: Tell) -
 
 
 def complaint(log: Path) -> str:
-    """The first errors in the log of a build, or its last lines."""
+    """Return the first errors in the log of a build, or its last lines."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     wrong = [
         line

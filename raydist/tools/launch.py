@@ -1,5 +1,7 @@
-"""`python -m raydist.tools.launch`: takes torchrun's command line, and runs on the nodes of a Ray
-cluster. (driver)"""
+"""The command `raydist launch`: torchrun's command line on the nodes of a Ray cluster. (driver)
+
+`python -m raydist.tools.launch` is the same.
+"""
 
 from __future__ import annotations
 

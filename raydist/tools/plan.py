@@ -1,5 +1,7 @@
-"""`python -m raydist.tools.plan`: prints where ranks would run and with which variables; starts
-nothing. (driver)"""
+"""The command `raydist plan`: print where ranks would run and with which variables. (driver)
+
+It starts nothing. `python -m raydist.tools.plan` is the same.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ class ClusterView:
     source: str
     """Where the nodes come from, as text."""
     address: str = ""
-    """Of the running Ray cluster; empty without one."""
+    """The address of the running Ray cluster; empty without one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,11 +120,10 @@ def show_plan(job: Job, as_json: bool) -> None:
 
 
 def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
-    """Bytes on each rank for a model in shards that `model=` names, by what for; empty if that is
-    not known here.
+    """Return the bytes on each rank for a model in shards that `model=` names, by purpose.
 
-    A process of its own computes it: it needs torch, and the model's class. ConfigError: the model
-    cannot be divided.
+    Empty if that is unknown here. A separate process computes it: it needs torch, and the model's
+    class. ConfigError: the model cannot be divided.
     """
     if not divides(job.parallel) or "_target_" not in job.model:
         return {}
@@ -143,8 +144,11 @@ def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
 
 
 def division(job: Job, shape: MeshShape, memory: Mapping[str, int]) -> Iterator[str]:
-    """`mesh pp 2 x …`, and `memory parameters 1.00 + gradients 1.00 + adamw 2.00 = 4.00 GiB on each
-    rank, …`."""
+    """Yield the lines about the mesh and the memory of a rank.
+
+    They are `mesh pp 2 x …`, and `memory parameters 1.00 + gradients 1.00 + adamw 2.00 = 4.00 GiB
+    on each rank, …`.
+    """
     if divides(job.parallel):
         sharded = f"replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp}"
         yield f"mesh pp {shape.pp} x {sharded}"
@@ -167,7 +171,7 @@ def division(job: Job, shape: MeshShape, memory: Mapping[str, int]) -> Iterator[
 
 
 def view_cluster(job: Job) -> ClusterView:
-    """The nodes of the running Ray cluster; if no Ray runs, this machine as Ray would see it."""
+    """Return the nodes of the running Ray cluster, else this machine as Ray would see it."""
     if job.group == "inline":
         return ClusterView([inline.inline_node(job)], [], "this machine, without Ray")
     if address := connect.running_address():
@@ -182,7 +186,7 @@ def view_cluster(job: Job) -> ClusterView:
             hosts = [node.host for node in nodes if node.id in drained]
             leaving = f"; Ray drains {', '.join(hosts)}" if hosts else ""
             source = f"the Ray cluster at {address} ({counted(len(nodes), 'node')}{leaving})"
-            # Ray places nothing on a drained node: a job that counts on it waits for another one
+            # Ray places nothing on a drained node: a job that counts on it waits for another one.
             usable = drain.usable_nodes(job, nodes)
             nodes = [replace(node, free={}) if node.id in drained else node for node in usable]
             return ClusterView(nodes, types, source, address)
@@ -199,7 +203,7 @@ def view_cluster(job: Job) -> ClusterView:
 
 @contextlib.contextmanager
 def connected(job: Job) -> Iterator[None]:
-    """Inside the block, this process is connected to the running Ray cluster."""
+    """Connect this process to the running Ray cluster while the block runs."""
     import ray
 
     connects = not ray.is_initialized()
@@ -213,15 +217,17 @@ def connected(job: Job) -> Iterator[None]:
 
 
 def copy_node(node: Node, name: str) -> Node:
-    """A node like this one that does not exist yet."""
+    """Return a node like this one that does not exist yet."""
     return replace(node, id=name, host=name, ip=f"<address of {name}>")
 
 
 def place_request(
     request: ResourceRequest, nodes: Sequence[Node], types: Sequence[NodeType]
 ) -> list[Node]:
-    """The node of each bundle, as Ray would choose: free nodes first, then busy nodes, then nodes
-    yet to come."""
+    """Return the node of each bundle, as Ray would choose.
+
+    Free nodes come first, then busy nodes, then nodes yet to come.
+    """
     need, n = request.bundles[0], len(request.bundles)
     chosen, kinds = select_nodes(nodes, types, request.selector)
     coming = [
@@ -252,8 +258,10 @@ def place_request(
 
 
 def expected_facts(job: Job, plan: Plan, lead: Slot) -> Facts:
-    """The facts of a node, with placeholders for those that only the node knows. `lead`: its first
-    slot."""
+    """Return the facts of a node, with placeholders for those that only the node knows.
+
+    `lead`: its first slot.
+    """
     node, gpus = lead.node, plan.request.rank_resources.get("GPU", 0) * lead.local_world_size
     ids = (
         [f"<the {counted(math.ceil(gpus), 'GPU')} that Ray gives>"]
@@ -271,21 +279,24 @@ def expected_facts(job: Job, plan: Plan, lead: Slot) -> Facts:
 
 
 def expected_rendezvous(job: Job, first: Facts) -> Rendezvous:
-    """The rendezvous, without the port, which the run chooses. `first`: facts of rank 0's node."""
+    """Return the rendezvous without the port, which the run chooses.
+
+    `first`: facts of rank 0's node.
+    """
     file = f"{job.dir}/rendezvous" if job.init_method == "file" else None
     secret = network_variables.LATER if job.backend.name == "horovod" else ""
     return Rendezvous(first.address, None, file, secret)
 
 
 def mask_secrets(variables: Iterable[EnvVar]) -> tuple[EnvVar, ...]:
-    """The variables with *** as the value of secrets."""
+    """Return the variables with *** as the value of secrets."""
     return tuple(var._replace(value=masked(var.value, var.name)) for var in variables)
 
 
 def plan_as_data(
     plan: Plan, variables: Sequence[Sequence[EnvVar]], levers: Sequence[Lever], view: ClusterView
 ) -> dict[str, Any]:
-    """The plan for --json."""
+    """Return the plan for --json."""
     return {
         **plan.as_event(),
         "nodes": view.source,
@@ -300,8 +311,11 @@ def plan_as_data(
 def plan_as_text(
     plan: Plan, variables: Sequence[Sequence[EnvVar]], levers: Sequence[Lever], view: ClusterView
 ) -> Iterator[str]:
-    """The plan as lines: the slots, the variables of all ranks, of each node, and of each rank,
-    what makes it fast."""
+    """Yield the plan as lines.
+
+    They are the slots; the variables of all ranks, of each node, and of each rank; what makes it
+    fast.
+    """
     event, request = plan.as_event(), plan.request
     labels = "".join(f", label {key}={pattern}" for key, pattern in request.selector.items())
     yield f"nodes {view.source}"
@@ -330,7 +344,7 @@ def plan_as_text(
 
 
 def by_node(plan: Plan) -> list[list[int]]:
-    """The ranks of each node."""
+    """Return the ranks of each node."""
     return [
         [slot.rank for slot in plan.slots if slot.node_rank == node_rank]
         for node_rank in range(len(plan.nodes))
@@ -338,19 +352,22 @@ def by_node(plan: Plan) -> list[list[int]]:
 
 
 def shared_variables(variables: Sequence[Sequence[EnvVar]]) -> list[EnvVar]:
-    """The variables that are the same for all of these ranks."""
+    """Return the variables that are the same for all of these ranks."""
     return [var for var in variables[0] if all(var in of_rank for of_rank in variables[1:])]
 
 
 def section(title: str, variables: Sequence[EnvVar]) -> Iterator[str]:
-    """A heading and one line for each variable."""
+    """Yield a heading and one line for each variable."""
     if variables:
         yield f"\n{title}"
         yield from wording.table([[var.name, var.value or '""', var.reason] for var in variables])
 
 
 def each_rank(plan: Plan, variables: Sequence[Sequence[EnvVar]]) -> Iterator[str]:
-    """The variables that differ between ranks of a node: a column each, and the reasons below."""
+    """Yield the variables that differ between ranks of a node.
+
+    Each has a column, and the reasons are below.
+    """
     of_nodes = {
         var.name
         for ranks in by_node(plan)
@@ -368,7 +385,7 @@ def each_rank(plan: Plan, variables: Sequence[Sequence[EnvVar]]) -> Iterator[str
 
 
 def more(n: int, noun: str) -> Iterator[str]:
-    """A line with the number of rows that are not shown."""
+    """Yield a line with the number of rows that are not shown."""
     if n > 0:
         yield f"  ... and {counted(n, f'more {noun}')}: --json has all"
 

@@ -1,5 +1,7 @@
-"""`python -m raydist.tools.submit`: submits a job to a running Ray cluster, and shows its log.
-(driver)"""
+"""The command `raydist submit`: submit a job to a running Ray cluster, show its log. (driver)
+
+`python -m raydist.tools.submit` is the same.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,16 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 LEFT_OUT = ["/runs", "/multirun", "/outputs"]
-"""Folders of earlier runs, which are not uploaded; Ray itself leaves out .git, .venv and the paths
-in .gitignore."""
+"""Folders of earlier runs, which are not uploaded.
+
+Ray itself leaves out .git, .venv and the paths in .gitignore.
+"""
 POLL_S = 1.0
 """Seconds between two requests for the status of a job whose log has ended."""
 
 
 def submit_parser() -> ToolParser:
-    """The flags; the arguments after them are for raydist.train."""
+    """Return the parser of the flags; the arguments after them are for raydist.train."""
     parser = ToolParser(
         "submit", "Submits a job to a running Ray cluster, and shows its log.", remainder=True
     )
@@ -56,13 +60,15 @@ def submit_parser() -> ToolParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Submit the job. The exit code: that of the job; 0 with --no-wait, 2 if none was submitted,
-    130 after Ctrl-C."""
+    """Submit the job.
+
+    The exit code: that of the job; 0 with --no-wait, 2 if none was submitted, 130 after Ctrl-C.
+    """
     return run_tool(lambda: submit(submit_parser().parse(sys.argv[1:] if argv is None else argv)))
 
 
 def submit(typed: argparse.Namespace) -> int:
-    """Submit the job, and follow it unless --no-wait; the exit code."""
+    """Submit the job, and follow it unless --no-wait; return the exit code."""
     with in_folder(typed.working_dir):
         check_overrides(typed.overrides)
     client = job_client(typed.address)
@@ -93,7 +99,7 @@ def submit(typed: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def in_folder(folder: str) -> Iterator[None]:
-    """Inside the block, that folder is the current directory, as it will be for the job."""
+    """Make a folder the current directory in this block, as it will be for the job."""
     before = os.getcwd()
     if not Path(folder).is_dir():
         raise missing_path("--working-dir", folder, Path(folder), "--working-dir .", folder=True)
@@ -105,8 +111,10 @@ def in_folder(folder: str) -> Iterator[None]:
 
 
 class RemoteLoader(compose.Loader):
-    """Checks names, types, values and the job's file in the uploaded folder; the rest only the
-    cluster can check."""
+    """Checks names, types, values and the job's file in the uploaded folder.
+
+    Only the cluster can check the rest.
+    """
 
     def complete(self, config: DictConfig, resolve: bool) -> None:
         config.env_file = ""
@@ -118,8 +126,10 @@ class RemoteLoader(compose.Loader):
 
 
 def check_overrides(words: Sequence[str]) -> None:
-    """Raise the ConfigError that the job would raise for these overrides; warn about secrets in
-    them."""
+    """Raise the ConfigError that the job would raise for these overrides.
+
+    Warn about secrets in them.
+    """
     typed = train.parse_arguments(words)
     if not typed.multirun:
         with compose.hydra_set_up():
@@ -135,8 +145,10 @@ def check_overrides(words: Sequence[str]) -> None:
 
 
 def job_client(address: str) -> JobSubmissionClient:
-    """A client of the cluster's job server: at `address`, else at the address that Ray's own
-    commands use."""
+    """Return a client of the cluster's job server.
+
+    It is the one at `address`, else the one that Ray's own commands use.
+    """
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
@@ -152,9 +164,8 @@ def job_client(address: str) -> JobSubmissionClient:
         ):
             raise ConfigError.of("--address", at, "no Ray answers", "--address http://HEAD:8265")
         ray_private.load_auth_token()
-        with object_store.environment(
-            {"RAY_API_SERVER_ADDRESS": at}
-        ):  # for Ray it overrides the client's argument
+        # For Ray this variable overrides the client's argument.
+        with object_store.environment({"RAY_API_SERVER_ADDRESS": at}):
             return JobSubmissionClient()
     except LaunchError as error:
         raise ConfigError(error.message) from error
@@ -181,7 +192,7 @@ def job_client(address: str) -> JobSubmissionClient:
 
 
 def token_source() -> str:
-    """Where Ray has found this user's token, in the order in which it looks."""
+    """Return where Ray has found this user's token, in the order in which it looks."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     return os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
@@ -190,7 +201,7 @@ def token_source() -> str:
 def send(
     client: JobSubmissionClient, folder: str, overrides: Sequence[str], name: str | None
 ) -> str:
-    """Upload the folder and submit the command; the job's id."""
+    """Upload the folder and submit the command; return the job's id."""
     try:
         id: str = client.submit_job(
             entrypoint=shlex.join(["python", "-m", "raydist.train", *overrides]),
@@ -211,12 +222,12 @@ def send(
 
 
 def reason_of_ray(error: Exception) -> str:
-    """The last line of Ray's error: a traceback from the job server ends with the reason."""
+    """Return the last line of Ray's error: a traceback of the job server ends with the reason."""
     return str(error).rstrip(". \n").splitlines()[-1]
 
 
 async def follow(client: JobSubmissionClient, name: str) -> Any:
-    """Print the log as it grows; Ray's JobDetails when the job has ended."""
+    """Print the log as it grows; return Ray's JobDetails when the job has ended."""
     async for lines in client.tail_job_logs(name):
         print(lines, end="", flush=True)
     while not (info := client.get_job_info(name)).status.is_terminal():
@@ -225,7 +236,10 @@ async def follow(client: JobSubmissionClient, name: str) -> Any:
 
 
 def code(info: Any) -> int:
-    """The exit code of a job. A job that was stopped has none: Ray ends it with SIGTERM."""
+    """Return the exit code of a job.
+
+    A job that was stopped has none: Ray ends it with SIGTERM.
+    """
     ended: int | None = info.driver_exit_code
     if ended is None:
         if info.status != "FAILED":

@@ -1,5 +1,7 @@
-"""`python -m raydist.tools.sweep`: runs a job with many settings, side by side, the bad ones ended
-early. (driver)"""
+"""The command `raydist sweep`: run a job with many settings, ending bad trials early. (driver)
+
+`python -m raydist.tools.sweep` is the same.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ Runs a job once for each combination of settings, as many at a time as the clust
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sweep. The exit code: 0, 1 if no trial finished, or that of the error that ended
-    it."""
+    """Run the sweep.
+
+    The exit code: 0, 1 if no trial finished, or that of the error that ended it.
+    """
 
     def sweep() -> int:
         parser = ToolParser("sweep", DESCRIPTION)

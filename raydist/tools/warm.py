@@ -1,5 +1,7 @@
-"""`python -m raydist.tools.warm`: lists the fork servers that stay on the nodes for the next run.
-(driver)"""
+"""The command `raydist warm`: list the fork servers that nodes keep for the next run. (driver)
+
+`python -m raydist.tools.warm` is the same.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from raydist.tools.plan import connected
 from raydist.train import Parser
 
 OnNodes = Callable[[Callable[[], Any]], list[Any]]
-"""Calls a function on each node; its values."""
+"""Calls a function on each node; returns its values."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def list_servers(on_nodes: OnNodes) -> Iterator[str]:
-    """A line for each server."""
+    """Yield a line for each server."""
     servers = {
         (each["host"], each["pid"]): KeptServer(**each)
         for found in on_nodes(servers_here)
@@ -60,25 +62,24 @@ def list_servers(on_nodes: OnNodes) -> Iterator[str]:
 
 
 def end_servers(on_nodes: OnNodes) -> Iterator[str]:
-    """End all that no run uses; a line that says how many."""
+    """End all servers that no run uses; yield a line with their number."""
     ended = sum(on_nodes(end_free))
     yield f"{counted(ended, 'fork server')} ended"
 
 
 def servers_here() -> list[dict[str, Any]]:
-    """The servers of this node."""
+    """Return the servers of this node."""
     return [asdict(server) for server in kept_server.kept_servers()]
 
 
 def end_free() -> int:
-    """End those of this node that no run uses; their number."""
+    """End the servers of this node that no run uses; return their number."""
     return sum(kept_server.end(server.folder) for server in kept_server.kept_servers())
 
 
 @contextmanager
 def nodes() -> Iterator[OnNodes]:
-    """Inside the block, a way to call a function on this machine and on each node of the Ray
-    cluster that runs."""
+    """Yield a way to call a function on this machine and on each node of the running Ray."""
     if not connect.running_address():
         yield lambda function: [function()]
         return

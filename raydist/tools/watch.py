@@ -1,5 +1,7 @@
-"""`python -m raydist.tools.watch`: the page of a run or a sweep: its folder, its storage, a Ray
-job's id. (driver)"""
+"""The command `raydist watch`: the page of a run or sweep, by folder, storage or job id. (driver)
+
+`python -m raydist.tools.watch` is the same.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from raydist.watch.web.sweep import FollowedSweep, is_sweep
 
 
 def watch_parser() -> ToolParser:
-    """The flags, and the place."""
+    """Return the parser of the flags and the place."""
     parser = ToolParser(
         "watch", "Shows a run in a browser: while it goes on, or from what it has left."
     )
@@ -61,8 +63,10 @@ def watch_parser() -> ToolParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve the page until Ctrl-C, or export it. The exit code: 0; 2 for a wrong flag, or if there
-    is no such run."""
+    """Serve the page until Ctrl-C, or export it.
+
+    The exit code: 0; 2 for a wrong flag, or if there is no such run.
+    """
     return run_tool(lambda: watch(watch_parser().parse(sys.argv[1:] if argv is None else argv)))
 
 
@@ -87,8 +91,10 @@ def watch(typed: argparse.Namespace) -> int:
 
 
 def find_run(typed: argparse.Namespace, place: str, copies: Path) -> tuple[Path, str, Fetch]:
-    """(the folder of the list of runs, the run in it or "", what brings its files) for what was
-    typed."""
+    """Return what the typed arguments refer to.
+
+    It is (the folder of the list of runs, the run in it or "", what fetches its files).
+    """
     if not typed.job and not object_store.scheme(place):
         runs = Path(os.environ.get(env_names.RUNS, "runs"))
         return *find_place(place, runs), is_here
@@ -111,12 +117,14 @@ def find_run(typed: argparse.Namespace, place: str, copies: Path) -> tuple[Path,
 
 
 def nothing_stored(place: str) -> ConfigError:
-    """Why a URL is not that of a run: it cannot be read, or it is a folder of runs, or nothing is
-    there."""
+    """Return why a URL is not that of a run.
+
+    It cannot be read, or it is a folder of runs, or nothing is there.
+    """
     folder = object_store.parse_path(place)
     try:
         files = folder.sizes() if isinstance(folder, object_store.Remote) else {}
-    except Exception as error:  # each store has its own
+    except Exception as error:  # each store has its own exceptions
         why = f"it cannot be read ({object_store.reason(error)})"
         return no_run(place, why, "it again with the store's credentials in the environment")
     if below := sorted(
@@ -128,8 +136,10 @@ def nothing_stored(place: str) -> ConfigError:
 
 
 def files_of_job(job: str, address: str) -> Read:
-    """The run folder of a job, read through the dashboard of its cluster (watch.log_link).
-    ConfigError: no such job."""
+    """Return a reader of a job's run folder, through its cluster's dashboard (watch.log_link).
+
+    ConfigError: there is no such job.
+    """
     client = submit.job_client(address)
     try:
         node = client.get_job_info(job).driver_node_id
@@ -141,8 +151,7 @@ def files_of_job(job: str, address: str) -> Read:
 
 
 def write_run(flag: str, file: str, root: Path, first: str, fetch: Fetch) -> int:
-    """Write the page (--export) of a run or a sweep, or the trace (--trace) of a run into a
-    file."""
+    """Write the page (--export) of a run or sweep, or the trace (--trace) of a run to a file."""
     sweep = flag == "--export" and is_sweep(root)
     if not first and not sweep:
         raise no_run(str(root), "a file holds one run", "the folder of one")
@@ -168,8 +177,10 @@ def write_run(flag: str, file: str, root: Path, first: str, fetch: Fetch) -> int
 
 
 def serve_until_stopped(server: PageServer, port: int) -> int:
-    """Serve the page, and print its link. The events of the first run are read before somebody
-    opens it."""
+    """Serve the page, and print its link.
+
+    The events of the first run are read before somebody opens it.
+    """
     try:
         sock = open_port(port)
     except OSError as error:
