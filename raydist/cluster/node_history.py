@@ -173,7 +173,7 @@ def repeat_offenders(
 def avoidable(
     request: ResourceRequest, nodes: Sequence[Node], offenders: Sequence[str]
 ) -> list[str]:
-    """Return the first offenders, as many as the job can currently do without.
+    """Return the first offenders, up to the number that the job can currently do without.
 
     Avoiding a node never makes a job wait. `offenders`: node ids, the worst first.
     """

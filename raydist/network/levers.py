@@ -45,9 +45,9 @@ class Lever(NamedTuple):
 def thread_variables(job: Job, node: Facts, binding: Binding, ranks: int) -> Iterator[EnvVar]:
     """Yield OMP_NUM_THREADS: scale.cpus, or the cores to which a rank is bound.
 
-    The number of cores is used if it is more than the default and scale.cpus is not above 1. It is
-    equal for the `ranks` ranks of the node, so that none of them is slower, and within the quota of
-    their cgroup.
+    The cores are used if they are more than one and scale.cpus is below 2. The value is equal for
+    the `ranks` ranks of the node, so that none of them is slower, and within the quota of their
+    cgroup.
     """
     own, threads = max(1, int(job.scale.cpus)), min(binding.cores, node.cpus // ranks)
     if own > 1 or threads <= 1:

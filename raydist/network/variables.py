@@ -19,7 +19,7 @@ from raydist.shared.errors import ConfigError
 
 LATER = "<chosen when it starts>"
 RECORDS_COLLECTIVES = (2, 14)
-"""The first torch whose flight recorder is certainly on by default; in 2.8 it is off."""
+"""A torch version whose flight recorder is on by default; in 2.8 it is off."""
 SHARES_GPU = (2, 30)
 """The first NCCL version with NCCL_MULTI_RANK_GPU_ENABLE."""
 NCCL_LOG = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}

@@ -1,7 +1,7 @@
 """Readers of the event stream: a run in the terminal, in a notebook and in its files. (driver)
 
 Reads events one by one. Produces a Result, the lines on the terminal, and pages about failures. A
-reader that raises an exception misses that event and gets a warning: it cannot break a run.
+reader cannot break a run: its exception is a warning, and it still gets the next events.
 
     advice.py             How a rank ended -> advice for the user
     cell.py               A screen for notebooks: lines that stay, and one output line that IPython

@@ -82,7 +82,7 @@ class Spent:
         )
 
     def _attempt_s(self) -> float:
-        """The seconds in steps of this attempt, as counted by the loop.
+        """Return the seconds in steps of this attempt, as counted by the loop.
 
         Without that count it is the time between reports.
         """
@@ -129,7 +129,7 @@ class Spent:
 
     @property
     def recovery(self) -> dict[str, float]:
-        """Return the seconds of each part of a recovery, summed over all failures.
+        """The seconds of each part of a recovery, summed over all failures.
 
         The parts are detect, kill, place, fork, ...
         """

@@ -18,7 +18,7 @@ class Output:
         self._unfinished: dict[int, str] = {}
 
     def lines(self, rank: int, chunk: bytes) -> Iterator[str]:
-        """Return the lines that these bytes complete; none if the rank is not shown."""
+        """Yield the lines that these bytes complete; none if the rank is not shown."""
         if self._shown is not None and rank not in self._shown:
             return
         decoder = self._decoders.setdefault(

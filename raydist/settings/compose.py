@@ -251,7 +251,7 @@ class Loader(ConfigLoaderImpl):
     def with_target(self, overrides: list[str]) -> list[str]:
         """Add the job's settings to the overrides if the caller passed a job.
 
-        They are the settings under its own name, or those of no job.
+        They are the settings under the job's own name (`job=NAME`), or those of no job (`~job`).
         """
         if not self.target:
             return overrides

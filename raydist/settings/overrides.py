@@ -248,8 +248,8 @@ def unknown(
 def nearest_key(key: str, known: Sequence[str], beside: Sequence[str] = ()) -> str | None:
     """Return the setting that was probably meant.
 
-    It is a setting with the same last part, else one of the same part with a similar name, else one
-    with a similar full name.
+    It is a setting with the same last part, else one next to it with a similar name, else a similar
+    one.
     """
     last = key.rpartition(".")[2]
     by_last: dict[str, str] = {}

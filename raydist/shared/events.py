@@ -186,7 +186,7 @@ class Events(AbstractContextManager["Events"]):
                 self.say("warning", text=text)
 
     def all(self, kind: str = "") -> Iterator[Event]:
-        """Yield all events in the file and those still to be written; `kind`: only these."""
+        """Return all events in the file and those still to be written; `kind`: only these."""
         return read_events(self.path, bytes(self._owed), kind)
 
     def show(self, rank: int, output: bytes) -> None:

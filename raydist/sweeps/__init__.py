@@ -14,7 +14,7 @@ way has its own thread in the driver; the main thread decides which trials run.
                           have it
     rules.py              (trials, rule) -> which trial continues, is paused or ended, and which one
                           is next
-    samplers.py           Who proposes the settings of the next trial: a grid, random numbers, or
+    samplers.py           Propose the settings of the next trial: by a grid, random numbers, or
                           Optuna
     space.py              Overrides -> the space of a sweep: what is fixed, what differs, all
                           combinations

@@ -1,4 +1,4 @@
-"""Who proposes the settings of the next trial: a grid, random numbers, or Optuna. (driver)"""
+"""Propose the settings of the next trial: by a grid, random numbers, or Optuna. (driver)"""
 
 from __future__ import annotations
 

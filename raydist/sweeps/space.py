@@ -95,7 +95,7 @@ class Space:
         return math.prod(sizes) if len(sizes) == len(self.parts) else None
 
     def grid(self) -> Iterator[dict[str, str]]:
-        """Yield every combination of the choices; the last setting varies fastest."""
+        """Return every combination of the choices; the last setting varies fastest."""
         lists = [part.ends() for part in self.parts.values()]
         return (dict(zip(self.parts, values, strict=True)) for values in itertools.product(*lists))
 

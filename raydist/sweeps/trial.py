@@ -106,7 +106,7 @@ class WatchedTrial:
 
     @property
     def values(self) -> dict[str, float]:
-        """Return the last value of each objective."""
+        """The last value of each objective."""
         return values_of(self._wanted, self.metrics)
 
     def add(self, happened: Event) -> bool:

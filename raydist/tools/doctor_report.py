@@ -101,7 +101,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """Return the report in one line."""
+        """The report in one line."""
         failed = [
             check
             for check in self.made

@@ -221,7 +221,7 @@ class Follower:
 
 
 def read_on(path: Path, begin: int) -> Iterator[list[Event]]:
-    """At each call yield the events that were added.
+    """Yield at each call the events that were added.
 
     A line that is still being written comes with the next ones.
     """

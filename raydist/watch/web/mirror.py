@@ -60,7 +60,7 @@ class Mirror:
     _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     async def fetch(self, name: str, whole: bool = False) -> None:
-        """Return when the file is in the folder, or unavailable.
+        """Wait until the file is in the folder, or unavailable.
 
         `whole`: with all its current content; OSError: the connection broke repeatedly. Otherwise
         its beginning suffices: it is followed for as long as it is requested.

@@ -66,7 +66,7 @@ class FollowedSweep:
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """Return sweep.json, which is complete at any time; read it again once it has changed."""
+        """sweep.json, which is complete at any time; it is read again once it has changed."""
         path = self.folder / SUMMARY
         if (now := (path.stat().st_mtime, file_size(path))) != self._read:
             self._read, self._summary = now, json.loads(path.read_text(encoding="utf-8"))
