@@ -42,7 +42,7 @@ It must if the program itself was not connected, and the cluster is not the prog
 _local_cpus = 0
 """CPUs of the Ray that this process started; 0 if it started none."""
 _reaper: subprocess.Popen[bytes] | None = None
-"""Kills what remains of that Ray when this process ends it or is killed.
+"""The process that kills what remains of that Ray when this process ends it or is killed.
 
 Ray's agents may take over a minute.
 """

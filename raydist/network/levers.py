@@ -27,7 +27,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 RENAMED = (2, 9)
 """The first torch that reads PYTORCH_ALLOC_CONF; earlier versions read the second name."""
 REGISTERS = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
-"""Registers tensors with NCCL, as NVLS needs.
+"""The variable that registers tensors with NCCL, as NVLS needs.
 
 torch turns it off if segments are expandable (ProcessGroupNCCL.cpp), because NCCL cannot register
 them (pytorch#165419).

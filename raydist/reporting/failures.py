@@ -96,7 +96,7 @@ class Failure:
 
 @dataclass
 class Failures:
-    """Collects the failures of a run, event by event."""
+    """The failures of a run, collected event by event."""
 
     found: list[Failure] = field(default_factory=list)
     changed: Failure | None = None

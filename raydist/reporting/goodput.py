@@ -14,7 +14,7 @@ NAMES = {"evaluate": "evaluation", "save": "saves", "data": "waiting for data"}
 
 @dataclass
 class Spent:
-    """Adds up the time of a run, event by event. Only rank 0's events count."""
+    """The time of a run by part, summed event by event. Only rank 0's events count."""
 
     failures: Failures = field(default_factory=Failures)
     launch_s: float = 0.0

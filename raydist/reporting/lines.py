@@ -14,7 +14,7 @@ SAVED_S = 1.0
 
 
 class Lines:
-    """Writes whole lines to a stream. `every_s`: seconds between lines of progress."""
+    """A screen of whole lines on a stream. `every_s`: seconds between lines of progress."""
 
     def __init__(self, stream: TextIO, every_s: float) -> None:
         self._stream = stream

@@ -10,7 +10,7 @@ LONG = 2000
 
 
 class Output:
-    """Splits the bytes of each rank into lines. `shown`: all, none, or ranks such as 0,3."""
+    """The bytes of each rank, split into lines. `shown`: all, none, or ranks such as 0,3."""
 
     def __init__(self, shown: str) -> None:
         self._shown = ranks_of(shown)

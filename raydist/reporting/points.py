@@ -30,7 +30,7 @@ class Point:
 
 @dataclass
 class Points:
-    """Holds a step until no restart can repeat it.
+    """A buffer that holds a step until no restart can repeat it.
 
     That is the case once a later step is reported, and a snapshot or a checkpoint contains the
     step. If a step is released because it has waited HELD_S, and is repeated nevertheless, its

@@ -18,7 +18,10 @@ MARK_S = 0.25
 
 
 class Progress:
-    """Reads `begin` and `report` events of rank 0. It uses the events' time, not a clock."""
+    """The progress of rank 0, from its `begin` and `report` events.
+
+    It uses the events' time, not a clock.
+    """
 
     def __init__(self) -> None:
         self.step: int | None = None

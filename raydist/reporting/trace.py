@@ -21,7 +21,7 @@ PREFIX = {"hang": "silent: ", "slow": "", "notice": "", "warning": "warning: "}
 
 
 class Trace:
-    """Collects the spans, event by event."""
+    """The spans of a trace, collected event by event."""
 
     def __init__(self) -> None:
         self.spans: list[SpanJson] = []

@@ -68,7 +68,10 @@ def names_of_secrets(overrides: Iterable[str]) -> list[str]:
 
 
 class _References:
-    """Replaces secrets by references. Two values of the same name get two references."""
+    """A callable that replaces secrets by references.
+
+    Two values of the same name get two references.
+    """
 
     def __init__(self) -> None:
         self._given: dict[str, object] = {}

@@ -14,7 +14,10 @@ from raydist.shared.errors import Stopped
 
 
 class Halt:
-    """Stops one of several runs in this process, each in its own thread, as a signal would."""
+    """A stop for one of several runs in this process, each in its own thread.
+
+    It acts as a signal does on the only run.
+    """
 
     def __init__(self) -> None:
         self.stopped: Stopped | None = None

@@ -85,7 +85,7 @@ class Live:
 
 
 class Conductor:
-    """Runs the trials.
+    """The loop that runs the trials.
 
     `trials` is their state at any time, `results` has those that ran to their end here.
     """

@@ -16,7 +16,7 @@ OPTUNA = ("tpe", "gp", "cmaes", "nsga2", "qmc")
 
 
 class Sampler(Protocol):
-    """Proposes trials in the order of their numbers."""
+    """A source of settings for trials, in the order of their numbers."""
 
     def propose(self, number: int) -> dict[str, str]:
         """Return the settings of a trial; the same ones for a number that it had before."""

@@ -19,7 +19,7 @@ STYLES = {"finished": "green", "failed": "red", "paused": "dim", "ended": "dim"}
 
 
 class SweepScreen:
-    """Writes each change of a trial, and redraws the table if there is a terminal."""
+    """The screen of a sweep: a line for each change of a trial, and in a terminal the table."""
 
     def __init__(
         self, settings: Watch, wanted: Sequence[Objective], stream: TextIO | None = None

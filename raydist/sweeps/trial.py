@@ -89,7 +89,7 @@ class Trial:
 
 
 class WatchedTrial:
-    """Reads a trial's events: its step, its values, the milestones that it reaches.
+    """A reader of a trial's events: its step, its values, the milestones that it reaches.
 
     It runs in the trial's thread.
     """

@@ -317,7 +317,7 @@ def judge(ranks: Sequence[subprocess.Popen[str]], patience: float = 120.0) -> st
 
 
 class BuildProgress:
-    """Shows progress: one line that changes on a terminal, elsewhere a line every ten seconds."""
+    """The progress of a build: a line that changes on a terminal, else a line every 10 s."""
 
     def __init__(self, title: str) -> None:
         self.title = title

@@ -111,7 +111,7 @@ def in_folder(folder: str) -> Iterator[None]:
 
 
 class RemoteLoader(compose.Loader):
-    """Checks names, types, values and the job's file in the uploaded folder.
+    """A loader that checks names, types, values and the job's file in the uploaded folder.
 
     Only the cluster can check the rest.
     """

@@ -21,7 +21,7 @@ END_S = 3.0
 
 
 class PageBeside(AbstractContextManager["PageBeside"]):
-    """Serves the page of a run inside the `with` block.
+    """A context manager that serves the page of a run.
 
     It costs nothing while nobody has opened the page.
     """

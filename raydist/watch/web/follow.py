@@ -35,7 +35,7 @@ SHARED = re.compile(r"blame-\d+\.txt|logs/rank-\d+\.(log|nccl|stacks)")
 
 
 class Fetch(Protocol):
-    """Fetches a file into the run folder before it is read.
+    """A function that fetches a file into the run folder before it is read.
 
     It fetches the beginning, or the whole file in its current state.
     """
@@ -49,7 +49,7 @@ async def is_here(name: str, whole: bool = False) -> None:
 
 @dataclass
 class SameFile:
-    """Reports whether a name still refers to the file that was read so far.
+    """A check whether a name still refers to the file that was read so far.
 
     A run folder may be recreated.
     """

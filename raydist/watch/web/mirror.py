@@ -46,7 +46,7 @@ class Following:
 
 @dataclass
 class Mirror:
-    """Copies each file into `folder` once it is requested."""
+    """A folder into which each file is copied once it is requested."""
 
     folder: Path
     read: Read
