@@ -13,12 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import raydist
-from raydist import models
-from raydist.settings.mesh import mesh_shape
-from raydist.training.evaluation import sum_over_ranks
-from raydist.training.flops import utilization
-from raydist.training.gpt import GPT
-from raydist.training.tokenizer import BytePairs, byte_pairs, encode_together
+from raydist import data, models
 
 TEXT = {".py", ".txt", ".md", ".rst"}
 LEFT_OUT = {"site-packages", "test", "tests"}
@@ -38,17 +33,16 @@ def job(
     cut = len(text) - min(len(text) // 10, held_out * context + 1)
     parts, pairs = [text[:cut], text[cut:]], None
     if tokenizer == "bpe":
-        pairs = byte_pairs(parts[0].numpy().tobytes(), config.model["vocab"])
-        parts = [encode_together(pairs, part.numpy().tobytes()) for part in parts]
+        pairs = data.byte_pairs(parts[0].numpy().tobytes(), config.model["vocab"])
+        parts = [data.encode_together(pairs, part.numpy().tobytes()) for part in parts]
     train, test = (windows(part, context) for part in parts)
     clock = Clock()
     me = raydist.rank()
-    shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
     # on meta nothing is made yet: raydist.fit makes one block at a time, as all of a large model
     # may not fit, and one seed gives the same model under each parallel=
     with torch.device("meta"):
         model = models.build_model(config.model)
-    per_token = model.flops_per_token(context) if isinstance(model, GPT) else None
+    per_token = model.flops_per_token(context) if isinstance(model, models.GPT) else None
 
     def loss(scores: Tensor, following: Tensor) -> Tensor:
         clock.count(scores, following)
@@ -59,20 +53,18 @@ def job(
     told["bits_per_byte"] = (
         figures["test_loss"] / math.log(2) / bytes_per_token(test.tensors[1], pairs)
     )
-    # of the stages of a pipeline the last one has the loss; ranks of a tp group have the same
-    # tokens
-    if rate := sum_over_ranks(clock.tokens_per_s) / shape.tp:
+    # only the last stage of a pipeline has the loss; ranks of a tp group have the same tokens
+    if rate := raydist.sum_over_ranks(clock.tokens_per_s) / raydist.mesh(config).tp:
         told["tokens_per_s"] = rate
     if rate and per_token and me.device.type == "cuda":
         gpu = torch.cuda.get_device_name(me.device)
-        if (share := utilization(rate, per_token, gpu, me.world_size)) is not None:
+        if (share := models.utilization(rate, per_token, gpu, me.world_size)) is not None:
             told["mfu"] = share
     raydist.report(None, **told)
     begin = list(prompt.encode()) if pairs is None else pairs.encode([prompt.encode()]).tolist()
     known = 256 if pairs is None else len(pairs)
-    drawn = write(
-        model, begin, sample, context, known, me.device
-    )  # on all ranks: each may have a part of the model
+    # on all ranks: each may have a part of the model
+    drawn = write(model, begin, sample, context, known, me.device)
     if me.rank == 0:
         written = (bytes(drawn) if pairs is None else pairs.decode(drawn)).decode(errors="replace")
         print(f"--- {sample} tokens after {prompt!r}\n{written}\n---")
@@ -110,8 +102,8 @@ def windows(text: Tensor, context: int) -> TensorDataset:
     )
 
 
-def bytes_per_token(tokens: Tensor, pairs: BytePairs | None) -> float:
-    """How many bytes a token of these has, in the mean: losses by tokens of different sizes can't
+def bytes_per_token(tokens: Tensor, pairs: data.BytePairs | None) -> float:
+    """The average number of bytes of these tokens: losses by tokens of different sizes can't
     be compared."""
     return (
         1.0

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from raydist.training import models as models
     from raydist.training import sharded as sharded
     from raydist.training.evaluation import accuracy as accuracy
+    from raydist.training.evaluation import sum_over_ranks as sum_over_ranks
     from raydist.training.loop import fit as fit
     from raydist.worker import checkpoint as checkpoint
     from raydist.worker.backends import process_set as process_set
+    from raydist.worker.context import mesh as mesh
     from raydist.worker.context import rank as rank
     from raydist.worker.context import report as report
     from raydist.worker.standalone import main as main
@@ -47,6 +49,7 @@ _HOME = {
     "data": "training.data",
     "fit": "training.loop",
     "main": "worker.standalone",
+    "mesh": "worker.context",
     "models": "training.models",
     "process_set": "worker.backends",
     "rank": "worker.context",
@@ -54,6 +57,7 @@ _HOME = {
     "run": "flow",
     "sharded": "training.sharded",
     "submit": "background",
+    "sum_over_ranks": "training.evaluation",
     "sweep": "sweeps.flow",
 }
 """Where each public name is defined."""

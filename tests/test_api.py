@@ -28,15 +28,26 @@ Every name that `import raydist` gives. The text is that of the docstrings: `hel
 MEMBERS = {
     "checkpoint": ("save", "latest", "load", "Saved"),
     "sharded": ("keep", "load"),
-    "data": ("on_disk", "TokenFiles"),
-    "models": ("MLP", "SmallCNN", "build_model"),
+    "data": ("on_disk", "TokenFiles", "byte_pairs", "encode_together", "BytePairs"),
+    "models": ("MLP", "SmallCNN", "GPT", "build_model", "utilization"),
 }
 """What users call of the public modules."""
 RETURNED = {"Rank": "worker.context", "End": "shared.outcome"}
 """Types that public functions return and that have no public name of their own."""
 GROUPS = {
     "Run a job": ("run", "submit", "Run", "sweep", "main", "Result", "End", "Job"),
-    "Inside a job": ("fit", "rank", "Rank", "report", "models", "data", "accuracy", "process_set"),
+    "Inside a job": (
+        "fit",
+        "rank",
+        "Rank",
+        "report",
+        "mesh",
+        "models",
+        "data",
+        "accuracy",
+        "sum_over_ranks",
+        "process_set",
+    ),
     "Keep a state": ("checkpoint", "sharded"),
     "Errors": ("RaydistError", "ConfigError", "LaunchError", "RunFailed", "Stopped"),
 }

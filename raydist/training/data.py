@@ -31,6 +31,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from raydist.settings.config import Data
 from raydist.shared.errors import ConfigError
 from raydist.state.snapshot_layout import State
+from raydist.training.tokenizer import BytePairs as BytePairs
+from raydist.training.tokenizer import byte_pairs as byte_pairs
+from raydist.training.tokenizer import encode_together as encode_together
 from raydist.training.tokens import TokenFiles as TokenFiles
 from raydist.worker import random_state
 

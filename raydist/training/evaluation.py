@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -71,9 +71,9 @@ def in_mode(model: torch.nn.Module, training: bool) -> Iterator[None]:
 
 
 def sum_over_ranks(number: float) -> float:
-    """Sum a number over all ranks. A collective."""
-    comm = cast("Comm", context.current().comm)
-    return float(comm.sum(torch.tensor(number, dtype=torch.float64)))
+    """Return the sum of a number over all ranks. All ranks must call it."""
+    comm: Comm | None = context.current().comm
+    return number if comm is None else float(comm.sum(torch.tensor(number, dtype=torch.float64)))
 
 
 def same_buffers(model: torch.nn.Module, comm: Comm, rank: int) -> None:

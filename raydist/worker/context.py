@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypedDict
 
-from raydist.settings.config import Checkpoint
+from raydist.settings.config import Checkpoint, Job
+from raydist.settings.mesh import MeshShape, mesh_shape
 from raydist.shared import env_names
 from raydist.shared.errors import RaydistError
 from raydist.shared.events import Event, event
@@ -250,6 +251,17 @@ def rank() -> Rank:
     process, which is rank 0 of 1.
     """
     return current().rank
+
+
+def mesh(config: Job) -> MeshShape:
+    """Return how `parallel=` divides the ranks: their number is pp * replicate * shard * tp.
+
+    - `config`: the settings of the job.
+
+    The result has these four, and `data`: the number of ranks with different samples.
+    """
+    me = rank()
+    return mesh_shape(config.parallel, me.world_size, me.local_world_size)
 
 
 def report(step: SupportsIndex | None = None, **values: Any) -> None:

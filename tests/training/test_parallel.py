@@ -506,14 +506,15 @@ def test_every_rank_makes_every_group_with_the_timeout_of_the_backend(
 
     def groups(job: Job) -> Any:
         here = context.current()
-        here.memory = memory(), -1
+        descriptor = memory()
+        here.memory = descriptor, -1
         emit = here.emit
 
         def emit_and_unlock(happened: Event) -> None:
             """Drop each sharded checkpoint, as a driver does whose nodes cannot write it."""
             emit(happened)
             if happened["kind"] == "save_shards":
-                os.pwrite(here.memory[0], blank_page()[:WORD], LOCK)
+                os.pwrite(descriptor, blank_page()[:WORD], LOCK)
 
         here.emit = emit_and_unlock
         text = torch.arange(96, dtype=torch.uint8).view(12, 8)
