@@ -26,6 +26,7 @@ from raydist.launch import preload
 from raydist.node.rendezvous import open_store
 from raydist.settings.config import Job
 from raydist.shared.events import Event
+from raydist.state.snapshot_layout import LOCK, WORD, blank_page
 from raydist.worker import backends, context
 
 # A child of a process that has used OpenMP's threads would wait for them forever.
@@ -76,7 +77,15 @@ def as_rank(
     os.environ.update(env)
     told = Told()
     me = context.Rank.from_env({**env, "RAYDIST_RUN_DIR": str(run_dir)})
-    context.enter(context.Context(rank=me, emit=told.events.append, beat=lambda step, phase: None))
+
+    def emit(happened: Event) -> None:
+        """Note an event. A sharded checkpoint is dropped, as by a driver whose nodes cannot write:
+        no other process of a test would write it, and rank 0 waits for that."""
+        told.events.append(happened)
+        if happened["kind"] == "save_shards" and (memory := context.current().memory):
+            os.pwrite(memory[0], blank_page()[:WORD], LOCK)
+
+    context.enter(context.Context(rank=me, emit=emit, beat=lambda step, phase: None))
     try:
         with backends.join(job.backend.name, job, os.environ):
             told.value = function(job)
