@@ -62,6 +62,9 @@ class Group:
     def give_up(self, silent: set[int]) -> None:
         self.silent = silent
 
+    def finish_saves(self) -> None:
+        """No checkpoint is being written."""
+
     def flush(self) -> str:
         self.acts.append("flush")
         return self.unwritten
