@@ -464,6 +464,7 @@ def test_a_user_has_few_servers_on_a_node() -> None:
 def test_the_folder_of_a_submitted_job_makes_no_other_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     name = kept_server.fingerprint(1, {})
     monkeypatch.setenv(
         "PYTHONPATH", "/tmp/ray/session_x/runtime_resources/working_dir_files/_ray_pkg_1"

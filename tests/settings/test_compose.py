@@ -65,7 +65,7 @@ def test_no_words_are_the_main_job(here: Path) -> None:
     assert job.job.target == f"{targets.shipped('jobs') / 'digits.py'}:job"
     assert job.backend.name == "auto"
     assert job.scale.nodes == 1
-    assert job.model["_target_"].startswith("raydist.training.models.")
+    assert job.model["_target_"].startswith("raydist.models.")
     assert Path(job.dir).parent == here / "runs" / "digits"
     assert not (here / "runs").exists()
 

@@ -106,9 +106,9 @@ def test_warnings_alone_do_not_break_a_job(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_where_gpus_are_the_next_tool_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "raydist.tools.bandwidth" in shown(capsys, report(2, gpus=True))
-    assert "raydist.tools.bandwidth" not in shown(capsys, report(2))
-    assert "raydist.tools.bandwidth" not in shown(capsys, report(3, cut_off=0, gpus=True))
+    assert "raydist bandwidth" in shown(capsys, report(2, gpus=True))
+    assert "raydist bandwidth" not in shown(capsys, report(2))
+    assert "raydist bandwidth" not in shown(capsys, report(3, cut_off=0, gpus=True))
 
 
 def test_a_job_that_was_never_placed_has_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
