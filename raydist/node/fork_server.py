@@ -102,6 +102,23 @@ END_S = 5.0
 """Limit on the wait for the end of killed processes that belong to no agent."""
 
 
+@dataclass(frozen=True)
+class Child:
+    """A process that was forked for an agent and has not been reaped."""
+
+    agent: socket.socket
+    """The connection of the agent."""
+    serial: int = 0
+    """Its number among all forks, because the kernel reuses pids. 0: a writer; it may finish after
+    its agent has left, and its end is not reported."""
+    value: str = ""
+    """The path of a rank's value."""
+    beat: int = -1
+    """A descriptor of a rank's heartbeat."""
+    memories: SnapshotBuffers | None = None
+    """The memories to unlock when a writer ends."""
+
+
 @dataclass
 class Server:
     """Forks the ranks of one node, and reports their ends to their agents."""
@@ -127,22 +144,18 @@ class Server:
     files: ImportedFiles = field(default_factory=ImportedFiles)
     born: float = field(default_factory=time.time)
     """Seconds since the epoch."""
-    owner: dict[int, socket.socket] = field(default_factory=dict)
-    """By pid of each living child: the connection of its agent."""
+    children: dict[int, Child] = field(default_factory=dict)
+    """By pid."""
     leaving: set[socket.socket] = field(default_factory=set)
     """Agents that have disconnected and still have living processes."""
     memories: dict[socket.socket, SnapshotBuffers] = field(default_factory=dict)
     """By agent: the snapshot memories of its ranks."""
-    serials: dict[int, int] = field(default_factory=dict)
-    """By pid of each living child: its number among all forks. The kernel reuses pids."""
-    ranks: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """By pid of each living rank: the path of its value, and a descriptor of its heartbeat."""
     mpi_since: float | None = None
     """When this claim's first MPI program started, in seconds since the epoch."""
     forks: int = 0
-    writers: dict[int, SnapshotBuffers | None] = field(default_factory=dict)
-    """By pid of each process that writes a checkpoint: the memories to unlock when it ends."""
+    serving: bool = True
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    """The data of each key is the function that handles what can be read there."""
 
     def serve(self) -> None:
         """Handle messages until the lifeline closes."""
@@ -150,11 +163,11 @@ class Server:
         os.set_blocking(wake_end, False)
         signal.set_wakeup_fd(wake_end)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        own = {self.listener.fileno(), wake}
-        for source in (*own, self.lifeline):
-            self.selector.register(source, selectors.EVENT_READ)
+        self.watch(self.listener.fileno(), self.accept)
+        self.watch(wake, lambda: os.read(wake, 512))
+        self.watch(self.lifeline, self.owner_gone)
         while True:
-            scattered = None if self.owner else self.scattered
+            scattered = None if self.children else self.scattered
             ready = self.selector.select(0 if scattered else self.idle_s)
             if not ready and scattered:
                 if address := next(scattered, None):
@@ -162,32 +175,34 @@ class Server:
                 else:
                     self.scattered = None
                 continue
-            agents = self.selector.get_map().keys() - {*own, self.lifeline, self.guard}
-            if not ready and not agents and not self.owner:
+            if not ready and not self.agents() and not self.children:
                 self.end_all()
                 return
             for key, _ in ready:
-                if self.selector.get_map().get(key.fd) is not key:
-                    # Closed since, in this round: the connection of an agent that is gone, or the
-                    # guard of a Ray that has been replaced.
-                    continue
-                if key.fd == self.listener.fileno():
-                    self.accept()
-                elif key.fd == wake:
-                    os.read(wake, 512)
-                elif key.fd == self.guard:
-                    self.stay_with(0)
-                    self.keep = False
-                    if self.lifeline < 0:
-                        self.end_all()
-                        return
-                elif key.fd == self.lifeline:
-                    if not self.end_all() or not self.keep:
-                        return
-                    self.let_go()
-                else:
-                    self.handle(key.fileobj)  # type: ignore[arg-type]
+                # Others are closed since, in this round: the connection of an agent that is gone,
+                # or the guard of a Ray that has been replaced.
+                if self.selector.get_map().get(key.fd) is key:
+                    key.data()
+                if not self.serving:
+                    return
             self.reap()
+
+    def watch(self, source: int | socket.socket, handle: Callable[[], object]) -> None:
+        self.selector.register(source, selectors.EVENT_READ, handle)
+
+    def owner_gone(self) -> None:
+        """End the owner's processes, and the server unless it is kept."""
+        self.serving = self.end_all() and self.keep
+        if self.serving:
+            self.let_go()
+
+    def guard_gone(self) -> None:
+        """Keep the server no longer: its Ray has ended."""
+        self.stay_with(0)
+        self.keep = False
+        if self.lifeline < 0:
+            self.end_all()
+            self.serving = False
 
     def accept(self) -> None:
         """Accept the connection of an agent.
@@ -195,7 +210,8 @@ class Server:
         If too many files are open, the connection waits: some may be closed soon.
         """
         try:
-            self.selector.register(self.listener.accept()[0], selectors.EVENT_READ)
+            agent, _ = self.listener.accept()
+            self.watch(agent, lambda: self.handle(agent))
         except OSError:
             traceback.print_exc()
             time.sleep(0.1)
@@ -250,19 +266,17 @@ class Server:
                 send_message(agent, self.warm_up(modules, agent), number)
             case RankSpec() as spec:
                 pid = self.fork_rank(spec, fds, agent)
-                self.ranks[pid] = spec.value, os.dup(fds[2])
-                self.note_fork(pid, agent, number)
+                self.note_fork(pid, agent, number, spec.value, os.dup(fds[2]))
             case ProgramSpec() as program:
                 self.mpi_since = self.mpi_since or time.time()
-                self.note_fork(
-                    self.fork(lambda: rank_main.run_program(program, *fds)), agent, number
-                )
+                pid = self.fork(lambda: rank_main.run_program(program, *fds))
+                self.note_fork(pid, agent, number)
             case LookAtModel() as asked:
-                self.note_fork(self.fork(lambda: look_at_model(asked, *fds)), agent, number)
+                pid = self.fork(lambda: look_at_model(asked, *fds))
+                self.note_fork(pid, agent, number)
             case OpenStore(kind, address):
-                self.note_fork(
-                    self.fork_child(lambda: store_process(kind, address, *fds)), agent, number
-                )
+                pid = self.fork_child(lambda: store_process(kind, address, *fds))
+                self.note_fork(pid, agent, number)
             case (
                 WriteCheckpoint()
                 | ListShards()
@@ -277,8 +291,9 @@ class Server:
                     each.newest_step() for each in self.memories.values() if str(each.run) == run
                 ]
                 send_message(agent, NewestState(max(held, default=-1)), number)
-            case SignalProcess(pid, signal_number) if self.owner.get(pid) is agent:
-                kill(pid, signal_number)
+            case SignalProcess(pid, signal_number):
+                if (child := self.children.get(pid)) and child.agent is agent:
+                    kill(pid, signal_number)
 
     def begin_run(self, folder: str, keep_s: float) -> None:
         """Create the folder of a run's agents, where all of them find this server.
@@ -305,7 +320,7 @@ class Server:
         with contextlib.suppress(OSError, AttributeError):
             self.guard = os.pidfd_open(pid) if pid else -1
         if self.guard >= 0:
-            self.selector.register(self.guard, selectors.EVENT_READ)
+            self.watch(self.guard, self.guard_gone)
 
     def warm_up(self, modules: Sequence[str], asking: socket.socket | None = None) -> Warm:
         """Import the modules that ranks need, unless each rank is a new interpreter.
@@ -330,11 +345,7 @@ class Server:
     def agents(self) -> list[socket.socket]:
         """Return the connections of all agents."""
         sources = [key.fileobj for key in self.selector.get_map().values()]
-        return [
-            source
-            for source in sources
-            if isinstance(source, socket.socket) and source is not self.listener
-        ]
+        return [source for source in sources if isinstance(source, socket.socket)]
 
     @property
     def folder(self) -> str:
@@ -355,7 +366,7 @@ class Server:
                 free, self.idle_s = False, 0.0  # it ends when the claimant has gone
         if free and fds:
             self.lifeline = fds.pop()
-            self.selector.register(self.lifeline, selectors.EVENT_READ)
+            self.watch(self.lifeline, self.owner_gone)
         send_message(claimant, Claimed(free))
 
     def let_go(self) -> None:
@@ -372,9 +383,11 @@ class Server:
         os.close(self.lifeline)  # last: the owner waits for it
         self.lifeline = -1
 
-    def note_fork(self, pid: int, agent: socket.socket, number: int) -> None:
+    def note_fork(
+        self, pid: int, agent: socket.socket, number: int, value: str = "", beat: int = -1
+    ) -> None:
         self.forks += 1
-        self.owner[pid], self.serials[pid] = agent, self.forks
+        self.children[pid] = Child(agent, self.forks, value, beat)
         send_message(agent, Forked(pid, self.forks), number)
 
     def disconnect(self, agent: socket.socket) -> None:
@@ -384,10 +397,9 @@ class Server:
         """
         self.selector.unregister(agent)
         self.leaving.add(agent)
-        for pid in [
-            pid for pid, owner in self.owner.items() if owner is agent and pid not in self.writers
-        ]:
-            kill(pid, signal.SIGKILL)
+        for pid, child in self.children.items():
+            if child.agent is agent and child.serial:
+                kill(pid, signal.SIGKILL)
 
     def fork_rank(self, spec: RankSpec, fds: list[int], agent: socket.socket) -> int:
         if len(fds) < 3:
@@ -430,7 +442,7 @@ class Server:
         """
         memories = self.memories[agent]
         pid = self.fork_child(lambda: run_writer(memories, request, reply))
-        self.owner[pid], self.writers[pid] = agent, memories if ends_save(request) else None
+        self.children[pid] = Child(agent, memories=memories if ends_save(request) else None)
 
     def close_in_child(self) -> None:
         """Close the server's descriptors, in a new child."""
@@ -438,7 +450,7 @@ class Server:
         # An agent that leaves waits for its connection to close, so no child of another agent may
         # hold it open.
         fds = [key.fd for key in self.selector.get_map().values()]
-        beats = [beat for _, beat in self.ranks.values()]
+        beats = [child.beat for child in self.children.values()]
         for fd in [*fds, *beats, *(agent.fileno() for agent in self.leaving)]:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -448,26 +460,18 @@ class Server:
         """Report the end of each dead child to its agent, and kill the processes that it left."""
         while (ended := wait_one()) is not None:
             pid, status = ended
-            agent, serial = self.owner.pop(pid, None), self.serials.pop(pid, None)
-            if memories := self.writers.pop(pid, None):
-                memories.unlock()
+            child = self.children.pop(pid, None)
+            if child is not None and child.memories is not None:
+                child.memories.unlock()
             end_session(pid)
-            code, number = (
-                max(ended_with := os.waitstatus_to_exitcode(status), 0),
-                max(-ended_with, 0),
-            )
-            if pid in self.ranks:
-                value, beat = self.ranks.pop(pid)
-                record_end(value, code, number, beat)
-                os.close(beat)
-            if agent is not None and agent.fileno() >= 0 and serial is not None:
-                send_message(agent, Ended(pid, code, number, time.time(), serial))
+            if child is not None and child.serial:
+                self.report_end(pid, child, os.waitstatus_to_exitcode(status))
             # Only now, for a possible next run: the first run must not wait for this.
-            if not self.owner:
+            if not self.children:
                 self.scattered = huge_pages.scattered()
-        if self.leaving and not self.owner and kill_children():
+        if self.leaving and not self.children and kill_children():
             return  # these had created their own session; their ends wake this server
-        for agent in self.leaving - set(self.owner.values()):
+        for agent in self.leaving - {child.agent for child in self.children.values()}:
             buffers = self.memories.get(agent)
             if buffers is not None and self.write_owed(agent, buffers):
                 continue
@@ -475,6 +479,15 @@ class Server:
                 buffers.release(agent)
             self.leaving.remove(agent)
             agent.close()
+
+    def report_end(self, pid: int, child: Child, exit_code: int) -> None:
+        """Report the end of a child to its agent, and record that of a rank."""
+        code, number = max(exit_code, 0), max(-exit_code, 0)
+        if child.beat >= 0:
+            record_end(child.value, code, number, child.beat)
+            os.close(child.beat)
+        if child.agent.fileno() >= 0:
+            send_message(child.agent, Ended(pid, code, number, time.time(), child.serial))
 
     def write_owed(self, agent: socket.socket, buffers: SnapshotBuffers) -> bool:
         """Fork a process that writes what the agent left unwritten; return whether one was forked.
@@ -509,7 +522,7 @@ class Server:
         until = look_at + WRITE_S
         while self.leaving and (now := time.monotonic()) < until:
             if now >= look_at:
-                before, done = done, {pid: work_done(pid) for pid in self.owner}
+                before, done = done, {pid: work_done(pid) for pid in self.children}
                 look_at = now + PROGRESS_S
                 if done != before:
                     until = now + WRITE_S
