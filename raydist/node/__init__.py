@@ -7,6 +7,8 @@ and ends, and keeps their snapshots when a rank dies.
                           all agents
     agent.py              The agent of one rank: starts its process, monitors it, answers requests
                           about it
+    agent_server.py       Serves the agents of a node: forks processes for them, and reports their
+                          ends
     cache_folder.py       The user's folder for compiled code, on the node's disk, kept across runs
                           and boots
     checkup.py            The doctor's check-up of one node: connections, libraries, /dev/shm; it

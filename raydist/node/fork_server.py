@@ -37,158 +37,81 @@ import contextlib
 import json
 import os
 import resource
-import selectors
 import shutil
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
-from raydist.messages.server import (
-    BeginRun,
-    Busy,
-    Claim,
-    Claimed,
-    Ended,
-    Failed,
-    Forked,
-    GetNewestState,
-    ImportModules,
-    InFile,
-    LookAtModel,
-    NewestState,
-    OpenStore,
-    Ping,
-    Pong,
-    ProgramSpec,
-    RankSpec,
-    SignalProcess,
-    Warm,
-    WriteCheckpoint,
-)
-from raydist.messages.shards import CommitShards, DropShards, ListShards, ShardsRequest, WriteShards
-from raydist.messages.wire import PACKET, Message, decode, encode, numbered, split_number
-from raydist.node import fork_launcher, huge_pages, mpi_segments, spawn
+from raydist.messages.server import BeginRun, Busy, Claim, Claimed, ImportModules, Pong, Warm
+from raydist.messages.wire import Message
+from raydist.node import fork_launcher
+from raydist.node.agent_server import AgentServer, send_message
 from raydist.node.left_folders import lock_folder
-from raydist.node.processes import (
-    end_children,
-    end_session,
-    kill,
-    kill_children,
-    process_of,
-    take_oom_score,
-    wait_one,
-    work_done,
-)
-from raydist.node.recorded_end import record_end
-from raydist.node.rendezvous import store_process
-from raydist.node.snapshots import SnapshotBuffers, ends_save, run_writer, write_checkpoint
 from raydist.node.warm_imports import ImportedFiles, ends_with, import_modules, uses_gpu
-from raydist.worker import main as rank_main
 
 PR_SET_CHILD_SUBREAPER = 36
-DESCRIPTORS = 16
-"""Maximum descriptors in one message."""
-WRITE_S = 600.0
-"""Limit on the wait for a writer of a last state that makes no progress: a file server may be
-restarting."""
-PROGRESS_S = 1.0
-"""Seconds between two checks whether the processes that are to end make progress."""
-END_S = 5.0
-"""Limit on the wait for the end of killed processes that belong to no agent."""
-
-
-@dataclass(frozen=True)
-class Child:
-    """A process that was forked for an agent and has not been reaped."""
-
-    agent: socket.socket
-    """The connection of the agent."""
-    serial: int = 0
-    """Its number among all forks, because the kernel reuses pids. 0: a writer; it may finish after
-    its agent has left, and its end is not reported."""
-    value: str = ""
-    """The path of a rank's value."""
-    beat: int = -1
-    """A descriptor of a rank's heartbeat."""
-    memories: SnapshotBuffers | None = None
-    """The memories to unlock when a writer ends."""
 
 
 @dataclass
-class Server:
-    """Forks the ranks of one node, and reports their ends to their agents."""
+class Server(AgentServer):
+    """An AgentServer for the process that claims it, its owner, and perhaps for later owners."""
 
-    listener: socket.socket
-    lifeline: int
+    lifeline: int = -1
     """-1 while nobody claims the server."""
-    start: str
-    idle_s: float | None = None
     keep: bool = False
     """Whether the server stays when its owner lets go."""
     guard: int = -1
     """A descriptor of Ray's raylet: the server is not kept once that process has ended. -1: none.
     """
-    scattered: Iterator[int] | None = None
-    """The addresses to put into huge pages while the server is idle and has no child:
-    node.huge_pages.scattered."""
     run_folders: list[str] = field(default_factory=list)
     """The folders to remove when the claim ends."""
     locks: list[int] = field(default_factory=list)
     """The locks on these folders."""
-    own_lock: Sequence[int] = ()
     files: ImportedFiles = field(default_factory=ImportedFiles)
-    born: float = field(default_factory=time.time)
-    """Seconds since the epoch."""
-    children: dict[int, Child] = field(default_factory=dict)
-    """By pid."""
-    leaving: set[socket.socket] = field(default_factory=set)
-    """Agents that have disconnected and still have living processes."""
-    memories: dict[socket.socket, SnapshotBuffers] = field(default_factory=dict)
-    """By agent: the snapshot memories of its ranks."""
-    mpi_since: float | None = None
-    """When this claim's first MPI program started, in seconds since the epoch."""
-    forks: int = 0
-    serving: bool = True
-    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    """The data of each key is the function that handles what can be read there."""
 
-    def serve(self) -> None:
-        """Handle messages until the lifeline closes."""
-        wake, wake_end = os.pipe()
-        os.set_blocking(wake_end, False)
-        signal.set_wakeup_fd(wake_end)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self.watch(self.listener.fileno(), self.accept)
-        self.watch(wake, lambda: os.read(wake, 512))
-        self.watch(self.lifeline, self.owner_gone)
-        while True:
-            scattered = None if self.children else self.scattered
-            ready = self.selector.select(0 if scattered else self.idle_s)
-            if not ready and scattered:
-                if address := next(scattered, None):
-                    huge_pages.collapse(address)
-                else:
-                    self.scattered = None
-                continue
-            if not ready and not self.agents() and not self.children:
-                self.end_all()
-                return
-            for key, _ in ready:
-                # Others are closed since, in this round: the connection of an agent that is gone,
-                # or the guard of a Ray that has been replaced.
-                if self.selector.get_map().get(key.fd) is key:
-                    key.data()
-                if not self.serving:
-                    return
-            self.reap()
+    def answer(self, agent: socket.socket, message: Message, fds: list[int], number: int) -> None:
+        """Execute a message of an agent, or of a process that claims the server."""
+        match message:
+            case Claim():
+                self.claim(agent, fds)
+            case BeginRun() if self.lifeline < 0:  # the owner has died since
+                self.disconnect(agent)
+            case BeginRun():
+                try:
+                    self.begin_run(message)
+                except Exception:
+                    traceback.print_exc()
+                    self.disconnect(agent)  # the agent then shows the end of this server's log
+            case ImportModules(modules):
+                send_message(agent, self.warm_up(modules, agent), number)
+            case _:
+                super().answer(agent, message, fds, number)
 
-    def watch(self, source: int | socket.socket, handle: Callable[[], object]) -> None:
-        self.selector.register(source, selectors.EVENT_READ, handle)
+    def claim(self, claimant: socket.socket, fds: list[int]) -> None:
+        """Adopt the descriptor as the lifeline, if the server is free and its imports are current.
+
+        They are if no file that it imported has changed.
+
+        Without a descriptor the files do not matter: nobody is going to use the server.
+        """
+        free = self.lifeline < 0
+        if free and fds:
+            # Checking thousands of files takes seconds on a network file system.
+            send_message(claimant, Busy())
+            if uses_gpu() or self.files.changed():
+                free, self.idle_s = False, 0.0  # it ends when the claimant has gone
+        if free and fds:
+            self.adopt(fds.pop())
+        send_message(claimant, Claimed(free))
+
+    def adopt(self, lifeline: int) -> None:
+        """Serve the process at the other end of this lifeline until it closes."""
+        self.lifeline = lifeline
+        self.watch(lifeline, self.owner_gone)
 
     def owner_gone(self) -> None:
         """End the owner's processes, and the server unless it is kept."""
@@ -196,119 +119,36 @@ class Server:
         if self.serving:
             self.let_go()
 
-    def guard_gone(self) -> None:
-        """Keep the server no longer: its Ray has ended."""
-        self.stay_with(0)
-        self.keep = False
-        if self.lifeline < 0:
-            self.end_all()
-            self.serving = False
+    def let_go(self) -> None:
+        """End the claim, and wait for another one."""
+        self.selector.unregister(self.lifeline)
+        for folder in self.run_folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        for lock in self.locks:
+            os.close(lock)
+        self.run_folders.clear()
+        self.locks.clear()
+        self.memories.clear()
+        self.files.note_all()  # the server may have imported something for itself
+        os.close(self.lifeline)  # last: the owner waits for it
+        self.lifeline = -1
 
-    def accept(self) -> None:
-        """Accept the connection of an agent.
-
-        If too many files are open, the connection waits: some may be closed soon.
-        """
-        try:
-            agent, _ = self.listener.accept()
-            self.watch(agent, lambda: self.handle(agent))
-        except OSError:
-            traceback.print_exc()
-            time.sleep(0.1)
-
-    def handle(self, agent: socket.socket) -> None:
-        """Handle one message of an agent, or its disconnection.
-
-        No message ends the server, because other agents need it.
-        """
-        try:
-            packet, fds, flags, _ = socket.recv_fds(agent, PACKET, DESCRIPTORS)
-        except OSError:
-            packet, fds, flags = b"", [], 0
-        if not packet:
-            self.disconnect(agent)
-            return
-        message: Message | None = None
-        number, packet = split_number(packet)
-        try:
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise ValueError("a message was cut off")
-            message = decode(packet)
-            if isinstance(message, InFile):
-                message = read_message(fds.pop())
-            self.answer(agent, message, fds, number)
-        except Exception as error:
-            traceback.print_exc()
-            if isinstance(message, WriteCheckpoint | CommitShards | DropShards):
-                self.memories[agent].unlock()  # nothing is being written
-            elif isinstance(message, BeginRun):
-                self.disconnect(agent)  # the agent then shows the end of this server's log
-            # ShardsRequest and SignalProcess get no reply here.
-            elif not isinstance(message, ShardsRequest | SignalProcess):
-                send_message(agent, Failed(f"{type(error).__name__}: {error}"), number)
-        for fd in fds:
-            os.close(fd)
-
-    def answer(self, agent: socket.socket, message: Message, fds: list[int], number: int) -> None:
-        """Execute a message of an agent. `number`: of the message, for the reply."""
-        match message:
-            case Claim():
-                self.claim(agent, fds)
-            case BeginRun() if self.lifeline < 0:  # the owner has died since
-                self.disconnect(agent)
-            case BeginRun(folder, keep_s, guard):
-                self.begin_run(folder, keep_s)
-                if guard:
-                    self.stay_with(guard)
-            case Ping():
-                send_message(agent, Pong())
-            case ImportModules(modules):
-                send_message(agent, self.warm_up(modules, agent), number)
-            case RankSpec() as spec:
-                pid = self.fork_rank(spec, fds, agent)
-                self.note_fork(pid, agent, number, spec.value, os.dup(fds[2]))
-            case ProgramSpec() as program:
-                self.mpi_since = self.mpi_since or time.time()
-                pid = self.fork(lambda: rank_main.run_program(program, *fds))
-                self.note_fork(pid, agent, number)
-            case LookAtModel() as asked:
-                pid = self.fork(lambda: look_at_model(asked, *fds))
-                self.note_fork(pid, agent, number)
-            case OpenStore(kind, address):
-                pid = self.fork_child(lambda: store_process(kind, address, *fds))
-                self.note_fork(pid, agent, number)
-            case (
-                WriteCheckpoint()
-                | ListShards()
-                | WriteShards()
-                | CommitShards()
-                | DropShards() as request
-            ):
-                if self.memories[agent].wants_writer(request):
-                    self.fork_writer(agent, request, *fds)
-            case GetNewestState(run):
-                held = [
-                    each.newest_step() for each in self.memories.values() if str(each.run) == run
-                ]
-                send_message(agent, NewestState(max(held, default=-1)), number)
-            case SignalProcess(pid, signal_number):
-                if (child := self.children.get(pid)) and child.agent is agent:
-                    kill(pid, signal_number)
-
-    def begin_run(self, folder: str, keep_s: float) -> None:
+    def begin_run(self, run: BeginRun) -> None:
         """Create the folder of a run's agents, where all of them find this server.
 
         The folder is removed when the claim ends. The server creates it: another process could be
         killed before it reports the folder to the server, and nobody would remove it.
         """
-        self.run_folders.append(folder)
-        if not os.path.isdir(folder):  # a server of this run only already owns it
-            os.mkdir(folder, 0o700)
+        self.run_folders.append(run.folder)
+        if not os.path.isdir(run.folder):  # a server of this run only already owns it
+            os.mkdir(run.folder, 0o700)
             for name in ("server.log", "fork"):
-                os.symlink(os.path.join(self.folder, name), os.path.join(folder, name))
-            self.locks += lock_folder(folder)
+                os.symlink(os.path.join(self.folder, name), os.path.join(run.folder, name))
+            self.locks += lock_folder(run.folder)
         if self.keep:
-            self.keep, self.idle_s = keep_s > 0, keep_s or self.idle_s
+            self.keep, self.idle_s = run.keep_s > 0, run.keep_s or self.idle_s
+        if run.guard:
+            self.stay_with(run.guard)
 
     def stay_with(self, pid: int) -> None:
         """Set the process that the server may not outlive; 0: none. Replaces the previous one."""
@@ -321,6 +161,14 @@ class Server:
             self.guard = os.pidfd_open(pid) if pid else -1
         if self.guard >= 0:
             self.watch(self.guard, self.guard_gone)
+
+    def guard_gone(self) -> None:
+        """Keep the server no longer: its Ray has ended."""
+        self.stay_with(0)
+        self.keep = False
+        if self.lifeline < 0:
+            self.end_all()
+            self.serving = False
 
     def warm_up(self, modules: Sequence[str], asking: socket.socket | None = None) -> Warm:
         """Import the modules that ranks need, unless each rank is a new interpreter.
@@ -342,228 +190,14 @@ class Server:
             self.start = "spawn"
         return warm
 
-    def agents(self) -> list[socket.socket]:
-        """Return the connections of all agents."""
-        sources = [key.fileobj for key in self.selector.get_map().values()]
-        return [source for source in sources if isinstance(source, socket.socket)]
-
-    @property
-    def folder(self) -> str:
-        return os.path.dirname(str(self.listener.getsockname()))
-
-    def claim(self, claimant: socket.socket, fds: list[int]) -> None:
-        """Adopt the descriptor as the lifeline, if the server is free and its imports are current.
-
-        They are if no file that it imported has changed.
-
-        Without a descriptor the files do not matter: nobody is going to use the server.
-        """
-        free = self.lifeline < 0
-        if free and fds:
-            # Checking thousands of files takes seconds on a network file system.
-            send_message(claimant, Busy())
-            if uses_gpu() or self.files.changed():
-                free, self.idle_s = False, 0.0  # it ends when the claimant has gone
-        if free and fds:
-            self.lifeline = fds.pop()
-            self.watch(self.lifeline, self.owner_gone)
-        send_message(claimant, Claimed(free))
-
-    def let_go(self) -> None:
-        """End the claim, and wait for another one."""
-        self.selector.unregister(self.lifeline)
-        for folder in self.run_folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        for lock in self.locks:
-            os.close(lock)
-        self.run_folders.clear()
-        self.locks.clear()
-        self.memories.clear()
-        self.files.note_all()  # the server may have imported something for itself
-        os.close(self.lifeline)  # last: the owner waits for it
-        self.lifeline = -1
-
-    def note_fork(
-        self, pid: int, agent: socket.socket, number: int, value: str = "", beat: int = -1
-    ) -> None:
-        self.forks += 1
-        self.children[pid] = Child(agent, self.forks, value, beat)
-        send_message(agent, Forked(pid, self.forks), number)
-
-    def disconnect(self, agent: socket.socket) -> None:
-        """Handle the disconnection of an agent: SIGKILL its ranks.
-
-        SIGTERM would not suffice: a rank in a collective does not handle it.
-        """
-        self.selector.unregister(agent)
-        self.leaving.add(agent)
-        for pid, child in self.children.items():
-            if child.agent is agent and child.serial:
-                kill(pid, signal.SIGKILL)
-
-    def fork_rank(self, spec: RankSpec, fds: list[int], agent: socket.socket) -> int:
-        if len(fds) < 3:
-            raise ValueError("a rank needs a log, a channel and a heartbeat")
-        memories = self.memories[agent] = SnapshotBuffers.of_run(spec, self.memories.values())
-        fds = [*fds[:3], *memories.of_rank(agent, spec.env), *fds[3:]]
-        # The loader read it when this process started: a fork can't change it.
-        libraries = spec.env.get("LD_LIBRARY_PATH")
-        forks = self.start == "fork" and libraries == os.environ.get("LD_LIBRARY_PATH")
-        path = None if forks else spawn.write_spec(spec)
-        server, peer = os.getpid(), process_of(agent)
-
-        def become_rank() -> NoReturn:
-            # Ray has raised the score of its workers, such as the agent, but not that of the
-            # driver, which may own this server.
-            take_oom_score(peer)
-            if path is not None:
-                spawn.execute_rank(spec, path, fds, server)
-            rank_main.run_rank(spec, *fds)
-
-        return self.fork(become_rank)
-
-    def fork(self, become: Callable[[], NoReturn]) -> int:
-        """Fork a child that calls `become` and that SIGTERM ends; return its pid."""
-        return spawn.fork_rank(self.close_in_child, become)
-
-    def fork_child(self, become: Callable[[], NoReturn]) -> int:
-        """Fork a child that ignores SIGTERM, as the server does, and calls `become`.
-
-        Returns its pid.
-        """
-        return spawn.fork_child(self.close_in_child, become)
-
-    def fork_writer(
-        self, agent: socket.socket, request: WriteCheckpoint | ShardsRequest, reply: int = -1
-    ) -> None:
-        """Fork a process that executes this request.
-
-        The process sends its events or its reply to the descriptor `reply`.
-        """
-        memories = self.memories[agent]
-        pid = self.fork_child(lambda: run_writer(memories, request, reply))
-        self.children[pid] = Child(agent, memories=memories if ends_save(request) else None)
-
-    def close_in_child(self) -> None:
-        """Close the server's descriptors, in a new child."""
-        signal.set_wakeup_fd(-1)
-        # An agent that leaves waits for its connection to close, so no child of another agent may
-        # hold it open.
-        fds = [key.fd for key in self.selector.get_map().values()]
-        beats = [child.beat for child in self.children.values()]
-        for fd in [*fds, *beats, *(agent.fileno() for agent in self.leaving)]:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self.selector.close()
-
-    def reap(self) -> None:
-        """Report the end of each dead child to its agent, and kill the processes that it left."""
-        while (ended := wait_one()) is not None:
-            pid, status = ended
-            child = self.children.pop(pid, None)
-            if child is not None and child.memories is not None:
-                child.memories.unlock()
-            end_session(pid)
-            if child is not None and child.serial:
-                self.report_end(pid, child, os.waitstatus_to_exitcode(status))
-            # Only now, for a possible next run: the first run must not wait for this.
-            if not self.children:
-                self.scattered = huge_pages.scattered()
-        if self.leaving and not self.children and kill_children():
-            return  # these had created their own session; their ends wake this server
-        for agent in self.leaving - {child.agent for child in self.children.values()}:
-            buffers = self.memories.get(agent)
-            if buffers is not None and self.write_owed(agent, buffers):
-                continue
-            if buffers is not None:
-                buffers.release(agent)
-            self.leaving.remove(agent)
-            agent.close()
-
-    def report_end(self, pid: int, child: Child, exit_code: int) -> None:
-        """Report the end of a child to its agent, and record that of a rank."""
-        code, number = max(exit_code, 0), max(-exit_code, 0)
-        if child.beat >= 0:
-            record_end(child.value, code, number, child.beat)
-            os.close(child.beat)
-        if child.agent.fileno() >= 0:
-            send_message(child.agent, Ended(pid, code, number, time.time(), child.serial))
-
-    def write_owed(self, agent: socket.socket, buffers: SnapshotBuffers) -> bool:
-        """Fork a process that writes what the agent left unwritten; return whether one was forked.
-
-        If the kernel refuses the fork (pids.max, RLIMIT_NPROC), this process writes it. It may have
-        threads afterwards, so it forks no further rank and serves no other run.
-        """
-        while request := buffers.owed():
-            try:
-                self.fork_writer(agent, request)
-                return True
-            except OSError:
-                traceback.print_exc()
-            self.start, self.keep = "spawn", False
-            try:
-                write_checkpoint(buffers.descriptors, request.last)
-            except Exception:
-                traceback.print_exc()
-            buffers.unlock()
-        return False
-
-    def end_all(self) -> bool:
-        """Disconnect every agent and end all children; return whether all have ended.
-
-        Reports to the owner whenever the children have made progress: a large state takes minutes
-        to write.
-        """
-        for agent in self.agents():
-            self.disconnect(agent)
-        done: dict[int, tuple[float, int]] = {}
-        look_at = time.monotonic()
-        until = look_at + WRITE_S
-        while self.leaving and (now := time.monotonic()) < until:
-            if now >= look_at:
-                before, done = done, {pid: work_done(pid) for pid in self.children}
-                look_at = now + PROGRESS_S
-                if done != before:
-                    until = now + WRITE_S
-                    self.report_progress()
-            self.reap()
-            time.sleep(0.002)
-        ended = end_children(END_S) and not self.leaving
-        if self.mpi_since is not None:  # the agents, which do this after a run, may be gone
-            mpi_segments.remove_leftovers(self.mpi_since)
-            self.mpi_since = None
-        return ended
-
     def report_progress(self) -> None:
         if self.lifeline >= 0:
             with contextlib.suppress(OSError):  # the owner is dead
                 os.write(self.lifeline, b".")
 
-
-def send_message(agent: socket.socket, message: Message, number: int = 0) -> None:
-    """Send a message. `number`: of the request that it answers, if that has one."""
-    packet = encode(message)
-    # The agent has disconnected; its packet of zero bytes is still to be read.
-    with contextlib.suppress(OSError):
-        agent.send(numbered(number, packet) if number else packet)
-
-
-def read_message(descriptor: int) -> Message:
-    """Return the message in a file, and close the file."""
-    with open(descriptor, "rb") as file:
-        file.seek(0)
-        return decode(file.read())
-
-
-def look_at_model(request: LookAtModel, reply_fd: int) -> NoReturn:
-    """Write why the model cannot be divided, in a child.
-
-    Only the child imports what builds models.
-    """
-    from raydist.training import memory
-
-    memory.reply_to_check(request, reply_fd)
+    @property
+    def folder(self) -> str:
+        return os.path.dirname(str(self.listener.getsockname()))
 
 
 def main(
@@ -589,21 +223,18 @@ def main(
     for limit in fork_launcher.RAISED:  # as Ray does for its workers
         resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
     server = Server(
-        socket.socket(fileno=int(listen_fd)),
-        int(lifeline_fd),
-        start,
-        float(idle_s) or None,
-        keep != "0",
+        socket.socket(fileno=int(listen_fd)), start, float(idle_s) or None, keep=keep != "0"
     )
+    server.adopt(int(lifeline_fd))
     if int(keep) > 1:
         server.stay_with(int(keep))
     # torch.cuda.is_available() then leaves CUDA alone.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     folder, code = server.folder, 1
-    server.own_lock = lock_folder(folder)
+    lock_folder(folder)
     if server.keep:
         with open(os.path.join(folder, "server.json"), "w") as file:
-            json.dump({"pid": os.getpid(), "born": server.born}, file)
+            json.dump({"pid": os.getpid(), "born": time.time()}, file)
     server.files.note_all()
     server.warm_up(("raydist.worker.main", *modules))
     try:
