@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import raydist
-from bench.simulated import Simulation, many_nodes, transport
+from bench.simulated import SimulatedHosts, Simulation, many_nodes
 from raydist.launch.mailbox import Mail
 from raydist.launch.vitals import BYTES_PER_S
 from raydist.launch.worker_group import WorkerGroup
@@ -64,7 +64,8 @@ class Run:
         self.job = Job(
             name="large", dir=str(folder), backend=Backend("gloo"), job=Target("json:dumps")
         )
-        self.group = WorkerGroup(self.plan, transport(self.plan, simulation, mail), self.events)
+        hosts = SimulatedHosts(self.plan, simulation, mail)
+        self.group = WorkerGroup(self.plan, hosts, self.events)
         self.reports, self.joined = 0, threading.Event()
         self.at: dict[str, float] = {}
         """When each kind of event was said first in this attempt, on the monotonic clock."""

@@ -19,6 +19,8 @@ from typing import Any
 
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan, assign_ranks
+from raydist.launch.inline import LocalHosts
+from raydist.launch.mailbox import Mail
 from raydist.messages.agent import (
     Examine,
     FindUnreachablePaths,
@@ -33,7 +35,7 @@ from raydist.messages.agent import (
     StartRank,
     StopRank,
 )
-from raydist.messages.request import Answer, AnyReply, NodeRequest, Request, Transport
+from raydist.messages.request import Answer, AnyReply, NodeRequest, Request
 from raydist.messages.server import OpenStore, StoreAddress, Warm
 from raydist.network.facts import Facts
 from raydist.node import actor
@@ -266,16 +268,16 @@ def many_nodes(nodes: int, ranks: int) -> Plan:
     )
 
 
-def transport(plan: Plan, simulation: Simulation, mail: Any) -> Transport:
+class SimulatedHosts(LocalHosts):
     """Sends requests to the simulated agents as launch.actors does to real ones."""
-    boxes = [mail.box(simulation.exchange(node)) for node in range(len(plan.nodes))]
 
-    def call(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
-        slot = plan.slots[rank]
-        reply: Future[AnyReply] = boxes[slot.node_rank].send(slot.local_rank, request)
-        return reply
+    def __init__(self, plan: Plan, simulation: Simulation, mail: Mail) -> None:
+        self._slots = plan.slots
+        self._boxes = [mail.box(simulation.exchange(node)) for node in range(len(plan.nodes))]
 
-    return call
+    def call(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+        slot = self._slots[rank]
+        return self._boxes[slot.node_rank].send(slot.local_rank, request)
 
 
 if __name__ == "__main__":

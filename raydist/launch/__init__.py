@@ -9,6 +9,8 @@ rendezvous, started ranks.
                           one by all
     gangs.py              The worker groups of ended runs, for later runs of this process with equal
                           resources
+    hosts.py              What a worker group needs of the machines of its agents: with Ray or
+                          without
     inline.py             group=inline, without Ray: one rank in this process, for pdb, or several
                           processes
     limits.py             Limits on waits for agents; longer with many ranks, whose replies come one

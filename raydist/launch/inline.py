@@ -8,17 +8,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from raydist.cluster.nodes import Node
 from raydist.cluster.placement import Plan
 from raydist.launch import run_storage
+from raydist.launch.hosts import Hosts
 from raydist.launch.limits import CLOSE_S
-from raydist.launch.mailbox import Mail
+from raydist.launch.mailbox import Mail, Mailbox
 from raydist.launch.payload import RemoteCall
 from raydist.launch.vitals import Pace, Vitals
 from raydist.launch.worker_group import WorkerGroup
@@ -30,13 +31,14 @@ from raydist.node import cache_folder, probe, rendezvous
 from raydist.node.actor import AgentHost
 from raydist.node.load import LoadReader
 from raydist.settings.config import Job
-from raydist.shared.errors import Stopped
+from raydist.shared.errors import LaunchError, Stopped
 from raydist.shared.events import Event, Events
-from raydist.shared.outcome import Attempt, End
+from raydist.shared.outcome import Attempt, End, Slow
 from raydist.state.object_store import environment
 from raydist.worker import backends, context, target
 from raydist.worker.context import exception_facts
 
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 
 
@@ -155,6 +157,49 @@ def rank_context(events: Events) -> Iterator[Callable[[], dict[int, Pace]]]:
         context.enter(None)
 
 
+class LocalHosts(Hosts):
+    """This machine, without Ray: no other machine is known."""
+
+    standby = None
+    ray_stays = False
+
+    def __init__(self, box: Mailbox) -> None:
+        """`box`: of the requests to all agents."""
+        self._box = box
+
+    def call(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+        return self._box.send(rank, request)
+
+    def gpus(self) -> None:
+        return None
+
+    def start_other_actors(self) -> None:
+        """Do nothing: there are no other actors."""
+
+    def replace_nodes(self, lost: Sequence[int]) -> Plan:
+        raise LaunchError(
+            f"rank {lost[0]} can't be started again here, and there is no other machine"
+        )
+
+    def draining(self) -> Mapping[str, float]:
+        return {}
+
+    def record_attempt(self, cause: End | None, slow: Sequence[Slow]) -> None:
+        """Record nothing: there is no other node to prefer."""
+
+    def reachable(self, node_ids: Collection[str]) -> set[str]:
+        return set(node_ids)
+
+    def put(self, call: bytes) -> bytes:
+        return call
+
+    def on_node(self, rank: int, look: Callable[..., T | None], *args: Any) -> Future[T | None]:
+        """Return None: the agents live as long as this process."""
+        nothing: Future[T | None] = Future()
+        nothing.set_result(None)
+        return nothing
+
+
 @contextlib.contextmanager
 def in_thread(plan: Plan, events: Events) -> Iterator[WorkerGroup]:
     """Yield a worker group without Ray.
@@ -167,10 +212,7 @@ def in_thread(plan: Plan, events: Events) -> Iterator[WorkerGroup]:
             lambda requests: asyncio.run_coroutine_threadsafe(actor.exchange(requests), loop)
         )
 
-        def call(rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
-            return box.send(rank, request)
-
-        with WorkerGroup(plan, call, events) as group:
+        with WorkerGroup(plan, LocalHosts(box), events) as group:
             yield group
 
 

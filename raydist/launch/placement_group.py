@@ -5,25 +5,29 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from raydist.cluster import connect, drain, node_history, placement, ray_private, shortage
-from raydist.cluster.connect import alive_nodes, reachable, remaining_nodes
+from raydist.cluster.connect import alive_nodes, remaining_nodes
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan
 from raydist.launch import runtime_env
 from raydist.launch.actors import POLL_S, Actors, Waiting
 from raydist.launch.gangs import Gang, Gangs
+from raydist.launch.hosts import Hosts
 from raydist.launch.standby import StandbyNodes
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.request import AnyReply, Request
 from raydist.node import kept_server
 from raydist.settings import validate
 from raydist.settings.config import Job
 from raydist.shared.events import Events
 from raydist.shared.outcome import End, Slow
 
+T = TypeVar("T")
 WAIT_S = 1
 """Seconds of one wait for the placement group; an integer, because Ray truncates fractions."""
 NAME = "raydist-"
@@ -54,31 +58,10 @@ def placed_group(
         )
         events.say("phase", name="place", s=time.time() - began)
         actors = gang.actors if gang else Actors(plan, held, options)
-        standby = None
-        if validate.size_override(job.scale):
-            reason_to_avoid = partial(node_history.reason_to_avoid, job, address)
-            standby = StandbyNodes(
-                actors, job.scale, events, remaining_nodes, create_group, reason_to_avoid
-            )
-        with WorkerGroup(
-            plan,
-            actors.call,
-            events,
-            gpus=actors.gpus if request.rank_resources.get("GPU") else None,
-            start_other_actors=actors.start,
-            replace_nodes=standby.replace_nodes
-            if standby
-            else partial(replace_lost_nodes, actors, held, job, events),
-            draining=drain.draining,
-            standby=standby,
-            record_attempt=partial(record_attempt, job, address, actors),
-            reachable=reachable,
-            put=ray.put,
-            on_node=actors.on_node,
-            ray_stays=not ray_private.started_processes(),
-        ) as group:
+        hosts = RayHosts(job, address, held, actors, events)
+        with WorkerGroup(plan, hosts, events) as group:
             yield group
-        if gangs is not None and standby is None:
+        if gangs is not None and hosts.standby is None:
             gangs.put(Gang(request, options, held, actors))
             actors = held = None
         elif not options:
@@ -88,6 +71,73 @@ def placed_group(
             actors.kill_all()
         if held is not None:
             remove_placement_group(held)
+
+
+class RayHosts(Hosts):
+    """The nodes of a placement group, through the actors on them."""
+
+    def __init__(self, job: Job, address: str, held: Any, actors: Actors, events: Events) -> None:
+        """`address`: of the cluster. `held`: the placement group."""
+        self._job, self._address, self._held = job, address, held
+        self._actors, self._events = actors, events
+        self.ray_stays = not ray_private.started_processes()
+        self.standby = None
+        if validate.size_override(job.scale):
+            reason_to_avoid = partial(node_history.reason_to_avoid, job, address)
+            self.standby = StandbyNodes(
+                actors, job.scale, events, remaining_nodes, create_group, reason_to_avoid
+            )
+
+    def call(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+        return self._actors.call(rank, request)
+
+    def gpus(self) -> Sequence[Sequence[str]] | None:
+        return self._actors.gpus() if self._actors.plan.request.rank_resources.get("GPU") else None
+
+    def start_other_actors(self) -> None:
+        self._actors.start()
+
+    def replace_nodes(self, lost: Sequence[int]) -> Plan:
+        """Wait for replacement nodes for the lost ranks, and start actors there.
+
+        Without standby nodes, Ray moves the bundles of a node that it has declared dead, and keeps
+        all others where they are.
+        """
+        if self.standby is not None:
+            return self.standby.replace_nodes(lost)
+        before = self._actors.plan
+        found = wait_until_placed(self._held, before.request, self._job.scale.wait_s, self._events)
+        self._actors.replace(lost, placement.replace_nodes(before, found))
+        return self._actors.plan
+
+    def draining(self) -> Mapping[str, float]:
+        return drain.draining()
+
+    def record_attempt(self, cause: End | None, slow: Sequence[Slow]) -> None:
+        """Record the incidents of an attempt in the node history.
+
+        A cluster of one node has no other node to prefer, so nothing is recorded.
+        """
+        if len(alive_nodes()) > 1:
+            now = time.time()
+            node_history.note_incidents(
+                node_history.history_file(),
+                node_history.incidents(
+                    self._address, self._job.dir, self._actors.plan, cause, slow, now
+                ),
+                now,
+            )
+
+    def reachable(self, node_ids: Collection[str]) -> set[str]:
+        return connect.reachable(node_ids)
+
+    def put(self, call: bytes) -> Awaitable[bytes]:
+        import ray
+
+        return ray.put(call)  # type: ignore[no-any-return]
+
+    def on_node(self, rank: int, look: Callable[..., T | None], *args: Any) -> Future[T | None]:
+        return self._actors.on_node(rank, look, *args)
 
 
 def steered_group(job: Job, request: ResourceRequest, address: str, events: Events) -> Any:
@@ -151,22 +201,6 @@ def create_group(request: ResourceRequest, bundles: int, elsewhere: Sequence[str
     )
 
 
-def record_attempt(
-    job: Job, address: str, actors: Actors, cause: End | None, slow: Sequence[Slow]
-) -> None:
-    """Record the incidents of an attempt in the node history.
-
-    A cluster of one node has no other node to prefer, so nothing is recorded.
-    """
-    if len(alive_nodes()) > 1:
-        now = time.time()
-        node_history.note_incidents(
-            node_history.history_file(),
-            node_history.incidents(address, job.dir, actors.plan, cause, slow, now),
-            now,
-        )
-
-
 def wait_until_placed(
     held: Any, request: ResourceRequest, patience: float, events: Events
 ) -> list[Node]:
@@ -182,18 +216,6 @@ def wait_until_placed(
             shortage.describe_missing(request, nodes, _bundles(held)["bundles_to_node_id"].values())
         )
         time.sleep(POLL_S)
-
-
-def replace_lost_nodes(
-    actors: Actors, held: Any, job: Job, events: Events, lost: Sequence[int]
-) -> Plan:
-    """Wait for replacement nodes for the lost ranks, and start actors there; return the new plan.
-
-    Ray moves the bundles of a node that it has declared dead, and keeps all others where they are.
-    """
-    found = wait_until_placed(held, actors.plan.request, job.scale.wait_s, events)
-    actors.replace(lost, placement.replace_nodes(actors.plan, found))
-    return actors.plan
 
 
 def bundle_nodes(held: Any, nodes: Sequence[Node]) -> list[Node] | None:

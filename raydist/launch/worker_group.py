@@ -23,9 +23,9 @@ from raydist.cluster.placement import Plan, Slot
 from raydist.launch import flush as launch_flush
 from raydist.launch import preload, runtime_env, shared_paths
 from raydist.launch.flush import Description, FlushNode
+from raydist.launch.hosts import Hosts
 from raydist.launch.limits import ANSWER_S, CLOSE_S, IDLE_S, NETWORK_S, OPEN_S, longest
 from raydist.launch.shard_saver import ShardSaver
-from raydist.launch.standby import StandbyNodes
 from raydist.messages.agent import (
     Close,
     FindUnreachablePaths,
@@ -42,7 +42,7 @@ from raydist.messages.agent import (
     WaitForWriter,
     WarmServer,
 )
-from raydist.messages.request import Request, Transport
+from raydist.messages.request import AnyReply, Request
 from raydist.messages.server import OpenStore, StoreAddress, StoreKind
 from raydist.network import binding, checks_node, traffic
 from raydist.network.facts import Facts
@@ -53,7 +53,6 @@ from raydist.settings.config import Job, as_dict
 from raydist.shared import arguments as shared_arguments
 from raydist.shared.errors import ConfigError, LaunchError, Stopped, last_line
 from raydist.shared.events import Event, Events
-from raydist.shared.outcome import End, Slow
 from raydist.shared.own_path import machine_id
 from raydist.state.shard_choice import WholeShards
 
@@ -67,58 +66,21 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     One round opens them, one starts the ranks; recovery.supervisor then monitors them.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        call: Transport,
-        events: Events,
-        gpus: Callable[[], Sequence[Sequence[str] | None]] | None = None,
-        start_other_actors: Callable[[], None] = lambda: None,
-        replace_nodes: Callable[[Sequence[int]], Plan] | None = None,
-        draining: Callable[[], Mapping[str, float]] = dict,
-        standby: StandbyNodes | None = None,
-        record_attempt: Callable[[End | None, Sequence[Slow]], None] = lambda cause, slow: None,
-        reachable: Callable[[Collection[str]], set[str]] = set,
-        put: Callable[[bytes], bytes | Awaitable[bytes]] = lambda call: call,
-        on_node: Callable[..., Future[Any]] | None = None,
-        ray_stays: bool = False,
-    ) -> None:
-        """`gpus`: returns each rank's GPUs, or None if Ray assigns none.
-
-        `start_other_actors`: starts the actors that host no agent; they can wait until the ranks
-        have begun. `replace_nodes`: finds other nodes for lost ranks, and returns the new plan.
-        `draining`: returns the nodes that are draining, each with its deadline in seconds since the
-        epoch, or 0. `standby`: the nodes without ranks of a job that has or may get some.
-        `record_attempt`: takes the first cause of an attempt and its stragglers, for the node
-        history. `reachable`: returns which of these nodes accept connections; Ray itself notices
-        that the others are gone. `put`: puts bytes where each node fetches them once. `on_node`:
-        takes a rank, a function and its arguments, and calls the function on the node of the rank.
-        `ray_stays`: as in Open.
-        """
+    def __init__(self, plan: Plan, hosts: Hosts, events: Events) -> None:
         self.plan = plan
+        self.hosts = hosts
         self.first_world_size = plan.world_size
         """The number of ranks in the first attempt."""
-        self.call = call
-        self.start_other_actors = start_other_actors
-        self.draining = draining
-        self.standby = standby
-        self.record_attempt = record_attempt
-        self.reachable = reachable
         self.facts: tuple[Facts, ...] = ()
         self.failed_imports: tuple[Mapping[str, str], ...] = ()
         """By rank: the modules that its node could not import, each with the error."""
         self.rendezvous = Rendezvous()
         self._ports: list[traffic.Ports | None] = []
         self._events = events
-        self._gpus = gpus
-        self._replace_nodes = replace_nodes
         self._runs: dict[str, str] = {}
         """By node id: the name of its fork server, if the node was opened after the others."""
         self._opened: dict[str, Opened] = {}
         """By node id: the reply of its first agent."""
-        self._put = put
-        self._on_node = on_node
-        self._ray_stays = ray_stays
         self._known_values: dict[int, RankValue] = {}
         """The values of ranks that have ended although their agents do not answer."""
         self._silent = set[int]()
@@ -126,6 +88,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._saver = ShardSaver(events.add)
         self._kept_call: bytes | Awaitable[bytes] | None = None
         """The job's pickled function, as `put` returned it."""
+
+    def call(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
+        """Send a request to the agent of a rank."""
+        return self.hosts.call(rank, request)
 
     def open(
         self,
@@ -153,13 +119,13 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             keep_s=job.scale.keep_warm_s,
             installed=preload.lasting(modules),
             warm_server=warm_server,
-            ray_stays=self._ray_stays,
+            ray_stays=self.hosts.ray_stays,
         )
         self._job, self._files = job, shared_paths.files(job, str(file.parent) if file else "")
         self._installs = ", ".join(job.pip)
         self._store: StoreKind = "horovod" if job.backend.name == "horovod" else "tcp"
-        if self.standby is not None:
-            self.standby.set_request(self._request)
+        if self.hosts.standby is not None:
+            self.hosts.standby.set_request(self._request)
         opened = self._open(range(self.plan.world_size), None if file else self._store)
         born = max(began, *(each.born for each in opened))
         self._events.say("phase", name="actors", s=born - began)
@@ -187,7 +153,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         moved = self._replace_lost(gone, resize, until)
         while not self._opens_rendezvous(job, attempt, resize or bool(moved), until):
             moved |= self._replace_lost((), False, until)  # a node was lost meanwhile
-        if self.standby is not None:  # the ranks were renumbered
+        if self.hosts.standby is not None:  # the ranks were renumbered
             return [slot.rank for slot in self.plan.slots if slot.node.id not in before]
         return sorted(moved)
 
@@ -201,11 +167,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         lost = self._ranks_of_lost_nodes(gone)
         while lost or resize:
             moved.update(lost)
+            new = self._replace(lost)
             try:
-                self._replace(lost)
+                self._open(new, None)
                 resize = False
             except LaunchError:  # another node is lost
-                if self._replace_nodes is None or time.monotonic() > until:
+                if time.monotonic() > until:
                     raise
             lost = self._ranks_of_lost_nodes()
         return moved
@@ -280,11 +247,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def draining_ranks(self) -> list[int]:
         """Return the ranks on draining nodes; none if too few other nodes remain for the job."""
-        if self.standby is None:
+        standby = self.hosts.standby
+        if standby is None:
             return []
-        draining = self.draining()
+        draining = self.hosts.draining()
         ranks = [slot.rank for slot in self.plan.slots if slot.node.id in draining]
-        return ranks if ranks and self.standby.enough_remain() else []
+        return ranks if ranks and standby.enough_remain() else []
 
     def values(self) -> list[RankValue]:
         """Return what each rank returned or raised, pickled.
@@ -321,13 +289,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             return None
 
     def _look(self, rank: int, look: Callable[..., T | None], *args: Any) -> Future[T | None]:
-        """Return what a function of node.recorded_end finds on a rank's node; None without Ray."""
-        if self._on_node is None:
-            nothing: Future[T | None] = Future()
-            nothing.set_result(None)
-            return nothing
+        """Return what a function of node.recorded_end finds on a rank's node."""
         slot = self.plan.slots[rank]
-        return self._on_node(rank, look, self._run_of(slot), slot.node.id, *args)
+        return self.hosts.on_node(rank, look, self._run_of(slot), slot.node.id, *args)
 
     def keep_value(self, rank: int, value: RankValue) -> None:
         """Keep what a rank returned whose agent does not answer."""
@@ -366,21 +330,18 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         leads = [slot for slot in self._leads if slot.rank not in self._silent]
         return [FlushNode(slot.node.host, partial(self.call, slot.rank)) for slot in leads]
 
-    def _replace(self, lost: Sequence[int]) -> None:
-        """Replace the agents of these ranks with agents on other nodes, and open those."""
-        if self._replace_nodes is None:
-            raise LaunchError(
-                f"rank {lost[0]} can't be started again here, and there is no other machine"
-            )
-        self.plan = self._replace_nodes(lost)
+    def _replace(self, lost: Sequence[int]) -> Sequence[int]:
+        """Replace the agents of these ranks with agents on other nodes; return those to open."""
+        self.plan = self.hosts.replace_nodes(lost)
         self._request = replace(self._request, warm_server=None)
-        for node, (run, opened) in (self.standby.promote() if self.standby else {}).items():
+        standby = self.hosts.standby
+        for node, (run, opened) in (standby.promote() if standby else {}).items():
             self._runs[node], self._opened[node] = run, opened
-        new = self.lost_ranks() if self.standby else lost
+        new = self.lost_ranks() if standby else lost
         for slot in (self.plan.slots[rank] for rank in new):
             if slot.local_rank == 0:
                 self._runs[slot.node.id] = uuid.uuid4().hex[:8]
-        self._open(new, None)
+        return new
 
     def _open(self, ranks: Sequence[int], store: StoreKind | None) -> list[Opened]:
         """Open the agents of these ranks, and return their replies.
@@ -515,7 +476,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         if call is None:
             return
         if self._kept_call is None:
-            self._kept_call = self._put(call)
+            self._kept_call = self.hosts.put(call)
         ranks = [slot.rank for slot in self._leads]
         self.call_each([KeepCall(self._kept_call)] * len(ranks), ranks=ranks)
 
@@ -596,13 +557,13 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [future.result() for future in futures]
 
     def __exit__(self, *_: object) -> None:
-        standby = self.standby.close() if self.standby else []
+        standby = self.hosts.standby.close() if self.hosts.standby else []
         closing = [*standby, *(self.call(slot.rank, Close()) for slot in self.plan.slots)]
         wait(closing, timeout=longest(CLOSE_S, len(closing)))
 
     def _note_facts(self) -> None:
         """Set the facts of each rank's node, with the rank's own GPUs."""
-        gpus = self._gpus() if self._gpus else [None] * self.plan.world_size
+        gpus = self.hosts.gpus() or (None,) * self.plan.world_size
         opened = [self._opened[slot.node.id] for slot in self.plan.slots]
         self.facts = tuple(
             replace(each.facts, gpus=own)

@@ -178,11 +178,11 @@ def run_attempt(
         except LaunchError as error:
             if not (ends := lost_at_start(group, error)):
                 raise
-            group.record_attempt(first_cause(ends), ())
+            group.hosts.record_attempt(first_cause(ends), ())
             return explained(Attempt(ends), events, group.rendezvous.attempt)
         supervisor = Supervisor(group, events, Path(job.dir) / "logs", job, retry)
         attempt = Attempt(ends=supervisor.run(), error=supervisor.stopped, resize=supervisor.resize)
-        group.record_attempt(
+        group.hosts.record_attempt(
             first_cause(attempt.ends) if attempt.error is None else None, supervisor.slow
         )
         return explained(attempt, events, group.rendezvous.attempt)

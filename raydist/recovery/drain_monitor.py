@@ -34,6 +34,7 @@ class DrainMonitor(AbstractContextManager["DrainMonitor"]):
 
     def _poll(self) -> None:
         while not self._closed.wait(POLL_S):
-            if notice := drain_notice(self._group.plan.slots, self._group.draining(), time.time()):
+            draining = self._group.hosts.draining()
+            if notice := drain_notice(self._group.plan.slots, draining, time.time()):
                 self._post(notice)
                 return

@@ -38,13 +38,13 @@ class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
         self._thread = threading.Thread(target=self._watch, name="raydist-resize", daemon=True)
 
     def __enter__(self) -> ResizeMonitor:
-        if self._group.standby is not None:
+        if self._group.hosts.standby is not None:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        if self._group.standby is not None:
+        if self._group.hosts.standby is not None:
             self._thread.join()
 
     def _watch(self) -> None:
@@ -60,7 +60,7 @@ class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
 
         Also prepares the nodes that have joined.
         """
-        standby = self._group.standby
+        standby = self._group.hosts.standby
         if standby is None:
             return ""
         try:

@@ -196,7 +196,7 @@ class Supervisor:
         def connect() -> None:
             found = frozenset[str]()
             with contextlib.suppress(Exception):  # Ray does not answer: the next check tries again
-                found = frozenset(self._group.reachable(asked))
+                found = frozenset(self._group.hosts.reachable(asked))
             self._messages.put(ReachableNodes(found))
 
         threading.Thread(target=connect, name="raydist-reach", daemon=True).start()
@@ -217,7 +217,7 @@ class Supervisor:
             and time.time() - met > OTHERS_S
         ):
             self._all_started = True
-            self._group.start_other_actors()
+            self._group.hosts.start_other_actors()
 
     def _ask_node(self, rank: int) -> None:
         """Ask the node of a silent agent whether the agent's rank has ended.

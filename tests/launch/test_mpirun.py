@@ -21,6 +21,7 @@ from raydist.reporting.result import Result
 from raydist.settings.compose import compose
 from raydist.shared.errors import ConfigError, LaunchError, RunFailed
 from raydist.shared.events import Events
+from tests.launch.test_worker_group import FakeHosts
 from tests.mpi_programs import (
     HOROVOD_MPI,
     MPICH,
@@ -282,7 +283,7 @@ def test_hosts_with_different_mpis_are_refused(tmp_path: Path) -> None:
         {"kind": "openmpi", "version": version, "mpirun": "/usr/bin/mpirun"}
         for version in ("5.0.11", "4.1.6")
     ]
-    group = WorkerGroup(plan, lambda *_: None, Events(tmp_path / "events.jsonl"))  # type: ignore[arg-type]
+    group = WorkerGroup(plan, FakeHosts(), Events(tmp_path / "events.jsonl"))
     group.facts = tuple(Facts("a", "10.0.0.1", "eth0", "10.0.0.1", mpi=own) for own in mpis)
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,4 @@
-"""The worker group, with a transport whose replies the tests choose: no agent, no Ray."""
+"""The worker group, on hosts whose replies the tests choose: no agent, no Ray."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from raydist.cluster import placement
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan, assign_ranks
 from raydist.launch import worker_group
+from raydist.launch.inline import LocalHosts
 from raydist.launch.run_storage import RunCheckpoints
 from raydist.launch.standby import StandbyNodes
 from raydist.launch.worker_group import WorkerGroup
@@ -58,7 +59,7 @@ def two_nodes() -> Plan:
 
 
 @dataclass
-class FakeTransport:
+class FakeHosts(LocalHosts):
     """Replies as healthy agents do, or by `replies`; after a reply of NotImplemented the future
     stays pending."""
 
@@ -66,7 +67,7 @@ class FakeTransport:
     replies: dict[type[Any], Callable[[int, Any], Any]] = field(default_factory=dict)
     stores: int = 0
 
-    def __call__(self, rank: int, request: Request[Any]) -> Future[Any]:
+    def call(self, rank: int, request: Request[Any]) -> Future[Any]:
         future: Future[Any] = Future()
         self.calls.append((rank, request, future))
         try:
@@ -144,21 +145,20 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.fixture
-def transport() -> FakeTransport:
-    return FakeTransport()
+def hosts() -> FakeHosts:
+    return FakeHosts()
 
 
-def opened(transport: FakeTransport, events: Events, job: Job, **options: Any) -> WorkerGroup:
-    group = WorkerGroup(two_nodes(), transport, events, **options)
+def opened(hosts: FakeHosts, events: Events, job: Job, **of_hosts: Any) -> WorkerGroup:
+    vars(hosts).update(of_hosts)
+    group = WorkerGroup(two_nodes(), hosts, events)
     group.open(job, ("torch",))
     return group
 
 
-def test_each_agent_gets_its_own_open_request(
-    transport: FakeTransport, events: Events, job: Job
-) -> None:
-    opened(transport, events, job)
-    requests = transport.sent(Open)
+def test_each_agent_gets_its_own_open_request(hosts: FakeHosts, events: Events, job: Job) -> None:
+    opened(hosts, events, job)
+    requests = hosts.sent(Open)
     assert [rank for rank, _ in requests] == [0, 1, 2, 3]
     fields = [(r.rank, r.node_id, r.node_ip, r.lead, r.store) for _, r in requests]
     assert fields == [
@@ -173,10 +173,10 @@ def test_each_agent_gets_its_own_open_request(
 
 
 def test_the_group_knows_the_facts_of_each_rank_and_the_rendezvous(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
     gpus = [("0",), ("1",), ("0",), ("1",)]
-    group = opened(transport, events, job, gpus=lambda: gpus)
+    group = opened(hosts, events, job, gpus=lambda: gpus)
     assert [facts.hostname for facts in group.facts] == ["id-1", "id-1", "id-2", "id-2"]
     assert [facts.gpus for facts in group.facts] == gpus
     assert [list(failed) for failed in group.failed_imports] == [["missing0"]] * 2 + [
@@ -190,10 +190,10 @@ def test_the_group_knows_the_facts_of_each_rank_and_the_rendezvous(
 
 
 def test_ranks_that_meet_in_a_file_have_no_store(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
-    group = opened(transport, events, replace(job, init_method="file"))
-    assert [request.store for _, request in transport.sent(Open)] == [None] * 4
+    group = opened(hosts, events, replace(job, init_method="file"))
+    assert [request.store for _, request in hosts.sent(Open)] == [None] * 4
     assert group.rendezvous.port is None
     assert group.rendezvous.file == str(Path(job.dir) / "rendezvous")
     group.prepare_attempt(replace(job, init_method="file"), 1)
@@ -202,69 +202,64 @@ def test_ranks_that_meet_in_a_file_have_no_store(
 
 @pytest.mark.parametrize("kind", [ConfigError, LaunchError])
 def test_an_agent_that_fails_is_named_by_rank_and_host(
-    transport: FakeTransport, events: Events, job: Job, kind: type[Exception]
+    hosts: FakeHosts, events: Events, job: Job, kind: type[Exception]
 ) -> None:
     def fail(rank: int, request: Open) -> Any:
         if rank == 2:
             raise kind("no interface eth7")
         return NotImplemented  # the others still import torch
 
-    transport.replies[Open] = fail
+    hosts.replies[Open] = fail
     with pytest.raises(kind, match=r"rank 2 on host2 \(10\.0\.0\.2\): .*no interface eth7"):
-        opened(transport, events, job)
+        opened(hosts, events, job)
 
 
 def test_agents_that_do_not_answer_are_counted(
-    transport: FakeTransport, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
+    hosts: FakeHosts, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_group, "OPEN_S", 0.05)
-    transport.replies[Open] = lambda rank, request: (
-        NotImplemented if rank in (1, 3) else transport.reply(rank, request)
+    hosts.replies[Open] = lambda rank, request: (
+        NotImplemented if rank in (1, 3) else hosts.reply(rank, request)
     )
     with pytest.raises(
         LaunchError, match=r"2 of 4 agents .* Open within 0\.06\d* s.* rank 1 on host1"
     ):
-        opened(transport, events, job)
+        opened(hosts, events, job)
 
 
-def test_replies_come_in_the_order_of_the_requests(
-    transport: FakeTransport, events: Events
-) -> None:
-    group = WorkerGroup(two_nodes(), transport, events)
-
-    class Late(FakeTransport):
+def test_replies_come_in_the_order_of_the_requests(events: Events) -> None:
+    class Late(FakeHosts):
         """Resolves all futures with the last call, the last future first."""
 
-        def __call__(self, rank: int, request: Request[Any]) -> Future[Any]:
-            future = super().__call__(rank, request)
+        def call(self, rank: int, request: Request[Any]) -> Future[Any]:
+            future = super().call(rank, request)
             if len(self.calls) == 2:
                 for called, _, pending in reversed(self.calls):
                     pending.set_result(called)
             return future
 
-    late = Late(replies={GetValue: silent})
-    group.call = late
+    group = WorkerGroup(two_nodes(), Late(replies={GetValue: silent}), events)
     assert cast("list[int]", group.call_each([GetValue(), GetValue()], ranks=[3, 1])) == [3, 1]
 
 
 def test_only_the_first_agent_of_a_node_looks_for_paths(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
     stored = replace(job, storage="/shared/runs")
-    transport.replies[FindUnreachablePaths] = lambda rank, _: (
+    hosts.replies[FindUnreachablePaths] = lambda rank, _: (
         {"storage": "no such file"} if rank == 2 else {}
     )
     with pytest.raises(ConfigError, match=r"storage=/shared/runs: host2 .*no such file"):
-        opened(transport, events, stored)
-    assert [rank for rank, _ in transport.sent(FindUnreachablePaths)] == [0, 2]
+        opened(hosts, events, stored)
+    assert [rank for rank, _ in hosts.sent(FindUnreachablePaths)] == [0, 2]
 
 
 def test_a_file_that_a_setting_names_must_be_visible_on_all_nodes(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
-    group = opened(transport, events, job)
+    group = opened(hosts, events, job)
     group.require_visible("resume=/data/x", "/data/x/meta.json", "each rank reads it")
-    transport.replies[FindUnreachablePaths] = lambda rank, _: (
+    hosts.replies[FindUnreachablePaths] = lambda rank, _: (
         {"file": "no such file"} if rank == 0 else {}
     )
     with pytest.raises(ConfigError, match=r"resume=/data/x: host1 .*each rank reads it"):
@@ -272,12 +267,12 @@ def test_a_file_that_a_setting_names_must_be_visible_on_all_nodes(
 
 
 def test_each_rank_starts_with_its_own_variables(
-    transport: FakeTransport, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
+    hosts: FakeHosts, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks_node, "check_nodes", lambda *_: None)
-    group = opened(transport, events, job)
+    group = opened(hosts, events, job)
     group.start(job, [[EnvVar("RANK", str(rank), "")] for rank in range(4)], b"pickled")
-    requests = transport.sent(StartRank)
+    requests = hosts.sent(StartRank)
     assert [(rank, request.rank, dict(request.env)) for rank, request in requests] == [
         (rank, rank, {"RANK": str(rank)}) for rank in range(4)
     ]
@@ -290,7 +285,7 @@ def test_each_rank_starts_with_its_own_variables(
 
 
 def test_each_node_gets_the_pickled_call_once_for_each_attempt(
-    transport: FakeTransport, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
+    hosts: FakeHosts, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks_node, "check_nodes", lambda *_: None)
     put: list[bytes] = []
@@ -300,49 +295,50 @@ def test_each_node_gets_the_pickled_call_once_for_each_attempt(
         return b"reference"
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
-        del transport.replies[IsOpen]
+        del hosts.replies[IsOpen]
         return placement.replace_nodes(group.plan, [node(1), node(3)])
 
-    group = opened(transport, events, job, put=keep, replace_nodes=replace_nodes)
+    group = opened(hosts, events, job, put=keep, replace_nodes=replace_nodes)
     group.start(job, [()] * 4, b"pickled")
-    assert transport.sent(KeepCall) == [(0, KeepCall(b"reference")), (2, KeepCall(b"reference"))]
+    assert hosts.sent(KeepCall) == [(0, KeepCall(b"reference")), (2, KeepCall(b"reference"))]
     group.start(job, [()] * 4, b"pickled")
-    assert [rank for rank, _ in transport.sent(KeepCall)] == [0, 2] * 2
-    transport.replies[IsOpen] = gone_from(2, 3)
+    assert [rank for rank, _ in hosts.sent(KeepCall)] == [0, 2] * 2
+    hosts.replies[IsOpen] = gone_from(2, 3)
     group.prepare_attempt(job, 1)
     group.start(job, [()] * 4, b"pickled")
-    assert [rank for rank, _ in transport.sent(KeepCall)] == [0, 2] * 3
+    assert [rank for rank, _ in hosts.sent(KeepCall)] == [0, 2] * 3
     assert put == [b"pickled"]
     group.start(job, [()] * 4, None)
-    assert [request.call for _, request in transport.sent(StartRank)][-4:] == [False] * 4
+    assert [request.call for _, request in hosts.sent(StartRank)][-4:] == [False] * 4
 
 
 def test_another_attempt_on_the_same_nodes_has_a_new_store(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
-    group = opened(transport, events, job)
+    group = opened(hosts, events, job)
     assert group.prepare_attempt(job, 1) == []
-    assert [rank for rank, _ in transport.sent(WaitForWriter)] == [0]
+    assert [rank for rank, _ in hosts.sent(WaitForWriter)] == [0]
     assert (group.rendezvous.port, group.rendezvous.attempt) == (4002, 1)
-    assert len(transport.sent(Open)) == 4
+    assert len(hosts.sent(Open)) == 4
 
 
 def test_lost_agents_are_replaced_on_another_node(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
     asked: list[Sequence[int]] = []
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
         asked.append(lost)
-        del transport.replies[IsOpen]
+        del hosts.replies[IsOpen]
         return placement.replace_nodes(group.plan, [node(1), node(3)])
 
-    group = WorkerGroup(two_nodes(), transport, events, replace_nodes=replace_nodes)
+    vars(hosts).update(replace_nodes=replace_nodes)
+    group = WorkerGroup(two_nodes(), hosts, events)
     group.open(job, ("torch",), WarmServer("/tmp/warm", ()))
-    transport.replies[IsOpen] = gone_from(2, 3)
+    hosts.replies[IsOpen] = gone_from(2, 3)
     assert group.prepare_attempt(job, 1) == [2, 3]
     assert asked == [[2, 3]]
-    first, new = transport.sent(Open)[:4], transport.sent(Open)[4:]
+    first, new = hosts.sent(Open)[:4], hosts.sent(Open)[4:]
     assert [(rank, request.node_id, request.lead) for rank, request in new] == [
         (2, "id-3", True),
         (3, "id-3", False),
@@ -354,94 +350,90 @@ def test_lost_agents_are_replaced_on_another_node(
     assert [facts.hostname for facts in group.facts] == ["id-1", "id-1", "id-3", "id-3"]
 
 
-def test_an_agent_that_is_new_and_not_open_counts_as_lost(
-    transport: FakeTransport, events: Events
-) -> None:
-    transport.replies[IsOpen] = lambda rank, request: rank != 1
-    assert WorkerGroup(two_nodes(), transport, events).lost_ranks() == [1]
+def test_an_agent_that_is_new_and_not_open_counts_as_lost(hosts: FakeHosts, events: Events) -> None:
+    hosts.replies[IsOpen] = lambda rank, request: rank != 1
+    assert WorkerGroup(two_nodes(), hosts, events).lost_ranks() == [1]
 
 
 def test_without_other_nodes_a_lost_agent_ends_the_run(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
-    group = opened(transport, events, job)
-    transport.replies[IsOpen] = gone_from(3)
+    group = opened(hosts, events, job)
+    hosts.replies[IsOpen] = gone_from(3)
     with pytest.raises(LaunchError, match="rank 2"):  # the first on its node
         group.prepare_attempt(job, 1)
 
 
-def test_lost_agents_are_asked_nothing(transport: FakeTransport, events: Events, job: Job) -> None:
+def test_lost_agents_are_asked_nothing(hosts: FakeHosts, events: Events, job: Job) -> None:
     """Ray fails a call to a dead host after 20 s: each restart waited ten seconds for one."""
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
-        asked = {rank for rank, _ in transport.sent(IsOpen)}
+        asked = {rank for rank, _ in hosts.sent(IsOpen)}
         assert (asked, lost) == ({0, 1}, [2, 3])
         return placement.replace_nodes(group.plan, [node(1), node(3)])
 
-    group = opened(transport, events, job, replace_nodes=replace_nodes)
+    group = opened(hosts, events, job, replace_nodes=replace_nodes)
     assert group.prepare_attempt(job, 1, gone={3}) == [2, 3]
     assert [facts.hostname for facts in group.facts] == ["id-1", "id-1", "id-3", "id-3"]
 
 
 def test_a_node_that_is_lost_while_the_rendezvous_is_opened_is_replaced(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
     """The run ended with Ray's traceback."""
 
     def lose(rank: int, request: OpenStore) -> Any:
-        transport.replies[IsOpen] = gone_from(0, 1)
+        hosts.replies[IsOpen] = gone_from(0, 1)
         raise ConnectionError("actor died")
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
         assert lost == [0, 1]
-        transport.replies.clear()
+        hosts.replies.clear()
         return placement.replace_nodes(group.plan, [node(3), node(2)])
 
-    group = opened(transport, events, job, replace_nodes=replace_nodes)
-    transport.replies[OpenStore] = lose
+    group = opened(hosts, events, job, replace_nodes=replace_nodes)
+    hosts.replies[OpenStore] = lose
     assert group.prepare_attempt(job, 1) == [0, 1]
     assert [slot.node.id for slot in group.plan.slots] == ["id-3", "id-3", "id-2", "id-2"]
     assert (group.rendezvous.address, group.rendezvous.port) == ("10.0.0.3", 4002)
 
 
 def test_a_rendezvous_that_cannot_be_opened_ends_the_run(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
-    group = opened(transport, events, job)
-    transport.replies[OpenStore] = gone_from(0)
+    group = opened(hosts, events, job)
+    hosts.replies[OpenStore] = gone_from(0)
     with pytest.raises(LaunchError, match="no rendezvous on host1: actor died"):
         group.prepare_attempt(job, 1)
 
 
 def test_a_node_that_is_lost_as_ranks_start_is_a_failure_of_the_attempt(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
     """It ended the run, though restarts were left."""
-    group = opened(transport, events, job)
-    transport.replies[StartRank] = gone_from(2)
-    transport.replies[IsOpen] = gone_from(2, 3)
+    group = opened(hosts, events, job)
+    hosts.replies[StartRank] = gone_from(2)
+    hosts.replies[IsOpen] = gone_from(2, 3)
     attempt = attempts.run_attempt(job, None, group, events, RunCheckpoints(job))
     assert [end.how for end in attempt.ends] == ["stopped", "stopped", "lost", "lost"]
     assert attempt.ends[2].message == "actor died"
     assert "rank 2 on host2" in attempt.failure
-    assert [rank for rank, _ in transport.sent(StopRank)] == [0, 1, 2, 3]
+    assert [rank for rank, _ in hosts.sent(StopRank)] == [0, 1, 2, 3]
     assert isinstance(policy.decide(Restart(max=1), [attempt]), policy.Retry)
 
 
 def test_a_rank_that_cannot_be_started_where_its_agent_answers_ends_the_run(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
-    group = opened(transport, events, job)
-    transport.replies[StartRank] = gone_from(2)
+    group = opened(hosts, events, job)
+    hosts.replies[StartRank] = gone_from(2)
     with pytest.raises(LaunchError, match=r"rank 2 on host2 .*actor died"):
         attempts.run_attempt(job, None, group, events, RunCheckpoints(job))
 
 
-def test_a_writer_that_is_gone_is_a_warning(
-    transport: FakeTransport, events: Events, job: Job
-) -> None:
-    group = opened(transport, events, job)
-    transport.replies[WaitForWriter] = gone_from(0)
+def test_a_writer_that_is_gone_is_a_warning(hosts: FakeHosts, events: Events, job: Job) -> None:
+    group = opened(hosts, events, job)
+    hosts.replies[WaitForWriter] = gone_from(0)
     group.prepare_attempt(job, 1)
     (warning,) = (event["text"] for event in read_events(events.path) if event["kind"] == "warning")
     assert "host1" in warning
@@ -449,17 +441,17 @@ def test_a_writer_that_is_gone_is_a_warning(
 
 
 def test_values_of_agents_that_are_gone_or_silent_are_empty(
-    transport: FakeTransport, events: Events, monkeypatch: pytest.MonkeyPatch
+    hosts: FakeHosts, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_group, "ANSWER_S", 0.05)
 
     def reply(rank: int, request: GetValue) -> Any:
         if rank == 1:
             raise ConnectionError("actor died")
-        return NotImplemented if rank == 2 else transport.reply(rank, request)
+        return NotImplemented if rank == 2 else hosts.reply(rank, request)
 
-    transport.replies[GetValue] = reply
-    values = WorkerGroup(two_nodes(), transport, events).values()
+    hosts.replies[GetValue] = reply
+    values = WorkerGroup(two_nodes(), hosts, events).values()
     assert values == [RankValue(value=b"\0"), RankValue(), RankValue(), RankValue(value=b"\3")]
 
 
@@ -482,11 +474,11 @@ class FakeStandby:
 
 @pytest.mark.parametrize(("enough", "ranks"), [(True, [2, 3]), (False, [])])
 def test_ranks_of_draining_nodes_move_if_enough_nodes_remain(
-    transport: FakeTransport, events: Events, job: Job, enough: bool, ranks: list[int]
+    hosts: FakeHosts, events: Events, job: Job, enough: bool, ranks: list[int]
 ) -> None:
     standby = FakeStandby(enough)
     group = opened(
-        transport,
+        hosts,
         events,
         job,
         standby=cast("StandbyNodes", standby),
@@ -498,31 +490,29 @@ def test_ranks_of_draining_nodes_move_if_enough_nodes_remain(
 
 
 def test_a_run_on_one_node_has_no_network_to_report(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
     group = WorkerGroup(
         assign_ranks(ResourceRequest("gloo", 2, ({},), 2, "STRICT_SPREAD", {}), [node(1)]),
-        transport,
+        hosts,
         events,
     )
     group.open(job, ())
     group.report_network()
-    assert transport.sent(GetNetworkUse) == []
+    assert hosts.sent(GetNetworkUse) == []
 
 
 def test_a_network_of_which_a_node_is_gone_is_not_reported(
-    transport: FakeTransport, events: Events, job: Job
+    hosts: FakeHosts, events: Events, job: Job
 ) -> None:
-    group = opened(transport, events, job)
-    transport.replies[GetNetworkUse] = gone_from(3)
+    group = opened(hosts, events, job)
+    hosts.replies[GetNetworkUse] = gone_from(3)
     group.report_network()
     assert "network" not in {event["kind"] for event in read_events(events.path)}
 
 
-def test_ranks_are_stopped_and_agents_closed(
-    transport: FakeTransport, events: Events, job: Job
-) -> None:
-    with opened(transport, events, job) as group:
+def test_ranks_are_stopped_and_agents_closed(hosts: FakeHosts, events: Events, job: Job) -> None:
+    with opened(hosts, events, job) as group:
         group.stop([1, 3], 2.5)
-    assert transport.sent(StopRank) == [(1, StopRank(2.5)), (3, StopRank(2.5))]
-    assert [rank for rank, _ in transport.sent(Close)] == [0, 1, 2, 3]
+    assert hosts.sent(StopRank) == [(1, StopRank(2.5)), (3, StopRank(2.5))]
+    assert [rank for rank, _ in hosts.sent(Close)] == [0, 1, 2, 3]

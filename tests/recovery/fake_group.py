@@ -44,6 +44,8 @@ class FakeGroup:
     ) -> None:
         there = [node(i) for i in range(1, ranks + 1)]
         self.plan = placement.assign_ranks(placement.resources_for(job(ranks), there), there)
+        self.hosts = self
+        """It plays its hosts too."""
         self.rendezvous, self.standby, self.first_world_size = Rendezvous(), reserve, ranks
         self.replies = dict(replies or {})
         self.calls: list[tuple[int, Request[Any]]] = []
