@@ -235,7 +235,6 @@ ATTRIBUTES, PARAMETERS = 12, 6
 LARGER = {
     "launch.flush:_commit": 7,
     "launch.standby:StandbyNodes": 16,
-    "launch.worker_group:WorkerGroup": 19,
     "node.agent:RankAgent": 31,
     "node.fork_launcher:ForkServer.launch": 7,
     "node.mpi_agent:MpiRankAgent": 14,

@@ -25,6 +25,7 @@ from raydist.launch import preload, runtime_env, shared_paths
 from raydist.launch.flush import Description, FlushNode
 from raydist.launch.hosts import Hosts
 from raydist.launch.limits import ANSWER_S, CLOSE_S, IDLE_S, NETWORK_S, OPEN_S, longest
+from raydist.launch.opened_nodes import OpenedNodes
 from raydist.launch.shard_saver import ShardSaver
 from raydist.messages.agent import (
     Close,
@@ -72,15 +73,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self.first_world_size = plan.world_size
         """The number of ranks in the first attempt."""
         self.facts: tuple[Facts, ...] = ()
-        self.failed_imports: tuple[Mapping[str, str], ...] = ()
-        """By rank: the modules that its node could not import, each with the error."""
         self.rendezvous = Rendezvous()
-        self._ports: list[traffic.Ports | None] = []
         self._events = events
-        self._runs: dict[str, str] = {}
-        """By node id: the name of its fork server, if the node was opened after the others."""
-        self._opened: dict[str, Opened] = {}
-        """By node id: the reply of its first agent."""
         self._known_values: dict[int, RankValue] = {}
         """The values of ranks that have ended although their agents do not answer."""
         self._silent = set[int]()
@@ -107,7 +101,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """
         began = time.time()
         file = self._rendezvous_file(job, attempt)
-        self._request = Open(
+        request = Open(
             run=uuid.uuid4().hex[:8],
             start=job.start,
             modules=tuple(modules),
@@ -121,12 +115,15 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             warm_server=warm_server,
             ray_stays=self.hosts.ray_stays,
         )
-        self._job, self._files = job, shared_paths.files(job, str(file.parent) if file else "")
-        self._installs = ", ".join(job.pip)
-        self._store: StoreKind = "horovod" if job.backend.name == "horovod" else "tcp"
+        self._job = job
+        self.nodes = OpenedNodes(request)
         if self.hosts.standby is not None:
-            self.hosts.standby.set_request(self._request)
+            self.hosts.standby.set_request(request)
+        # Not in a later attempt: the run continues with the paths that its nodes see.
+        files = shared_paths.files(job, str(file.parent) if file else "")
+        unreachable = self._find_unreachable(files)
         opened = self._open(range(self.plan.world_size), None if file else self._store)
+        self._check_paths(files, [each.result(ANSWER_S * 2) for each in unreachable])
         born = max(began, *(each.born for each in opened))
         self._events.say("phase", name="actors", s=born - began)
         self._events.say("phase", name="warm-up", s=time.time() - born)
@@ -291,7 +288,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _look(self, rank: int, look: Callable[..., T | None], *args: Any) -> Future[T | None]:
         """Return what a function of node.recorded_end finds on a rank's node."""
         slot = self.plan.slots[rank]
-        return self.hosts.on_node(rank, look, self._run_of(slot), slot.node.id, *args)
+        return self.hosts.on_node(rank, look, self.nodes.run_of(slot), slot.node.id, *args)
 
     def keep_value(self, rank: int, value: RankValue) -> None:
         """Keep what a rank returned whose agent does not answer."""
@@ -333,14 +330,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _replace(self, lost: Sequence[int]) -> Sequence[int]:
         """Replace the agents of these ranks with agents on other nodes; return those to open."""
         self.plan = self.hosts.replace_nodes(lost)
-        self._request = replace(self._request, warm_server=None)
-        standby = self.hosts.standby
-        for node, (run, opened) in (standby.promote() if standby else {}).items():
-            self._runs[node], self._opened[node] = run, opened
-        new = self.lost_ranks() if standby else lost
-        for slot in (self.plan.slots[rank] for rank in new):
-            if slot.local_rank == 0:
-                self._runs[slot.node.id] = uuid.uuid4().hex[:8]
+        new = lost
+        if self.hosts.standby is not None:
+            self.nodes.add_standby(self.hosts.standby.promote())
+            new = self.lost_ranks()
+        self.nodes.add_new([self.plan.slots[rank] for rank in new])
         return new
 
     def _open(self, ranks: Sequence[int], store: StoreKind | None) -> list[Opened]:
@@ -349,30 +343,16 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         `store`: the kind of store that rank 0's agent opens.
         """
         slots = [self.plan.slots[rank] for rank in ranks]
-        requests = [
-            replace(
-                self._request,
-                run=self._run_of(slot),
-                rank=slot.rank,
-                node_id=slot.node.id,
-                node_ip=slot.node.ip,
-                lead=slot.local_rank == 0,
-                store=store if slot.rank == 0 else None,
-            )
-            for slot in slots
-        ]
-        # Not in a later attempt: the run continues with the paths that its nodes see.
-        unreachable = self._find_unreachable(self._files) if not self.facts else []
-        if self._installs:
+        installs = ", ".join(self._job.pip)
+        if installs:
             self._events.say(
                 "wait",
-                text=f"Ray installs {self._installs} on each node; the first time takes minutes",
+                text=f"Ray installs {installs} on each node; the first time takes minutes",
             )
-        limit = OPEN_S + (runtime_env.INSTALL_S if self._installs else 0.0)
-        replies = self.call_each(requests, limit, ranks)
+        limit = OPEN_S + (runtime_env.INSTALL_S if installs else 0.0)
+        replies = self.call_each(self.nodes.requests(slots, store), limit, ranks)
         for slot, opened in zip(slots, replies, strict=True):
-            if slot.local_rank == 0:
-                self._opened[slot.node.id] = opened
+            self.nodes.note(slot, opened)
             if opened.warm.cuda:
                 text = (
                     f"a module imported on {slot.node.host} initialised CUDA, which no fork "
@@ -382,11 +362,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
                     "warning",
                     text=f"{text} started as new processes, each of which imports everything",
                 )
-        if unreachable:
-            self._check_paths([each.result(ANSWER_S * 2) for each in unreachable])
         return replies
 
-    def _check_paths(self, unreachable: Sequence[Mapping[str, str]]) -> None:
+    def _check_paths(
+        self, files: Mapping[str, str], unreachable: Sequence[Mapping[str, str]]
+    ) -> None:
         """Raise for paths of the run that nodes can't see, or warn about them."""
         source = preload.source_of(self._job.job.target)
         text = (
@@ -394,9 +374,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             if source and source.is_file()
             else ""
         )
-        if warning := shared_paths.check_paths(
-            self._job, self._hosts, unreachable, text, self._files
-        ):
+        if warning := shared_paths.check_paths(self._job, self._hosts, unreachable, text, files):
             self._events.say("warning", text=warning)
 
     @property
@@ -417,6 +395,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Raise ConfigError if some nodes can't see the file that a setting names."""
         unreachable = [each.result(ANSWER_S * 2) for each in self._find_unreachable({"file": file})]
         shared_paths.require_visible(setting, self._hosts, unreachable, why)
+
+    @property
+    def _store(self) -> StoreKind:
+        return "horovod" if self._job.backend.name == "horovod" else "tcp"
 
     @staticmethod
     def _rendezvous_file(job: Job, attempt: int = 0) -> Path | None:
@@ -480,10 +462,6 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         ranks = [slot.rank for slot in self._leads]
         self.call_each([KeepCall(self._kept_call)] * len(ranks), ranks=ranks)
 
-    def _run_of(self, slot: Slot) -> str:
-        """Return the name of a node's fork server."""
-        return self._runs.get(slot.node.id, self._request.run)
-
     def report_network(self) -> None:
         """Report which network the run used.
 
@@ -499,7 +477,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             traffic.NodeTraffic(
                 slot.node.host,
                 self.facts[slot.rank].interface,
-                self._ports[slot.rank] or {},
+                self.nodes.ports(slot),
                 replies[slot.rank].ports or {},
             )
             for slot in self._leads
@@ -564,11 +542,4 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _note_facts(self) -> None:
         """Set the facts of each rank's node, with the rank's own GPUs."""
         gpus = self.hosts.gpus() or (None,) * self.plan.world_size
-        opened = [self._opened[slot.node.id] for slot in self.plan.slots]
-        self.facts = tuple(
-            replace(each.facts, gpus=own)
-            for each, own in zip(opened, gpus, strict=True)
-            if each.facts is not None
-        )
-        self._ports = [each.ports for each in opened]
-        self.failed_imports = tuple(each.warm.failed for each in opened)
+        self.facts = self.nodes.facts(self.plan.slots, gpus)

@@ -126,7 +126,7 @@ class Rounds:
         missing = [
             {
                 name: why
-                for name, why in self._group.failed_imports[lead.rank].items()
+                for name, why in self._group.nodes.failed_imports(lead).items()
                 if preload.is_installed(name.split(".")[0])
             }
             for lead in self._leads

@@ -179,9 +179,9 @@ def test_the_group_knows_the_facts_of_each_rank_and_the_rendezvous(
     group = opened(hosts, events, job, gpus=lambda: gpus)
     assert [facts.hostname for facts in group.facts] == ["id-1", "id-1", "id-2", "id-2"]
     assert [facts.gpus for facts in group.facts] == gpus
-    assert [list(failed) for failed in group.failed_imports] == [["missing0"]] * 2 + [
-        ["missing2"]
-    ] * 2
+    assert [list(failed) for failed in map(group.nodes.failed_imports, group.plan.slots)] == [
+        ["missing0"]
+    ] * 2 + [["missing2"]] * 2
     assert (group.rendezvous.address, group.rendezvous.port, group.rendezvous.file) == (
         "10.0.0.1",
         4001,

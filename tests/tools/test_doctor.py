@@ -10,7 +10,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -211,7 +212,7 @@ def rounds(
             )
             for each in plan.nodes
         )
-        gang.failed_imports = ({},) * len(nodes)
+        cast("Any", gang).nodes = SimpleNamespace(failed_imports=lambda slot: {})
         Rounds(job, gang, report, 5.0, probe).make()
     return report
 

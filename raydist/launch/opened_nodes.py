@@ -1,0 +1,87 @@
+"""The nodes of a worker group: their fork servers, and what their first agents replied. (driver)"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from raydist.cluster.placement import Slot
+from raydist.messages.agent import Open, Opened
+from raydist.messages.server import StoreKind
+from raydist.network.facts import Facts
+from raydist.network.traffic import Ports
+
+
+class OpenedNodes:
+    """The nodes on which agents were opened, in all attempts of a worker group."""
+
+    def __init__(self, request: Open) -> None:
+        """`request`: what is the same for all agents."""
+        self._request = request
+        self._runs: dict[str, str] = {}
+        """By node id: the name of its fork server, if the node was opened after the others."""
+        self._replies: dict[str, Opened] = {}
+        """By node id: the reply of its first agent."""
+
+    def run_of(self, slot: Slot) -> str:
+        """Return the name of a node's fork server."""
+        return self._runs.get(slot.node.id, self._request.run)
+
+    def requests(self, slots: Sequence[Slot], store: StoreKind | None) -> list[Open]:
+        """Return the requests that open the agents of these slots.
+
+        `store`: the kind of store that rank 0's agent opens.
+        """
+        return [
+            replace(
+                self._request,
+                run=self.run_of(slot),
+                rank=slot.rank,
+                node_id=slot.node.id,
+                node_ip=slot.node.ip,
+                lead=slot.local_rank == 0,
+                store=store if slot.rank == 0 else None,
+            )
+            for slot in slots
+        ]
+
+    def note(self, slot: Slot, reply: Opened) -> None:
+        """Note the reply of the agent of a slot."""
+        if slot.local_rank == 0:
+            self._replies[slot.node.id] = reply
+
+    def add_standby(self, promoted: Mapping[str, tuple[str, Opened]]) -> None:
+        """Add nodes that were opened without ranks, as StandbyNodes.promote returns them."""
+        for node, (run, reply) in promoted.items():
+            self._runs[node], self._replies[node] = run, reply
+
+    def add_new(self, slots: Sequence[Slot]) -> None:
+        """Name the fork servers of nodes that are opened after the others."""
+        self._request = replace(self._request, warm_server=None)
+        for slot in slots:
+            if slot.local_rank == 0:
+                self._runs[slot.node.id] = uuid.uuid4().hex[:8]
+
+    def facts(
+        self, slots: Sequence[Slot], gpus: Sequence[Sequence[str] | None]
+    ) -> tuple[Facts, ...]:
+        """Return the facts of the node of each slot, with the rank's own GPUs."""
+        replies = [self._replies[slot.node.id] for slot in slots]
+        return tuple(
+            replace(each.facts, gpus=own)
+            for each, own in zip(replies, gpus, strict=True)
+            if each.facts is not None
+        )
+
+    def failed_imports(self, slot: Slot) -> Mapping[str, str]:
+        """Return the modules that the slot's node could not import, each with the error."""
+        return self._replies[slot.node.id].warm.failed
+
+    def ports(self, slot: Slot) -> Ports:
+        """Return the counters of the ports of the slot's node when it was opened.
+
+        Empty if it was not, because its agents did not reply in time.
+        """
+        reply = self._replies.get(slot.node.id)
+        return reply.ports or {} if reply else {}
