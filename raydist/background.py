@@ -9,11 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
-from raydist.flow import run_job
+from raydist.flow import claimed, run_job
 from raydist.launch.gangs import OneOfMany
 from raydist.launch.payload import RemoteCall
 from raydist.reporting.result import Result
-from raydist.settings import compose
 from raydist.settings.config import Job
 from raydist.shared.errors import Stopped
 from raydist.shared.events import Event, Reader, parse_event
@@ -156,7 +155,4 @@ def submit(
         losses = [e["values"]["loss"] for e in run.events() if e["kind"] == "report"]
         run.result().metrics
     """
-    if isinstance(job, str):
-        return Run(compose.compose([f"job={job}", *overrides], claim=True), None, on_event)
-    call = RemoteCall.of(job, args, kwargs)
-    return Run(compose.compose(overrides, function=job, claim=True), call, on_event)
+    return Run(*claimed(job, overrides, args, kwargs), on_event)

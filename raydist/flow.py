@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -65,13 +65,23 @@ def run(
 
         raydist.run(train, "scale=2x8", "backend=nccl", args=(0.1,)).values
     """
+    return run_job(*claimed(job, overrides, args, kwargs), on_event=on_event)
+
+
+def claimed(
+    job: str | Callable[..., Any],
+    overrides: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[Job, RemoteCall | None]:
+    """Return the settings of a run, whose folder is created, and the call if the job is a function.
+
+    The arguments and the errors are those of `run`.
+    """
     if isinstance(job, str):
-        return run_job(compose.compose([f"job={job}", *overrides], claim=True), on_event=on_event)
-    return run_job(
-        compose.compose(overrides, function=job, claim=True),
-        RemoteCall.of(job, args, kwargs),
-        on_event=on_event,
-    )
+        return compose.compose([f"job={job}", *overrides], claim=True), None
+    settings = compose.compose(overrides, function=job, claim=True)
+    return settings, RemoteCall.of(job, args, kwargs)
 
 
 def run_job(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 PACKET = 1 << 17
@@ -64,6 +65,8 @@ def from_json(fields: Mapping[str, Any]) -> Message:
     """Return the message of parsed JSON. ValueError: it is not a message."""
     try:
         kind = _KINDS[fields[TAG]]
+        if not is_dataclass(kind):
+            raise ValueError(f"not a message of raydist, but a kind of them: {kind.__name__}")
         own = {
             name: tuple(v) if isinstance(v, list) else v
             for name, v in fields.items()

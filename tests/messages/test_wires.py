@@ -69,7 +69,15 @@ def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"[]", b"{}", b'{"protocol": "Elsewhere"}', b'{"protocol": "Ended", "x": 1}', b"x"]
+    "data",
+    [
+        b"[]",
+        b"{}",
+        b'{"protocol": "Elsewhere"}',
+        b'{"protocol": "ServerMessage"}',
+        b'{"protocol": "Ended", "x": 1}',
+        b"x",
+    ],
 )
 def test_anything_else_is_no_message(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
