@@ -14,7 +14,6 @@ from raydist.launch.model_check import ModelCheck
 from raydist.launch.payload import RemoteCall
 from raydist.launch.worker_group import WorkerGroup
 from raydist.recovery.attempts import Attempts, explained, settled
-from raydist.recovery.policy import Retry
 from raydist.reporting import result
 from raydist.reporting.page_files import last_page
 from raydist.reporting.result import Result
@@ -180,11 +179,8 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: boo
 
 
 def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) -> None:
-    """Open the agents, then make attempts as long as each is followed by a retry in place."""
+    """Open the agents, then make attempts with them until the run is over or leaves its nodes."""
     events.say("plan", **group.plan.as_event())
     job = settled(job, group.plan)
     group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
-    decision = attempts.make(job, group)
-    while isinstance(decision, Retry) and not decision.elsewhere:
-        decision = attempts.make(job, group)
-    attempts.leave(job, group)
+    attempts.make(job, group)

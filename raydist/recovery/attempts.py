@@ -31,7 +31,7 @@ SAVED_S = 10.0
 
 
 class Attempts:
-    """All attempts of a run: makes each, and decides once what follows it."""
+    """All attempts of a run: the retry loop, which decides once what follows each attempt."""
 
     def __init__(self, job: Job, call: RemoteCall | None, events: Events) -> None:
         self.outcome: Attempt | None = None
@@ -39,8 +39,8 @@ class Attempts:
         self._call, self._events = call, events
         self._checkpoints = run_storage.RunCheckpoints(job)
         self._past: list[Attempt] = []
-        self._next: Retry | GiveUp | None = None
-        """What follows the last attempt; None before the first."""
+        self._elsewhere: Retry | None = None
+        """The retry for which the job gets a new placement; None in the first one."""
         self._unwritten = ""
         """Why no agent could have the last state written."""
         self._held: int | None = None
@@ -52,38 +52,24 @@ class Attempts:
         """The number of attempts so far."""
         return len(self._past)
 
-    def make(self, job: Job, group: WorkerGroup) -> Retry | GiveUp:
-        """Make the next attempt with this group; return what follows it."""
-        match self._next:
-            case Retry(elsewhere=False) as retry:
-                attempt = self._in_place(job, group, retry)
-            case Retry() as retry:
-                self._events.say(
-                    "placed", number=retry.number, moved=list(range(group.plan.world_size))
-                )
-                group.first_world_size = len(self._past[0].ends)
-                attempt = run_attempt(
-                    job, self._call, group, self._events, self._checkpoints, retry
-                )
-            case _:
-                attempt = run_attempt(job, self._call, group, self._events, self._checkpoints)
-        self._past.append(attempt)
-        replaceable = policy.is_drained(attempt) and bool(group.draining_ranks())
-        self._next = policy.decide(job.restart, self._past, replaceable)
-        return self._next
+    def make(self, job: Job, group: WorkerGroup) -> None:
+        """Make attempts with this group until the run is over, or continues elsewhere.
 
-    def leave(self, job: Job, group: WorkerGroup) -> None:
-        """Save the last state: there is no other attempt with this group.
-
-        Conclude the run unless it continues elsewhere.
+        This is the only place that acts on what policy.decide() says.
         """
-        if isinstance(self._next, Retry):
-            # All ranks leave, not only those on drained nodes: Ray cannot move part of a placement
-            # group.
-            self._events.say("restart", **self._next.as_event(job.restart))
-            self._flush(group)
-        elif self._next is not None:
-            self.outcome = self._conclude(job, group, self._next)
+        attempt = self._first_in_placement(job, group)
+        while True:
+            self._past.append(attempt)
+            replaceable = policy.is_drained(attempt) and bool(group.draining_ranks())
+            match policy.decide(job.restart, self._past, replaceable):
+                case GiveUp(reason):
+                    self.outcome = self._conclude(job, group, reason)
+                    return
+                case Retry(elsewhere=True) as retry:
+                    self._leave(job, group, retry)
+                    return
+                case Retry() as retry:
+                    attempt = self._in_place(job, group, retry)
 
     def concluded(self) -> Attempt:
         """Return the outcome, once the agents have ended.
@@ -104,6 +90,15 @@ class Attempts:
             raise error
         self.outcome = replace(self._past[-1], error=error, earlier=tuple(self._past[:-1]))
 
+    def _first_in_placement(self, job: Job, group: WorkerGroup) -> Attempt:
+        """Make the first attempt in this placement."""
+        retry = self._elsewhere
+        if retry is not None:
+            moved = list(range(group.plan.world_size))
+            self._events.say("placed", number=retry.number, moved=moved)
+            group.first_world_size = len(self._past[0].ends)
+        return run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
+
     def _in_place(self, job: Job, group: WorkerGroup, retry: Retry) -> Attempt:
         """Retry in the same placement; on failure return the previous attempt, with the error."""
         if retry.cause is None:
@@ -122,13 +117,22 @@ class Attempts:
         except RaydistError as error:
             return replace(self._past[-1], error=error)
 
+    def _leave(self, job: Job, group: WorkerGroup, retry: Retry) -> None:
+        """Save the last state: the job will be placed again, and leaves this group.
+
+        All ranks leave, not only those on drained nodes: Ray cannot move part of a placement group.
+        """
+        self._elsewhere = retry
+        self._events.say("restart", **retry.as_event(job.restart))
+        self._flush(group)
+
     def _flush(self, group: WorkerGroup) -> None:
         group.finish_saves()
         if why := group.flush():
             self._events.say("warning", text=why)
 
-    def _conclude(self, job: Job, group: WorkerGroup, decision: GiveUp) -> Attempt:
-        """Return all attempts as one.
+    def _conclude(self, job: Job, group: WorkerGroup, reason: str) -> Attempt:
+        """Return all attempts as one. `reason`: why no other follows.
 
         If the last one failed, its last state is on the disk when this returns.
         """
@@ -143,9 +147,7 @@ class Attempts:
                 self._held = group.newest_state(SAVED_S)
         values, exceptions = unpack_all(group.values())
         earlier = tuple(self._past[:-1])
-        return replace(
-            last, values=values, exceptions=exceptions, earlier=earlier, why_last=decision.reason
-        )
+        return replace(last, values=values, exceptions=exceptions, earlier=earlier, why_last=reason)
 
 
 def settled(job: Job, plan: Plan) -> Job:

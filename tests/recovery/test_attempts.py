@@ -95,13 +95,11 @@ class Rig:
     events: Events
     seen: list[Event]
     retries: list[Retry | None]
-    decided: list[int]
+    decisions: list[Retry | GiveUp]
+    """What followed each attempt: decided once."""
 
-    def make(self, group: Group, job: Job = JOB) -> Retry | GiveUp:
-        return self.history.make(job, cast("WorkerGroup", group))
-
-    def leave(self, group: Group, job: Job = JOB) -> None:
-        self.history.leave(job, cast("WorkerGroup", group))
+    def make(self, group: Group, job: Job = JOB) -> None:
+        self.history.make(job, cast("WorkerGroup", group))
 
     @property
     def kinds(self) -> list[str]:
@@ -117,13 +115,12 @@ def rig(folder: Path, patch: pytest.MonkeyPatch, *ends: Attempt) -> Rig:
     )
 
     def run(*given: Any) -> Attempt:
-        *_, retry = (*given, None)[:6]
-        made.retries.append(retry)
+        made.retries.append(given[-1])
         return next(todo)
 
     def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool) -> Retry | GiveUp:
-        made.decided.append(len(past))
-        return choose(rule, past, replaceable)
+        made.decisions.append(choose(rule, past, replaceable))
+        return made.decisions[-1]
 
     choose = policy.decide
     patch.setattr(attempts, "run_attempt", run)
@@ -133,8 +130,8 @@ def rig(folder: Path, patch: pytest.MonkeyPatch, *ends: Attempt) -> Rig:
 
 def test_a_good_attempt_is_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it, group = rig(tmp_path, monkeypatch, GOOD), Group()
-    assert it.make(group) == GiveUp("")
-    it.leave(group)
+    it.make(group)
+    assert it.decisions == [GiveUp("")]
     assert it.history.outcome is not None
     assert (it.history.outcome.ends, it.history.outcome.earlier, it.history.made) == (
         GOOD.ends,
@@ -146,15 +143,14 @@ def test_a_good_attempt_is_the_outcome(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_retry_in_place_keeps_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it, group = rig(tmp_path, monkeypatch, failed(KILLED), GOOD), Group()
-    decision = it.make(group)
-    assert isinstance(decision, Retry)
-    assert not decision.elsewhere
-    assert it.make(group) == GiveUp("")
-    it.leave(group)
+    it.make(group)
+    retry, last = it.decisions
+    assert isinstance(retry, Retry)
+    assert not retry.elsewhere
+    assert last == GiveUp("")
     assert it.kinds == ["restart", "placed"]
     assert (it.seen[1]["moved"], it.seen[1]["slots"]) == ([1], ["both"])
-    assert it.retries == [None, decision]
-    assert it.decided == [1, 2]  # once after each
+    assert it.retries == [None, retry]
     assert it.history.outcome is not None
     assert it.history.outcome.earlier == (failed(KILLED),)
 
@@ -173,7 +169,6 @@ def test_agents_that_are_lost_are_not_asked_in_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: End, gone: set[int]
 ) -> None:
     it, group = rig(tmp_path, monkeypatch, failed(end), GOOD), Group()
-    it.make(group)
     it.make(group)
     assert group.gone == gone
 
@@ -199,18 +194,17 @@ def test_drained_nodes_are_left_with_all_ranks_if_too_few_others_are_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it, group, other = rig(tmp_path, monkeypatch, failed(DRAINED), GOOD), Group(), Group()
-    decision = it.make(group)
-    assert isinstance(decision, Retry)
-    assert decision.elsewhere
-    it.leave(group)
+    it.make(group)
+    (retry,) = it.decisions
+    assert isinstance(retry, Retry)
+    assert retry.elsewhere
     assert it.history.outcome is None
     assert group.acts == ["flush"]
-    assert it.make(other) == GiveUp("")
-    it.leave(other)
+    it.make(other)
+    assert it.decisions == [retry, GiveUp("")]
     assert it.kinds == ["restart", "placed"]
     assert (it.seen[1]["number"], it.seen[1]["moved"]) == (1, [0, 1])
-    assert (it.retries, other.first_world_size) == ([None, decision], 2)
-    assert it.decided == [1, 2]
+    assert (it.retries, other.first_world_size) == ([None, retry], 2)
     assert it.history.outcome is not None
     assert it.history.outcome.earlier == (failed(DRAINED),)
 
@@ -219,11 +213,10 @@ def test_drained_nodes_are_replaced_if_others_are_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it, group = rig(tmp_path, monkeypatch, failed(DRAINED), GOOD), Group(replaceable=True)
-    decision = it.make(group)
-    assert isinstance(decision, Retry)
-    assert not decision.elsewhere
     it.make(group)
-    assert group.acts == ["flush", "again"]  # the nodes that stay may go too
+    assert isinstance(it.decisions[0], Retry)
+    assert not it.decisions[0].elsewhere
+    assert group.acts == ["flush", "again", "say_network"]  # the nodes that stay may go too
 
 
 def test_another_number_of_nodes_is_a_retry_without_a_failure(
@@ -233,11 +226,11 @@ def test_another_number_of_nodes_is_a_retry_without_a_failure(
         ends=[End(rank, "a", "stopped", 1.0, 5) for rank in (0, 1)], resize="3 nodes now, 2 before"
     )
     it, group = rig(tmp_path, monkeypatch, resized, GOOD), Group()
-    assert isinstance(it.make(group), Retry)
     it.make(group)
+    assert isinstance(it.decisions[0], Retry)
     assert it.kinds == ["regroup", "placed"]
     assert it.seen[0]["text"] == resized.resize
-    assert group.acts == ["again"]
+    assert group.acts == ["again", "say_network"]
 
 
 def test_another_number_of_nodes_is_not_counted_as_a_restart(
@@ -247,8 +240,7 @@ def test_another_number_of_nodes_is_not_counted_as_a_restart(
         ends=[End(rank, "a", "stopped", 1.0, 7) for rank in (0, 1)], resize="3 nodes now, 2 before"
     )
     it = rig(tmp_path, monkeypatch, failed(KILLED), resized, failed(KILLED, step=9), GOOD)
-    for _ in range(4):
-        it.make(Group())
+    it.make(Group())
     assert [event["number"] for event in it.seen if event["kind"] == "restart"] == [1, 2]
     assert [event["number"] for event in it.seen if event["kind"] == "placed"] == [
         1,
@@ -269,8 +261,7 @@ def test_a_retry_without_nodes_ends_the_run_with_the_reason(
 ) -> None:
     it, group = rig(tmp_path, monkeypatch, failed(KILLED)), Group(lost=True)
     it.make(group)
-    assert it.make(group) == GiveUp("")
-    it.leave(group)
+    assert it.decisions[1:] == [GiveUp("")]
     assert it.history.outcome is not None
     assert (str(it.history.outcome.error), it.history.outcome.ends) == (
         "no place for rank 1",
@@ -285,8 +276,7 @@ def test_why_there_is_no_other_attempt_is_kept(
     it, group = rig(tmp_path, monkeypatch, failed(KILLED), failed(KILLED, step=9)), Group()
     once = replace(JOB, restart=Restart(max=1))
     it.make(group, once)
-    decision = it.make(group, once)
-    it.leave(group, once)
+    decision = it.decisions[-1]
     assert isinstance(decision, GiveUp)
     assert it.history.outcome is not None
     assert it.history.outcome.why_last == decision.reason != ""
@@ -298,7 +288,6 @@ def test_an_error_between_two_placements_keeps_the_attempts_before(
     it, error = rig(tmp_path, monkeypatch, failed(KILLED), failed(DRAINED)), LaunchError("no nodes")
     with pytest.raises(LaunchError):
         it.history.cut_short(error)
-    it.make(Group())
     it.make(Group())
     it.history.cut_short(error)
     assert it.history.outcome is not None
@@ -315,7 +304,6 @@ def test_a_state_that_fork_servers_write_after_their_agents_is_waited_for(
     monkeypatch.setattr(attempts, "SAVED_S", 60.0 if written else 0.0)
     job = replace(JOB, dir=str(tmp_path), restart=Restart(max=0))
     it.make(group, job)
-    it.leave(group, job)
     assert group.silent == {1}
     request = SaveRequest(7, {"n": 1}, {}, 2, str(tmp_path / "checkpoints"), str(tmp_path), 3, None)
     writer = threading.Timer(0.5, checkpoint_files.write_and_prune, [request])
@@ -339,13 +327,12 @@ def test_nothing_is_lost_if_the_newest_state_in_memory_is_on_the_disk(
     )
     monkeypatch.setattr(attempts, "SAVED_S", 60.0 if held in (-1, 7) else 0.1)
     job = replace(JOB, dir=str(tmp_path), restart=Restart(max=0))
-    it.make(group, job)
     if held != -1:
         checkpoint_files.write_and_prune(
             SaveRequest(7, {"n": 1}, {}, 2, str(tmp_path / "checkpoints"), str(tmp_path), 3, None)
         )
         it.events.say("saved", step=7)
-    it.leave(group, job)
+    it.make(group, job)
     assert group.acts == ["say_network", "flush", "newest_state"]
     it.history.concluded()
     assert [each["text"] for each in it.seen if each["kind"] == "warning"] == (
